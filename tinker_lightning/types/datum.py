@@ -1,0 +1,203 @@
+"""One training example: what the model reads and what the loss needs, position by position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from tinker_lightning.errors import InvalidDatum, InvalidTensor
+from tinker_lightning.types.model_input import ModelInput, token_array
+from tinker_lightning.types.tensor import TensorData
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tinker_lightning.types.tensor import TensorLike
+
+# Entries with one row per input token. Other names are free in shape and meaning.
+PER_TOKEN_FLOATS = frozenset(
+    {"weights", "advantages", "logprobs", "clip_low_threshold", "clip_high_threshold", "sequence_ratio_mask"}
+)
+PER_TOKEN = PER_TOKEN_FLOATS | {"target_tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class ProvenanceSpan:
+    """Where a run of tokens came from: a position in a prompt or in a sampled sequence."""
+
+    source: Literal["prompt", "sampled"]
+    sequence_id: str
+    offset: int
+    length: int
+
+
+class Datum:
+    """One training example. Position `i` of the input predicts target `i`: the builders do that shift for you.
+
+    Args:
+        model_input: What the model reads.
+        loss_fn_inputs: What the loss needs, by name: `target_tokens` and `weights`, `advantages`, `logprobs`, or any
+            name of your own; lists, numpy arrays, torch tensors and `TensorData` are all taken.
+        model_input_spans: Where the input tokens came from (few losses need it).
+        loss_fn_input_spans: The same for the target tokens; both or neither.
+
+    Raises:
+        InvalidDatum: If a per-token entry has another length than the input.
+    """
+
+    __slots__ = ("loss_fn_input_spans", "loss_fn_inputs", "model_input", "model_input_spans")
+
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, TensorData]
+    model_input_spans: tuple[ProvenanceSpan, ...] | None
+    loss_fn_input_spans: tuple[ProvenanceSpan, ...] | None
+
+    def __init__(
+        self,
+        model_input: ModelInput,
+        loss_fn_inputs: Mapping[str, TensorLike] | None = None,
+        model_input_spans: Sequence[ProvenanceSpan] | None = None,
+        loss_fn_input_spans: Sequence[ProvenanceSpan] | None = None,
+    ) -> None:
+        if (model_input_spans is None) != (loss_fn_input_spans is None):
+            raise InvalidDatum("provenance comes as a pair: set model_input_spans and loss_fn_input_spans, or neither")
+        self.model_input = model_input
+        self.loss_fn_inputs = {name: _tensor(name, value) for name, value in (loss_fn_inputs or {}).items()}
+        self.model_input_spans = None if model_input_spans is None else tuple(model_input_spans)
+        self.loss_fn_input_spans = None if loss_fn_input_spans is None else tuple(loss_fn_input_spans)
+        if model_input.is_text:
+            _check_alignment(model_input.length, self.loss_fn_inputs)
+
+    @classmethod
+    def from_tokens(cls, tokens: TensorLike, weights: TensorLike | None = None, *, truncate: bool = False) -> Datum:
+        """A datum for next-token training on a whole sequence.
+
+        Args:
+            tokens: Prompt and response together.
+            weights: The weight of each *token* in the loss, usually 0 on the prompt and 1 on the response; one per
+                token. The first token is never predicted, so its weight is not used. All ones if not given.
+            truncate: Cut tokens and weights to the shorter of the two instead of raising.
+        """
+        ids = token_array(tokens)
+        values = np.ones(len(ids), np.float32) if weights is None else _tensor("weights", weights).to_numpy()
+        if values.ndim != 1:
+            raise InvalidDatum(f"weights has the shape {list(values.shape)}; give one number per token")
+        if len(ids) != len(values):
+            if not truncate:
+                raise InvalidDatum(
+                    f"weights has {len(values)} entries but there are {len(ids)} tokens. Give one weight per token, or "
+                    "pass truncate=True to cut to the shorter."
+                )
+            ids, values = ids[: len(values)], values[: len(ids)]
+        if len(ids) < 2:
+            raise InvalidDatum(f"{len(ids)} tokens leave nothing to predict; a datum needs at least 2")
+        return cls(ModelInput.from_ints(ids[:-1]), {"target_tokens": ids[1:], "weights": values[1:]})
+
+    @classmethod
+    def from_targets(
+        cls, input_tokens: TensorLike, target_tokens: TensorLike, *, truncate: bool = False, **named_tensors: TensorLike
+    ) -> Datum:
+        """A datum from an input and targets that are already shifted, with any other named tensors.
+
+        Args:
+            input_tokens: The tokens that the model reads.
+            target_tokens: The token to predict at each of them, `[T]`, or `K` alternatives each, `[T, K]`.
+            truncate: Cut the input and the per-token entries to the shortest of them instead of raising.
+            **named_tensors: Whatever the loss needs: `weights`, `advantages`, `logprobs`, reference log-probabilities.
+                Only the protocol's own per-token names are checked for length.
+        """
+        ids = token_array(input_tokens)
+        inputs = {"target_tokens": _tensor("target_tokens", target_tokens)}
+        inputs |= {name: _tensor(name, value) for name, value in named_tensors.items()}
+        if truncate:
+            per_token = {name: tensor.to_numpy() for name, tensor in inputs.items() if name in PER_TOKEN}
+            length = min([len(ids), *(len(np.atleast_1d(array)) for array in per_token.values())])
+            ids = ids[:length]
+            inputs |= {name: TensorData(np.atleast_1d(array)[:length]) for name, array in per_token.items()}
+        return cls(ModelInput.from_ints(ids), inputs)
+
+    @classmethod
+    def from_chat(cls, messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> Datum:
+        """A datum from a conversation, with weight 1 on what the assistant says (its end-of-turn token included).
+
+        Args:
+            messages: `{"role": ..., "content": ...}` in order, at least one of them by the assistant.
+            tokenizer: A Hugging Face tokenizer with a chat template.
+        """
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            raise InvalidDatum("the conversation has no assistant turn, so there is nothing to learn from it")
+        ids = _render(tokenizer, messages, generate=False)
+        weights = np.zeros(len(ids), np.float32)
+        for turn in turns:
+            prompt = _render(tokenizer, messages[:turn], generate=True)
+            through = _render(tokenizer, messages[: turn + 1], generate=False)
+            if ids[: len(prompt)] != prompt or ids[: len(through)] != through:
+                raise InvalidDatum(
+                    f"message {turn}: this tokenizer's chat template writes earlier turns differently once later ones "
+                    "follow, so the assistant's tokens cannot be told apart. Build the datum with "
+                    "Datum.from_tokens(tokens, weights)."
+                )
+            reply = through[len(prompt) :]
+            # Templates put a line break behind the end of a turn; nobody ever samples it.
+            end = len(reply) - 1 - reply[::-1].index(tokenizer.eos_token_id) if tokenizer.eos_token_id in reply else -1
+            weights[len(prompt) : len(prompt) + (end + 1 or len(reply))] = 1.0
+        return cls.from_tokens(ids, weights)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Datum):
+            return NotImplemented
+        return (
+            self.model_input == other.model_input
+            and self.loss_fn_inputs == other.loss_fn_inputs
+            and self.model_input_spans == other.model_input_spans
+            and self.loss_fn_input_spans == other.loss_fn_input_spans
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # equal by value and mutable through its memory
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(f"{name}={tensor!r}" for name, tensor in self.loss_fn_inputs.items())
+        return f"Datum({self.model_input!r}, {inputs})"
+
+
+def _tensor(name: str, value: TensorLike) -> TensorData:
+    """The entry as a tensor, with the dtype that the protocol gives to its name."""
+    try:
+        tensor = TensorData.of(value)
+        if name in PER_TOKEN_FLOATS and tensor.dtype != "float32":
+            return TensorData(
+                tensor.values, "float32", tensor.shape, tensor.sparse_crow_indices, tensor.sparse_col_indices
+            )
+        if name == "target_tokens" and tensor.dtype != "int64":
+            if tensor.values.size:
+                raise InvalidTensor("token ids must be integers, got floats")
+            return TensorData(tensor.values, "int64", tensor.shape)
+    except InvalidTensor as error:
+        raise InvalidDatum(f"{name}: {error}") from error
+    return tensor
+
+
+def _check_alignment(length: int, inputs: Mapping[str, TensorData]) -> None:
+    targets = inputs.get("target_tokens")
+    for name in inputs.keys() & PER_TOKEN:
+        shape = inputs[name].shape
+        if len(shape) not in (1, 2):
+            raise InvalidDatum(f"{name} has the shape {shape}, but it must have one row per token: [T] or [T, K]")
+        if shape[0] != length:
+            raise InvalidDatum(
+                f"{name} has {shape[0]} entries but the input has {length} tokens. Build it with "
+                "Datum.from_tokens(...), or pass truncate=True."
+            )
+        if name == "weights" and targets is not None and shape != targets.shape and targets.shape[0] == length:
+            raise InvalidDatum(f"weights has the shape {shape} but target_tokens has {targets.shape}")
+
+
+def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generate: bool) -> list[int]:
+    if not messages:
+        return []
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids

@@ -1,0 +1,172 @@
+"""What a model reads: a sequence of chunks, most often one of text tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tinker_lightning.errors import InvalidDatum
+from tinker_lightning.types.tensor import TensorData
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tinker_lightning.types.tensor import TensorLike
+
+INT32_MAX = 2**31 - 1
+
+
+class EncodedTextChunk:
+    """Text as token ids, held as one int32 array."""
+
+    __slots__ = ("tokens",)
+
+    tokens: npt.NDArray[np.int32]
+
+    def __init__(self, tokens: TensorLike) -> None:
+        self.tokens = token_array(tokens)
+
+    @property
+    def length(self) -> int:
+        """The number of tokens."""
+        return len(self.tokens)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, EncodedTextChunk):
+            return NotImplemented
+        return np.array_equal(self.tokens, other.tokens)
+
+    __hash__ = None  # type: ignore[assignment]  # equal by value and mutable through its memory
+
+    def __repr__(self) -> str:
+        return f"EncodedTextChunk({self.length} tokens)"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageChunk:
+    """An image, as the bytes of its file; the server turns it into `expected_tokens` tokens."""
+
+    data: bytes
+    format: Literal["png", "jpeg"]
+    expected_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageAssetPointerChunk:
+    """An image that the server fetches; only sampling takes it."""
+
+    location: str
+    format: Literal["png", "jpeg"]
+    expected_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DmelChunk:
+    """Audio as discretized mel frames, in the protocol's own encoding."""
+
+    dmel: bytes
+
+
+ModelInputChunk: TypeAlias = EncodedTextChunk | ImageChunk | ImageAssetPointerChunk | DmelChunk
+
+
+class ModelInput:
+    """A sequence of chunks. Most are made by `ModelInput.from_ints(tokens)`."""
+
+    __slots__ = ("chunks",)
+
+    chunks: list[ModelInputChunk]
+
+    def __init__(self, chunks: Iterable[ModelInputChunk] = ()) -> None:
+        self.chunks = list(chunks)
+
+    @classmethod
+    def from_ints(cls, tokens: TensorLike) -> ModelInput:
+        """A text-only input, from a list, numpy array or torch tensor of token ids."""
+        return cls([EncodedTextChunk(tokens)])
+
+    @property
+    def length(self) -> int:
+        """The number of tokens; raises where a chunk's length is known to the server only."""
+        return sum(_chunk_length(chunk) for chunk in self.chunks)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether all chunks are text."""
+        return all(isinstance(chunk, EncodedTextChunk) for chunk in self.chunks)
+
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """The token ids of a text-only input as one array; of a single chunk its own memory."""
+        arrays = [chunk.tokens for chunk in self.chunks if isinstance(chunk, EncodedTextChunk)]
+        if len(arrays) != len(self.chunks):
+            raise InvalidDatum(f"{self!r} has chunks that are not text and so have no token ids")
+        if len(arrays) == 1:
+            return arrays[0]
+        return np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int32)
+
+    def to_ints(self) -> list[int]:
+        """The token ids of a text-only input as a list."""
+        ids: list[int] = self.tokens().tolist()
+        return ids
+
+    def append(self, chunk: ModelInputChunk) -> ModelInput:
+        """A new input with one more chunk."""
+        return ModelInput([*self.chunks, chunk])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ModelInput):
+            return NotImplemented
+        return self.chunks == other.chunks
+
+    __hash__ = None  # type: ignore[assignment]  # equal by value and mutable through its memory
+
+    def __repr__(self) -> str:
+        return f"ModelInput({', '.join(map(repr, self.chunks))})"
+
+
+def token_array(tokens: TensorLike) -> npt.NDArray[np.int32]:
+    """Token ids as a 1-D int32 array, refusing what is not a sequence of ids; int32 memory is used as it is."""
+    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32:
+        array: npt.NDArray[Any] = tokens
+    else:
+        array = TensorData.of(tokens).to_numpy()
+    if array.ndim != 1:
+        raise InvalidDatum(f"token ids must be one sequence, got an array of shape {list(array.shape)}")
+    if array.size == 0:
+        return array.astype(np.int32)
+    if array.dtype.kind != "i":
+        raise InvalidDatum("token ids must be integers, got floats. Did you pass weights or embeddings?")
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > INT32_MAX:
+        raise InvalidDatum(f"token ids must be between 0 and {INT32_MAX}, got {low if low < 0 else high}")
+    return array.astype(np.int32, copy=False)
+
+
+def _chunk_length(chunk: ModelInputChunk) -> int:
+    if isinstance(chunk, EncodedTextChunk):
+        return chunk.length
+    if isinstance(chunk, ImageChunk | ImageAssetPointerChunk) and chunk.expected_tokens is not None:
+        return chunk.expected_tokens
+    if isinstance(chunk, DmelChunk):
+        return _dmel_length(chunk.dmel)
+    raise InvalidDatum("the token length of an image is known here only if expected_tokens is given")
+
+
+def _dmel_length(dmel: bytes) -> int:
+    """Dimension 0 of the encoded frames: dtype byte (maybe after a marker 254), varint ndim, varint dims."""
+    position = 2 if dmel[:1] == b"\xfe" else 1
+    for wanted in ("ndim", "dim 0"):
+        number = shift = 0
+        while True:
+            if position >= len(dmel) or shift > 63:
+                raise InvalidDatum(f"the audio chunk ends before its {wanted}")
+            byte = dmel[position]
+            position += 1
+            number |= (byte & 0x7F) << shift
+            shift += 7
+            if not byte & 0x80:
+                break
+    return number

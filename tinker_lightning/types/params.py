@@ -1,0 +1,81 @@
+"""Settings that travel with a request."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tinker_lightning.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True)
+class AdamParams:
+    """AdamW's settings for one step; `grad_clip_norm` 0 means no clipping."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise InvalidInput(f"adam_params.{name} must be a finite number of at least 0, got {value}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InvalidInput(f"adam_params.{name} must lie in [0, 1), got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample; the defaults follow the model's own distribution up to its end-of-text token.
+
+    Args:
+        max_tokens: How many tokens at most; None for as many as the context holds.
+        seed: The same seed, prompt and weights give the same tokens; None for new ones each time.
+        stop: Strings or token ids that end a sequence; None for the model's end-of-text token, `[]` for nothing.
+        temperature: 0 takes the likeliest token.
+        top_k: Only the k likeliest tokens; -1 for all.
+        top_p: Only the likeliest tokens that together reach this probability.
+    """
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidInput(f"sampling_params.max_tokens must be at least 1, got {self.max_tokens}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InvalidInput(f"sampling_params.temperature must be at least 0, got {self.temperature}")
+        if self.top_k < -1 or self.top_k == 0:
+            raise InvalidInput(f"sampling_params.top_k must be -1 (off) or at least 1, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise InvalidInput(f"sampling_params.top_p must lie in (0, 1], got {self.top_p}")
+        if self.stop == "" or (isinstance(self.stop, list) and "" in self.stop):
+            raise InvalidInput("sampling_params.stop holds an empty string, which every text contains")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Which low-rank adapter a new model gets."""
+
+    rank: int = 32
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise InvalidInput(f"lora_config.rank must be at least 1, got {self.rank}")
+        if not (self.train_unembed or self.train_mlp or self.train_attn):
+            raise InvalidInput("lora_config trains nothing: set train_unembed, train_mlp or train_attn")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise InvalidInput(f"lora_config.seed must fit into 64 bits, got {self.seed}")

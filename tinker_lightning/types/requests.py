@@ -1,0 +1,227 @@
+"""What a client asks, as plain data; `type` is the literal that the protocol repeats in a body."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.types.datum import Datum
+from tinker_lightning.types.model_input import ModelInput
+from tinker_lightning.types.params import AdamParams, LoraConfig, SamplingParams
+from tinker_lightning.types.tensor import TensorData
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfigRequest:
+    """Asks which settings the server wants its clients to follow."""
+
+    sdk_version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CreateSessionRequest:
+    """Opens a session, which owns the models and samplers made in it."""
+
+    type: ClassVar[str] = "create_session"
+    tags: list[str] = field(default_factory=list)
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHeartbeatRequest:
+    """Says that the client of a session still lives."""
+
+    type: ClassVar[str] = "session_heartbeat"
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CreateModelRequest:
+    """Makes a new adapter on a base model; (session_id, model_seq_id) names it for repeats."""
+
+    type: ClassVar[str] = "create_model"
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    lora_config: LoraConfig | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GetInfoRequest:
+    """Asks what a model is."""
+
+    type: ClassVar[str] = "get_info"
+    model_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadModelRequest:
+    """Frees a model; what was saved of it stays."""
+
+    type: ClassVar[str] = "unload_model"
+    model_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsInfoRequest:
+    """Asks which base model and adapter a saved path needs."""
+
+    tinker_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackwardRequest:
+    """One pass over a batch; with `forward_only` no gradient is added."""
+
+    model_id: str
+    seq_id: int
+    data: list[Datum]
+    loss_fn: str
+    loss_fn_config: dict[str, float | str] = field(default_factory=dict)
+    forward_only: bool = False
+
+    def __post_init__(self) -> None:
+        _check_seq_id(self.seq_id)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStepRequest:
+    """Applies the accumulated gradient and clears it."""
+
+    type: ClassVar[str] = "optim_step"
+    model_id: str
+    seq_id: int
+    adam_params: AdamParams | None = None
+    optimizer_params: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        _check_seq_id(self.seq_id)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWeightsRequest:
+    """Saves a model with its optimizer under a name."""
+
+    type: ClassVar[str] = "save_weights"
+    model_id: str
+    seq_id: int
+    path: str | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        _check_seq_id(self.seq_id)
+        _check_ttl(self.ttl_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeightsRequest:
+    """Puts saved weights, and if asked the optimizer's state, into a model."""
+
+    type: ClassVar[str] = "load_weights"
+    model_id: str
+    seq_id: int
+    path: str
+    optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        _check_seq_id(self.seq_id)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWeightsForSamplerRequest:
+    """Saves weights to sample from: under a name, or unnamed straight into a sampling session."""
+
+    type: ClassVar[str] = "save_weights_for_sampler"
+    model_id: str
+    seq_id: int
+    path: str | None = None
+    sampling_session_seq_id: int | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        _check_seq_id(self.seq_id)
+        _check_ttl(self.ttl_seconds)
+        if self.path is None and self.sampling_session_seq_id is None:
+            raise InvalidInput("give a path to save under a name, or a sampling_session_seq_id to sample from at once")
+
+
+@dataclass(frozen=True, slots=True)
+class CreateSamplingSessionRequest:
+    """Opens a sampler on a base model or on saved weights."""
+
+    type: ClassVar[str] = "create_sampling_session"
+    session_id: str
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    model_path: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.base_model is None) == (self.model_path is None):
+            raise InvalidInput("give either base_model or model_path")
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """Samples from a sampling session."""
+
+    type: ClassVar[str] = "sample"
+    sampling_session_id: str
+    seq_id: int
+    prompt: ModelInput
+    sampling_params: SamplingParams
+    num_samples: int = 1
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise InvalidInput(f"num_samples must be at least 1, got {self.num_samples}")
+
+
+@dataclass(frozen=True, slots=True)
+class RetrieveFutureRequest:
+    """Asks for a result; the answer waits for it, up to the server's limit."""
+
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TtlRequest:
+    """Sets the time after which a checkpoint is removed; None keeps it."""
+
+    ttl_seconds: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_ttl(self.ttl_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryRequest:
+    """What a client reports of itself."""
+
+    events: list[Any] = field(default_factory=list)
+
+
+def _check_seq_id(seq_id: int) -> None:
+    if not 1 <= seq_id < 2**31:
+        raise InvalidInput(f"seq_id must lie in 1..{2**31 - 1}: a model's requests count from 1, got {seq_id}")
+
+
+def _check_ttl(ttl_seconds: int | None) -> None:
+    if ttl_seconds is not None and not 1 <= ttl_seconds <= 10 * 366 * 86400:
+        raise InvalidInput(f"ttl_seconds must lie between a second and ten years, got {ttl_seconds}")

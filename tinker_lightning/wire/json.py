@@ -1,0 +1,295 @@
+"""JSON bodies: the dataclasses of `types` to bytes and back, arrays straight from memory.
+
+Reading is strict about types and lenient about the rest, as the protocol wants it: unknown fields are ignored, null
+means absent, a missing field takes its default. Errors name the field.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import functools
+import types
+import typing
+from typing import Any, ClassVar, Literal, TypeVar
+
+import numpy as np
+import orjson
+
+from tinker_lightning.errors import InvalidInput, InvalidMessage
+from tinker_lightning.types.datum import Datum, ProvenanceSpan
+from tinker_lightning.types.model_input import (
+    DmelChunk,
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInput,
+    ModelInputChunk,
+)
+from tinker_lightning.types.requests import ForwardBackwardRequest
+from tinker_lightning.types.tensor import TensorData
+
+T = TypeVar("T")
+
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_NON_STR_KEYS
+
+
+def dumps(message: Any) -> bytes:
+    """The JSON of a message; fields that are None are left out, and `type` is added where its class names one."""
+    return orjson.dumps(message, default=_encode, option=_OPTIONS)
+
+
+def loads(body: bytes) -> dict[str, Any]:
+    """The object that a JSON body holds."""
+    try:
+        message = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidMessage(f"the body is not JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise InvalidMessage(f"the body must be a JSON object, got {type(message).__name__}")
+    return message
+
+
+def parse(cls: type[T], body: bytes) -> T:
+    """A dataclass from its JSON.
+
+    Raises:
+        InvalidMessage: If the body is not JSON, or a field is missing or of the wrong type.
+        InvalidInput: If the class refuses a value.
+    """
+    return typing.cast("T", _decode(cls, loads(body), ""))
+
+
+def forward_backward_body(request: ForwardBackwardRequest) -> bytes:
+    """A pass in the JSON era's envelope."""
+    key = "forward_input" if request.forward_only else "forward_backward_input"
+    content: dict[str, Any] = {"data": request.data, "loss_fn": request.loss_fn}
+    if request.loss_fn_config:
+        content["loss_fn_config"] = request.loss_fn_config
+    return dumps({key: content, "model_id": request.model_id, "seq_id": request.seq_id})
+
+
+def parse_forward_backward(body: bytes, *, forward_only: bool) -> ForwardBackwardRequest:
+    """A pass from the JSON era's envelope."""
+    message = loads(body)
+    key = "forward_input" if forward_only else "forward_backward_input"
+    content = message.get(key)
+    if not isinstance(content, dict):
+        raise InvalidMessage(f"{key}: an object is needed, got {_name(content)}")
+    merged = {**content, "model_id": message.get("model_id"), "seq_id": message.get("seq_id")}
+    return typing.cast(
+        "ForwardBackwardRequest", _decode(ForwardBackwardRequest, {**merged, "forward_only": forward_only}, "")
+    )
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, TensorData):
+        tensor: dict[str, Any] = {"data": value.values.reshape(-1), "dtype": value.dtype, "shape": value.shape}
+        if value.is_sparse:
+            tensor["sparse_crow_indices"] = value.sparse_crow_indices
+            tensor["sparse_col_indices"] = value.sparse_col_indices
+        return tensor
+    if isinstance(value, Datum):
+        datum = {"loss_fn_inputs": value.loss_fn_inputs, "model_input": value.model_input}
+        if value.model_input_spans is not None:
+            datum["model_input_spans"] = [_encode_span(span) for span in value.model_input_spans]
+            datum["loss_fn_input_spans"] = [_encode_span(span) for span in value.loss_fn_input_spans or ()]
+        return datum
+    if isinstance(value, ModelInput):
+        return {"chunks": [_encode_chunk(chunk) for chunk in value.chunks]}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        encoded = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        encoded = {name: field for name, field in encoded.items() if field is not None}
+        if isinstance(literal := getattr(type(value), "type", None), str):
+            encoded["type"] = literal
+        return encoded
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def _encode_chunk(chunk: ModelInputChunk) -> dict[str, Any]:
+    if isinstance(chunk, EncodedTextChunk):
+        return {"type": "encoded_text", "tokens": chunk.tokens}
+    if isinstance(chunk, DmelChunk):
+        return {"type": "dmel", "dmel": base64.b64encode(chunk.dmel).decode()}
+    if isinstance(chunk, ImageChunk):
+        encoded = {"type": "image", "data": base64.b64encode(chunk.data).decode(), "format": chunk.format}
+    else:
+        encoded = {"type": "image_asset_pointer", "location": chunk.location, "format": chunk.format}
+    return encoded if chunk.expected_tokens is None else {**encoded, "expected_tokens": chunk.expected_tokens}
+
+
+def _encode_span(span: ProvenanceSpan) -> dict[str, Any]:
+    return {
+        "type": f"{span.source}_tokens",
+        "sequence_id": span.sequence_id,
+        "offset": span.offset,
+        "length": span.length,
+    }
+
+
+def _decode(hint: Any, value: Any, where: str) -> Any:
+    """`value` as the type `hint`; `where` is the path of field names that leads to it."""
+    if hint is Any:
+        return value
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _decode_union(typing.get_args(hint), value, where)
+    if origin is Literal:
+        if value not in typing.get_args(hint):
+            raise _wrong(where, f"one of {', '.join(map(str, typing.get_args(hint)))}", value)
+        return value
+    if origin is list:
+        if not isinstance(value, list):
+            raise _wrong(where, "a list", value)
+        (item,) = typing.get_args(hint)
+        if item is Datum:
+            return [_decode_datum(entry, f"datum {i}") for i, entry in enumerate(value)]
+        return [_decode(item, entry, f"{where}[{i}]") for i, entry in enumerate(value)]
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise _wrong(where, "an object", value)
+        return {key: _decode(typing.get_args(hint)[1], entry, f"{where}.{key}") for key, entry in value.items()}
+    if hint is ModelInput:
+        return _decode_model_input(value, where)
+    if hint is TensorData:
+        return _decode_tensor(value, where)
+    if dataclasses.is_dataclass(hint):
+        return _decode_dataclass(typing.cast("type[Any]", hint), value, where)
+    return _decode_scalar(hint, value, where)
+
+
+def _decode_scalar(hint: Any, value: Any, where: str) -> Any:
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            raise _wrong(where, "a number", value) from None
+    if type(value) is not hint:
+        raise _wrong(where, {str: "a string", int: "an integer", float: "a number", bool: "true or false"}[hint], value)
+    return value
+
+
+def _decode_union(members: tuple[Any, ...], value: Any, where: str) -> Any:
+    error: InvalidMessage | None = None
+    if value is None and types.NoneType in members:
+        return None
+    for member in members:
+        if member is types.NoneType:
+            continue
+        try:
+            return _decode(member, value, where)
+        except InvalidMessage as refused:
+            error = error or refused
+    assert error is not None  # noqa: S101  # a union has a member that is not None
+    raise error
+
+
+@functools.cache
+def _fields(cls: Any) -> list[tuple[str, Any, bool]]:
+    """Name, type and whether it is required, of each field of a dataclass."""
+    hints = typing.get_type_hints(cls)
+    return [
+        (
+            field.name,
+            hints[field.name],
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
+        )
+        for field in dataclasses.fields(cls)
+        if typing.get_origin(hints[field.name]) is not ClassVar
+    ]
+
+
+def _decode_dataclass(cls: type[Any], value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise _wrong(where, "an object", value)
+    given: dict[str, Any] = {}
+    for name, hint, required in _fields(cls):
+        entry = value.get(name)
+        path = f"{where}.{name}" if where else name
+        if entry is not None:
+            given[name] = _decode(hint, entry, path)
+        elif required:
+            raise InvalidMessage(f"{path}: missing")
+    return cls(**given)
+
+
+def _decode_datum(value: Any, where: str) -> Datum:
+    if not isinstance(value, dict):
+        raise _wrong(where, "an object", value)
+    inputs = value.get("loss_fn_inputs") or {}
+    if not isinstance(inputs, dict):
+        raise _wrong(f"{where}: loss_fn_inputs", "an object", inputs)
+    model_input = _decode_model_input(value.get("model_input"), f"{where}: model_input")
+    tensors = {name: _decode_tensor(entry, f"{where}: {name}") for name, entry in inputs.items()}
+    try:
+        return Datum(model_input, tensors)
+    except InvalidInput as error:
+        raise InvalidMessage(f"{where}: {error}") from error
+
+
+def _decode_tensor(value: Any, where: str) -> TensorData:
+    if not isinstance(value, dict):
+        raise _wrong(where, "a tensor (an object with data, dtype and shape)", value)
+    data = value.get("data")
+    if not isinstance(data, list):
+        raise _wrong(f"{where}.data", "a list of numbers", data)
+    shape = value.get("shape")
+    if shape is not None:
+        shape = _decode(list[int], shape, f"{where}.shape")
+    try:
+        return TensorData(
+            np.asarray(data, dtype=np.float32) if not data else data,
+            value.get("dtype"),
+            shape,
+            value.get("sparse_crow_indices"),
+            value.get("sparse_col_indices"),
+        )
+    except InvalidInput as error:
+        raise InvalidMessage(f"{where}: {error}") from error
+
+
+def _decode_model_input(value: Any, where: str) -> ModelInput:
+    chunks = value.get("chunks") if isinstance(value, dict) else None
+    if not isinstance(chunks, list):
+        raise _wrong(where, "an object with a list of chunks", value)
+    return ModelInput([_decode_chunk(chunk, f"{where}.chunks[{i}]") for i, chunk in enumerate(chunks)])
+
+
+def _decode_chunk(value: Any, where: str) -> ModelInputChunk:
+    if not isinstance(value, dict):
+        raise _wrong(where, "an object", value)
+    # SDKs before 0.18 leave the type out, so a chunk is known by its keys.
+    if "tokens" in value:
+        if not isinstance(value["tokens"], list):
+            raise _wrong(f"{where}.tokens", "a list of token ids", value["tokens"])
+        try:
+            return EncodedTextChunk(value["tokens"])
+        except InvalidInput as error:
+            raise InvalidMessage(f"{where}: {error}") from error
+    if "dmel" in value:
+        return DmelChunk(_decode_base64(value["dmel"], f"{where}.dmel"))
+    if "location" in value:
+        return typing.cast("ImageAssetPointerChunk", _decode_dataclass(ImageAssetPointerChunk, value, where))
+    if "data" in value:
+        data = _decode_base64(value["data"], f"{where}.data")
+        shape = _decode_dataclass(ImageAssetPointerChunk, {**value, "location": ""}, where)
+        return ImageChunk(data, shape.format, shape.expected_tokens)
+    raise InvalidMessage(f"{where}: a chunk has tokens, data, location or dmel, got {', '.join(value) or 'nothing'}")
+
+
+def _decode_base64(value: Any, where: str) -> bytes:
+    if not isinstance(value, str):
+        raise _wrong(where, "a base64 string", value)
+    try:
+        return base64.b64decode(value, validate=True)
+    except binascii.Error as error:
+        raise InvalidMessage(f"{where}: not base64: {error}") from error
+
+
+def _wrong(where: str, wanted: str, value: Any) -> InvalidMessage:
+    return InvalidMessage(f"{where or 'the body'}: must be {wanted}, got {_name(value)}")
+
+
+def _name(value: Any) -> str:
+    return "nothing" if value is None else f"{type(value).__name__} {str(value)[:80]!r}"

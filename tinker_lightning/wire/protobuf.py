@@ -1,0 +1,292 @@
+"""Protobuf bodies: passes, and the results of passes and of sampling, arrays straight from memory."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+
+from tinker_lightning.errors import InvalidInput, InvalidMessage
+from tinker_lightning.types.datum import Datum, ProvenanceSpan
+from tinker_lightning.types.model_input import DmelChunk, EncodedTextChunk, ImageChunk, ModelInput
+from tinker_lightning.types.requests import ForwardBackwardRequest
+from tinker_lightning.types.responses import ForwardBackwardOutput, SampledSequence, SampleResponse
+from tinker_lightning.types.tensor import TensorData
+from tinker_lightning.wire import tinker_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from google.protobuf.message import Message
+
+    from tinker_lightning.types.model_input import ModelInputChunk
+
+_DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
+_INT32: np.dtype[Any] = np.dtype("<i4")
+_INT64: np.dtype[Any] = np.dtype("<i8")
+_FLOAT32: np.dtype[Any] = np.dtype("<f4")
+
+
+def encode_forward_backward(request: ForwardBackwardRequest) -> bytes:
+    """The bytes of a pass."""
+    message = pb.ForwardBackwardRequest(
+        model_id=request.model_id,
+        seq_id=request.seq_id,
+        loss_fn=request.loss_fn,
+        forward_only=request.forward_only,
+    )
+    for datum in request.data:
+        _fill_datum(message.data.add(), datum)
+    for name, value in request.loss_fn_config.items():
+        if isinstance(value, str):
+            message.loss_fn_config_v2[name].text = value
+        else:
+            message.loss_fn_config[name] = value
+            message.loss_fn_config_v2[name].number = value
+    return message.SerializeToString()
+
+
+def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
+    """A pass from its bytes.
+
+    Raises:
+        InvalidMessage: If the bytes are no such message, or a datum in it is not whole; names the datum and field.
+    """
+    message = _parse(pb.ForwardBackwardRequest(), body)
+    config: dict[str, float | str] = dict(message.loss_fn_config)
+    for name, value in message.loss_fn_config_v2.items():
+        config[name] = value.text if value.WhichOneof("value") == "text" else value.number
+    return ForwardBackwardRequest(
+        model_id=message.model_id,
+        seq_id=message.seq_id,
+        data=[_read_datum(i, datum) for i, datum in enumerate(message.data)],
+        loss_fn=message.loss_fn,
+        loss_fn_config=config,
+        forward_only=message.forward_only,
+    )
+
+
+def encode_output(output: ForwardBackwardOutput) -> bytes:
+    """The bytes of a pass's result."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics)
+    # One record holds datums whose fields have the same trailing shapes; a change of K begins the next.
+    for _, group in itertools.groupby(output.loss_fn_outputs, key=_record_key):
+        _fill_record(message.loss_fn_outputs.add(), list(group))
+    return message.SerializeToString()
+
+
+def decode_output(body: bytes) -> ForwardBackwardOutput:
+    """A pass's result from its bytes."""
+    message = _parse(pb.ForwardBackwardOutput(), body)
+    outputs = [datum for record in message.loss_fn_outputs for datum in _read_record(record)]
+    kind = message.loss_fn_output_type.rsplit(":", 1)[-1]
+    return ForwardBackwardOutput(outputs, dict(message.metrics), kind)
+
+
+def encode_sample(response: SampleResponse) -> bytes:
+    """The bytes of a sampling result."""
+    message = pb.SampleResponse()
+    for sequence in response.sequences:
+        message.sequences.add(
+            stop_reason=pb.STOP_REASON_LENGTH if sequence.stop_reason == "length" else pb.STOP_REASON_STOP,
+            tokens=np.asarray(sequence.tokens, _INT32).tobytes(),
+            logprobs=None if sequence.logprobs is None else np.asarray(sequence.logprobs, _FLOAT32).tobytes(),
+        )
+    if response.prompt_logprobs is not None:
+        # numpy turns None into NaN, which is what the protocol writes for "not computed".
+        message.prompt_logprobs = np.asarray(response.prompt_logprobs, _FLOAT32).tobytes()
+    return message.SerializeToString()
+
+
+def decode_sample(body: bytes) -> SampleResponse:
+    """A sampling result from its bytes."""
+    message = _parse(pb.SampleResponse(), body)
+    prompt = None
+    if message.HasField("prompt_logprobs"):
+        values = _array(message.prompt_logprobs, _FLOAT32, "prompt_logprobs")
+        prompt = [None if value != value else value for value in values.tolist()]
+    sequences = []
+    for i, sequence in enumerate(message.sequences):
+        if sequence.stop_reason not in (pb.STOP_REASON_STOP, pb.STOP_REASON_LENGTH):
+            raise InvalidMessage(f"sequence {i}: unknown stop reason {sequence.stop_reason}")
+        logprobs = _array(sequence.logprobs, _FLOAT32, f"sequence {i}: logprobs") if sequence.logprobs else None
+        sequences.append(
+            SampledSequence(
+                tokens=_array(sequence.tokens, _INT32, f"sequence {i}: tokens").tolist(),
+                logprobs=None if logprobs is None else logprobs.tolist(),
+                stop_reason="length" if sequence.stop_reason == pb.STOP_REASON_LENGTH else "stop",
+            )
+        )
+    return SampleResponse(sequences, prompt)
+
+
+def _parse(message: Any, body: bytes) -> Any:
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise InvalidMessage(f"the body is not a {type(message).__name__}: {error}") from error
+    return message
+
+
+def _array(data: bytes, dtype: np.dtype[Any], where: str) -> npt.NDArray[Any]:
+    if len(data) % dtype.itemsize:
+        raise InvalidMessage(f"{where}: {len(data)} bytes are no whole number of {dtype} values")
+    return np.frombuffer(data, dtype)
+
+
+def _fill_datum(message: pb.Datum, datum: Datum) -> None:
+    for chunk in datum.model_input.chunks:
+        _fill_chunk(message.model_input.add(), chunk)
+    for name, tensor in datum.loss_fn_inputs.items():
+        _fill_tensor(message.loss_fn_inputs[name], tensor)
+    _fill_spans(message.model_input_spans, datum.model_input_spans or ())
+    _fill_spans(message.loss_fn_input_spans, datum.loss_fn_input_spans or ())
+
+
+def _fill_chunk(message: pb.Chunk, chunk: ModelInputChunk) -> None:
+    if isinstance(chunk, EncodedTextChunk):
+        message.encoded_text.tokens = chunk.tokens.astype(_INT32, copy=False).tobytes()
+    elif isinstance(chunk, ImageChunk):
+        message.image.data = chunk.data
+        message.image.format = chunk.format
+        if chunk.expected_tokens is not None:
+            message.image.expected_tokens = chunk.expected_tokens
+    elif isinstance(chunk, DmelChunk):
+        message.dmel.dmel = chunk.dmel
+    else:
+        raise InvalidInput("an image asset pointer can only be sampled from; training needs the image's bytes")
+
+
+def _fill_tensor(message: pb.Tensor, tensor: TensorData) -> None:
+    values = tensor.values.astype(tensor.values.dtype.newbyteorder("<"), copy=False).tobytes()
+    if tensor.sparse_crow_indices is not None and tensor.sparse_col_indices is not None:
+        message.sparse_csr.values = values
+        message.sparse_csr.crow_indices = tensor.sparse_crow_indices.astype(_INT64, copy=False).tobytes()
+        message.sparse_csr.col_indices = tensor.sparse_col_indices.astype(_INT64, copy=False).tobytes()
+    else:
+        message.dense = values
+    message.dtype = _DTYPES[tensor.dtype]
+    message.shape.extend(tensor.shape)
+
+
+def _fill_spans(messages: Any, spans: Iterable[ProvenanceSpan]) -> None:
+    for span in spans:
+        message = messages.add()
+        kind = message.prompt_tokens if span.source == "prompt" else message.sampled_tokens
+        kind.sequence_id, kind.offset, kind.length = span.sequence_id, span.offset, span.length
+        kind.SetInParent()
+
+
+def _read_datum(index: int, message: pb.Datum) -> Datum:
+    where = "model_input"
+    try:
+        model_input = ModelInput([_read_chunk(chunk) for chunk in message.model_input])
+        tensors = {}
+        for name, tensor in message.loss_fn_inputs.items():
+            where = name
+            tensors[name] = _read_tensor(tensor)
+    except InvalidInput as error:
+        raise InvalidMessage(f"datum {index}: {where}: {error}") from error
+    spans = None
+    if message.model_input_spans or message.loss_fn_input_spans:
+        spans = [_read_spans(message.model_input_spans), _read_spans(message.loss_fn_input_spans)]
+    try:
+        return Datum(model_input, tensors, *(spans or ()))
+    except InvalidInput as error:
+        raise InvalidMessage(f"datum {index}: {error}") from error
+
+
+def _read_chunk(message: pb.Chunk) -> ModelInputChunk:
+    kind = message.WhichOneof("chunk")
+    if kind == "encoded_text":
+        return EncodedTextChunk(_array(message.encoded_text.tokens, _INT32, "tokens"))
+    if kind == "image":
+        image = message.image
+        if image.format not in ("png", "jpeg"):
+            raise InvalidMessage(f"an image is png or jpeg, got {image.format!r}")
+        expected = image.expected_tokens if image.HasField("expected_tokens") else None
+        return ImageChunk(image.data, "png" if image.format == "png" else "jpeg", expected)
+    if kind == "dmel":
+        return DmelChunk(message.dmel.dmel)
+    raise InvalidMessage("a chunk is empty")
+
+
+def _read_tensor(message: pb.Tensor) -> TensorData:
+    if message.dtype == pb.DTYPE_FLOAT32:
+        dtype = _FLOAT32
+    elif message.dtype == pb.DTYPE_INT64:
+        dtype = _INT64
+    else:
+        raise InvalidMessage(f"dtype {message.dtype} is not taken; send float32 (1) or int64 (2)")
+    # No shape is written for a scalar too, so one value without a shape reads as a vector of one.
+    shape = list(message.shape) or None
+    if message.WhichOneof("encoding") == "sparse_csr":
+        csr = message.sparse_csr
+        return TensorData(
+            _array(csr.values, dtype, "values"),
+            shape=shape,
+            sparse_crow_indices=_array(csr.crow_indices, _INT64, "crow_indices"),
+            sparse_col_indices=_array(csr.col_indices, _INT64, "col_indices"),
+        )
+    return TensorData(_array(message.dense, dtype, "dense"), shape=shape)
+
+
+def _read_spans(messages: Iterable[pb.ProvenanceSpan]) -> list[ProvenanceSpan]:
+    spans = []
+    for message in messages:
+        sampled = message.WhichOneof("span") == "sampled_tokens"
+        kind = message.sampled_tokens if sampled else message.prompt_tokens
+        spans.append(ProvenanceSpan("sampled" if sampled else "prompt", kind.sequence_id, kind.offset, kind.length))
+    return spans
+
+
+def _record_key(datum: dict[str, TensorData]) -> list[tuple[str, str, list[int]]]:
+    return sorted((name, tensor.dtype, tensor.shape[1:]) for name, tensor in datum.items())
+
+
+def _fill_record(message: pb.ArrayRecord, datums: Sequence[dict[str, TensorData]]) -> None:
+    message.num_datums = len(datums)
+    for name, first in datums[0].items():
+        arrays = [datum[name].to_numpy() for datum in datums]
+        offsets = np.zeros(len(arrays) + 1, _INT64)
+        np.cumsum([array.nbytes for array in arrays], out=offsets[1:])
+        field = message.fields[name]
+        field.data = b"".join(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes() for array in arrays)
+        field.offsets = offsets.tobytes()
+        field.dtype = _DTYPES[first.dtype]
+        field.trailing_shape.extend(first.shape[1:])
+
+
+def _read_record(message: pb.ArrayRecord) -> list[dict[str, TensorData]]:
+    fields = {name: _read_batched(name, field) for name, field in message.fields.items()}
+    count = message.num_datums or max(map(len, fields.values()), default=0)
+    for name, tensors in fields.items():
+        if len(tensors) != count:
+            raise InvalidMessage(f"{name} has {len(tensors)} entries for {count} datums")
+    return [{name: tensors[i] for name, tensors in fields.items()} for i in range(count)]
+
+
+def _read_batched(name: str, message: pb.BatchedTensor) -> list[TensorData]:
+    offsets = _array(message.offsets, _INT64, f"{name}: offsets")
+    if not len(offsets) or offsets[0] < 0 or offsets[-1] > len(message.data) or (np.diff(offsets) < 0).any():
+        raise InvalidMessage(f"{name}: offsets must rise within the {len(message.data)} bytes of data")
+    if message.dtype == pb.DTYPE_BFLOAT16:
+        # bfloat16 is the upper half of a float32.
+        halves = _array(message.data, np.dtype("<u2"), name).astype("<u4") << 16
+        values, size = halves.view(_FLOAT32), 2
+    elif message.dtype in (pb.DTYPE_FLOAT32, pb.DTYPE_INT64, pb.DTYPE_INT32):
+        dtype = {pb.DTYPE_FLOAT32: _FLOAT32, pb.DTYPE_INT64: _INT64, pb.DTYPE_INT32: _INT32}[message.dtype]
+        values, size = _array(message.data, dtype, name), dtype.itemsize
+    else:
+        raise InvalidMessage(f"{name}: dtype {message.dtype} is not known")
+    if (offsets % size).any():
+        raise InvalidMessage(f"{name}: offsets must fall on whole values of {size} bytes")
+    trailing = list(message.trailing_shape)
+    parts = (values[start:stop] for start, stop in itertools.pairwise((offsets // size).tolist()))
+    try:
+        return [TensorData(part.reshape(-1, *trailing) if trailing else part) for part in parts]
+    except ValueError as error:
+        raise InvalidMessage(f"{name}: {error}") from error
