@@ -14,7 +14,6 @@ import types
 import typing
 from typing import Any, ClassVar, Literal, TypeVar
 
-import numpy as np
 import orjson
 
 from tinker_lightning.errors import InvalidInput, InvalidMessage
@@ -155,7 +154,7 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
     if hint is TensorData:
         return _decode_tensor(value, where)
     if dataclasses.is_dataclass(hint):
-        return _decode_dataclass(typing.cast("type[Any]", hint), value, where)
+        return _decode_dataclass(hint, value, where)
     return _decode_scalar(hint, value, where)
 
 
@@ -200,7 +199,7 @@ def _fields(cls: Any) -> list[tuple[str, Any, bool]]:
     ]
 
 
-def _decode_dataclass(cls: type[Any], value: Any, where: str) -> Any:
+def _decode_dataclass(cls: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise _wrong(where, "an object", value)
     given: dict[str, Any] = {}
@@ -239,7 +238,7 @@ def _decode_tensor(value: Any, where: str) -> TensorData:
         shape = _decode(list[int], shape, f"{where}.shape")
     try:
         return TensorData(
-            np.asarray(data, dtype=np.float32) if not data else data,
+            data,
             value.get("dtype"),
             shape,
             value.get("sparse_crow_indices"),

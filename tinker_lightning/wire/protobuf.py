@@ -20,8 +20,6 @@ from tinker_lightning.wire import tinker_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from google.protobuf.message import Message
-
     from tinker_lightning.types.model_input import ModelInputChunk
 
 _DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
