@@ -32,6 +32,10 @@ class ProvenanceSpan:
     offset: int
     length: int
 
+    def __post_init__(self) -> None:
+        if not (0 <= self.offset < 2**63 and 0 <= self.length < 2**63):
+            raise InvalidDatum(f"a span's offset and length must be at least 0, got {self.offset} and {self.length}")
+
 
 class Datum:
     """One training example. Position `i` of the input predicts target `i`: the builders do that shift for you.
@@ -65,8 +69,10 @@ class Datum:
             raise InvalidDatum("provenance comes as a pair: set model_input_spans and loss_fn_input_spans, or neither")
         self.model_input = model_input
         self.loss_fn_inputs = {name: _tensor(name, value) for name, value in (loss_fn_inputs or {}).items()}
-        self.model_input_spans = None if model_input_spans is None else tuple(model_input_spans)
-        self.loss_fn_input_spans = None if loss_fn_input_spans is None else tuple(loss_fn_input_spans)
+        # Two empty lists say nothing, and protobuf cannot tell them from none.
+        has_spans = bool(model_input_spans or loss_fn_input_spans)
+        self.model_input_spans = tuple(model_input_spans or ()) if has_spans else None
+        self.loss_fn_input_spans = tuple(loss_fn_input_spans or ()) if has_spans else None
         if model_input.is_text:
             _check_alignment(model_input.length, self.loss_fn_inputs)
 
@@ -126,9 +132,12 @@ class Datum:
             messages: `{"role": ..., "content": ...}` in order, at least one of them by the assistant.
             tokenizer: A Hugging Face tokenizer with a chat template.
         """
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         if not turns:
             raise InvalidDatum("the conversation has no assistant turn, so there is nothing to learn from it")
+        if turns[0] == 0:
+            # Without a message before it the template gives no prompt to take the assistant's header from.
+            raise InvalidDatum("message 0: the assistant speaks first; put the system or user message before it")
         ids = _render(tokenizer, messages, generate=False)
         weights = np.zeros(len(ids), np.float32)
         for turn in turns:
@@ -172,8 +181,7 @@ def _tensor(name: str, value: TensorLike) -> TensorData:
                 tensor.values, "float32", tensor.shape, tensor.sparse_crow_indices, tensor.sparse_col_indices
             )
         if name == "target_tokens" and tensor.dtype != "int64":
-            if tensor.values.size:
-                raise InvalidTensor("token ids must be integers, got floats")
+            # An empty list has no dtype of its own; of others only integers can be token ids.
             return TensorData(tensor.values, "int64", tensor.shape)
     except InvalidTensor as error:
         raise InvalidDatum(f"{name}: {error}") from error
@@ -182,8 +190,10 @@ def _tensor(name: str, value: TensorLike) -> TensorData:
 
 def _check_alignment(length: int, inputs: Mapping[str, TensorData]) -> None:
     targets = inputs.get("target_tokens")
-    for name in inputs.keys() & PER_TOKEN:
-        shape = inputs[name].shape
+    for name, tensor in inputs.items():
+        if name not in PER_TOKEN:
+            continue
+        shape = tensor.shape
         if len(shape) not in (1, 2):
             raise InvalidDatum(f"{name} has the shape {shape}, but it must have one row per token: [T] or [T, K]")
         if shape[0] != length:
@@ -196,8 +206,6 @@ def _check_alignment(length: int, inputs: Mapping[str, TensorData]) -> None:
 
 
 def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generate: bool) -> list[int]:
-    if not messages:
-        return []
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids

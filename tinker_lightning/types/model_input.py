@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinker_lightning.errors import InvalidDatum
-from tinker_lightning.types.tensor import TensorData
+from tinker_lightning.types.tensor import TensorData, as_array
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,6 +53,9 @@ class ImageChunk:
     format: Literal["png", "jpeg"]
     expected_tokens: int | None = None
 
+    def __post_init__(self) -> None:
+        _check_image(self.format, self.expected_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class ImageAssetPointerChunk:
@@ -61,6 +64,9 @@ class ImageAssetPointerChunk:
     location: str
     format: Literal["png", "jpeg"]
     expected_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_image(self.format, self.expected_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,20 +135,24 @@ class ModelInput:
 
 def token_array(tokens: TensorLike) -> npt.NDArray[np.int32]:
     """Token ids as a 1-D int32 array, refusing what is not a sequence of ids; int32 memory is used as it is."""
-    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32:
-        array: npt.NDArray[Any] = tokens
-    else:
-        array = TensorData.of(tokens).to_numpy()
+    array: npt.NDArray[Any] = tokens.to_numpy() if isinstance(tokens, TensorData) else as_array(tokens)
     if array.ndim != 1:
         raise InvalidDatum(f"token ids must be one sequence, got an array of shape {list(array.shape)}")
     if array.size == 0:
         return array.astype(np.int32)
-    if array.dtype.kind != "i":
-        raise InvalidDatum("token ids must be integers, got floats. Did you pass weights or embeddings?")
+    if array.dtype.kind not in "iu":
+        raise InvalidDatum(f"token ids must be integers, got {array.dtype}. Did you pass weights or a mask?")
     low, high = int(array.min()), int(array.max())
     if low < 0 or high > INT32_MAX:
         raise InvalidDatum(f"token ids must be between 0 and {INT32_MAX}, got {low if low < 0 else high}")
-    return array.astype(np.int32, copy=False)
+    return np.asarray(array, dtype=np.int32, order="C")
+
+
+def _check_image(image_format: str, expected_tokens: int | None) -> None:
+    if image_format not in ("png", "jpeg"):
+        raise InvalidDatum(f"an image is png or jpeg, got {image_format!r}")
+    if expected_tokens is not None and not 0 <= expected_tokens <= INT32_MAX:
+        raise InvalidDatum(f"expected_tokens of an image must be between 0 and {INT32_MAX}, got {expected_tokens}")
 
 
 def _chunk_length(chunk: ModelInputChunk) -> int:
@@ -169,4 +179,6 @@ def _dmel_length(dmel: bytes) -> int:
             shift += 7
             if not byte & 0x80:
                 break
+        if wanted == "ndim" and number == 0:
+            raise InvalidDatum("the audio chunk has no dimensions, so no length")
     return number

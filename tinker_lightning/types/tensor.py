@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -21,6 +22,8 @@ TensorDtype: TypeAlias = Literal["float32", "int64"]
 
 # A few bytes of CSR can claim a dense shape of any size, so readers of foreign data cap it.
 MAX_DENSE_ELEMENTS = 1 << 28
+# numpy 1's own bound; a hostile shape of a million dimensions is refused before anything is computed from it.
+MAX_RANK = 32
 
 
 class TensorData:
@@ -28,7 +31,7 @@ class TensorData:
 
     Args:
         data: The values: flat or already shaped; for CSR the listed values only.
-        dtype: `"float32"` or `"int64"`; taken from the data if not given (other dtypes are converted).
+        dtype: `"float32"` or `"int64"`; taken from the data if not given. Values that it cannot hold are refused.
         shape: The dense shape; taken from the data if not given. Required for CSR.
         sparse_crow_indices: CSR row pointers, one more than there are rows.
         sparse_col_indices: CSR column of each listed value; cells that are not listed are 0.
@@ -49,24 +52,24 @@ class TensorData:
         sparse_crow_indices: npt.ArrayLike | None = None,
         sparse_col_indices: npt.ArrayLike | None = None,
     ) -> None:
-        values = _as_array(data)
-        self.dtype = _wire_dtype(values.dtype) if dtype is None else _known_dtype(dtype)
-        values = np.ascontiguousarray(values, dtype=self.dtype) if values.ndim else values.astype(self.dtype)
+        values = as_array(data)
+        self.dtype = _known_dtype(("float32" if values.dtype.kind == "f" else "int64") if dtype is None else dtype)
+        values = _convert(values, self.dtype)
         if (sparse_crow_indices is None) != (sparse_col_indices is None):
             raise InvalidTensor("a CSR tensor needs both sparse_crow_indices and sparse_col_indices")
         if sparse_crow_indices is None or sparse_col_indices is None:
             self.sparse_crow_indices = self.sparse_col_indices = None
-            self.shape = list(values.shape) if shape is None else [int(n) for n in shape]
+            self.shape = list(values.shape) if shape is None else _known_shape(shape)
             if values.shape != tuple(self.shape):
-                if min(self.shape, default=0) < 0 or values.size != _product(self.shape):
+                if values.size != math.prod(self.shape):
                     raise InvalidTensor(f"{values.size} values do not fill the shape {self.shape}")
                 values = values.reshape(self.shape)
         else:
             if shape is None:
                 raise InvalidTensor("a CSR tensor needs its dense shape")
-            self.shape = [int(n) for n in shape]
-            self.sparse_crow_indices = np.ascontiguousarray(_as_array(sparse_crow_indices), dtype=np.int64)
-            self.sparse_col_indices = np.ascontiguousarray(_as_array(sparse_col_indices), dtype=np.int64)
+            self.shape = _known_shape(shape)
+            self.sparse_crow_indices = _convert(as_array(sparse_crow_indices), "int64")
+            self.sparse_col_indices = _convert(as_array(sparse_col_indices), "int64")
             values = values.reshape(-1)
             _check_csr(self.shape, values, self.sparse_crow_indices, self.sparse_col_indices)
         self._values = values
@@ -84,7 +87,7 @@ class TensorData:
     @classmethod
     def of(cls, value: TensorLike) -> TensorData:
         """Any of what users hold: a `TensorData`, a torch tensor, a numpy array, a list or a number."""
-        return value if isinstance(value, TensorData) else cls(_as_array(value))
+        return value if isinstance(value, TensorData) else cls(value)
 
     @property
     def is_sparse(self) -> bool:
@@ -106,7 +109,7 @@ class TensorData:
         crow, col = self.sparse_crow_indices, self.sparse_col_indices
         if crow is None or col is None:
             return self._values
-        if _product(self.shape) > MAX_DENSE_ELEMENTS:
+        if math.prod(self.shape) > MAX_DENSE_ELEMENTS:
             raise InvalidTensor(f"a CSR tensor of shape {self.shape} is too large to be made dense")
         dense = np.zeros(self.shape, dtype=self.dtype)
         dense[np.repeat(np.arange(self.shape[0]), np.diff(crow)), col] = self._values
@@ -144,42 +147,38 @@ class TensorData:
         return f"TensorData({self.dtype}{self.shape}{layout})"
 
 
-def _as_array(value: Any) -> npt.NDArray[Any]:
-    if isinstance(value, np.ndarray):
-        return value
+def as_array(value: Any) -> npt.NDArray[Any]:
+    """What users hold as a numpy array of numbers, in its own dtype and memory where it has one."""
     torch = sys.modules.get("torch")  # a torch tensor can only exist where torch was imported
-    if torch is not None and isinstance(value, torch.Tensor):
-        return _from_torch(value)
     try:
-        array = np.asarray(value)
-    except (ValueError, OverflowError) as error:
+        array = _from_torch(value) if torch is not None and isinstance(value, torch.Tensor) else np.asarray(value)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise InvalidTensor(f"not a rectangular array of numbers: {error}") from error
-    # An empty list has no dtype of its own; numpy calls it float64, which is right for all but target tokens.
     if array.dtype.kind not in "fiub":
         raise InvalidTensor(f"not an array of numbers: got {type(value).__name__} holding {array.dtype}")
     return array
 
 
 def _from_torch(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    tensor = tensor.detach().cpu()
-    if tensor.is_sparse or tensor.layout is not _torch().strided:
-        tensor = tensor.to_dense()
-    if tensor.dtype in (_torch().bfloat16, _torch().float16):
+    tensor = tensor.detach().cpu().to_dense()
+    if tensor.is_floating_point() and tensor.element_size() < 4:  # numpy has no bfloat16
         tensor = tensor.float()
-    array: npt.NDArray[Any] = tensor.contiguous().numpy()
+    array: npt.NDArray[Any] = tensor.numpy()
     return array
 
 
-def _torch() -> Any:
-    return sys.modules["torch"]
-
-
-def _wire_dtype(dtype: np.dtype[Any]) -> TensorDtype:
-    if dtype.kind == "f":
-        return "float32"
-    if dtype.kind in "iub":
-        return "int64"
-    raise InvalidTensor(f"dtype {dtype} has no place in the protocol; use float32 or int64")
+def _convert(array: npt.NDArray[Any], dtype: TensorDtype) -> npt.NDArray[Any]:
+    """The array in C order and a dtype of the protocol, refusing numbers that would come out as others."""
+    if dtype == "int64" and array.size:
+        if array.dtype.kind == "f":
+            raise InvalidTensor("integers are needed, got floats")
+        if array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
+            raise InvalidTensor(f"{array.max()} does not fit into int64")
+    try:
+        with np.errstate(over="raise"):
+            return np.asarray(array, dtype=dtype, order="C")
+    except FloatingPointError:
+        raise InvalidTensor("a value does not fit into float32") from None
 
 
 def _known_dtype(dtype: str) -> TensorDtype:
@@ -190,24 +189,26 @@ def _known_dtype(dtype: str) -> TensorDtype:
     raise InvalidTensor(f"dtype {dtype!r} is not of the protocol; use 'float32' or 'int64'")
 
 
-def _product(shape: Sequence[int]) -> int:
-    """The number of cells, in Python integers: numpy's would overflow silently on a hostile shape."""
-    total = 1
-    for n in shape:
-        total *= n
-    return total
+def _known_shape(shape: Sequence[int]) -> list[int]:
+    if len(shape) > MAX_RANK:
+        raise InvalidTensor(f"a tensor has at most {MAX_RANK} dimensions, got {len(shape)}")
+    known = [int(n) for n in shape]
+    # An empty tensor passes for any size of its other dimensions, which numpy then could not hold.
+    if min(known, default=0) < 0 or math.prod(n or 1 for n in known) >= 2**60:
+        raise InvalidTensor(f"{known} is no shape that memory can hold")
+    return known
 
 
 def _check_csr(
     shape: list[int], values: npt.NDArray[Any], crow: npt.NDArray[np.int64], col: npt.NDArray[np.int64]
 ) -> None:
-    if len(shape) != 2 or min(shape) < 0:
+    if len(shape) != 2:
         raise InvalidTensor(f"a CSR tensor is a matrix, but its shape is {shape}")
     if crow.ndim != 1 or len(crow) != shape[0] + 1:
         raise InvalidTensor(f"sparse_crow_indices has {crow.size} entries, but {shape[0]} rows need {shape[0] + 1}")
     if col.ndim != 1 or len(col) != len(values):
         raise InvalidTensor(f"sparse_col_indices has {col.size} entries, but there are {len(values)} values")
-    if crow[0] != 0 or crow[-1] != len(values) or (np.diff(crow) < 0).any():
+    if crow[0] != 0 or crow[-1] != len(values) or (crow[1:] < crow[:-1]).any():
         raise InvalidTensor(f"sparse_crow_indices must rise from 0 to the {len(values)} values")
     if len(col) and (col.min() < 0 or col.max() >= shape[1]):
         raise InvalidTensor(f"sparse_col_indices must lie in 0..{shape[1] - 1}")

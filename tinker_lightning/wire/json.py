@@ -7,12 +7,12 @@ means absent, a missing field takes its default. Errors name the field.
 from __future__ import annotations
 
 import base64
-import binascii
 import dataclasses
 import functools
+import reprlib
 import types
 import typing
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import orjson
 
@@ -29,7 +29,13 @@ from tinker_lightning.types.model_input import (
 from tinker_lightning.types.requests import ForwardBackwardRequest
 from tinker_lightning.types.tensor import TensorData
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 T = TypeVar("T")
+
+# The key that tells each chunk without tokens.
+_BINARY_CHUNKS: dict[str, type] = {"dmel": DmelChunk, "location": ImageAssetPointerChunk, "data": ImageChunk}
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_NON_STR_KEYS
 
@@ -153,17 +159,12 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
         return _decode_model_input(value, where)
     if hint is TensorData:
         return _decode_tensor(value, where)
+    if hint is bytes:
+        return _decode_base64(value, where)
     if dataclasses.is_dataclass(hint):
         return _decode_dataclass(hint, value, where)
-    return _decode_scalar(hint, value, where)
-
-
-def _decode_scalar(hint: Any, value: Any, where: str) -> Any:
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise _wrong(where, "a number", value) from None
+    if hint is float and type(value) is int:
+        return float(value)
     if type(value) is not hint:
         raise _wrong(where, {str: "a string", int: "an integer", float: "a number", bool: "true or false"}[hint], value)
     return value
@@ -186,7 +187,7 @@ def _decode_union(members: tuple[Any, ...], value: Any, where: str) -> Any:
 
 @functools.cache
 def _fields(cls: Any) -> list[tuple[str, Any, bool]]:
-    """Name, type and whether it is required, of each field of a dataclass."""
+    """Name, type and whether it must be passed, of each field of a dataclass."""
     hints = typing.get_type_hints(cls)
     return [
         (
@@ -195,7 +196,6 @@ def _fields(cls: Any) -> list[tuple[str, Any, bool]]:
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
         )
         for field in dataclasses.fields(cls)
-        if typing.get_origin(hints[field.name]) is not ClassVar
     ]
 
 
@@ -208,23 +208,38 @@ def _decode_dataclass(cls: Any, value: Any, where: str) -> Any:
         path = f"{where}.{name}" if where else name
         if entry is not None:
             given[name] = _decode(hint, entry, path)
-        elif required:
+        elif required and types.NoneType not in typing.get_args(hint):
             raise InvalidMessage(f"{path}: missing")
+        elif required:
+            given[name] = None
     return cls(**given)
 
 
 def _decode_datum(value: Any, where: str) -> Datum:
     if not isinstance(value, dict):
         raise _wrong(where, "an object", value)
-    inputs = value.get("loss_fn_inputs") or {}
+    inputs = {} if value.get("loss_fn_inputs") is None else value["loss_fn_inputs"]
     if not isinstance(inputs, dict):
         raise _wrong(f"{where}: loss_fn_inputs", "an object", inputs)
-    model_input = _decode_model_input(value.get("model_input"), f"{where}: model_input")
-    tensors = {name: _decode_tensor(entry, f"{where}: {name}") for name, entry in inputs.items()}
-    try:
-        return Datum(model_input, tensors)
-    except InvalidInput as error:
-        raise InvalidMessage(f"{where}: {error}") from error
+    return _build(
+        where,
+        Datum,
+        _decode_model_input(value.get("model_input"), f"{where}: model_input"),
+        {name: _decode_tensor(entry, f"{where}: {name}") for name, entry in inputs.items()},
+        _decode_spans(value.get("model_input_spans"), f"{where}: model_input_spans"),
+        _decode_spans(value.get("loss_fn_input_spans"), f"{where}: loss_fn_input_spans"),
+    )
+
+
+def _decode_spans(value: Any, where: str) -> list[ProvenanceSpan] | None:
+    if value is None:
+        return None
+    spans = []
+    for i, entry in enumerate(_decode(list[dict[str, Any]], value, where)):
+        kind = _decode(Literal["prompt_tokens", "sampled_tokens"], entry.get("type"), f"{where}[{i}].type")
+        source = kind.removesuffix("_tokens")
+        spans.append(_build(f"{where}[{i}]", _decode_dataclass, ProvenanceSpan, {**entry, "source": source}, ""))
+    return spans
 
 
 def _decode_tensor(value: Any, where: str) -> TensorData:
@@ -236,16 +251,8 @@ def _decode_tensor(value: Any, where: str) -> TensorData:
     shape = value.get("shape")
     if shape is not None:
         shape = _decode(list[int], shape, f"{where}.shape")
-    try:
-        return TensorData(
-            data,
-            value.get("dtype"),
-            shape,
-            value.get("sparse_crow_indices"),
-            value.get("sparse_col_indices"),
-        )
-    except InvalidInput as error:
-        raise InvalidMessage(f"{where}: {error}") from error
+    sparse = value.get("sparse_crow_indices"), value.get("sparse_col_indices")
+    return _build(where, TensorData, data, value.get("dtype"), shape, *sparse)
 
 
 def _decode_model_input(value: Any, where: str) -> ModelInput:
@@ -262,18 +269,10 @@ def _decode_chunk(value: Any, where: str) -> ModelInputChunk:
     if "tokens" in value:
         if not isinstance(value["tokens"], list):
             raise _wrong(f"{where}.tokens", "a list of token ids", value["tokens"])
-        try:
-            return EncodedTextChunk(value["tokens"])
-        except InvalidInput as error:
-            raise InvalidMessage(f"{where}: {error}") from error
-    if "dmel" in value:
-        return DmelChunk(_decode_base64(value["dmel"], f"{where}.dmel"))
-    if "location" in value:
-        return typing.cast("ImageAssetPointerChunk", _decode_dataclass(ImageAssetPointerChunk, value, where))
-    if "data" in value:
-        data = _decode_base64(value["data"], f"{where}.data")
-        shape = _decode_dataclass(ImageAssetPointerChunk, {**value, "location": ""}, where)
-        return ImageChunk(data, shape.format, shape.expected_tokens)
+        return _build(where, EncodedTextChunk, value["tokens"])
+    for key, cls in _BINARY_CHUNKS.items():
+        if key in value:
+            return typing.cast("ModelInputChunk", _build(where, _decode_dataclass, cls, value, ""))
     raise InvalidMessage(f"{where}: a chunk has tokens, data, location or dmel, got {', '.join(value) or 'nothing'}")
 
 
@@ -282,8 +281,15 @@ def _decode_base64(value: Any, where: str) -> bytes:
         raise _wrong(where, "a base64 string", value)
     try:
         return base64.b64decode(value, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise InvalidMessage(f"{where}: not base64: {error}") from error
+
+
+def _build(where: str, make: Callable[..., T], *args: Any) -> T:
+    try:
+        return make(*args)
+    except InvalidInput as error:
+        raise InvalidMessage(f"{where}: {error}") from error
 
 
 def _wrong(where: str, wanted: str, value: Any) -> InvalidMessage:
@@ -291,4 +297,4 @@ def _wrong(where: str, wanted: str, value: Any) -> InvalidMessage:
 
 
 def _name(value: Any) -> str:
-    return "nothing" if value is None else f"{type(value).__name__} {str(value)[:80]!r}"
+    return "nothing" if value is None else f"{type(value).__name__} {reprlib.repr(value)}"

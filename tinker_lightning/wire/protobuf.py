@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tinker_lightning.types.model_input import ModelInputChunk
 
 _DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
+_MAX_DATUMS = 1 << 20
 _INT32: np.dtype[Any] = np.dtype("<i4")
 _INT64: np.dtype[Any] = np.dtype("<i8")
 _FLOAT32: np.dtype[Any] = np.dtype("<f4")
@@ -67,6 +68,15 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
     )
 
 
+def number_of(body: bytes) -> tuple[str, int]:
+    """Model and number of a pass whose datums may be unusable; empty and 0 where not even that can be read."""
+    try:
+        message = _parse(pb.ForwardBackwardRequest(), body)
+    except InvalidMessage:
+        return "", 0
+    return message.model_id, message.seq_id
+
+
 def encode_output(output: ForwardBackwardOutput) -> bytes:
     """The bytes of a pass's result."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics)
@@ -103,7 +113,7 @@ def decode_sample(body: bytes) -> SampleResponse:
     """A sampling result from its bytes."""
     message = _parse(pb.SampleResponse(), body)
     prompt = None
-    if message.HasField("prompt_logprobs"):
+    if message.prompt_logprobs:
         values = _array(message.prompt_logprobs, _FLOAT32, "prompt_logprobs")
         prompt = [None if value != value else value for value in values.tolist()]
     sequences = []
@@ -186,13 +196,14 @@ def _read_datum(index: int, message: pb.Datum) -> Datum:
         for name, tensor in message.loss_fn_inputs.items():
             where = name
             tensors[name] = _read_tensor(tensor)
+        where = "model_input_spans"
+        input_spans = _read_spans(message.model_input_spans)
+        where = "loss_fn_input_spans"
+        loss_spans = _read_spans(message.loss_fn_input_spans)
     except InvalidInput as error:
         raise InvalidMessage(f"datum {index}: {where}: {error}") from error
-    spans = None
-    if message.model_input_spans or message.loss_fn_input_spans:
-        spans = [_read_spans(message.model_input_spans), _read_spans(message.loss_fn_input_spans)]
     try:
-        return Datum(model_input, tensors, *(spans or ()))
+        return Datum(model_input, tensors, input_spans, loss_spans)
     except InvalidInput as error:
         raise InvalidMessage(f"datum {index}: {error}") from error
 
@@ -203,10 +214,8 @@ def _read_chunk(message: pb.Chunk) -> ModelInputChunk:
         return EncodedTextChunk(_array(message.encoded_text.tokens, _INT32, "tokens"))
     if kind == "image":
         image = message.image
-        if image.format not in ("png", "jpeg"):
-            raise InvalidMessage(f"an image is png or jpeg, got {image.format!r}")
         expected = image.expected_tokens if image.HasField("expected_tokens") else None
-        return ImageChunk(image.data, "png" if image.format == "png" else "jpeg", expected)
+        return ImageChunk(image.data, cast("Literal['png', 'jpeg']", image.format), expected)
     if kind == "dmel":
         return DmelChunk(message.dmel.dmel)
     raise InvalidMessage("a chunk is empty")
@@ -235,6 +244,8 @@ def _read_tensor(message: pb.Tensor) -> TensorData:
 def _read_spans(messages: Iterable[pb.ProvenanceSpan]) -> list[ProvenanceSpan]:
     spans = []
     for message in messages:
+        if message.WhichOneof("span") is None:
+            raise InvalidMessage("a span is empty")
         sampled = message.WhichOneof("span") == "sampled_tokens"
         kind = message.sampled_tokens if sampled else message.prompt_tokens
         spans.append(ProvenanceSpan("sampled" if sampled else "prompt", kind.sequence_id, kind.offset, kind.length))
@@ -261,6 +272,9 @@ def _fill_record(message: pb.ArrayRecord, datums: Sequence[dict[str, TensorData]
 def _read_record(message: pb.ArrayRecord) -> list[dict[str, TensorData]]:
     fields = {name: _read_batched(name, field) for name, field in message.fields.items()}
     count = message.num_datums or max(map(len, fields.values()), default=0)
+    # A server may leave out every field and still count its datums, which a reader cannot check against anything.
+    if not 0 <= count <= _MAX_DATUMS:
+        raise InvalidMessage(f"num_datums must lie in 0..{_MAX_DATUMS}, got {count}")
     for name, tensors in fields.items():
         if len(tensors) != count:
             raise InvalidMessage(f"{name} has {len(tensors)} entries for {count} datums")
@@ -269,7 +283,7 @@ def _read_record(message: pb.ArrayRecord) -> list[dict[str, TensorData]]:
 
 def _read_batched(name: str, message: pb.BatchedTensor) -> list[TensorData]:
     offsets = _array(message.offsets, _INT64, f"{name}: offsets")
-    if not len(offsets) or offsets[0] < 0 or offsets[-1] > len(message.data) or (np.diff(offsets) < 0).any():
+    if not len(offsets) or offsets[0] < 0 or offsets[-1] > len(message.data) or (offsets[1:] < offsets[:-1]).any():
         raise InvalidMessage(f"{name}: offsets must rise within the {len(message.data)} bytes of data")
     if message.dtype == pb.DTYPE_BFLOAT16:
         # bfloat16 is the upper half of a float32.

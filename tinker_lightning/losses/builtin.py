@@ -1,0 +1,97 @@
+"""The losses that the protocol knows by name, as functions of one datum's log-probabilities.
+
+Each returns the loss of every token (and of every alternative, for `[T, K]` targets), not yet summed: the protocol's
+losses are plain sums over tokens and datums. `old_logprobs` are those of the policy that sampled the tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Threshold: TypeAlias = float | Tensor
+
+
+def cross_entropy(logprobs: Tensor, weights: Tensor) -> Tensor:
+    """`-w·p`, linear in the weights whatever their sign, which is what lets a client send any gradient as weights.
+
+    >>> cross_entropy(torch.tensor([-1.0, -2.0]), torch.tensor([1.0, 0.5]))
+    tensor([1., 1.])
+    """
+    return -weights * logprobs
+
+
+def importance_sampling(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """`-r·A` with `r = exp(p - q)`: the policy gradient, corrected for the policy that sampled.
+
+    >>> importance_sampling(torch.zeros(2), torch.zeros(2), torch.tensor([1.0, -3.0]))
+    tensor([-1.,  3.])
+    """
+    return -(logprobs - old_logprobs).exp() * advantages
+
+
+def ppo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: Threshold = 0.8, high: Threshold = 1.2
+) -> Tensor:
+    """`-min(r·A, clip(r, low, high)·A)` (Schulman et al. 2017, arXiv:1707.06347, eq. 7); bounds on the ratio itself.
+
+    >>> ppo(torch.ones(1), torch.zeros(1), torch.ones(1))
+    tensor([-1.2000])
+    """
+    return _clipped((logprobs - old_logprobs).exp(), advantages, low, high)
+
+
+def cispo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: Threshold = 0.8, high: Threshold = 1.2
+) -> Tensor:
+    """`-sg(clip(r, low, high))·p·A` (MiniMax 2025, arXiv:2506.13585): the ratio weighs, every token keeps its gradient.
+
+    >>> cispo(torch.tensor([-1.0]), torch.tensor([-1.0]), torch.tensor([2.0]))
+    tensor([2.])
+    """
+    ratio = (logprobs.detach() - old_logprobs).exp()
+    return -_clip(ratio, low, high) * logprobs * advantages
+
+
+def dro(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, beta: float = 0.05) -> Tensor:
+    """`-(p·A - β/2·(p - q)²)` (Richemond et al. 2024, arXiv:2405.19107): a quadratic pull towards the sampling policy.
+
+    >>> dro(torch.tensor([-1.0]), torch.tensor([-1.0]), torch.tensor([2.0]))
+    tensor([2.])
+    """
+    return -(logprobs * advantages - 0.5 * beta * (logprobs - old_logprobs) ** 2)
+
+
+def gspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ratio_mask: Tensor,
+    low: Threshold = 0.8,
+    high: Threshold = 1.2,
+) -> Tensor:
+    """PPO with one ratio for the whole sequence (Zheng et al. 2025, arXiv:2507.18071, the token-level variant).
+
+    The ratio is `exp(mean(p - q))` over the tokens whose mask is not zero; each token carries it with the gradient of
+    its own log-probability.
+
+    >>> gspo(torch.zeros(2), torch.zeros(2), torch.ones(2), torch.ones(2))
+    tensor([-1., -1.])
+    """
+    counted = sequence_ratio_mask != 0
+    difference = (logprobs.detach() - old_logprobs)[counted]
+    log_ratio = difference.mean() if difference.numel() else logprobs.new_zeros(())
+    return _clipped((log_ratio + logprobs - logprobs.detach()).exp(), advantages, low, high)
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, low: Threshold, high: Threshold) -> Tensor:
+    return -torch.minimum(ratio * advantages, _clip(ratio, low, high) * advantages)
+
+
+def _clip(ratio: Tensor, low: Threshold, high: Threshold) -> Tensor:
+    # Not torch.clamp: it takes either two numbers or two tensors, and the thresholds may be one of each.
+    return torch.maximum(
+        torch.minimum(ratio, torch.as_tensor(high, dtype=ratio.dtype)), torch.as_tensor(low, dtype=ratio.dtype)
+    )

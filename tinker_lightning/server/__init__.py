@@ -1,0 +1,9 @@
+"""The embedded trainer: a Tinker-API server that trains real models on this machine.
+
+`EmbeddedTrainer` is the trainer, `create_app` puts HTTP in front of it, for uvicorn or for `httpx.ASGITransport`.
+"""
+
+from tinker_lightning.server.app import create_app
+from tinker_lightning.server.trainer import EmbeddedTrainer
+
+__all__ = ["EmbeddedTrainer", "create_app"]

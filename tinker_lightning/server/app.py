@@ -1,0 +1,38 @@
+"""The HTTP app: routes in front of an `EmbeddedTrainer`. Works under uvicorn and under `httpx.ASGITransport`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.routing import Mount
+
+from tinker_lightning.errors import TinkerLightningError
+from tinker_lightning.server.http import ApiKey, on_crash, on_error, on_http_error
+from tinker_lightning.server.routes import checkpoints, futures, handshake, sampling, training
+
+if TYPE_CHECKING:
+    from tinker_lightning.server.trainer import EmbeddedTrainer
+
+
+def create_app(trainer: EmbeddedTrainer, *, api_key: str | None = None) -> Starlette:
+    """The app of a trainer; whoever made the trainer closes it.
+
+    Args:
+        trainer: What the app stands in front of.
+        api_key: What clients must send as `X-API-Key`; None lets everyone in.
+    """
+    routes = [*handshake.routes, *training.routes, *sampling.routes, *futures.routes, *checkpoints.routes]
+    app = Starlette(
+        routes=[Mount("/api/v1", routes=routes)],
+        middleware=[] if api_key is None else [Middleware(ApiKey, api_key=api_key)],
+        exception_handlers={
+            TinkerLightningError: on_error,
+            HTTPException: on_http_error,
+            Exception: on_crash,
+        },
+    )
+    app.state.trainer = trainer
+    return app

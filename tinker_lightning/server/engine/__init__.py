@@ -1,0 +1,1 @@
+"""What computes: base models, adapters, passes, sampling. Knows torch, and nothing of HTTP."""

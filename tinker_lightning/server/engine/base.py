@@ -1,0 +1,75 @@
+"""A causal language model that is loaded once and shared by everything trained or sampled on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.server.engine.logprobs import target_logprobs
+from tinker_lightning.server.engine.lora import LoraHost
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class BaseModel:
+    """A frozen model, its tokenizer, and the adapters that can be put on it. Used by one thread at a time.
+
+    Args:
+        name: What clients call it.
+        path: The folder it was loaded from, or its hub id.
+        dtype: What it computes in. float64 is for checking numerics.
+    """
+
+    def __init__(self, name: str, path: Path | str, dtype: torch.dtype = torch.float32) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.name = name
+        self.tokenizer_id = str(path)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().requires_grad_(False)
+        config = self.model.config
+        self.arch = str(config.model_type)
+        self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
+        self.max_context_length = int(getattr(config, "max_position_embeddings", 2048))
+        self.eos_token_ids = _eos_token_ids(self.model, self.tokenizer)
+        self.lora = LoraHost(self.model, str(path))
+        self._check_head()
+
+    def hidden_states(self, tokens_BT: Tensor, **kwargs: Any) -> Any:
+        """The decoder's output, before the output matrix.
+
+        No attention mask is passed: attention is causal and padding stands on the right, so that no real token ever
+        sees it, and torch's fast causal kernel applies.
+        """
+        return self.model.get_decoder()(input_ids=tokens_BT, use_cache=False, **kwargs).last_hidden_state
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states."""
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        return logits
+
+    def target_logprobs(self, hidden_ND: Tensor, targets_NK: Tensor) -> Tensor:
+        """Log-probabilities of the targets at these positions."""
+        return target_logprobs(self.head, hidden_ND, targets_NK, self.vocab_size)
+
+    @torch.inference_mode()
+    def _check_head(self) -> None:
+        """Some architectures scale or cap their logits behind the output matrix; those would be silently wrong."""
+        tokens = torch.arange(4).remainder(self.vocab_size)[None]
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        if not torch.allclose(self.head(self.hidden_states(tokens)), logits, rtol=1e-3, atol=1e-3):
+            raise InvalidInput(
+                f"{self.name}: a {self.arch} model changes its logits behind the output matrix, which this trainer "
+                "does not reproduce. Use a model of another architecture, such as Llama or Qwen."
+            )
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if ids is None:
+        ids = tokenizer.eos_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids or [])

@@ -1,0 +1,119 @@
+"""Which model a name means, and loading it once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tinker_lightning.errors import ModelNotFound
+from tinker_lightning.server.engine import smollm2, tiny
+from tinker_lightning.server.engine.base import BaseModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+logger = logging.getLogger(__name__)
+
+# The version is part of the folder's name: a change of how it is built must not meet an old folder.
+_BUILDERS: Mapping[str, tuple[str, Callable[[Path], None]]] = {
+    "tiny": ("tiny-v1", tiny.build),
+    "smollm2-135m": ("smollm2-135m-v1", smollm2.build),
+}
+
+
+def cache_dir() -> Path:
+    """Where converted models are kept: `TINKER_LIGHTNING_CACHE`, or the user's cache folder."""
+    if path := os.environ.get("TINKER_LIGHTNING_CACHE"):
+        return Path(path).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "tinker_lightning"
+
+
+class Catalog:
+    """The base models of a server.
+
+    Args:
+        names: The models that clients may ask for. None lets them ask for anything that can be found here, folders
+            included, which is for a trainer in one's own process only.
+        dtype: What the models compute in.
+    """
+
+    def __init__(self, names: Sequence[str] | None = None, *, dtype: torch.dtype = torch.float32) -> None:
+        self._names = None if names is None else list(dict.fromkeys(names))
+        self._dtype = dtype
+        self._models: dict[str, BaseModel] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def names(self) -> list[str]:
+        """The models that can be asked for by name."""
+        return list(_BUILDERS) if self._names is None else self._names
+
+    def loaded(self, name: str) -> BaseModel | None:
+        """The model if it is in memory."""
+        return self._models.get(name)
+
+    def check(self, name: str) -> None:
+        """Refuses a name that is not served, without loading anything."""
+        if self._names is not None and name not in self._names:
+            raise ModelNotFound(
+                f"base_model {name!r} is not served here; served are {', '.join(self._names)}. Start the server with "
+                f"--model {name} to add it."
+            )
+
+    def get(self, name: str) -> BaseModel:
+        """The model, loaded at its first use."""
+        self.check(name)
+        with self._lock:
+            if name not in self._models:
+                started = time.perf_counter()
+                logger.info("loading %s", name)
+                self._models[name] = _load(name, self._dtype)
+                logger.info("loaded %s in %.1f s", name, time.perf_counter() - started)
+            return self._models[name]
+
+
+def _load(name: str, dtype: torch.dtype) -> BaseModel:
+    if name in _BUILDERS:
+        folder, build = _BUILDERS[name]
+        return BaseModel(name, _build_once(cache_dir() / "models" / folder, build), dtype)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return BaseModel(name, path.absolute(), dtype)
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ModelNotFound(
+            f"there is no model {name!r}. Use {', '.join(_BUILDERS)}, an existing folder with a Hugging Face model, or "
+            "a hub id of the form organisation/model."
+        )
+    try:
+        return BaseModel(name, name, dtype)
+    except OSError as error:
+        raise ModelNotFound(
+            f"{name} could not be loaded from the hub: {error}. Download it and give its folder instead."
+        ) from error
+
+
+def _build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """Builds into a folder beside it and renames: a half-built model is never taken for a whole one."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        logger.info("preparing %s, once", folder)
+        part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            build(part)
+            part.chmod(0o755)
+            try:
+                part.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # else another process was faster, with the same result
+                    raise
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    return folder

@@ -1,0 +1,57 @@
+"""Log-probabilities of target tokens from hidden states, never holding the logits of a whole batch.
+
+Shapes: N positions, D hidden width, V vocabulary, K alternatives per position.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# The most that the logits of one chunk of positions may take.
+LOGITS_BYTES = 64 << 20
+
+
+def target_logprobs(head: Callable[[Tensor], Tensor], hidden_ND: Tensor, targets_NK: Tensor, vocab_size: int) -> Tensor:
+    """`log softmax(head(hidden))` at the targets, `[N, K]`, computed chunk by chunk of positions.
+
+    With more than one chunk the logits are not kept for the backward but computed again: one more product with the
+    output matrix, for a memory that does not grow with the batch.
+    """
+    wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+    rows = max(1, LOGITS_BYTES // (vocab_size * wide.itemsize))
+
+    def chunk(hidden: Tensor, targets: Tensor) -> Tensor:
+        result: Tensor = _TargetLogprobs.apply(head(hidden).to(wide), targets)  # type: ignore[no-untyped-call]
+        return result
+
+    if len(hidden_ND) <= rows:
+        return chunk(hidden_ND, targets_NK)
+    parts = zip(hidden_ND.split(rows), targets_NK.split(rows), strict=True)
+    if not torch.is_grad_enabled():
+        return torch.cat([chunk(*part) for part in parts])
+    return torch.cat([checkpoint(chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """A gather from log_softmax whose backward fills one `[N, V]` buffer instead of four."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, targets_NK: Tensor) -> Tensor:
+        normalizer_N1 = logits_NV.logsumexp(-1, keepdim=True)
+        ctx.save_for_backward(logits_NV, normalizer_N1, targets_NK)
+        return logits_NV.gather(-1, targets_NK) - normalizer_N1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        (grad_NK,) = grads
+        logits_NV, normalizer_N1, targets_NK = ctx.saved_tensors
+        grad_NV: Tensor = (logits_NV - normalizer_N1).exp_()
+        grad_NV.mul_(-grad_NK.sum(-1, keepdim=True)).scatter_add_(-1, targets_NK, grad_NK)
+        return grad_NV, None

@@ -1,0 +1,105 @@
+"""Reads what a built-in loss needs from a datum, and applies it: names, shapes, defaults, metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.losses import builtin
+
+if TYPE_CHECKING:
+    from tinker_lightning.types import Datum
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """A built-in loss: its formula, the datum's entries it reads in that order, and its settings with defaults.
+
+    A threshold may also come with each datum, one per token, under the name of the setting.
+    """
+
+    formula: Callable[..., Tensor]
+    inputs: tuple[str, ...]
+    config: Mapping[str, float] = field(default_factory=dict)
+
+
+_POLICY = ("logprobs", "advantages")
+_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+
+LOSSES: Mapping[str, LossSpec] = {
+    "cross_entropy": LossSpec(builtin.cross_entropy, ("weights",)),
+    "importance_sampling": LossSpec(builtin.importance_sampling, _POLICY),
+    "ppo": LossSpec(builtin.ppo, _POLICY, _CLIP),
+    "cispo": LossSpec(builtin.cispo, _POLICY, _CLIP),
+    "dro": LossSpec(builtin.dro, _POLICY, {"beta": 0.05}),
+    "gspo": LossSpec(builtin.gspo, (*_POLICY, "sequence_ratio_mask"), _CLIP),
+}
+
+
+class BoundLoss:
+    """A loss with its settings, ready for the datums of one request.
+
+    Raises:
+        InvalidInput: If the loss or a setting of it is not known.
+    """
+
+    def __init__(self, name: str, config: Mapping[str, float | str]) -> None:
+        if name not in LOSSES:
+            raise InvalidInput(f"loss_fn {name!r} is not known here; known are {', '.join(sorted(LOSSES))}")
+        self.name = name
+        self.spec = LOSSES[name]
+        for key, value in config.items():
+            if key not in self.spec.config:
+                known = ", ".join(self.spec.config) or "no settings at all"
+                raise InvalidInput(f"loss_fn_config: {name} does not know {key!r}; it takes {known}")
+            if not isinstance(value, float | int) or not math.isfinite(value):
+                raise InvalidInput(f"loss_fn_config: {key} must be a finite number, got {value!r}")
+        self.config = {**self.spec.config, **config}
+
+    def read(self, datum: Datum, *, dtype: torch.dtype, forward_only: bool) -> list[Any]:
+        """The formula's arguments behind the log-probabilities, from one datum.
+
+        Raises:
+            InvalidDatum: If an entry is missing, has the wrong shape, or holds NaN or infinity.
+        """
+        shape = datum.loss_fn_inputs["target_tokens"].shape
+        arguments: list[Any] = []
+        for name in self.spec.inputs:
+            if name in datum.loss_fn_inputs:
+                arguments.append(self._tensor(datum, name, shape, dtype))
+            elif name == "weights" and forward_only:
+                arguments.append(torch.ones(shape, dtype=dtype))
+            else:
+                raise InvalidDatum(f"{name}: missing; {self.name} needs target_tokens, {', '.join(self.spec.inputs)}")
+        for name, value in self.config.items():
+            per_token = name in datum.loss_fn_inputs
+            arguments.append(self._tensor(datum, name, shape, dtype) if per_token else value)
+        return arguments
+
+    def _tensor(self, datum: Datum, name: str, shape: list[int], dtype: torch.dtype) -> Tensor:
+        tensor = datum.loss_fn_inputs[name]
+        if tensor.shape != shape:
+            raise InvalidDatum(f"{name}: has the shape {tensor.shape}, but target_tokens has {shape}")
+        if not np.isfinite(tensor.values).all():
+            at = np.argwhere(~np.isfinite(tensor.values))[0].tolist()
+            raise InvalidDatum(f"{name}: the entry at {at} is {tensor.values[tuple(at)]}; it must be finite")
+        return tensor.to_torch().to(dtype)
+
+    def metrics(self, logprobs: Tensor, arguments: list[Any]) -> dict[str, float]:
+        """What helps to watch a run, of one datum: sums, to be added up over datums."""
+        if self.name == "cross_entropy":
+            return {"weights:sum": float(arguments[0].sum())}
+        log_ratio = logprobs - arguments[0]
+        metrics = {"kl_old_new:sum": float(-log_ratio.sum())}
+        if "clip_low_threshold" in self.config and self.name != "gspo":
+            ratio = log_ratio.exp()
+            low, high = (torch.as_tensor(bound, dtype=ratio.dtype) for bound in arguments[-2:])
+            metrics["clipped_tokens:sum"] = float(((ratio < low) | (ratio > high)).sum())
+        return metrics

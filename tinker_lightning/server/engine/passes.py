@@ -1,0 +1,148 @@
+"""Forward and backward passes over a batch of datums of any size and mix of lengths.
+
+Shapes: B datums, T positions, N positions of all datums without padding, K alternatives per position.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tinker_lightning.errors import InvalidDatum, InvalidInput, OperationFailed
+from tinker_lightning.server.engine.batching import group_by_length
+from tinker_lightning.server.engine.losses import BoundLoss
+from tinker_lightning.types import ForwardBackwardOutput, TensorData
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tinker_lightning.server.engine.adapter import Adapter
+    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.types import Datum, ModelInput
+
+# How many positions, padding included, go through the model at once.
+TOKEN_BUDGET = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Example:
+    """A datum that was found to be whole, as tensors."""
+
+    tokens_T: Tensor
+    targets_TK: Tensor
+    shape: list[int]
+    arguments: list[Any]
+
+
+def run_pass(
+    base: BaseModel,
+    adapter: Adapter,
+    data: Sequence[Datum],
+    loss_fn: str,
+    loss_fn_config: Mapping[str, float | str],
+    *,
+    forward_only: bool = False,
+    token_budget: int = TOKEN_BUDGET,
+) -> ForwardBackwardOutput:
+    """The log-probabilities of every target and the summed loss; adds the loss's gradient unless `forward_only`.
+
+    Raises:
+        InvalidInput: If a datum cannot be used; names the datum and its field. Nothing was computed.
+        OperationFailed: If the loss or its gradient is not finite. The adapter is as it was.
+    """
+    loss = BoundLoss(loss_fn, loss_fn_config)
+    dtype = next(iter(adapter.weights.tensors.values())).dtype
+    if not data:
+        raise InvalidInput("data: the batch is empty; send at least one datum")
+    examples = [_read(i, datum, base, loss, dtype, forward_only=forward_only) for i, datum in enumerate(data)]
+
+    outputs: list[dict[str, TensorData]] = [{} for _ in examples]
+    metrics: Counter[str] = Counter()
+    total = 0.0
+    with base.lora.use(adapter.weights) as parameters, torch.no_grad() if forward_only else nullcontext():
+        for batch in group_by_length([len(example.tokens_T) for example in examples], token_budget):
+            batch_loss: Tensor | None = None
+            logprobs_B = _logprobs(base, [examples[i] for i in batch])
+            for i, logprobs in zip(batch, logprobs_B, strict=True):
+                value = loss.spec.formula(logprobs, *examples[i].arguments).sum()
+                if not torch.isfinite(value):
+                    raise OperationFailed(f"datum {i}: its {loss_fn} is {value.item()}; nothing of the batch was added")
+                batch_loss = value if batch_loss is None else batch_loss + value
+                detached = logprobs.detach()
+                outputs[i] = {"logprobs": TensorData.from_torch(detached)}
+                metrics.update(loss.metrics(detached, examples[i].arguments))
+            assert batch_loss is not None  # noqa: S101  # batches are never empty
+            total += batch_loss.item()
+            if not forward_only:
+                batch_loss.backward()
+        if not forward_only:
+            adapter.add_gradient(parameters)
+    metrics["tokens:sum"] = sum(len(example.tokens_T) for example in examples)
+    return ForwardBackwardOutput(outputs, {"loss:sum": total, **metrics})
+
+
+def _logprobs(base: BaseModel, examples: Sequence[_Example]) -> list[Tensor]:
+    """One tensor of log-probabilities per example, shaped like its targets."""
+    tokens_BT = torch.nn.utils.rnn.pad_sequence([example.tokens_T for example in examples], batch_first=True)
+    lengths = [len(example.tokens_T) for example in examples]
+    hidden_BTD = base.hidden_states(tokens_BT)
+    hidden_ND = torch.cat([hidden[:length] for hidden, length in zip(hidden_BTD, lengths, strict=True)])
+    width = max(example.targets_TK.shape[1] for example in examples)
+    targets_NK = torch.cat(
+        [torch.nn.functional.pad(example.targets_TK, (0, width - example.targets_TK.shape[1])) for example in examples]
+    )
+    parts = base.target_logprobs(hidden_ND, targets_NK).split(lengths)
+    return [
+        part[:, : example.targets_TK.shape[1]].reshape(example.shape)
+        for part, example in zip(parts, examples, strict=True)
+    ]
+
+
+def _read(
+    index: int, datum: Datum, base: BaseModel, loss: BoundLoss, dtype: torch.dtype, *, forward_only: bool
+) -> _Example:
+    try:
+        tokens = read_tokens(datum.model_input, base)
+        targets = datum.loss_fn_inputs.get("target_tokens")
+        if targets is None:
+            raise InvalidDatum("target_tokens: missing; every loss needs the tokens to predict")
+        targets_TK = targets.to_torch()
+        _check_range("target_tokens", targets_TK, base.vocab_size)
+        arguments = loss.read(datum, dtype=dtype, forward_only=forward_only)
+    except InvalidInput as error:
+        raise InvalidDatum(f"datum {index}: {error}") from error
+    return _Example(tokens, targets_TK.reshape(len(tokens), -1), targets.shape, arguments)
+
+
+def read_tokens(model_input: ModelInput, base: BaseModel) -> Tensor:
+    """The token ids of an input that this model can read.
+
+    Raises:
+        InvalidDatum: If it is empty, too long, not text, or has ids outside the vocabulary.
+    """
+    if not model_input.is_text:
+        raise InvalidDatum(f"model_input: {base.name} reads text only, and this has other chunks")
+    tokens = torch.from_numpy(model_input.tokens().astype("int64"))
+    if not len(tokens):
+        raise InvalidDatum("model_input: no tokens")
+    if len(tokens) > base.max_context_length:
+        raise InvalidDatum(
+            f"model_input: {len(tokens)} tokens, but {base.name} reads at most {base.max_context_length}. Cut it."
+        )
+    _check_range("model_input", tokens, base.vocab_size)
+    return tokens
+
+
+def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
+    wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()
+    if len(wrong):
+        at = wrong[0].tolist()
+        raise InvalidDatum(
+            f"{name}: the token at {at} is {int(tokens[tuple(at)])}, but the vocabulary has ids 0..{vocab_size - 1}. "
+            "Was it tokenized for another model?"
+        )

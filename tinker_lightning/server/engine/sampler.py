@@ -1,0 +1,159 @@
+"""Samples from a model with a key-value cache.
+
+Shapes: S sequences still being sampled, T prompt positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.server.engine.passes import read_tokens
+from tinker_lightning.types import SampledSequence, SampleResponse, SamplingParams
+
+if TYPE_CHECKING:
+    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.lora import LoraWeights
+    from tinker_lightning.types import ModelInput
+
+MAX_SAMPLES = 256
+
+
+@torch.no_grad()
+def sample(
+    base: BaseModel,
+    weights: LoraWeights | None,
+    prompt: ModelInput,
+    params: SamplingParams,
+    *,
+    num_samples: int = 1,
+    prompt_logprobs: bool = False,
+) -> SampleResponse:
+    """Samples continuations of a prompt, which is read once for all of them.
+
+    The log-probabilities are the model's own: temperature, top-k and top-p choose tokens but do not change them, so
+    that they compare with those of a forward pass.
+    """
+    tokens_T = read_tokens(prompt, base)
+    room = base.max_context_length - len(tokens_T)
+    # A prompt that fills the context can be scored but not continued.
+    budget = min(room, params.max_tokens if params.max_tokens is not None else room)
+    if budget == 0 and not prompt_logprobs:
+        raise InvalidInput(f"prompt: its {len(tokens_T)} tokens fill the context and leave no room for an answer")
+    with base.lora.use(weights):
+        decoder = base.model.get_decoder()
+        output = decoder(input_ids=tokens_T[None], use_cache=True)
+        hidden_TD = output.last_hidden_state[0]
+        scores: list[float | None] | None = None
+        if prompt_logprobs:
+            scores = [None, *base.target_logprobs(hidden_TD[:-1], tokens_T[1:, None])[:, 0].tolist()]
+        sequences = [_Sequence(_generator(params.seed, i)) for i in range(num_samples)]
+        if budget:
+            cache = output.past_key_values
+            cache.batch_repeat_interleave(num_samples)
+            _continue(base, decoder, cache, hidden_TD[-1:].expand(num_samples, -1), sequences, params, budget)
+    return SampleResponse([sequence.result() for sequence in sequences], scores)
+
+
+class _Sequence:
+    """One answer in the making."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.stopped = False
+
+    def result(self) -> SampledSequence:
+        return SampledSequence(self.tokens, self.logprobs, "stop" if self.stopped else "length")
+
+
+def _continue(
+    base: BaseModel,
+    decoder: Any,
+    cache: Any,
+    hidden_SD: Tensor,
+    sequences: list[_Sequence],
+    params: SamplingParams,
+    budget: int,
+) -> None:
+    stop = _Stop(base, params)
+    active = sequences
+    for step in range(budget):
+        logits_SV = base.head(hidden_SD).to(torch.promote_types(hidden_SD.dtype, torch.float32))
+        chosen_S = _choose(logits_SV, params, [sequence.generator for sequence in active])
+        logprobs_S = (logits_SV.gather(-1, chosen_S[:, None])[:, 0] - logits_SV.logsumexp(-1)).tolist()
+        for sequence, token, logprob in zip(active, chosen_S.tolist(), logprobs_S, strict=True):
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.stopped = stop.reached(sequence.tokens)
+        going = [i for i, sequence in enumerate(active) if not sequence.stopped]
+        if not going or step + 1 == budget:
+            return
+        if len(going) < len(active):
+            # Finished sequences leave the batch, so that the rest goes faster.
+            kept = torch.tensor(going)
+            cache.batch_select_indices(kept)
+            chosen_S = chosen_S[kept]
+            active = [active[i] for i in going]
+        output = decoder(input_ids=chosen_S[:, None], past_key_values=cache, use_cache=True)
+        cache, hidden_SD = output.past_key_values, output.last_hidden_state[:, -1]
+
+
+def _choose(logits_SV: Tensor, params: SamplingParams, generators: list[torch.Generator]) -> Tensor:
+    """One token per row, by its own generator: a sequence does not depend on which others are sampled beside it."""
+    if params.temperature == 0:
+        return logits_SV.argmax(-1)
+    scaled_SV = logits_SV / params.temperature
+    if params.top_k == -1 and params.top_p == 1:
+        probabilities_SV, order_SV = scaled_SV.softmax(-1), None
+    else:
+        k = logits_SV.shape[-1] if params.top_k == -1 else min(params.top_k, logits_SV.shape[-1])
+        values_SK, order_SV = scaled_SV.topk(k, dim=-1)
+        probabilities_SV = values_SK.softmax(-1)
+        # The likeliest tokens whose sum reaches top_p, the one that reaches it included.
+        before = probabilities_SV.cumsum(-1) - probabilities_SV
+        probabilities_SV = probabilities_SV.masked_fill(before >= params.top_p, 0)
+    cumulative_SV = probabilities_SV.cumsum(-1)
+    uniform_S1 = torch.stack([torch.rand(1, generator=g, dtype=logits_SV.dtype) for g in generators])
+    # The first token whose cumulated probability exceeds the draw; one of probability 0 can never be it.
+    position_S1 = torch.searchsorted(cumulative_SV, uniform_S1 * cumulative_SV[:, -1:], right=True)
+    last_S1 = (probabilities_SV > 0).cumsum(-1).argmax(-1, keepdim=True)
+    position_S1 = torch.minimum(position_S1, last_S1)
+    return (position_S1 if order_SV is None else order_SV.gather(-1, position_S1))[:, 0]
+
+
+def _generator(seed: int | None, index: int) -> torch.Generator:
+    if seed is None:
+        return torch.Generator().manual_seed(secrets.randbits(63))
+    # Far apart, so that sample i of seed s is not sample 0 of seed s + i.
+    return torch.Generator().manual_seed((seed * 1_000_003 + index * 0x9E3779B97F4A7C15) % 2**63)
+
+
+class _Stop:
+    """Tells when a sequence has reached what ends it."""
+
+    def __init__(self, base: BaseModel, params: SamplingParams) -> None:
+        self._tokenizer = base.tokenizer
+        self._tokens: frozenset[int] = frozenset()
+        self._strings: list[str] = []
+        if params.stop is None:
+            self._tokens = base.eos_token_ids
+        else:
+            stops = [params.stop] if isinstance(params.stop, str) else params.stop
+            self._tokens = frozenset(stop for stop in stops if isinstance(stop, int))
+            self._strings = [stop for stop in stops if isinstance(stop, str)]
+        # A token has at least one byte of text, so the last so many tokens hold any stop string that just ended.
+        self._window = max((len(stop.encode()) for stop in self._strings), default=0) + 4
+
+    def reached(self, tokens: list[int]) -> bool:
+        if tokens[-1] in self._tokens:
+            return True
+        if not self._strings:
+            return False
+        text = self._tokenizer.decode(tokens[-self._window :], skip_special_tokens=False)
+        return any(stop in text for stop in self._strings)

@@ -1,0 +1,62 @@
+"""`tiny`: a small random Llama with a byte tokenizer, for tests and first steps. Built here, never downloaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_SPECIAL = ("<|im_start|>", "<|im_end|>", "<|pad|>")
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def build(folder: Path) -> None:
+    """Writes the model and its tokenizer into a folder; the same bits every time."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(vocab=_byte_alphabet(), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])
+    start, end, pad = (256 + i for i in range(len(_SPECIAL)))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=_SPECIAL[1],
+        pad_token=_SPECIAL[2],
+        chat_template=_CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.save_pretrained(folder)
+
+    config = LlamaConfig(
+        vocab_size=256 + len(_SPECIAL),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=start,
+        eos_token_id=end,
+        pad_token_id=pad,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable stand-in that byte-level tokenizers use for each byte, so that a token's id is its byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    stand_ins = iter(range(256, 512))
+    return {chr(byte if byte in printable else next(stand_ins)): byte for byte in range(256)}

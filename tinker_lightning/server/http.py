@@ -1,0 +1,123 @@
+"""Bodies in, bodies out: limits, encodings, content types, and errors as JSON."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from tinker_lightning.errors import (
+    InvalidInput,
+    MessageTooLarge,
+    NotFound,
+    TinkerLightningError,
+    Unauthorized,
+    UnsupportedMediaType,
+)
+from tinker_lightning.wire import compression
+from tinker_lightning.wire import json as wire_json
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+logger = logging.getLogger("tinker_lightning.server")
+
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
+MAX_BODY_BYTES = 256 << 20
+
+T = TypeVar("T")
+
+_STATUS: tuple[tuple[type[TinkerLightningError], int], ...] = (
+    (MessageTooLarge, 413),
+    (UnsupportedMediaType, 415),
+    (InvalidInput, 400),
+    (NotFound, 404),
+    (Unauthorized, 401),
+)
+
+
+def answer(message: Any, status: int = 200) -> Response:
+    """A JSON answer."""
+    return Response(wire_json.dumps(message), status, media_type=JSON)
+
+
+def content_type(request: Request, *accepted: str) -> str:
+    """The body's type.
+
+    Raises:
+        UnsupportedMediaType: If it is not one of the accepted ones. This also keeps web pages out: a browser asks
+            before it sends these types to another origin, and is not answered.
+    """
+    given = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if given not in accepted:
+        raise UnsupportedMediaType(f"content type {given or 'none'} is not taken here; send {' or '.join(accepted)}")
+    return given
+
+
+async def read_body(request: Request) -> bytes:
+    """The body, unfolded, never more than `MAX_BODY_BYTES` of it."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", "zstd"):
+        raise UnsupportedMediaType(f"content encoding {encoding} is not taken here; send zstd or none")
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise MessageTooLarge(f"the body has more than the {MAX_BODY_BYTES} bytes that are taken; split the batch")
+        parts.append(part)
+    body = b"".join(parts)
+    return compression.decompress(body, MAX_BODY_BYTES) if encoding == "zstd" else body
+
+
+async def read(request: Request, cls: type[T]) -> T:
+    """A JSON request as its dataclass."""
+    content_type(request, JSON)
+    return wire_json.parse(cls, await read_body(request))
+
+
+def error_category(error: BaseException) -> str:
+    """Whose mistake an error is, in the protocol's words."""
+    return "user" if isinstance(error, InvalidInput | NotFound) else "server"
+
+
+async def on_error(_: Request, error: Exception) -> Response:
+    """Any error of ours as JSON with a fitting status."""
+    status = next((code for cls, code in _STATUS if isinstance(error, cls)), 500)
+    return JSONResponse({"detail": str(error), "category": error_category(error)}, status)
+
+
+async def on_http_error(_: Request, error: Exception) -> Response:
+    """An unknown path or method, as JSON too."""
+    assert isinstance(error, HTTPException)  # noqa: S101  # registered for this class
+    return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
+
+
+async def on_crash(_: Request, error: Exception) -> Response:
+    """A defect of this server."""
+    logger.exception("a request failed", exc_info=error)
+    return JSONResponse({"detail": f"internal error: {type(error).__name__}: {error}", "category": "server"}, 500)
+
+
+class ApiKey:
+    """Lets through only requests that carry the key; health checks need none."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._key = api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers 401 itself, or passes on."""
+        if scope["type"] == "http" and not scope["path"].endswith("/healthz"):
+            given = dict(scope["headers"]).get(b"x-api-key", b"")
+            if not hmac.compare_digest(given, self._key):
+                detail = "the X-API-Key header is wrong" if given else "the X-API-Key header is missing"
+                response = JSONResponse({"detail": f"{detail}; set TINKER_API_KEY to the server's --api-key"}, 401)
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

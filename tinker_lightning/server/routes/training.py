@@ -1,0 +1,128 @@
+"""Models and the operations on them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.routing import Route
+
+from tinker_lightning.errors import TinkerLightningError
+from tinker_lightning.server.http import JSON, PROTOBUF, answer, content_type, read, read_body
+from tinker_lightning.server.routes import trainer_of
+from tinker_lightning.server.routes.futures import finished
+from tinker_lightning.types import requests as rq
+from tinker_lightning.types import responses as rs
+from tinker_lightning.wire import json as wire_json
+from tinker_lightning.wire import protobuf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from tinker_lightning.server.scheduler import Operation
+
+T = TypeVar("T")
+
+
+async def create_model(request: Request) -> Response:
+    operation = trainer_of(request).training.create_model(await read(request, rq.CreateModelRequest))
+    return _future(operation, operation.request_id.removesuffix(":create"))
+
+
+async def unload_model(request: Request) -> Response:
+    body = await read(request, rq.UnloadModelRequest)
+    return _future(trainer_of(request).training.unload_model(body), body.model_id)
+
+
+async def get_info(request: Request) -> Response:
+    body = await read(request, rq.GetInfoRequest)
+    model = trainer_of(request).registry.model(body.model_id)
+    await finished(model.creation, trainer_of(request))
+    base, _ = model.ready()
+    data = rs.ModelData(arch=base.arch, model_name=model.base_model, tokenizer_id=base.tokenizer_id)
+    return answer(
+        rs.GetInfoResponse(model.model_id, data, lora_rank=model.lora_config.rank, model_name=model.base_model)
+    )
+
+
+async def forward(request: Request) -> Response:
+    content_type(request, JSON)
+
+    def parse(body: bytes) -> rq.ForwardBackwardRequest:
+        return wire_json.parse_forward_backward(body, forward_only=True)
+
+    return await _submit(request, parse, trainer_of(request).training.forward_backward)
+
+
+async def forward_backward(request: Request) -> Response:
+    parse: Callable[[bytes], rq.ForwardBackwardRequest] = protobuf.decode_forward_backward
+    if content_type(request, JSON, PROTOBUF) == JSON:
+
+        def parse(body: bytes) -> rq.ForwardBackwardRequest:
+            return wire_json.parse_forward_backward(body, forward_only=False)
+
+    return await _submit(request, parse, trainer_of(request).training.forward_backward)
+
+
+async def optim_step(request: Request) -> Response:
+    return await _submit_json(request, rq.OptimStepRequest, trainer_of(request).training.optim_step)
+
+
+async def save_weights(request: Request) -> Response:
+    return await _submit_json(request, rq.SaveWeightsRequest, trainer_of(request).training.save_weights)
+
+
+async def load_weights(request: Request) -> Response:
+    return await _submit_json(request, rq.LoadWeightsRequest, trainer_of(request).training.load_weights)
+
+
+async def save_weights_for_sampler(request: Request) -> Response:
+    submit = trainer_of(request).training.save_weights_for_sampler
+    return await _submit_json(request, rq.SaveWeightsForSamplerRequest, submit)
+
+
+async def _submit_json(request: Request, cls: type[T], submit: Callable[[T], Operation]) -> Response:
+    content_type(request, JSON)
+    return await _submit(request, lambda body: wire_json.parse(cls, body), submit)
+
+
+async def _submit(request: Request, parse: Callable[[bytes], T], submit: Callable[[T], Operation]) -> Response:
+    """Queues a numbered operation; where it is refused, its number is freed, for the client goes on with the next."""
+    body = await read_body(request)
+    try:
+        message: Any = parse(body)
+        operation = submit(message)
+    except TinkerLightningError:
+        model_id, number = _number(body)
+        trainer_of(request).scheduler.free(model_id, number)
+        raise
+    return _future(operation, message.model_id)
+
+
+def _number(body: bytes) -> tuple[str, int]:
+    """Model and number of a body that could not be used, as far as they can be read."""
+    try:
+        message = wire_json.loads(body)
+        model_id, number = message.get("model_id"), message.get("seq_id")
+    except TinkerLightningError:
+        return protobuf.number_of(body)
+    return (model_id, number) if isinstance(model_id, str) and isinstance(number, int) else ("", 0)
+
+
+def _future(operation: Operation, model_id: str) -> Response:
+    return answer(rs.FutureResponse(operation.request_id, model_id))
+
+
+routes = [
+    Route("/create_model", create_model, methods=["POST"]),
+    Route("/unload_model", unload_model, methods=["POST"]),
+    Route("/get_info", get_info, methods=["POST"]),
+    Route("/forward", forward, methods=["POST"]),
+    Route("/forward_backward", forward_backward, methods=["POST"]),
+    Route("/optim_step", optim_step, methods=["POST"]),
+    Route("/save_weights", save_weights, methods=["POST"]),
+    Route("/load_weights", load_weights, methods=["POST"]),
+    Route("/save_weights_for_sampler", save_weights_for_sampler, methods=["POST"]),
+]

@@ -1,0 +1,70 @@
+"""The embedded trainer as one object: what the HTTP app stands in front of."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tinker_lightning.server.checkpoints import CheckpointStore
+from tinker_lightning.server.engine.catalog import Catalog
+from tinker_lightning.server.registry import Registry
+from tinker_lightning.server.sampling import Sampling
+from tinker_lightning.server.scheduler import GAP_TIMEOUT, Operation, Scheduler
+from tinker_lightning.server.training import Training
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def default_data_dir() -> Path:
+    """Where checkpoints are kept if nothing else is said: the user's data folder."""
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "tinker_lightning"
+
+
+class EmbeddedTrainer:
+    """Models, checkpoints and the one thread that computes.
+
+    Args:
+        models: The base models that may be asked for; None for any that can be found on this machine.
+        data_dir: Where checkpoints are kept.
+        dtype: What the models compute in; float64 is for checking numerics.
+        gap_timeout: How many seconds a model's requests wait for one that is missing in their order.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[str] | None = None,
+        *,
+        data_dir: Path | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        gap_timeout: float = GAP_TIMEOUT,
+    ) -> None:
+        self.catalog = Catalog(models, dtype=dtype)
+        self.store = CheckpointStore(Path(data_dir or default_data_dir()).expanduser().absolute() / "checkpoints")
+        self.registry = Registry()
+        self.scheduler = Scheduler(gap_timeout)
+        self.training = Training(self.registry, self.catalog, self.store, self.scheduler)
+        self.sampling = Sampling(self.registry, self.catalog, self.store, self.scheduler)
+        self.closing: Future[None] = Future()
+        self.closing.set_running_or_notify_cancel()  # so that whoever stops waiting for it does not cancel it
+
+    def finish_session(self, session_id: str) -> None:
+        """Ends a session; its memory is freed behind what it still has to do."""
+        session = self.registry.session(session_id)
+        session.finished = True
+        free = Operation(f"{session_id}:finish", "finish", lambda: self.registry.free(session), session=session_id)
+        self.scheduler.submit(free)
+
+    def announce_close(self) -> None:
+        """Wakes whoever waits for a result, so that a server can stop without making them wait."""
+        if not self.closing.done():
+            self.closing.set_result(None)
+
+    def close(self) -> None:
+        """Stops computing, behind the operation that runs; what was saved stays."""
+        self.announce_close()
+        self.scheduler.close()

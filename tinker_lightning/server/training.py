@@ -1,0 +1,168 @@
+"""The numbered operations on a model: passes, steps, saving and loading."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.server.checkpoints import CheckpointStore, TinkerPath
+from tinker_lightning.server.engine.adapter import Adapter
+from tinker_lightning.server.engine.passes import run_pass
+from tinker_lightning.server.registry import Model, Registry, Sampler
+from tinker_lightning.server.scheduler import Operation, Scheduler
+from tinker_lightning.types import AdamParams, ForwardBackwardOutput, LoraConfig, OptimStepResponse
+from tinker_lightning.types import requests as rq
+from tinker_lightning.types import responses as rs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.catalog import Catalog
+
+
+class Training:
+    """Turns requests into operations; each returns at once, and its result comes with the operation."""
+
+    def __init__(self, registry: Registry, catalog: Catalog, store: CheckpointStore, scheduler: Scheduler) -> None:
+        self._registry = registry
+        self._catalog = catalog
+        self._store = store
+        self._scheduler = scheduler
+
+    def create_model(self, request: rq.CreateModelRequest) -> Operation:
+        """Makes an adapter on a base model."""
+        if request.model_seq_id < 0:
+            raise InvalidInput(f"model_seq_id must be at least 0, got {request.model_seq_id}")
+        optimizer = (request.optimizer_config or {}).get("type", "adamw")
+        if optimizer != "adamw":
+            raise InvalidInput(f"optimizer_config: this trainer has adamw only, not {optimizer!r}")
+        session = self._registry.session(request.session_id, must_be_open=True)
+        self._catalog.check(request.base_model)
+        config = request.lora_config or LoraConfig()
+        model_id = f"{session.session_id}:train:{request.model_seq_id}"
+
+        def run() -> rs.CreateModelResponse:
+            base = self._catalog.get(request.base_model)
+            model.base, model.adapter = base, Adapter(base.lora.new_weights(config))
+            return rs.CreateModelResponse(model_id)
+
+        creation = Operation(
+            f"{model_id}:create", "create_model", run, model=model_id, base=request.base_model, rank=config.rank
+        )
+        model = Model(model_id, session.session_id, request.base_model, config, request.user_metadata, creation)
+        return self._scheduler.submit(self._registry.add_model(model).creation)
+
+    def unload_model(self, request: rq.UnloadModelRequest) -> Operation:
+        """Frees a model's memory, behind what was submitted before."""
+        model = self._registry.model(request.model_id)
+
+        def run() -> rs.UnloadModelResponse:
+            model.unload()
+            return rs.UnloadModelResponse(model.model_id)
+
+        return self._scheduler.submit(Operation(f"{model.model_id}:unload", "unload_model", run, model=model.model_id))
+
+    def forward_backward(self, request: rq.ForwardBackwardRequest) -> Operation:
+        """A pass, with or without a gradient."""
+
+        def run(base: BaseModel, adapter: Adapter) -> ForwardBackwardOutput:
+            config, forward_only = request.loss_fn_config, request.forward_only
+            return run_pass(base, adapter, request.data, request.loss_fn, config, forward_only=forward_only)
+
+        kind = "forward" if request.forward_only else "forward_backward"
+        tokens = sum(datum.model_input.length for datum in request.data if datum.model_input.is_text)
+        return self._submit(request, kind, run, datums=len(request.data), tokens=tokens)
+
+    def optim_step(self, request: rq.OptimStepRequest) -> Operation:
+        """A step of AdamW on the gathered gradient."""
+        if request.optimizer_params is not None:
+            kind = request.optimizer_params.get("type")
+            raise InvalidInput(f"optimizer_params: this trainer has adamw only, not {kind!r}; send adam_params")
+        params = request.adam_params or AdamParams()
+
+        def run(_: BaseModel, adapter: Adapter) -> OptimStepResponse:
+            return OptimStepResponse(adapter.step(params))
+
+        return self._submit(request, "optim_step", run)
+
+    def save_weights(self, request: rq.SaveWeightsRequest) -> Operation:
+        """Saves weights and optimizer under a name."""
+        path = TinkerPath(request.model_id, "weights", request.path or f"checkpoint-{request.seq_id:06d}")
+
+        def run(base: BaseModel, adapter: Adapter) -> rs.SaveWeightsResponse:
+            self._save(path, base, adapter, request, adapter.training_state())
+            return rs.SaveWeightsResponse(str(path))
+
+        return self._submit(request, "save_weights", run)
+
+    def load_weights(self, request: rq.LoadWeightsRequest) -> Operation:
+        """Puts saved weights into a model, with AdamW's state if asked."""
+        path = TinkerPath.parse(request.path)
+
+        def run(base: BaseModel, adapter: Adapter) -> rs.LoadWeightsResponse:
+            saved, own = self._store.summary(path), adapter.weights.config
+            if saved.base_model != base.name:
+                raise InvalidInput(f"path: {path} was trained on {saved.base_model}, but this model is {base.name}")
+            if saved.lora_config.rank != own.rank:
+                raise InvalidInput(
+                    f"path: {path} has rank {saved.lora_config.rank}, but this model has {own.rank}. Create a model "
+                    "from the state instead."
+                )
+            weights = self._store.weights(path)
+            base.lora.check(weights)
+            adapter.load(weights, self._store.training_state(path) if request.optimizer else None)
+            return rs.LoadWeightsResponse(str(path), request.model_id)
+
+        return self._submit(request, "load_weights", run)
+
+    def save_weights_for_sampler(self, request: rq.SaveWeightsForSamplerRequest) -> Operation:
+        """Saves weights to sample from: under a name on disk, or unnamed in memory as a new sampler."""
+        model = self._registry.model(request.model_id)
+        # A repeat brings a new sampling_session_seq_id with the old seq_id, so the sampler is named by the latter.
+        sampler_id = f"{model.model_id}:sample:{request.seq_id}"
+        path = None if request.path is None else TinkerPath(model.model_id, "sampler_weights", request.path)
+
+        def run(base: BaseModel, adapter: Adapter) -> rs.SaveWeightsForSamplerResponse:
+            if path is not None:
+                self._save(path, base, adapter, request, None)
+                return rs.SaveWeightsForSamplerResponse(path=str(path))
+            sampler = Sampler(sampler_id, model.base_model, adapter.weights.copy())
+            self._registry.add_sampler(model.session_id, sampler)
+            return rs.SaveWeightsForSamplerResponse(sampling_session_id=sampler_id)
+
+        return self._submit(request, "save_weights_for_sampler", run)
+
+    def _submit(self, request: Any, kind: str, run: Callable[[BaseModel, Adapter], Any], **labels: object) -> Operation:
+        model = self._registry.model(request.model_id)
+        model.last_request_time = datetime.now(UTC)
+        operation = Operation(
+            f"{model.model_id}:{request.seq_id}",
+            kind,
+            lambda: run(*model.ready()),
+            model=model.model_id,
+            seq=request.seq_id,
+            **labels,
+        )
+        return self._scheduler.submit(operation, line=model.model_id, number=request.seq_id)
+
+    def _save(
+        self,
+        path: TinkerPath,
+        base: BaseModel,
+        adapter: Adapter,
+        request: rq.SaveWeightsRequest | rq.SaveWeightsForSamplerRequest,
+        training_state: dict[str, Any] | None,
+    ) -> None:
+        self._store.save(
+            path,
+            base_model=base.name,
+            weights=adapter.weights,
+            peft_config=base.lora.peft_config(adapter.weights.config),
+            steps=adapter.steps,
+            training_state=training_state,
+            ttl_seconds=request.ttl_seconds,
+            overwrite=request.overwrite,
+            user_metadata=request.user_metadata,
+        )
