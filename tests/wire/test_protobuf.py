@@ -37,6 +37,7 @@ from tinker_lightning.wire.protobuf import (
     encode_forward_backward,
     encode_output,
     encode_sample,
+    number_of,
 )
 
 NAN = float("nan")
@@ -485,6 +486,11 @@ def test_wrong_requests_name_the_datum_and_the_field(changes: dict[str, Any], me
 def test_what_is_no_request_is_refused(body: bytes, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         decode_forward_backward(body)
+
+
+def test_the_number_of_a_pass_is_known_even_if_its_datums_are_unusable() -> None:
+    assert number_of(broken(dense=bytes(7))) == ("m", 1)
+    assert number_of(b"hello") == ("", 0)
 
 
 def test_wrong_samples_are_refused() -> None:
