@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from typing import TYPE_CHECKING
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 import torch
+import uvicorn
 
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.server.engine.catalog import Catalog
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from starlette.applications import Starlette
 
     from tinker_lightning.server.engine.base import BaseModel
 
@@ -45,3 +52,49 @@ def trainer(tmp_path: Path) -> Iterator[EmbeddedTrainer]:
     trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path, gap_timeout=0.5)
     yield trainer
     trainer.close()
+
+
+@contextlib.contextmanager
+def _running(app: Starlette) -> Iterator[str]:
+    """Serves an app on a free loopback port, from a thread of this process; yields its URL."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the server died at its start"
+            thread.join(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+@pytest.fixture(scope="session")
+def running() -> Callable[[Starlette], contextlib.AbstractContextManager[str]]:
+    """Serves an app over TCP for the length of a `with` block."""
+    return _running
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The real command, `tinker-lightning serve --model tiny`, in a process of its own."""
+    data_dir = tmp_path_factory.mktemp("served")
+    command = [sys.executable, "-m", "tinker_lightning", "serve", "--model", "tiny", "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--data-dir", str(data_dir)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert "http://" in line, f"the server did not start: {line!r}"
+        yield Served("http://" + line.split("http://")[1].strip(), data_dir)
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+class Served(NamedTuple):
+    """A server in a process of its own."""
+
+    url: str
+    data_dir: Path
