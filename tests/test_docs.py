@@ -1,0 +1,50 @@
+"""Every code block of the README and the docs, and every example, runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def code_blocks(page: Path) -> str:
+    """The page's Python, its other lines left blank, so that a traceback points at the right one."""
+    lines, inside = [], False
+    for line in page.read_text().splitlines():
+        fence = re.match(r"```(\w*)", line)
+        lines.append("" if fence or not inside else line)
+        if fence:
+            inside = fence[1] == "python" and not inside
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if code_blocks(page).strip()], ids=lambda page: page.name)
+def test_code_blocks_run(page: Path, served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TINKER_BASE_URL", served.url)
+    exec(compile(code_blocks(page), page, "exec"), {"__name__": "__main__"})  # noqa: S102
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_examples_run(example: Path, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, str(example)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_readme_gives_the_command_that_is_checked() -> None:
+    assert "python -m pip install tox && python -m tox\n" in (ROOT / "README.md").read_text()
+    assert "python -m pip install tox && python -m tox\n" in (ROOT / ".ci" / "run").read_text()
