@@ -5,33 +5,38 @@
         optimizer.safetensors                             AdamW's moments (kind `weights` only)
         checkpoint.json                                   what it is, and of which model
 
-A folder is written beside its place and renamed, so that a name never leads to half a checkpoint.
+A folder is written beside its place and renamed, so that a name never leads to half a checkpoint. Several processes may
+share a root.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
+import logging
 import re
-import shutil
-import tempfile
 import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from tinker_lightning.errors import InvalidInput, NotFound
+from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed
+from tinker_lightning.server import folders
 from tinker_lightning.server.engine.lora import LoraWeights
 from tinker_lightning.types import LoraConfig
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
     import peft
-    from torch import Tensor
+
+logger = logging.getLogger("tinker_lightning.server")
 
 Kind = Literal["weights", "sampler_weights"]
 
@@ -39,6 +44,8 @@ _WEIGHTS, _OPTIMIZER, _SUMMARY = "adapter_model.safetensors", "optimizer.safeten
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
 _PATH = re.compile(r"tinker://([^/]+)/([^/]+)/([^/]+)")
+# How often a reader starts over because the checkpoint is overwritten under its hands.
+_ATTEMPTS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +62,7 @@ class TinkerPath:
                 f"path: {self.name!r} is no checkpoint name. Use up to 128 letters, digits, '.', '_' and '-', not "
                 "beginning with '.' or '-', and no folders."
             )
-        if not _RUN.fullmatch(self.run):
-            raise NotFound(f"there is no training run {self.run!r}")
+        check_run(self.run)
         if self.kind not in ("weights", "sampler_weights"):
             raise NotFound(f"there is no kind of checkpoint {self.kind!r}; there are weights and sampler_weights")
 
@@ -71,6 +77,12 @@ class TinkerPath:
 
     def __str__(self) -> str:
         return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+
+def check_run(run: str) -> None:
+    """Refuses what cannot be the name of a run, before it comes near the file system."""
+    if not _RUN.fullmatch(run):
+        raise NotFound(f"there is no training run {run!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +110,22 @@ class CheckpointSummary:
         return self.expires_at is not None and datetime.fromisoformat(self.expires_at) <= datetime.now(UTC)
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a checkpoint holds; the training state only if it was asked for."""
+
+    base_model: str
+    weights: LoraWeights
+    training_state: dict[str, Tensor] | None
+
+
 class CheckpointStore:
     """The checkpoints under one folder; any thread may use it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._lock = threading.Lock()
+        # Orders what looks at a checkpoint and then changes it. Renames alone keep other processes out of its way.
+        self._lock = threading.RLock()
 
     def save(
         self,
@@ -113,7 +135,7 @@ class CheckpointStore:
         weights: LoraWeights,
         peft_config: peft.LoraConfig,
         steps: int,
-        training_state: dict[str, Tensor] | None = None,
+        training_state: Mapping[str, Tensor] | None = None,
         ttl_seconds: int | None = None,
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
@@ -124,35 +146,33 @@ class CheckpointStore:
             InvalidInput: If the name is taken and `overwrite` is not set.
         """
         folder = self._folder(path)
-        if folder.exists() and not overwrite:
-            raise InvalidInput(f"path: {path} exists already. Choose another name, or set overwrite=True.")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder.parent))
         try:
-            tensors = {name: tensor.detach().contiguous() for name, tensor in weights.tensors.items()}
-            save_file(tensors, part / _WEIGHTS, metadata={"format": "pt"})
-            peft_config.save_pretrained(str(part))
-            if training_state is not None:
-                save_file({name: tensor.contiguous() for name, tensor in training_state.items()}, part / _OPTIMIZER)
-            summary = CheckpointSummary(
-                tinker_path=str(path),
-                base_model=base_model,
-                lora_config=weights.config,
-                steps=steps,
-                created_at=datetime.now(UTC).isoformat(),
-                expires_at=_expiry(ttl_seconds),
-                size_bytes=sum(file.stat().st_size for file in part.iterdir()),
-                user_metadata=user_metadata,
-            )
-            _write_summary(part, summary)
-            part.chmod(0o755)
-            for file in part.iterdir():
-                _sync(file)
-            with self._lock:
-                _put(part, folder)
-            _sync(folder.parent)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+            self.summary(path)  # an expired one makes room
+        except (NotFound, InvalidInput):
+            pass
+        else:
+            if not overwrite:
+                raise _taken(path)
+        try:
+            with self._lock, folders.new_folder(folder, overwrite=overwrite) as part:
+                tensors = {name: tensor.detach().contiguous() for name, tensor in weights.tensors.items()}
+                save_file(tensors, part / _WEIGHTS, metadata={"format": "pt"})
+                peft_config.save_pretrained(str(part))
+                if training_state is not None:
+                    save_file({name: tensor.contiguous() for name, tensor in training_state.items()}, part / _OPTIMIZER)
+                summary = CheckpointSummary(
+                    tinker_path=str(path),
+                    base_model=base_model,
+                    lora_config=weights.config,
+                    steps=steps,
+                    created_at=datetime.now(UTC).isoformat(),
+                    expires_at=_expiry(ttl_seconds),
+                    size_bytes=sum(file.stat().st_size for file in part.iterdir()),
+                    user_metadata=user_metadata,
+                )
+                _write_summary(part, summary)
+        except FileExistsError as error:
+            raise _taken(path) from error
         return summary
 
     def summary(self, path: TinkerPath) -> CheckpointSummary:
@@ -162,103 +182,98 @@ class CheckpointStore:
             NotFound: If there is none, or its time has come.
         """
         folder = self._folder(path)
-        try:
-            summary = wire_json.parse(CheckpointSummary, (folder / _SUMMARY).read_bytes())
-        except OSError as error:
-            raise NotFound(f"{path}: there is no such checkpoint") from error
-        if summary.is_expired:
-            self._remove(folder)
-            raise NotFound(f"{path}: its time to live ended at {summary.expires_at}")
-        return summary
+        folders.find_folder(folder)
+        summary = _read_summary(path, folder)
+        if not summary.is_expired:
+            return summary
+        with self._lock:
+            if _read_summary(path, folder) == summary:  # else a new one took its place meanwhile
+                folders.remove_folder(folder)
+        raise NotFound(f"{path}: its time to live ended at {summary.expires_at}")
 
-    def weights(self, path: TinkerPath) -> LoraWeights:
-        """The saved weights."""
-        config = self.summary(path).lora_config
-        return LoraWeights(config, load_file(self._folder(path) / _WEIGHTS))
-
-    def training_state(self, path: TinkerPath) -> dict[str, Tensor]:
-        """The saved optimizer state.
+    def load(self, path: TinkerPath, *, training_state: bool = False) -> Saved:
+        """What was saved, all of it of the same moment.
 
         Raises:
-            InvalidInput: If it was saved for sampling only.
+            NotFound: If there is none, or its time has come.
+            InvalidInput: If the training state is asked for but only weights to sample from were saved.
         """
-        file = self._folder(path) / _OPTIMIZER
-        if not file.exists():
-            raise InvalidInput(f"{path} holds no optimizer state. Load it without, or load one made by save_state.")
-        return load_file(file)
+        if training_state and path.kind != "weights":
+            raise InvalidInput(
+                f"path: {path} holds no optimizer state. Load it without, or load one that save_state made."
+            )
+        folder = self._folder(path)
+        for _ in range(_ATTEMPTS):
+            summary = self.summary(path)
+            try:
+                weights = LoraWeights(summary.lora_config, load_file(folder / _WEIGHTS))
+                state = load_file(folder / _OPTIMIZER) if training_state else None
+            except (FileNotFoundError, SafetensorError) as error:
+                if self.summary(path) == summary:
+                    raise InvalidInput(f"path: {path}: {folder} is damaged: {error}") from error
+            else:
+                if self.summary(path) == summary:
+                    return Saved(summary.base_model, weights, state)
+        raise OperationFailed(f"{path} is overwritten again and again while it is read; try later")
 
     def listing(self, run: str | None = None) -> list[CheckpointSummary]:
         """All checkpoints, or those of one run, oldest first."""
-        pattern = f"{_folder_name(run)}/*/*/{_SUMMARY}" if run is not None else f"*/*/*/{_SUMMARY}"
-        found: list[CheckpointSummary] = []
-        for file in self.root.glob(pattern):
-            if file.parent.name.startswith("."):
+        if run is not None:
+            check_run(run)
+        found: dict[Path, CheckpointSummary] = {}
+        for file in self.root.glob(f"{'*' if run is None else _folder_name(run)}/*/*/{_SUMMARY}"):
+            folder = folders.place_of(file.parent)
+            if folder in found or folder.name.startswith(folders.LEFTOVERS):
                 continue
             try:
-                found.append(self.summary(wire_json.parse(CheckpointSummary, file.read_bytes()).path))
+                path = wire_json.parse(CheckpointSummary, file.read_bytes()).path
+                if self._folder(path) == folder:
+                    found[folder] = self.summary(path)
             except (NotFound, OSError):
                 continue  # expired, or deleted meanwhile
-        return sorted(found, key=lambda summary: (summary.created_at, summary.tinker_path))
+            except InvalidInput as error:
+                logger.warning("%s is no checkpoint and was left out: %s", file, error)
+        return sorted(found.values(), key=lambda summary: (summary.created_at, summary.tinker_path))
 
     def delete(self, path: TinkerPath) -> None:
         """Removes a checkpoint."""
         self.summary(path)
-        self._remove(self._folder(path))
+        with self._lock:
+            folders.remove_folder(self._folder(path))
 
     def set_ttl(self, path: TinkerPath, ttl_seconds: int | None) -> None:
         """Sets when a checkpoint is removed; None keeps it."""
-        summary = dataclasses.replace(self.summary(path), expires_at=_expiry(ttl_seconds))
-        _write_summary(self._folder(path), summary)
+        with self._lock:
+            summary = dataclasses.replace(self.summary(path), expires_at=_expiry(ttl_seconds))
+            _write_summary(self._folder(path), summary)
 
     def _folder(self, path: TinkerPath) -> Path:
-        folder = self.root / _folder_name(path.run) / path.kind / path.name
-        old = _aside(folder)
-        if not folder.exists() and old.exists():
-            with self._lock:  # an overwrite was cut off between its two renames
-                if not folder.exists() and old.exists():
-                    old.rename(folder)
-        return folder
-
-    def _remove(self, folder: Path) -> None:
-        gone = Path(tempfile.mkdtemp(prefix=".gone-", dir=folder.parent))
-        with self._lock:
-            if folder.exists():
-                folder.rename(gone / folder.name)
-        shutil.rmtree(_aside(folder), ignore_errors=True)  # else it would come back in the removed one's place
-        shutil.rmtree(gone, ignore_errors=True)
+        return self.root / _folder_name(path.run) / path.kind / path.name
 
 
 def _folder_name(run: str) -> str:
     return run.replace(":", "+")  # a colon is not allowed in a file name everywhere
 
 
-def _aside(folder: Path) -> Path:
-    return folder.with_name(f".old-{folder.name}")
-
-
-def _put(part: Path, folder: Path) -> None:
-    old = _aside(folder)
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    part.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+def _taken(path: TinkerPath) -> InvalidInput:
+    return InvalidInput(f"path: {path} exists already. Choose another name, or set overwrite=True.")
 
 
 def _expiry(ttl_seconds: int | None) -> str | None:
     return None if ttl_seconds is None else (datetime.now(UTC) + timedelta(seconds=ttl_seconds)).isoformat()
 
 
+def _read_summary(path: TinkerPath, folder: Path) -> CheckpointSummary:
+    try:
+        return wire_json.parse(CheckpointSummary, (folder / _SUMMARY).read_bytes())
+    except OSError as error:
+        raise NotFound(f"{path}: there is no such checkpoint") from error
+    except InvalidInput as error:
+        raise InvalidInput(f"{path}: {folder / _SUMMARY} is damaged: {error}") from error
+
+
 def _write_summary(folder: Path, summary: CheckpointSummary) -> None:
     part = folder / f".{_SUMMARY}"
     part.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
-    _sync(part)
+    folders.sync(part)
     part.replace(folder / _SUMMARY)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

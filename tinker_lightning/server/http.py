@@ -7,16 +7,18 @@ import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from tinker_lightning.errors import (
     InvalidInput,
+    InvalidMessage,
     MessageTooLarge,
     NotFound,
     TinkerLightningError,
-    Unauthorized,
     UnsupportedMediaType,
 )
+from tinker_lightning.server.scheduler import Closed
 from tinker_lightning.wire import compression
 from tinker_lightning.wire import json as wire_json
 
@@ -37,7 +39,7 @@ _STATUS: tuple[tuple[type[TinkerLightningError], int], ...] = (
     (UnsupportedMediaType, 415),
     (InvalidInput, 400),
     (NotFound, 404),
-    (Unauthorized, 401),
+    (Closed, 503),
 )
 
 
@@ -66,11 +68,16 @@ async def read_body(request: Request) -> bytes:
         raise UnsupportedMediaType(f"content encoding {encoding} is not taken here; send zstd or none")
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise MessageTooLarge(f"the body has more than the {MAX_BODY_BYTES} bytes that are taken; split the batch")
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > MAX_BODY_BYTES:
+                raise MessageTooLarge(
+                    f"the body has more than the {MAX_BODY_BYTES} bytes that are taken; split the batch"
+                )
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise InvalidMessage(f"the connection was closed after {size} bytes of the body; send it again") from error
     body = b"".join(parts)
     return compression.decompress(body, MAX_BODY_BYTES) if encoding == "zstd" else body
 
@@ -82,8 +89,14 @@ async def read(request: Request, cls: type[T]) -> T:
 
 
 def error_category(error: BaseException) -> str:
-    """Whose mistake an error is, in the protocol's words."""
-    return "user" if isinstance(error, InvalidInput | NotFound) else "server"
+    """Whose mistake an error is, in the protocol's words: what was foreseen and explained is the caller's to mend."""
+    return "user" if isinstance(error, TinkerLightningError) and not isinstance(error, Closed) else "server"
+
+
+def error_text(error: BaseException) -> str:
+    """What a client is told; a defect of ours often has a message that says nothing without its class."""
+    known = isinstance(error, TinkerLightningError)
+    return str(error) if known else f"internal error: {type(error).__name__}: {error}"
 
 
 async def on_error(_: Request, error: Exception) -> Response:
@@ -92,16 +105,17 @@ async def on_error(_: Request, error: Exception) -> Response:
     return JSONResponse({"detail": str(error), "category": error_category(error)}, status)
 
 
-async def on_http_error(_: Request, error: Exception) -> Response:
+async def on_http_error(request: Request, error: Exception) -> Response:
     """An unknown path or method, as JSON too."""
     assert isinstance(error, HTTPException)  # noqa: S101  # registered for this class
-    return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
+    detail = f"{request.method} {request.url.path}: {error.detail}"
+    return JSONResponse({"detail": detail}, error.status_code, error.headers)
 
 
 async def on_crash(_: Request, error: Exception) -> Response:
     """A defect of this server."""
     logger.exception("a request failed", exc_info=error)
-    return JSONResponse({"detail": f"internal error: {type(error).__name__}: {error}", "category": "server"}, 500)
+    return JSONResponse({"detail": error_text(error), "category": "server"}, 500)
 
 
 class ApiKey:
@@ -113,7 +127,8 @@ class ApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers 401 itself, or passes on."""
-        if scope["type"] == "http" and not scope["path"].endswith("/healthz"):
+        # The whole path is compared: what is named healthz deeper down (a checkpoint may be) needs the key.
+        if scope["type"] == "http" and scope["path"] != f"{scope.get('root_path', '')}/api/v1/healthz":
             given = dict(scope["headers"]).get(b"x-api-key", b"")
             if not hmac.compare_digest(given, self._key):
                 detail = "the X-API-Key header is wrong" if given else "the X-API-Key header is missing"

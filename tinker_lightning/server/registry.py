@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed
+from tinker_lightning.errors import InvalidInput, NotFound
 from tinker_lightning.server.engine.adapter import Adapter
 from tinker_lightning.server.engine.base import BaseModel
 from tinker_lightning.server.engine.lora import LoraWeights
 from tinker_lightning.server.scheduler import Operation
 from tinker_lightning.types import LoraConfig
+
+# Samplers with weights of their own are as large as an adapter, and a reinforcement-learning run opens one a step.
+MAX_SAMPLERS = 16
 
 
 @dataclass(slots=True)
@@ -46,12 +49,14 @@ class Model:
         """What an operation works on.
 
         Raises:
-            OperationFailed: If the model could not be created, or was unloaded.
+            NotFound: If the model could not be created, or was unloaded.
         """
-        if self.base is None or self.adapter is None:
+        base, adapter = self.base, self.adapter
+        if base is None or adapter is None:
             error = self.creation.future.exception() if self.creation.future.done() else None
-            raise OperationFailed(f"{self.model_id} has no weights: {error or 'it was unloaded'}")
-        return self.base, self.adapter
+            reason = f"its creation failed ({error})" if error else "it was unloaded"
+            raise NotFound(f"model_id: {self.model_id} has no weights: {reason}. Create a new model.")
+        return base, adapter
 
     def unload(self) -> None:
         """Frees its memory; what was saved of it stays."""
@@ -106,6 +111,10 @@ class Registry:
                 self._sessions[model.session_id].models.append(model.model_id)
             return kept
 
+    def has_model(self, model_id: str) -> bool:
+        """Whether there is or was a model of that id."""
+        return model_id in self._models
+
     def model(self, model_id: str) -> Model:
         """The model of that id."""
         model = self._models.get(model_id)
@@ -119,18 +128,31 @@ class Registry:
             return list(self._models.values())
 
     def add_sampler(self, session_id: str, sampler: Sampler) -> Sampler:
-        """Keeps a sampler, unless there is one of that id: then returns that."""
+        """Keeps a sampler, unless there is one of that id: then returns that.
+
+        Of those with weights, the one that was not used for longest makes room for a new one.
+        """
         with self._lock:
             kept = self._samplers.setdefault(sampler.sampler_id, sampler)
-            if kept is sampler:
-                self._sessions[session_id].samplers.append(sampler.sampler_id)
+            session = self._sessions[session_id]
+            if sampler.sampler_id not in session.samplers:
+                session.samplers.append(sampler.sampler_id)
+            heavy = [name for name, other in self._samplers.items() if other.weights is not None]
+            for name in heavy[:-MAX_SAMPLERS]:
+                del self._samplers[name]
             return kept
 
     def sampler(self, sampler_id: str) -> Sampler:
         """The sampler of that id."""
-        sampler = self._samplers.get(sampler_id)
+        with self._lock:
+            sampler = self._samplers.pop(sampler_id, None)
+            if sampler is not None:
+                self._samplers[sampler_id] = sampler  # to the end: used last
         if sampler is None:
-            raise NotFound(f"sampling_session_id: there is no sampler {sampler_id!r}; call create_sampling_session")
+            raise NotFound(
+                f"sampling_session_id: there is no sampler {sampler_id!r}, or no longer: of those on trained weights "
+                f"only the {MAX_SAMPLERS} used last are kept. Open one with create_sampling_session."
+            )
         return sampler
 
     def free(self, session: Session) -> None:

@@ -40,8 +40,8 @@ class Sampling:
         sampler_id = f"{session.session_id}:sample:{request.sampling_session_seq_id}"
         if request.model_path is not None:
             path = TinkerPath.parse(request.model_path)
-            base_model = self._store.summary(path).base_model
-            sampler = Sampler(sampler_id, base_model, self._store.weights(path), str(path))
+            saved = self._store.load(path)
+            sampler = Sampler(sampler_id, saved.base_model, saved.weights, str(path))
         else:
             sampler = Sampler(sampler_id, request.base_model or "")
         self._catalog.check(sampler.base_model)

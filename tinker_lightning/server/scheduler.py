@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tinker_lightning.errors import InvalidInput, NotFound
+from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, TinkerLightningError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tinker_lightning.server")
 
 GAP_TIMEOUT = 30.0
+# A result that nobody has fetched yet waits for a client that may be away; one that was fetched only has to survive
+# the loss of the answer that carried it.
 RETENTION = 3600.0
+FETCHED_RETENTION = 300.0
+
+
+class Closed(OperationFailed):
+    """The trainer stops, so that what was asked for is not done."""
 
 
 class Operation:
@@ -41,7 +48,8 @@ class Operation:
         self.labels = "".join(f"{name}={value} " for name, value in labels.items())
         self.future: Future[Any] = Future()
         self.future.set_running_or_notify_cancel()  # so that a waiter that gives up cannot cancel it
-        self.finished_at: float | None = None
+        self.kept_since: float | None = None  # when it finished, or was last fetched
+        self.fetched = False
         self._run: Callable[[], Any] | None = run
 
     def execute(self) -> None:
@@ -50,17 +58,25 @@ class Operation:
         assert run is not None  # noqa: S101  # operations are executed once
         started = time.perf_counter()
         outcome = "ok"
+        defect: BaseException | None = None
         try:
             result = run()
         except BaseException as error:
-            outcome = f"failed: {error}"
-            self.finished_at = time.monotonic()
+            outcome = "failed: " + str(error).partition("\n")[0]
+            defect = None if isinstance(error, TinkerLightningError) else error
+            self.kept_since = time.monotonic()
             self.future.set_exception(error)
         else:
-            self.finished_at = time.monotonic()
+            self.kept_since = time.monotonic()
             self.future.set_result(result)
         elapsed = (time.perf_counter() - started) * 1000
-        logger.info("op=%s %sms=%.1f %s", self.kind, self.labels, elapsed, outcome)
+        level = logging.INFO if defect is None else logging.ERROR
+        logger.log(level, "op=%s %sms=%.1f %s", self.kind, self.labels, elapsed, outcome, exc_info=defect)
+
+    def mark_fetched(self) -> None:
+        """Says that its result was handed out; it is kept a little longer, should that answer be lost."""
+        self.fetched = True
+        self.kept_since = time.monotonic()
 
 
 @dataclass(slots=True)
@@ -105,12 +121,20 @@ class Scheduler:
 
     Args:
         gap_timeout: How many seconds the numbers behind a missing one wait for it.
-        retention: How many seconds a result is kept.
+        retention: How many seconds a result is kept for whoever has not fetched it.
+        fetched_retention: How many seconds it is kept after it was fetched.
     """
 
-    def __init__(self, gap_timeout: float = GAP_TIMEOUT, retention: float = RETENTION) -> None:
+    def __init__(
+        self,
+        gap_timeout: float = GAP_TIMEOUT,
+        retention: float = RETENTION,
+        fetched_retention: float = FETCHED_RETENTION,
+    ) -> None:
         self._gap_timeout = gap_timeout
         self._retention = retention
+        self._fetched_retention = fetched_retention
+        self._next_cleaning = 0.0
         self._operations: dict[str, Operation] = {}
         self._lines: dict[str, _Line] = {}
         self._ready: deque[Operation] = deque()
@@ -128,16 +152,19 @@ class Scheduler:
 
         Raises:
             InvalidInput: If the number was used for something else, or its turn has passed.
+            Closed: If the trainer was closed.
         """
         with self._changed:
             if self._closed:
-                raise NotFound("the trainer has been closed")
+                raise Closed("the trainer has been closed; connect to one that runs")
             known = self._operations.get(operation.request_id)
             if known is not None:
                 if known.kind != operation.kind:
                     raise InvalidInput(f"number {number} of {line} was already used, for {known.kind}")
                 return known
-            if line is None:
+            if operation.kept_since is not None:
+                operation.mark_fetched()  # it ran long ago and was dropped, but its owner still has it
+            elif line is None:
                 self._ready.append(operation)
             else:
                 entry = self._lines.setdefault(line, _Line())
@@ -158,8 +185,10 @@ class Scheduler:
     def free(self, line: str, number: int) -> None:
         """Says that a submission was refused, so that the numbers behind it need not wait for it."""
         with self._changed:
-            entry = self._lines.get(line)
-            if entry is not None and number > entry.last and number not in entry.waiting:
+            if self._closed:
+                return
+            entry = self._lines.setdefault(line, _Line())
+            if number > entry.last and number not in entry.waiting:
                 entry.freed.add(number)
                 self._ready.extend(entry.release())
                 self._changed.notify_all()
@@ -177,7 +206,7 @@ class Scheduler:
         return operation
 
     def close(self, timeout: float = 30.0) -> None:
-        """Lets what runs finish, fails what waits, and stops the thread."""
+        """Fails what waits, lets what runs finish (no longer than `timeout` seconds), and stops the thread."""
         with self._changed:
             self._closed = True
             waiting = [*self._ready, *(op for line in self._lines.values() for op in line.waiting.values())]
@@ -185,9 +214,11 @@ class Scheduler:
             self._lines.clear()
             self._changed.notify_all()
         for operation in waiting:
-            operation.future.set_exception(NotFound("the trainer was closed before this operation's turn"))
+            operation.future.set_exception(Closed("the trainer was closed before this operation's turn"))
         if self._thread is not None:
             self._thread.join(timeout)
+            if self._thread.is_alive():
+                logger.warning("an operation still runs after %.0f s; it is left unfinished", timeout)
 
     def _start(self) -> None:
         if self._thread is None:
@@ -197,12 +228,17 @@ class Scheduler:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not self._ready and not self._closed:
-                    self._changed.wait(self._skip_gaps())
-                if self._closed:
-                    return
+                while True:
+                    # Also while others have work: a busy neighbour must not lengthen the wait for a lost number.
+                    wait = self._skip_gaps()
+                    if self._closed:
+                        return
+                    if self._ready:
+                        break
+                    self._changed.wait(wait)
                 operation = self._ready.popleft()
             operation.execute()
+            del operation  # its result must not live on here
 
     def _skip_gaps(self) -> float | None:
         """Lets through what has waited too long; returns the seconds until the next one will have."""
@@ -213,17 +249,23 @@ class Scheduler:
                 continue
             left = line.blocked_since + self._gap_timeout - now
             if left <= 0:
-                logger.warning("%s: number %d never came; going on without it", name, line.last + 1)
+                logger.warning(
+                    "%s: going on with number %d, for one before it has not come in %.0f s",
+                    name,
+                    min(line.waiting),
+                    self._gap_timeout,
+                )
                 self._ready.extend(line.skip())
-                left = 0.0
+                left = self._gap_timeout
             soonest = left if soonest is None else min(soonest, left)
         return soonest
 
     def _drop_old(self) -> None:
-        # Operations are kept in the order of their submission, so that the oldest come first.
-        limit = time.monotonic() - self._retention
-        while self._operations:
-            oldest = next(iter(self._operations.values()))
-            if oldest.finished_at is None or oldest.finished_at > limit:
-                break
-            del self._operations[oldest.request_id]
+        now = time.monotonic()
+        if now < self._next_cleaning:
+            return
+        self._next_cleaning = now + min(self._retention, self._fetched_retention) / 10
+        for name, operation in list(self._operations.items()):
+            retention = self._fetched_retention if operation.fetched else self._retention
+            if operation.kept_since is not None and operation.kept_since + retention < now:
+                del self._operations[name]

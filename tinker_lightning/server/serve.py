@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-import logging
+import socket
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,11 @@ from tinker_lightning.server.app import create_app
 from tinker_lightning.server.trainer import EmbeddedTrainer
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Sequence
     from pathlib import Path
 
-logger = logging.getLogger("tinker_lightning.server")
+# How many seconds a server that is to stop waits: for clients in the middle of a request, then for what it computes.
+_GRACE = 5
 
 
 def serve(
@@ -32,7 +32,8 @@ def serve(
     """Loads the models, serves them, and prints the URL once clients can connect.
 
     Raises:
-        InvalidInput: If others could reach the server and there is no API key.
+        InvalidInput: If others could reach the server and there is no API key, or the port cannot be had.
+        ModelNotFound: If there is no such model.
     """
     if not _is_loopback(host) and not api_key:
         raise InvalidInput(
@@ -40,14 +41,21 @@ def serve(
             "set TINKER_API_KEY to it), or leave --host out to serve this machine only."
         )
     trainer = EmbeddedTrainer(models, data_dir=data_dir)
-    try:
+    # The port is taken before the models are loaded: that may last, and would be for nothing.
+    with _listen(host, port) as listener:
         for name in models:
             trainer.catalog.get(name)
-        app = create_app(trainer, api_key=api_key)
-        config = uvicorn.Config(app, host=host, port=port, log_config=None, access_log=False, lifespan="off")
-        _Server(config, trainer).run()
-    finally:
-        trainer.close()
+        config = uvicorn.Config(
+            create_app(trainer, api_key=api_key),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=_GRACE,
+        )
+        try:
+            _Server(config, trainer).run([listener])
+        finally:
+            trainer.close(_GRACE)
 
 
 class _Server(uvicorn.Server):
@@ -65,9 +73,22 @@ class _Server(uvicorn.Server):
             print(f"tinker-lightning: serving {', '.join(self._trainer.catalog.names)} at http://{host}:{address[1]}")
             sys.stdout.flush()
 
-    def handle_exit(self, sig: int, frame: Any) -> None:
+    def handle_exit(self, *_: Any) -> None:
+        # Unlike uvicorn's own, it does not keep the signal to raise it again in the end: to stop is what was asked.
         self._trainer.announce_close()
-        super().handle_exit(sig, frame)
+        self.force_exit = self.should_exit  # asked twice, it no longer waits for anyone
+        self.should_exit = True
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family)
+    except (OSError, OverflowError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise InvalidInput(
+            f"cannot listen on --host {host} --port {port}: {reason}. Choose another port; 0 takes a free one."
+        ) from error
 
 
 def _is_loopback(host: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from tinker_lightning.server.scheduler import GAP_TIMEOUT, Operation, Scheduler
 from tinker_lightning.server.training import Training
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 def default_data_dir() -> Path:
@@ -49,8 +49,8 @@ class EmbeddedTrainer:
         self.scheduler = Scheduler(gap_timeout)
         self.training = Training(self.registry, self.catalog, self.store, self.scheduler)
         self.sampling = Sampling(self.registry, self.catalog, self.store, self.scheduler)
-        self.closing: Future[None] = Future()
-        self.closing.set_running_or_notify_cancel()  # so that whoever stops waiting for it does not cancel it
+        self._closing = False
+        self._waiters: set[Callable[[], object]] = set()
 
     def finish_session(self, session_id: str) -> None:
         """Ends a session; its memory is freed behind what it still has to do."""
@@ -59,12 +59,26 @@ class EmbeddedTrainer:
         free = Operation(f"{session_id}:finish", "finish", lambda: self.registry.free(session), session=session_id)
         self.scheduler.submit(free)
 
+    @contextmanager
+    def waking(self, wake: Callable[[], object]) -> Iterator[None]:
+        """Calls `wake`, from some thread, if the trainer closes inside the `with` block or has done so."""
+        self._waiters.add(wake)
+        try:
+            if self._closing:
+                wake()
+            yield
+        finally:
+            self._waiters.discard(wake)
+
     def announce_close(self) -> None:
         """Wakes whoever waits for a result, so that a server can stop without making them wait."""
-        if not self.closing.done():
-            self.closing.set_result(None)
+        # No lock: this is called by signal handlers too, which may interrupt the thread that holds it. A waiter is
+        # added before it looks at the flag, so either it sees the flag or it is seen here.
+        self._closing = True
+        for wake in list(self._waiters):
+            wake()
 
-    def close(self) -> None:
+    def close(self, timeout: float = 30.0) -> None:
         """Stops computing, behind the operation that runs; what was saved stays."""
         self.announce_close()
-        self.scheduler.close()
+        self.scheduler.close(timeout)

@@ -16,10 +16,16 @@ from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
 
     from tinker_lightning.server.engine.base import BaseModel
     from tinker_lightning.server.engine.catalog import Catalog
+
+
+# A larger one would have more numbers than the matrices it stands in for, and a typing error could fill the memory.
+MAX_RANK = 1024
 
 
 class Training:
@@ -38,9 +44,11 @@ class Training:
         optimizer = (request.optimizer_config or {}).get("type", "adamw")
         if optimizer != "adamw":
             raise InvalidInput(f"optimizer_config: this trainer has adamw only, not {optimizer!r}")
+        config = request.lora_config or LoraConfig()
+        if config.rank > MAX_RANK:
+            raise InvalidInput(f"lora_config.rank must be at most {MAX_RANK}, got {config.rank}")
         session = self._registry.session(request.session_id, must_be_open=True)
         self._catalog.check(request.base_model)
-        config = request.lora_config or LoraConfig()
         model_id = f"{session.session_id}:train:{request.model_seq_id}"
 
         def run() -> rs.CreateModelResponse:
@@ -89,7 +97,8 @@ class Training:
 
     def save_weights(self, request: rq.SaveWeightsRequest) -> Operation:
         """Saves weights and optimizer under a name."""
-        path = TinkerPath(request.model_id, "weights", request.path or f"checkpoint-{request.seq_id:06d}")
+        name = f"checkpoint-{request.seq_id:06d}" if request.path is None else request.path
+        path = TinkerPath(request.model_id, "weights", name)
 
         def run(base: BaseModel, adapter: Adapter) -> rs.SaveWeightsResponse:
             self._save(path, base, adapter, request, adapter.training_state())
@@ -102,17 +111,18 @@ class Training:
         path = TinkerPath.parse(request.path)
 
         def run(base: BaseModel, adapter: Adapter) -> rs.LoadWeightsResponse:
-            saved, own = self._store.summary(path), adapter.weights.config
+            saved = self._store.load(path, training_state=request.optimizer)
             if saved.base_model != base.name:
                 raise InvalidInput(f"path: {path} was trained on {saved.base_model}, but this model is {base.name}")
-            if saved.lora_config.rank != own.rank:
-                raise InvalidInput(
-                    f"path: {path} has rank {saved.lora_config.rank}, but this model has {own.rank}. Create a model "
-                    "from the state instead."
-                )
-            weights = self._store.weights(path)
-            base.lora.check(weights)
-            adapter.load(weights, self._store.training_state(path) if request.optimizer else None)
+            theirs, own = saved.weights.config, adapter.weights.config
+            for name in ("rank", "train_unembed", "train_mlp", "train_attn"):
+                if getattr(theirs, name) != getattr(own, name):
+                    raise InvalidInput(
+                        f"path: {path} has {name}={getattr(theirs, name)}, but this model has {getattr(own, name)}. "
+                        "Create a model from the state instead."
+                    )
+            base.lora.check(saved.weights)
+            adapter.load(saved.weights, saved.training_state)
             return rs.LoadWeightsResponse(str(path), request.model_id)
 
         return self._submit(request, "load_weights", run)
@@ -134,6 +144,11 @@ class Training:
 
         return self._submit(request, "save_weights_for_sampler", run)
 
+    def refuse(self, model_id: str, number: int) -> None:
+        """Frees the number of a request that could not be used, for the client goes on with the next."""
+        if self._registry.has_model(model_id):
+            self._scheduler.free(model_id, number)
+
     def _submit(self, request: Any, kind: str, run: Callable[[BaseModel, Adapter], Any], **labels: object) -> Operation:
         model = self._registry.model(request.model_id)
         model.last_request_time = datetime.now(UTC)
@@ -153,7 +168,7 @@ class Training:
         base: BaseModel,
         adapter: Adapter,
         request: rq.SaveWeightsRequest | rq.SaveWeightsForSamplerRequest,
-        training_state: dict[str, Any] | None,
+        training_state: Mapping[str, Tensor] | None,
     ) -> None:
         self._store.save(
             path,

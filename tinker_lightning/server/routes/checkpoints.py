@@ -45,8 +45,10 @@ async def checkpoints(request: Request) -> Response:
 
 
 async def run_checkpoints(request: Request) -> Response:
-    run_id = request.path_params["run_id"]
-    summaries = await run_in_threadpool(trainer_of(request).store.listing, run_id)
+    run_id, trainer = request.path_params["run_id"], trainer_of(request)
+    summaries = await run_in_threadpool(trainer.store.listing, run_id)
+    if not summaries and not trainer.registry.has_model(run_id):
+        raise NotFound(f"there is no training run {run_id!r}")
     return answer(rs.CheckpointsList([_checkpoint(summary) for summary in summaries]))
 
 
@@ -123,8 +125,8 @@ def _page(request: Request, items: list[T]) -> tuple[list[T], rs.Cursor]:
         )
     except ValueError as error:
         raise InvalidInput(f"limit and offset must be whole numbers: {error}") from error
-    if limit < 0 or offset < 0:
-        raise InvalidInput(f"limit and offset must not be negative, got {limit} and {offset}")
+    if not (0 <= limit < 2**31 and 0 <= offset < 2**31):
+        raise InvalidInput(f"limit and offset must lie in 0..{2**31 - 1}, got {limit} and {offset}")
     return items[offset : offset + limit], rs.Cursor(offset, limit, len(items))
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tinker_lightning.server.http import PROTOBUF, answer, error_category, read
+from tinker_lightning.server.http import PROTOBUF, answer, error_category, error_text, read
 from tinker_lightning.server.routes import trainer_of
 from tinker_lightning.types import ForwardBackwardOutput, SampleResponse
 from tinker_lightning.types import requests as rq
@@ -30,11 +30,11 @@ async def retrieve_future(request: Request) -> Response:
     trainer = trainer_of(request)
     operation = trainer.scheduler.find(body.request_id)
     if not await finished(operation, trainer):
-        # Also 200 would do, but then the official SDK warns its user each time.
-        return answer({"type": "try_again", "request_id": body.request_id, "queue_state": "active"}, 408)
+        return pending(operation)
+    operation.mark_fetched()
     error = operation.future.exception()
     if error is not None:
-        return answer({"error": str(error), "category": error_category(error)})
+        return answer({"error": error_text(error), "category": error_category(error)})
     result = operation.future.result()
     if PROTOBUF in request.headers.get("accept", ""):
         if isinstance(result, ForwardBackwardOutput):
@@ -44,15 +44,23 @@ async def retrieve_future(request: Request) -> Response:
     return answer(result)
 
 
+def pending(operation: Operation) -> Response:
+    """Tells a client to ask again. Also 200 would do, but then the official SDK warns its user each time."""
+    return answer({"type": "try_again", "request_id": operation.request_id, "queue_state": "active"}, 408)
+
+
 async def finished(operation: Operation, trainer: EmbeddedTrainer) -> bool:
     """Waits for an operation, no longer than a poll may take and the server lives; says whether it is finished."""
     if not operation.future.done():
-        waiting = {asyncio.wrap_future(future) for future in (operation.future, trainer.closing)}
-        await asyncio.wait(waiting, timeout=LONG_POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        for future in waiting:
-            future.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                future.exception()  # else asyncio reports that nobody looked at it
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake(_: object = None) -> None:
+            with suppress(RuntimeError):  # the loop is gone, and with it who waited
+                loop.call_soon_threadsafe(woken.set)
+
+        operation.future.add_done_callback(wake)
+        with trainer.waking(wake), suppress(TimeoutError):
+            await asyncio.wait_for(woken.wait(), LONG_POLL_SECONDS)
     return operation.future.done()
 
 

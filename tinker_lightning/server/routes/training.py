@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
 
 from tinker_lightning.errors import TinkerLightningError
 from tinker_lightning.server.http import JSON, PROTOBUF, answer, content_type, read, read_body
 from tinker_lightning.server.routes import trainer_of
-from tinker_lightning.server.routes.futures import finished
+from tinker_lightning.server.routes.futures import finished, pending
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 from tinker_lightning.wire import json as wire_json
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from tinker_lightning.server.scheduler import Operation
+
+# From this many bytes on a body is read on another thread, so that meanwhile others are answered.
+_LARGE_BODY = 1 << 17
 
 T = TypeVar("T")
 
@@ -39,7 +43,8 @@ async def unload_model(request: Request) -> Response:
 async def get_info(request: Request) -> Response:
     body = await read(request, rq.GetInfoRequest)
     model = trainer_of(request).registry.model(body.model_id)
-    await finished(model.creation, trainer_of(request))
+    if not await finished(model.creation, trainer_of(request)):
+        return pending(model.creation)
     base, _ = model.ready()
     data = rs.ModelData(arch=base.arch, model_name=model.base_model, tokenizer_id=base.tokenizer_id)
     return answer(
@@ -92,11 +97,10 @@ async def _submit(request: Request, parse: Callable[[bytes], T], submit: Callabl
     """Queues a numbered operation; where it is refused, its number is freed, for the client goes on with the next."""
     body = await read_body(request)
     try:
-        message: Any = parse(body)
+        message: Any = parse(body) if len(body) < _LARGE_BODY else await run_in_threadpool(parse, body)
         operation = submit(message)
     except TinkerLightningError:
-        model_id, number = _number(body)
-        trainer_of(request).scheduler.free(model_id, number)
+        trainer_of(request).training.refuse(*_number(body))
         raise
     return _future(operation, message.model_id)
 
@@ -108,7 +112,7 @@ def _number(body: bytes) -> tuple[str, int]:
         model_id, number = message.get("model_id"), message.get("seq_id")
     except TinkerLightningError:
         return protobuf.number_of(body)
-    return (model_id, number) if isinstance(model_id, str) and isinstance(number, int) else ("", 0)
+    return (model_id, number) if isinstance(model_id, str) and type(number) is int else ("", 0)
 
 
 def _future(operation: Operation, model_id: str) -> Response:
