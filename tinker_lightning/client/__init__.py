@@ -1,0 +1,19 @@
+"""The way to any Tinker server: sessions, numbered requests, futures, retries. Knows the protocol, not Lightning."""
+
+from tinker_lightning.client.backend import TrainingBackend
+from tinker_lightning.client.connect import connect
+from tinker_lightning.client.custom import CustomLossFuture
+from tinker_lightning.client.futures import TinkerFuture
+from tinker_lightning.client.sampling import SamplingClient
+from tinker_lightning.client.service import ServiceClient
+from tinker_lightning.client.training import TrainingClient
+
+__all__ = [
+    "CustomLossFuture",
+    "SamplingClient",
+    "ServiceClient",
+    "TinkerFuture",
+    "TrainingBackend",
+    "TrainingClient",
+    "connect",
+]

@@ -1,0 +1,29 @@
+"""How the server wants its clients to behave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """The answer to `client/config`; every flag is optional and unknown ones are ignored."""
+
+    pjwt_auth_enabled: bool = False
+    proto_compress_fwdbwd: bool = False
+    # A server that takes a call's chunks in any order runs a model's requests by number. Where nothing is said of it,
+    # requests are posted one after another.
+    parallel_fwdbwd_chunks: bool = False
+    fwdbwd_max_chunk_len: int = 1024
+    fwdbwd_max_chunk_bytes_count: int = 5_000_000
+    billing_exception_max_pause_duration_sec: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Extensions:
+    """What a server offers beyond the protocol, as it announces it with its capabilities."""
+
+    # A submission may be answered with its own result: one round trip for an operation.
+    submit_and_wait: bool = False
+    # The server hands out the files of its tokenizers.
+    tokenizer_files: bool = False

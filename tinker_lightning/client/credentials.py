@@ -1,0 +1,56 @@
+"""The API key, or the short-lived token that some servers want instead of it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import time
+from typing import TYPE_CHECKING
+
+from tinker_lightning.wire import json as wire_json
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+# A token is replaced when it has no more than this many seconds left.
+_MARGIN = 60.0
+
+
+class Credentials:
+    """What goes into the `X-API-Key` header."""
+
+    def __init__(self, api_key: str | None) -> None:
+        self.api_key = api_key
+        self._exchange: Callable[[], Awaitable[str]] | None = None
+        self._token = ""
+        self._expires = 0.0
+        self._lock = asyncio.Lock()
+
+    def use_tokens(self, exchange: Callable[[], Awaitable[str]]) -> None:
+        """From now on sends tokens, which `exchange` gets for the key."""
+        self._exchange = exchange
+
+    async def header(self) -> dict[str, str]:
+        """The header of a request."""
+        if self._exchange is None:
+            return self.key_header()
+        async with self._lock:
+            if time.time() > self._expires - _MARGIN:
+                self._token = await self._exchange()
+                self._expires = _expiry(self._token)
+            return {"X-API-Key": self._token}
+
+    def key_header(self) -> dict[str, str]:
+        """The header with the key itself."""
+        return {} if self.api_key is None else {"X-API-Key": self.api_key}
+
+
+def _expiry(token: str) -> float:
+    """When a token ends; one that does not say so is used once."""
+    try:
+        payload = token.split(".")[1]
+        claims = wire_json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+        return float(claims["exp"])
+    except (IndexError, KeyError, ValueError, TypeError, binascii.Error):
+        return 0.0

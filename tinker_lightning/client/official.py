@@ -1,0 +1,123 @@
+"""The official SDK's own objects, taken wherever ours are. Nothing here imports it: users who have it pass its objects.
+
+Its datums, tensors and inputs are read by their public attributes; arrays are shared, not copied element by element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.types import (
+    AdamParams,
+    Datum,
+    DmelChunk,
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInput,
+    ProvenanceSpan,
+    SamplingParams,
+    TensorData,
+)
+
+if TYPE_CHECKING:
+    from tinker_lightning.types import ModelInputChunk
+
+
+def to_datums(data: Sequence[Any]) -> list[Datum]:
+    """A batch of ours or of the SDK's datums as ours.
+
+    Raises:
+        InvalidDatum: If one is neither, or its fields do not fit each other; names it.
+    """
+    if isinstance(data, Datum) or not isinstance(data, Iterable):
+        raise InvalidDatum(f"data must be a list of datums, got one {type(data).__name__}; write [datum]")
+    converted = []
+    for i, datum in enumerate(data):
+        try:
+            converted.append(to_datum(datum))
+        except InvalidInput as error:
+            raise InvalidDatum(f"datum {i}: {error}") from error
+    if not converted:
+        raise InvalidDatum("data: the batch is empty; pass at least one datum")
+    return converted
+
+
+def to_datum(datum: Any) -> Datum:
+    """A datum of ours or of the SDK's as ours."""
+    if isinstance(datum, Datum):
+        return datum
+    if not (hasattr(datum, "model_input") and hasattr(datum, "loss_fn_inputs")):
+        raise InvalidDatum(f"got {type(datum).__name__}; build datums with Datum.from_tokens(...) or tinker.Datum(...)")
+    return Datum(
+        to_model_input(datum.model_input),
+        {name: to_tensor(tensor) for name, tensor in datum.loss_fn_inputs.items()},
+        _to_spans(getattr(datum, "model_input_spans", None)),
+        _to_spans(getattr(datum, "loss_fn_input_spans", None)),
+    )
+
+
+def to_tensor(tensor: Any) -> TensorData:
+    """A tensor of ours or of the SDK's as ours."""
+    if isinstance(tensor, TensorData):
+        return tensor
+    if getattr(tensor, "sparse_crow_indices", None) is not None:
+        return TensorData(
+            tensor.data, tensor.dtype, tensor.shape, tensor.sparse_crow_indices, tensor.sparse_col_indices
+        )
+    return TensorData.of(tensor.to_numpy() if hasattr(tensor, "to_numpy") else tensor)
+
+
+def to_model_input(model_input: Any) -> ModelInput:
+    """An input of ours or of the SDK's as ours."""
+    if isinstance(model_input, ModelInput):
+        return model_input
+    if not hasattr(model_input, "chunks"):
+        raise InvalidDatum(f"an input must be a ModelInput, got {type(model_input).__name__}; use ModelInput.from_ints")
+    return ModelInput([_to_chunk(chunk) for chunk in model_input.chunks])
+
+
+def to_adam_params(params: Any) -> AdamParams:
+    """AdamW's settings of ours or of the SDK's as ours."""
+    if isinstance(params, AdamParams):
+        return params
+    if not hasattr(params, "beta2"):
+        raise InvalidInput(f"optim_step takes AdamParams, got {type(params).__name__}")
+    return AdamParams(**{name: getattr(params, name) for name in AdamParams.__slots__ if hasattr(params, name)})
+
+
+def to_sampling_params(params: Any) -> SamplingParams:
+    """Sampling settings of ours or of the SDK's as ours."""
+    if isinstance(params, SamplingParams):
+        return params
+    if not hasattr(params, "temperature"):
+        raise InvalidInput(f"sample takes SamplingParams, got {type(params).__name__}")
+    values = {name: getattr(params, name) for name in SamplingParams.__slots__ if hasattr(params, name)}
+    if isinstance(values.get("stop"), Sequence) and not isinstance(values["stop"], str):
+        values["stop"] = list(values["stop"])
+    return SamplingParams(**values)
+
+
+def _to_chunk(chunk: Any) -> ModelInputChunk:
+    if hasattr(chunk, "tokens"):
+        return EncodedTextChunk(chunk.tokens)
+    if hasattr(chunk, "dmel"):
+        return DmelChunk(chunk.dmel)
+    if hasattr(chunk, "location"):
+        return ImageAssetPointerChunk(chunk.location, chunk.format, chunk.expected_tokens)
+    if hasattr(chunk, "data"):
+        return ImageChunk(chunk.data, chunk.format, chunk.expected_tokens)
+    raise InvalidDatum(f"model_input: unknown kind of chunk {type(chunk).__name__}")
+
+
+def _to_spans(spans: Iterable[Any] | None) -> list[ProvenanceSpan] | None:
+    if spans is None:
+        return None
+    return [
+        ProvenanceSpan(
+            "sampled" if "Sampled" in type(span).__name__ else "prompt", span.sequence_id, span.offset, span.length
+        )
+        for span in spans
+    ]

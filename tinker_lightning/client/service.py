@@ -1,0 +1,227 @@
+"""The way to a server: opens its session and makes the clients that train and sample."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+from tinker_lightning.client import tokenizer
+from tinker_lightning.client.connection import Connection
+from tinker_lightning.client.credentials import Credentials
+from tinker_lightning.client.loop import BackgroundLoop
+from tinker_lightning.client.operations import Operation, perform
+from tinker_lightning.client.sampling import SamplingClient
+from tinker_lightning.client.session import Session, fetch_capabilities
+from tinker_lightning.client.training import TrainingClient
+from tinker_lightning.errors import ClientClosed, ClientForked, InvalidInput
+from tinker_lightning.types import CreateModelResponse, LoraConfig, WeightsInfoResponse
+from tinker_lightning.types import requests as rq
+from tinker_lightning.types import responses as rs
+from tinker_lightning.wire import json as wire_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from concurrent.futures import Future
+    from types import TracebackType
+
+    import httpx
+
+    from tinker_lightning.client.config import ClientConfig
+
+T = TypeVar("T")
+
+
+class ServiceClient:
+    """The way to a server. `connect()` makes it; a context manager or `close()` ends it.
+
+    The handshake takes place at the first use.
+
+    Args:
+        url: Where the server is.
+        api_key: What it wants to see.
+        transport: How requests get there; None for the network. The seam for tests.
+        on_close: Called when the client was closed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self.url = url
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._loop = BackgroundLoop()
+        self._connection = Connection(url, Credentials(api_key), transport)
+        self._session: Session | None = None
+        self._closed = False
+        self._on_close = on_close
+        self._clients: weakref.WeakSet[TrainingClient | SamplingClient] = weakref.WeakSet()
+
+    def get_server_capabilities(self) -> rs.ServerCapabilities:
+        """What the server has."""
+        self.check_usable()
+        return self.run(fetch_capabilities(self._connection)).result()
+
+    def create_lora_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+    ) -> TrainingClient:
+        """A new model on a base model; waits until it is there."""
+        config = LoraConfig(rank, seed, train_unembed, train_mlp, train_attn)
+        session = self.session
+        request = rq.CreateModelRequest(
+            session.session_id, self.count("model"), base_model, config, user_metadata, {"type": "adamw"}
+        )
+        operation = Operation("create_model", wire_json.dumps(request), CreateModelResponse)
+        created = self.run(perform(session, operation)).result()
+        client = TrainingClient(self, created.model_id)
+        self._clients.add(client)
+        return client
+
+    def create_training_client_from_state(
+        self, path: str, user_metadata: dict[str, str] | None = None
+    ) -> TrainingClient:
+        """A new model with saved weights; AdamW starts anew."""
+        client = self._client_for(path, user_metadata)
+        client.load_state(path).result()
+        return client
+
+    def create_training_client_from_state_with_optimizer(
+        self, path: str, user_metadata: dict[str, str] | None = None
+    ) -> TrainingClient:
+        """A new model with saved weights and AdamW's state: training goes on as if it had never stopped."""
+        client = self._client_for(path, user_metadata)
+        client.load_state_with_optimizer(path).result()
+        return client
+
+    def create_sampling_client(self, model_path: str | None = None, base_model: str | None = None) -> SamplingClient:
+        """A client that samples from saved weights or from a base model."""
+        request = rq.CreateSamplingSessionRequest(
+            self.session.session_id, self.count("sampler"), base_model, model_path
+        )
+        path = "/api/v1/create_sampling_session"
+        created = self.call(path, request, rs.CreateSamplingSessionResponse)
+        return self.sampling_client(created.sampling_session_id)
+
+    def close(self, status: Literal["success", "errored", "interrupted"] = "success") -> None:
+        """Ends the session, and raises the first failure that nobody has read. Closing again does nothing."""
+        with self._lock:
+            if self._closed or os.getpid() != self._pid:
+                return
+            self._closed = True
+        try:
+            for client in list(self._clients):
+                client.raise_unread(wait=status == "success")
+        finally:
+            self._end(status)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            with self._lock:
+                closed, self._closed = self._closed, True
+            if not closed:  # the error that is under way is the one to show
+                self._end("interrupted" if isinstance(error, KeyboardInterrupt) else "errored")
+
+    # What the clients of this service need of it.
+
+    @property
+    def session(self) -> Session:
+        """The session, opened at the first use."""
+        self.check_usable()
+        with self._lock:
+            if self._session is None:
+                self._session = self._loop.run(Session.open(self._connection)).result()
+            return self._session
+
+    @property
+    def config(self) -> ClientConfig:
+        """How the server wants its clients to behave."""
+        return self.session.config
+
+    def count(self, kind: str) -> int:
+        """The next number of a kind in this session."""
+        session = self.session
+        with self._lock:
+            return session.count(kind)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs a coroutine in the background."""
+        return self._loop.run(coroutine)
+
+    def call(self, path: str, request: Any, result: type[T]) -> T:
+        """A request that is answered at once."""
+        self.check_usable()
+        answer = self.run(self._connection.post(path, request)).result()
+        return wire_json.parse(result, wire_json.dumps(answer))
+
+    def fetch(self, path: str, result: type[T]) -> T:
+        """Something that is there to be read."""
+        return wire_json.parse(result, wire_json.dumps(self.run(self._connection.get(path)).result()))
+
+    def sampling_client(self, sampler_id: str) -> SamplingClient:
+        """A client for a sampler that the server has made."""
+        client = SamplingClient(self, sampler_id)
+        self._clients.add(client)
+        return client
+
+    def tokenizer(self, model_name: str, tokenizer_id: str | None) -> Any:
+        """The tokenizer of a model: from the server if it hands it out, else from a folder or the hub."""
+        if self.session.extensions.tokenizer_files:
+            files = self.run(self._connection.get(f"/ext/v1/tokenizer?model={model_name}")).result()
+            return tokenizer.load_files({name: str(text).encode() for name, text in files["files"].items()})
+        return tokenizer.load(tokenizer_id or model_name)
+
+    def check_usable(self) -> None:
+        """Refuses use after close and in a forked process."""
+        if os.getpid() != self._pid:
+            raise ClientForked(
+                "this client was made in another process, whose threads and connections did not come along. Make a new "
+                "one here, or use the 'spawn' start method."
+            )
+        if self._closed:
+            raise ClientClosed("this client was closed. Make a new one with connect().")
+
+    def _client_for(self, path: str, user_metadata: dict[str, str] | None) -> TrainingClient:
+        info = self.call("/api/v1/weights_info", rq.WeightsInfoRequest(path), WeightsInfoResponse)
+        if info.lora_rank is None:
+            raise InvalidInput(
+                f"{path}: the server does not say which LoRA rank it has, so no model can be made for it"
+            )
+        parts = {
+            name: value
+            for name in ("train_mlp", "train_attn", "train_unembed")
+            if (value := getattr(info, name)) is not None
+        }
+        return self.create_lora_training_client(info.base_model, info.lora_rank, user_metadata=user_metadata, **parts)
+
+    def _end(self, status: str) -> None:
+        try:
+            self._loop.run(self._finish(status)).result(timeout=10)
+        finally:
+            self._loop.close()
+            if self._on_close is not None:
+                self._on_close()
+
+    async def _finish(self, status: str) -> None:
+        if self._session is not None:
+            await self._session.finish(status)
+        await self._connection.close()

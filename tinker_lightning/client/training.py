@@ -1,0 +1,259 @@
+"""A model in training on a server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tinker_lightning.client import chunking, official
+from tinker_lightning.client.connection import PROTOBUF
+from tinker_lightning.client.custom import CustomLossFuture
+from tinker_lightning.client.futures import TinkerFuture, Unread
+from tinker_lightning.client.operations import Operation, perform
+from tinker_lightning.custom_loss import SURROGATE, forward_datums
+from tinker_lightning.types import (
+    AdamParams,
+    ForwardBackwardOutput,
+    GetInfoResponse,
+    LoadWeightsResponse,
+    OptimStepResponse,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsResponse,
+)
+from tinker_lightning.types import requests as rq
+from tinker_lightning.wire import json as wire_json
+from tinker_lightning.wire import protobuf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from tinker_lightning.client.sampling import SamplingClient
+    from tinker_lightning.client.service import ServiceClient
+    from tinker_lightning.client.session import Session
+    from tinker_lightning.custom_loss import LossFn
+    from tinker_lightning.types import Datum
+
+T = TypeVar("T")
+
+
+class TrainingClient:
+    """A model in training. Every method that reaches the model returns at once, with a future.
+
+    Requests are numbered as they are called and run in that order. A failure that nobody reads is raised at the next
+    call. Made by a `ServiceClient`.
+    """
+
+    def __init__(self, service: ServiceClient, model_id: str) -> None:
+        self.model_id = model_id
+        self._service = service
+        self._unread = Unread()
+        self._lock = threading.Lock()
+        self._last_number = 0
+        self._custom: list[CustomLossFuture] = []
+        # Where the server does not order by number, a request is posted when the one before it was answered.
+        self._posted: asyncio.Event | None = None
+
+    def forward(
+        self, data: Sequence[Any], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
+    ) -> TinkerFuture[ForwardBackwardOutput]:
+        """The log-probabilities of every target, and the loss; no gradient."""
+        self._check()
+        return self._pass(official.to_datums(data), loss_fn, loss_fn_config, forward_only=True)
+
+    def forward_backward(
+        self, data: Sequence[Any], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
+    ) -> TinkerFuture[ForwardBackwardOutput]:
+        """A pass with one of the server's losses; its gradient is added to what waits for the next step."""
+        self._check()
+        return self._pass(official.to_datums(data), loss_fn, loss_fn_config, forward_only=False)
+
+    def forward_backward_custom(self, data: Sequence[Any], loss_fn: LossFn) -> CustomLossFuture:
+        """A pass with a loss of one's own: `loss_fn(data, logprobs)` returns a scalar tensor and a dict of metrics.
+
+        The forward is sent at once. The loss runs on the thread that first needs its value, by `.result()`, `await`, or
+        this client's next `optim_step` or save, and the backward is sent then.
+        """
+        self._check()
+        datums = official.to_datums(data)
+        forward = self._pass(forward_datums(datums), SURROGATE, None, forward_only=True)
+
+        def send(linear: list[Datum]) -> TinkerFuture[ForwardBackwardOutput]:
+            return self._pass(linear, SURROGATE, None, forward_only=False)
+
+        future = CustomLossFuture(list(data), datums, loss_fn, forward, send)
+        self._custom.append(future)
+        self._unread.add(future)
+        return future
+
+    def optim_step(self, optim_params: Any = None) -> TinkerFuture[OptimStepResponse]:
+        """A step of AdamW on the gathered gradient.
+
+        Custom losses that wait are evaluated first. If one fails, no backward of theirs is sent, the step is not
+        taken, and the error is raised here.
+        """
+        self._check()
+        params = AdamParams() if optim_params is None else official.to_adam_params(optim_params)
+        self._flush()
+        return self._submit(
+            "optim_step", OptimStepResponse, lambda number: rq.OptimStepRequest(self.model_id, number, params)
+        )
+
+    def save_state(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> TinkerFuture[SaveWeightsResponse]:
+        """Saves weights and optimizer under a name; the result has the `path`."""
+        self._check()
+        self._flush()
+        return self._submit(
+            "save_weights",
+            SaveWeightsResponse,
+            lambda number: rq.SaveWeightsRequest(self.model_id, number, name, ttl_seconds, overwrite, user_metadata),
+        )
+
+    def load_state(self, path: str) -> TinkerFuture[LoadWeightsResponse]:
+        """Puts saved weights into this model; AdamW starts anew."""
+        return self._load(path, optimizer=False)
+
+    def load_state_with_optimizer(self, path: str) -> TinkerFuture[LoadWeightsResponse]:
+        """Puts saved weights and AdamW's state into this model."""
+        return self._load(path, optimizer=True)
+
+    def save_weights_for_sampler(
+        self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
+    ) -> TinkerFuture[SaveWeightsForSamplerResponse]:
+        """Saves weights to sample from under a name; the result has the `path`."""
+        self._check()
+        self._flush()
+        return self._submit(
+            "save_weights_for_sampler",
+            SaveWeightsForSamplerResponse,
+            lambda number: rq.SaveWeightsForSamplerRequest(
+                self.model_id, number, name, ttl_seconds=ttl_seconds, user_metadata=user_metadata
+            ),
+        )
+
+    def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
+        """A client that samples from this model as it is now; without a name nothing is kept on the server's disk."""
+        if name is not None:
+            path = self.save_weights_for_sampler(name).result().path
+            return self._service.create_sampling_client(model_path=path)
+        self._check()
+        self._flush()
+        sampler_number = self._service.count("sampler")
+        saved = self._submit(
+            "save_weights_for_sampler",
+            SaveWeightsForSamplerResponse,
+            lambda number: rq.SaveWeightsForSamplerRequest(
+                self.model_id, number, sampling_session_seq_id=sampler_number
+            ),
+        )
+        return self._service.sampling_client(saved.result().sampling_session_id or "")
+
+    def create_sampling_client(self, model_path: str) -> SamplingClient:
+        """A client that samples from saved weights."""
+        return self._service.create_sampling_client(model_path=model_path)
+
+    def get_info(self) -> GetInfoResponse:
+        """What the model is."""
+        self._check()
+        return self._service.call("/api/v1/get_info", rq.GetInfoRequest(self.model_id), GetInfoResponse)
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        data = self.get_info().model_data
+        return self._service.tokenizer(data.model_name or "", data.tokenizer_id)
+
+    def raise_unread(self, *, wait: bool = False) -> None:
+        """Raises the first failure that nobody has read; with `wait`, of everything that is still under way."""
+        if wait:
+            self._unread.wait()
+        self._unread.raise_first()
+
+    def _load(self, path: str, *, optimizer: bool) -> TinkerFuture[LoadWeightsResponse]:
+        self._check()
+        self._flush()
+        return self._submit(
+            "load_weights",
+            LoadWeightsResponse,
+            lambda number: rq.LoadWeightsRequest(self.model_id, number, path, optimizer),
+        )
+
+    def _check(self) -> None:
+        self._service.check_usable()
+        self._unread.raise_first()
+
+    def _flush(self) -> None:
+        """Evaluates the custom losses that wait, then sends their backwards: all of them, or none."""
+        waiting, self._custom = [future for future in self._custom if not future.was_sent], []
+        for future in waiting:
+            future.evaluate()
+        for future in waiting:
+            future.send()
+
+    def _pass(
+        self,
+        data: list[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None,
+        *,
+        forward_only: bool,
+    ) -> TinkerFuture[ForwardBackwardOutput]:
+        config = self._service.config
+        chunks = chunking.split(data, config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count)
+        settings = dict(loss_fn_config or {})
+
+        def encode(number: int, chunk: list[Datum]) -> bytes:
+            request = rq.ForwardBackwardRequest(self.model_id, number, chunk, loss_fn, settings, forward_only)
+            return protobuf.encode_forward_backward(request)
+
+        with self._lock:
+            operations = [
+                Operation(
+                    "forward_backward",
+                    encode(self._last_number + 1 + i, chunk),
+                    ForwardBackwardOutput,
+                    self.model_id,
+                    self._last_number + 1 + i,
+                    PROTOBUF,
+                )
+                for i, chunk in enumerate(chunks)
+            ]
+            return self._start(operations, chunking.combine)
+
+    def _submit(self, endpoint: str, result: type[T], request: Callable[[int], Any]) -> TinkerFuture[T]:
+        with self._lock:
+            number = self._last_number + 1
+            operation = Operation(endpoint, wire_json.dumps(request(number)), result, self.model_id, number)
+            return self._start([operation], lambda results: results[0])
+
+    def _start(self, operations: list[Operation[T]], combine: Callable[[list[T]], T]) -> TinkerFuture[T]:
+        """Hands over operations that were numbered and encoded under the lock, so that none is lost or overtaken."""
+        self._last_number += len(operations)
+        label = str(operations[0])
+        future = TinkerFuture(self._service.run(self._run(operations, combine)), label)
+        self._unread.add(future)
+        return future
+
+    async def _run(self, operations: list[Operation[T]], combine: Callable[[list[T]], T]) -> T:
+        session = self._service.session
+        if session.config.parallel_fwdbwd_chunks:
+            return combine(list(await asyncio.gather(*(perform(session, operation) for operation in operations))))
+        results = []
+        for operation in operations:
+            # No await stands before this line, so that operations queue up in the order they were handed over.
+            previous, self._posted = self._posted, asyncio.Event()
+            results.append(asyncio.create_task(_in_turn(session, operation, previous, self._posted)))
+        return combine(list(await asyncio.gather(*results)))
+
+
+async def _in_turn(
+    session: Session, operation: Operation[T], previous: asyncio.Event | None, posted: asyncio.Event
+) -> T:
+    if previous is not None:
+        await previous.wait()
+    return await perform(session, operation, on_submitted=posted.set)

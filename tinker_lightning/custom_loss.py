@@ -1,0 +1,171 @@
+"""Custom losses as pure functions: leaves, checks, and the datums that carry a loss's gradient.
+
+The server's `cross_entropy` is `-sum(w * logp)`. Sending `w = -dC/dlogp` therefore makes it accumulate the gradient of
+any loss `C` that was computed here from the log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tinker_lightning.errors import (
+    InvalidDatum,
+    InvalidLoss,
+    LossNotFinite,
+    LossNotScalar,
+    LossNotTensor,
+    LossWithoutGradient,
+)
+from tinker_lightning.types import Datum, ForwardBackwardOutput, TensorData
+
+# Takes the datums as the caller gave them and one tensor of log-probabilities for each.
+LossFn: TypeAlias = Callable[[list[Any], list[Tensor]], "tuple[Tensor, Mapping[Any, Any]] | Tensor"]
+
+SURROGATE = "cross_entropy"
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A loss that was evaluated: its value, its metrics, and its gradient by the log-probabilities of each datum."""
+
+    value: float
+    metrics: dict[str, float]
+    gradients: list[Tensor]
+
+
+def forward_datums(data: Sequence[Datum]) -> list[Datum]:
+    """What the forward pass needs of each datum: the input, the targets, and weights, which it does not use.
+
+    Raises:
+        InvalidDatum: If a datum has no targets; names it.
+    """
+    reduced = []
+    for i, datum in enumerate(data):
+        targets = datum.loss_fn_inputs.get("target_tokens")
+        if targets is None:
+            raise InvalidDatum(f"datum {i}: target_tokens: missing; the log-probabilities of a custom loss are theirs")
+        weights = datum.loss_fn_inputs.get("weights")
+        if weights is None:
+            weights = TensorData.from_torch(torch.zeros(targets.shape))
+        reduced.append(_with_inputs(datum, {"target_tokens": targets, "weights": weights}))
+    return reduced
+
+
+def leaves(output: ForwardBackwardOutput, data: Sequence[Datum]) -> list[Tensor]:
+    """The log-probabilities of a forward pass, one tensor per datum, shaped like its targets, asking for gradients.
+
+    Raises:
+        InvalidDatum: If the server answered with other lengths than were asked for.
+    """
+    if len(output.loss_fn_outputs) != len(data):
+        raise InvalidDatum(f"the server answered for {len(output.loss_fn_outputs)} datums, but {len(data)} were sent")
+    tensors = []
+    for i, (result, datum) in enumerate(zip(output.loss_fn_outputs, data, strict=True)):
+        targets = datum.loss_fn_inputs["target_tokens"]
+        if "logprobs" not in result:
+            raise InvalidDatum(f"datum {i}: the server sent no logprobs, only {', '.join(result) or 'nothing'}")
+        logprobs = result["logprobs"].to_torch().detach().clone()
+        if logprobs.numel() != torch.Size(targets.shape).numel():
+            shape = list(logprobs.shape)
+            raise InvalidDatum(f"datum {i}: the server sent logprobs of shape {shape} for targets of {targets.shape}")
+        tensors.append(logprobs.reshape(targets.shape).requires_grad_())
+    return tensors
+
+
+def evaluate(loss_fn: LossFn, data: list[Any], logprobs: list[Tensor]) -> Evaluation:
+    """Runs a loss and its backward on the calling thread.
+
+    Local parameters that the loss uses get their gradients as in any torch code. A datum that it does not use gets a
+    gradient of zero.
+
+    Raises:
+        InvalidLoss: If the loss is not a finite scalar tensor that depends on the log-probabilities.
+    """
+    with torch.enable_grad():
+        returned = loss_fn(data, logprobs)
+        loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+        _check_value(loss)
+        loss.backward()
+    if all(leaf.grad is None for leaf in logprobs):
+        raise LossWithoutGradient(_WITHOUT_GRADIENT)
+    gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in logprobs]
+    for i, gradient in enumerate(gradients):
+        if not torch.isfinite(gradient).all():
+            raise LossNotFinite(
+                f"datum {i}: the loss is {loss.item()}, but its gradient has NaN or infinite entries. Look for a "
+                "square root or a norm of zero, or 0 * inf behind a torch.where; nothing was sent."
+            )
+    return Evaluation(loss.item(), numbers(metrics), gradients)
+
+
+def linear_datums(data: Sequence[Datum], gradients: Sequence[Tensor]) -> list[Datum]:
+    """The datums whose cross-entropy has this gradient: the same inputs and targets, weighted by minus the gradient."""
+    return [
+        _with_inputs(
+            datum,
+            {
+                "target_tokens": datum.loss_fn_inputs["target_tokens"],
+                "weights": TensorData.from_torch(-gradient),
+            },
+        )
+        for datum, gradient in zip(data, gradients, strict=True)
+    ]
+
+
+def with_metrics(output: ForwardBackwardOutput, evaluation: Evaluation) -> ForwardBackwardOutput:
+    """The backward's result with the loss's own value and metrics; the linear stand-in keeps a name of its own."""
+    metrics = dict(output.metrics)
+    if "loss:sum" in metrics:
+        metrics["surrogate_loss:sum"] = metrics.pop("loss:sum")
+    metrics |= evaluation.metrics
+    metrics["loss:sum"] = evaluation.value
+    return ForwardBackwardOutput(output.loss_fn_outputs, metrics, output.loss_fn_output_type)
+
+
+def numbers(metrics: Mapping[Any, Any]) -> dict[str, float]:
+    """Metrics as the protocol has them: names are strings, values are floats.
+
+    Raises:
+        InvalidLoss: If a value is no single number; names it.
+    """
+    if not isinstance(metrics, Mapping):
+        raise InvalidLoss(f"the loss function returned {type(metrics).__name__} as its metrics, not a dict")
+    converted = {}
+    for name, value in metrics.items():
+        try:
+            converted[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidLoss(f"metric {str(name)!r} is no single number: {error}. Reduce it first.") from error
+    return converted
+
+
+def _check_value(loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise LossNotTensor(
+            f"the loss function returned {type(loss).__name__} as its loss, not a torch tensor. Return (loss, metrics) "
+            "and do not call .item() on the loss."
+        )
+    if loss.numel() != 1:
+        raise LossNotScalar(f"the loss has the shape {list(loss.shape)}; reduce it to one value with .sum() or .mean()")
+    if not torch.isfinite(loss).all():
+        raise LossNotFinite(
+            f"the loss is {loss.item()}. Look for a division by zero, the log of zero, or an exp that overflows; "
+            "nothing was sent."
+        )
+    if not loss.requires_grad:
+        raise LossWithoutGradient(_WITHOUT_GRADIENT)
+
+
+_WITHOUT_GRADIENT = (
+    "the loss does not depend on the log-probabilities, so there is nothing to train. Compute it from the tensors in "
+    "the second argument, without .detach(), .item(), .tolist(), numpy or torch.no_grad() in between."
+)
+
+
+def _with_inputs(datum: Datum, inputs: Mapping[str, TensorData]) -> Datum:
+    return Datum(datum.model_input, inputs, datum.model_input_spans, datum.loss_fn_input_spans)
