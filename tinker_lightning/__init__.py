@@ -1,5 +1,22 @@
 """Train remote language models with PyTorch Lightning over the Tinker API."""
 
+from typing import TYPE_CHECKING, Any
+
 from tinker_lightning.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 
-__all__ = ["AdamParams", "Datum", "ModelInput", "SamplingParams", "TensorData"]
+if TYPE_CHECKING:
+    from tinker_lightning.client import connect
+
+__all__ = ["AdamParams", "Datum", "ModelInput", "SamplingParams", "TensorData", "connect"]
+
+# Loaded when first asked for, so that a server or a data script does not import what it never uses.
+_LAZY = {"connect": "tinker_lightning.client"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+    return value

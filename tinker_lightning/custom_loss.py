@@ -138,7 +138,7 @@ def numbers(metrics: Mapping[Any, Any]) -> dict[str, float]:
     converted = {}
     for name, value in metrics.items():
         try:
-            converted[str(name)] = float(value)
+            converted[str(name)] = float(value.detach() if isinstance(value, Tensor) else value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise InvalidLoss(f"metric {str(name)!r} is no single number: {error}. Reduce it first.") from error
     return converted

@@ -1,6 +1,6 @@
 """The way to any Tinker server: sessions, numbered requests, futures, retries. Knows the protocol, not Lightning."""
 
-from tinker_lightning.client.backend import TrainingBackend
+from tinker_lightning.client.backend import TrainingBackend, as_backend
 from tinker_lightning.client.connect import connect
 from tinker_lightning.client.custom import CustomLossFuture
 from tinker_lightning.client.futures import TinkerFuture
@@ -15,5 +15,6 @@ __all__ = [
     "TinkerFuture",
     "TrainingBackend",
     "TrainingClient",
+    "as_backend",
     "connect",
 ]

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from tinker_lightning.errors import InvalidInput
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-
-class Pending(Protocol):
-    """A result on its way."""
-
-    def result(self, timeout: float | None = None) -> Any:
-        """The result, waiting for it if need be."""
 
 
 @runtime_checkable
@@ -39,3 +34,20 @@ class TrainingBackend(Protocol):
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer."""
+
+
+def as_backend(client: Any) -> TrainingBackend:
+    """A client as something that can be trained: ours as it is, the official SDK's in a thin wrapper.
+
+    Raises:
+        InvalidInput: If it has not the methods; names those that it lacks.
+    """
+    if type(client).__module__.split(".")[0] == "tinker":
+        from tinker_lightning.client.official_backend import OfficialTrainingClient
+
+        return OfficialTrainingClient(client)
+    if not isinstance(client, TrainingBackend):
+        wanted = [name for name in vars(TrainingBackend) if not name.startswith("_")]
+        missing = ", ".join(name for name in wanted if not hasattr(client, name))
+        raise InvalidInput(f"{type(client).__name__} cannot be trained: it has no {missing}")
+    return client

@@ -69,15 +69,16 @@ class Connection:
         url: Where the server is.
         credentials: What the requests carry.
         transport: How they get there; None for the network.
-        patience: How long failing requests are tried again, once the server has answered at all.
+        patience: How long failing requests are tried again, once the server has answered at all; before, it is a
+            few seconds, for then the address is likely wrong.
     """
 
     def __init__(
         self,
         url: str,
         credentials: Credentials,
-        transport: httpx.AsyncBaseTransport | None = None,
-        patience: Patience = Patience(300.0),  # noqa: B008  # immutable
+        transport: httpx.AsyncBaseTransport | None,
+        patience: Patience,
     ) -> None:
         self.url = url.rstrip("/")
         self.credentials = credentials

@@ -1,21 +1,56 @@
-"""A custom loss on its way: the forward is under way, the loss runs on the caller's thread when its value is needed."""
+"""Custom losses on their way: forwards are under way, a loss runs on the caller's thread when its value is needed."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tinker_lightning import custom_loss
 from tinker_lightning.client.futures import TinkerFuture
+from tinker_lightning.client.official import to_datums
 from tinker_lightning.types import ForwardBackwardOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
 
     from tinker_lightning.custom_loss import Evaluation, LossFn
     from tinker_lightning.types import Datum
+
+    Send: TypeAlias = Callable[[list[Datum]], TinkerFuture[ForwardBackwardOutput]]
+
+
+class CustomLosses:
+    """The custom losses of one model that wait to be evaluated. What they are sent with is the client's own.
+
+    Args:
+        forward: Sends a forward pass of the surrogate loss.
+        backward: Sends its forward-backward pass.
+    """
+
+    def __init__(self, forward: Send, backward: Send) -> None:
+        self._forward = forward
+        self._backward = backward
+        self._waiting: list[CustomLossFuture] = []
+
+    def add(self, data: Sequence[Any], loss_fn: LossFn) -> CustomLossFuture:
+        """Sends the forward of a loss."""
+        given = list(data)
+        datums = to_datums(given)
+        future = CustomLossFuture(
+            given, datums, loss_fn, self._forward(custom_loss.forward_datums(datums)), self._backward
+        )
+        self._waiting.append(future)
+        return future
+
+    def flush(self) -> None:
+        """Evaluates the losses that wait, then sends their backwards: all of them, or none."""
+        waiting, self._waiting = [future for future in self._waiting if not future.was_sent], []
+        for future in waiting:
+            future.evaluate()
+        for future in waiting:
+            future.send()
 
 
 class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
@@ -31,7 +66,7 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
         datums: list[Datum],
         loss_fn: LossFn,
         forward: TinkerFuture[ForwardBackwardOutput],
-        send: Callable[[list[Datum]], TinkerFuture[ForwardBackwardOutput]],
+        send: Send,
     ) -> None:
         self._settled: concurrent.futures.Future[ForwardBackwardOutput] = concurrent.futures.Future()
         self._settled.set_running_or_notify_cancel()

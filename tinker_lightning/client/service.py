@@ -8,7 +8,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from tinker_lightning.client import tokenizer
-from tinker_lightning.client.connection import Connection
+from tinker_lightning.client.connection import Connection, Patience
 from tinker_lightning.client.credentials import Credentials
 from tinker_lightning.client.loop import BackgroundLoop
 from tinker_lightning.client.operations import Operation, perform
@@ -42,6 +42,7 @@ class ServiceClient:
         url: Where the server is.
         api_key: What it wants to see.
         transport: How requests get there; None for the network. The seam for tests.
+        patience: How long failing requests are tried again.
         on_close: Called when the client was closed.
     """
 
@@ -51,13 +52,14 @@ class ServiceClient:
         api_key: str | None = None,
         *,
         transport: httpx.AsyncBaseTransport | None = None,
+        patience: Patience = Patience(300.0),  # noqa: B008  # immutable
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self.url = url
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._loop = BackgroundLoop()
-        self._connection = Connection(url, Credentials(api_key), transport)
+        self._connection = Connection(url, Credentials(api_key), transport, patience)
         self._session: Session | None = None
         self._closed = False
         self._on_close = on_close

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinker_lightning.client import chunking, official
 from tinker_lightning.client.connection import PROTOBUF
-from tinker_lightning.client.custom import CustomLossFuture
+from tinker_lightning.client.custom import CustomLosses, CustomLossFuture
 from tinker_lightning.client.futures import TinkerFuture, Unread
 from tinker_lightning.client.operations import Operation, perform
-from tinker_lightning.custom_loss import SURROGATE, forward_datums
+from tinker_lightning.custom_loss import SURROGATE
 from tinker_lightning.types import (
     AdamParams,
     ForwardBackwardOutput,
@@ -50,7 +50,10 @@ class TrainingClient:
         self._unread = Unread()
         self._lock = threading.Lock()
         self._last_number = 0
-        self._custom: list[CustomLossFuture] = []
+        self._custom = CustomLosses(
+            lambda data: self._pass(data, SURROGATE, None, forward_only=True),
+            lambda data: self._pass(data, SURROGATE, None, forward_only=False),
+        )
         # Where the server does not order by number, a request is posted when the one before it was answered.
         self._posted: asyncio.Event | None = None
 
@@ -75,14 +78,7 @@ class TrainingClient:
         this client's next `optim_step` or save, and the backward is sent then.
         """
         self._check()
-        datums = official.to_datums(data)
-        forward = self._pass(forward_datums(datums), SURROGATE, None, forward_only=True)
-
-        def send(linear: list[Datum]) -> TinkerFuture[ForwardBackwardOutput]:
-            return self._pass(linear, SURROGATE, None, forward_only=False)
-
-        future = CustomLossFuture(list(data), datums, loss_fn, forward, send)
-        self._custom.append(future)
+        future = self._custom.add(data, loss_fn)
         self._unread.add(future)
         return future
 
@@ -94,7 +90,7 @@ class TrainingClient:
         """
         self._check()
         params = AdamParams() if optim_params is None else official.to_adam_params(optim_params)
-        self._flush()
+        self._custom.flush()
         return self._submit(
             "optim_step", OptimStepResponse, lambda number: rq.OptimStepRequest(self.model_id, number, params)
         )
@@ -108,7 +104,7 @@ class TrainingClient:
     ) -> TinkerFuture[SaveWeightsResponse]:
         """Saves weights and optimizer under a name; the result has the `path`."""
         self._check()
-        self._flush()
+        self._custom.flush()
         return self._submit(
             "save_weights",
             SaveWeightsResponse,
@@ -128,7 +124,7 @@ class TrainingClient:
     ) -> TinkerFuture[SaveWeightsForSamplerResponse]:
         """Saves weights to sample from under a name; the result has the `path`."""
         self._check()
-        self._flush()
+        self._custom.flush()
         return self._submit(
             "save_weights_for_sampler",
             SaveWeightsForSamplerResponse,
@@ -143,7 +139,7 @@ class TrainingClient:
             path = self.save_weights_for_sampler(name).result().path
             return self._service.create_sampling_client(model_path=path)
         self._check()
-        self._flush()
+        self._custom.flush()
         sampler_number = self._service.count("sampler")
         saved = self._submit(
             "save_weights_for_sampler",
@@ -176,7 +172,7 @@ class TrainingClient:
 
     def _load(self, path: str, *, optimizer: bool) -> TinkerFuture[LoadWeightsResponse]:
         self._check()
-        self._flush()
+        self._custom.flush()
         return self._submit(
             "load_weights",
             LoadWeightsResponse,
@@ -186,14 +182,6 @@ class TrainingClient:
     def _check(self) -> None:
         self._service.check_usable()
         self._unread.raise_first()
-
-    def _flush(self) -> None:
-        """Evaluates the custom losses that wait, then sends their backwards: all of them, or none."""
-        waiting, self._custom = [future for future in self._custom if not future.was_sent], []
-        for future in waiting:
-            future.evaluate()
-        for future in waiting:
-            future.send()
 
     def _pass(
         self,
