@@ -60,11 +60,13 @@ class SamplingClient:
 
     def get_base_model(self) -> str:
         """The name of the base model."""
-        return self._sampler().base_model
+        sampler = self._sampler()
+        return sampler.model_name or sampler.base_model
 
     def get_tokenizer(self) -> Any:
         """The tokenizer of the base model."""
-        return self._service.tokenizer(self._sampler().base_model, None)
+        sampler = self._sampler()
+        return self._service.tokenizer(sampler.model_name or sampler.base_model, sampler.base_model)
 
     def raise_unread(self, *, wait: bool = False) -> None:
         """Raises the first failure that nobody has read; with `wait`, of everything that is still under way."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from urllib.parse import urlencode
 
 from tinker_lightning.client import tokenizer
 from tinker_lightning.client.connection import Connection, Patience
@@ -188,8 +190,8 @@ class ServiceClient:
     def tokenizer(self, model_name: str, tokenizer_id: str | None) -> Any:
         """The tokenizer of a model: from the server if it hands it out, else from a folder or the hub."""
         if self.session.extensions.tokenizer_files:
-            files = self.run(self._connection.get(f"/ext/v1/tokenizer?model={model_name}")).result()
-            return tokenizer.load_files({name: str(text).encode() for name, text in files["files"].items()})
+            found = self.run(self._connection.get(f"/ext/v1/tokenizer?{urlencode({'model': model_name})}")).result()
+            return tokenizer.load_files({name: base64.b64decode(body) for name, body in found["files"].items()})
         return tokenizer.load(tokenizer_id or model_name)
 
     def check_usable(self) -> None:

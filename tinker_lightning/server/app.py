@@ -11,22 +11,26 @@ from starlette.routing import Mount
 
 from tinker_lightning.errors import TinkerLightningError
 from tinker_lightning.server.http import ApiKey, on_crash, on_error, on_http_error
-from tinker_lightning.server.routes import checkpoints, futures, handshake, sampling, training
+from tinker_lightning.server.routes import checkpoints, extensions, futures, handshake, sampling, training
 
 if TYPE_CHECKING:
     from tinker_lightning.server.trainer import EmbeddedTrainer
 
 
-def create_app(trainer: EmbeddedTrainer, *, api_key: str | None = None) -> Starlette:
+def create_app(trainer: EmbeddedTrainer, *, api_key: str | None = None, extended: bool = True) -> Starlette:
     """The app of a trainer; whoever made the trainer closes it.
 
     Args:
         trainer: What the app stands in front of.
         api_key: What clients must send as `X-API-Key`; None lets everyone in.
+        extended: Whether to offer more than the protocol, under `/ext/v1/`.
     """
     routes = [*handshake.routes, *training.routes, *sampling.routes, *futures.routes, *checkpoints.routes]
     app = Starlette(
-        routes=[Mount("/api/v1", routes=routes)],
+        routes=[
+            Mount("/api/v1", routes=routes),
+            *([Mount("/ext/v1", routes=extensions.routes)] if extended else []),
+        ],
         middleware=[] if api_key is None else [Middleware(ApiKey, api_key=api_key)],
         exception_handlers={
             TinkerLightningError: on_error,
@@ -35,4 +39,5 @@ def create_app(trainer: EmbeddedTrainer, *, api_key: str | None = None) -> Starl
         },
     )
     app.state.trainer = trainer
+    app.state.extensions = list(extensions.NAMES) if extended else []
     return app

@@ -73,6 +73,7 @@ class ServerCapabilities:
     """What a server has."""
 
     supported_models: list[SupportedModel]
+    extensions: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,7 @@ class GetSamplerResponse:
     sampler_id: str
     base_model: str
     model_path: str | None = None
+    model_name: str | None = None  # not of the protocol: what the server calls the base model
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,35 +1,70 @@
-"""Fetching results."""
+"""Submissions and their results: fetched by a later request, or waited for by the submission itself."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 from starlette.responses import Response
 from starlette.routing import Route
 
 from tinker_lightning.server.http import PROTOBUF, answer, error_category, error_text, read
 from tinker_lightning.server.routes import trainer_of
+from tinker_lightning.server.scheduler import Operation
 from tinker_lightning.types import ForwardBackwardOutput, SampleResponse
 from tinker_lightning.types import requests as rq
+from tinker_lightning.types.responses import FutureResponse
 from tinker_lightning.wire import protobuf
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from starlette.requests import Request
 
-    from tinker_lightning.server.scheduler import Operation
     from tinker_lightning.server.trainer import EmbeddedTrainer
+
+    Submit: TypeAlias = Callable[[Request], Awaitable["Submission"]]
+    Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 # Shorter than the 30 s after which common proxies lose patience.
 LONG_POLL_SECONDS = 25.0
 
 
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """An operation that was queued, and what the protocol answers to that."""
+
+    operation: Operation
+    receipt: FutureResponse
+
+
+def answer_receipt(submit: Submit) -> Endpoint:
+    """The protocol's way: the answer names the result, which is fetched later."""
+
+    async def endpoint(request: Request) -> Response:
+        return answer((await submit(request)).receipt)
+
+    return endpoint
+
+
+def answer_result(submit: Submit) -> Endpoint:
+    """The shorter way: the answer is what fetching would answer."""
+
+    async def endpoint(request: Request) -> Response:
+        return await _result(request, (await submit(request)).operation)
+
+    return endpoint
+
+
 async def retrieve_future(request: Request) -> Response:
     body = await read(request, rq.RetrieveFutureRequest)
-    trainer = trainer_of(request)
-    operation = trainer.scheduler.find(body.request_id)
-    if not await finished(operation, trainer):
+    return await _result(request, trainer_of(request).scheduler.find(body.request_id))
+
+
+async def _result(request: Request, operation: Operation) -> Response:
+    if not await finished(operation, trainer_of(request)):
         return pending(operation)
     operation.mark_fetched()
     error = operation.future.exception()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # How clients should behave towards this server. Chunking is for servers behind proxies: here a batch is one request.
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False,
-    "parallel_fwdbwd_chunks": False,
+    "parallel_fwdbwd_chunks": True,  # requests may arrive in any order, for they run by number
     "proto_compress_fwdbwd": False,
     "fwdbwd_max_chunk_len": 1 << 20,
     "fwdbwd_max_chunk_bytes_count": MAX_BODY_BYTES // 2,
@@ -90,7 +90,7 @@ async def capabilities(request: Request) -> Response:
         base = catalog.loaded(name)
         length = None if base is None else base.max_context_length
         models.append(SupportedModel(name, length, trainable=True, sampleable=True))
-    return answer(ServerCapabilities(models))
+    return answer(ServerCapabilities(models, request.app.state.extensions))
 
 
 routes = [

@@ -9,6 +9,7 @@ from starlette.routing import Route
 
 from tinker_lightning.server.http import answer, read
 from tinker_lightning.server.routes import trainer_of
+from tinker_lightning.server.routes.futures import Submission, answer_receipt
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 
@@ -28,18 +29,21 @@ async def get_sampler(request: Request) -> Response:
     sampler = trainer.registry.sampler(request.path_params["sampler_id"])
     # The official SDK loads the tokenizer from the name that stands here, so it is the folder where that lies.
     base = await run_in_threadpool(trainer.catalog.get, sampler.base_model)
-    return answer(rs.GetSamplerResponse(sampler.sampler_id, base.tokenizer_id, sampler.model_path))
+    return answer(
+        rs.GetSamplerResponse(sampler.sampler_id, base.tokenizer_id, sampler.model_path, model_name=sampler.base_model)
+    )
 
 
-async def asample(request: Request) -> Response:
+async def asample(request: Request) -> Submission:
     body = await read(request, rq.SampleRequest)
     operation = trainer_of(request).sampling.sample(body)
     sequence_ids = [f"{operation.request_id}:{i}" for i in range(body.num_samples)]
-    return answer(rs.FutureResponse(operation.request_id, sample_sequence_ids=sequence_ids))
+    return Submission(operation, rs.FutureResponse(operation.request_id, sample_sequence_ids=sequence_ids))
 
 
+submissions = {"/asample": asample}
 routes = [
     Route("/create_sampling_session", create_sampling_session, methods=["POST"]),
     Route("/samplers/{sampler_id}", get_sampler, methods=["GET"]),
-    Route("/asample", asample, methods=["POST"]),
+    *(Route(path, answer_receipt(submit), methods=["POST"]) for path, submit in submissions.items()),
 ]

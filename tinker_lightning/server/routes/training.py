@@ -10,7 +10,7 @@ from starlette.routing import Route
 from tinker_lightning.errors import TinkerLightningError
 from tinker_lightning.server.http import JSON, PROTOBUF, answer, content_type, read, read_body
 from tinker_lightning.server.routes import trainer_of
-from tinker_lightning.server.routes.futures import finished, pending
+from tinker_lightning.server.routes.futures import Submission, answer_receipt, finished, pending
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 from tinker_lightning.wire import json as wire_json
@@ -30,14 +30,14 @@ _LARGE_BODY = 1 << 17
 T = TypeVar("T")
 
 
-async def create_model(request: Request) -> Response:
+async def create_model(request: Request) -> Submission:
     operation = trainer_of(request).training.create_model(await read(request, rq.CreateModelRequest))
-    return _future(operation, operation.request_id.removesuffix(":create"))
+    return _submission(operation, operation.request_id.removesuffix(":create"))
 
 
-async def unload_model(request: Request) -> Response:
+async def unload_model(request: Request) -> Submission:
     body = await read(request, rq.UnloadModelRequest)
-    return _future(trainer_of(request).training.unload_model(body), body.model_id)
+    return _submission(trainer_of(request).training.unload_model(body), body.model_id)
 
 
 async def get_info(request: Request) -> Response:
@@ -52,7 +52,7 @@ async def get_info(request: Request) -> Response:
     )
 
 
-async def forward(request: Request) -> Response:
+async def forward(request: Request) -> Submission:
     content_type(request, JSON)
 
     def parse(body: bytes) -> rq.ForwardBackwardRequest:
@@ -61,7 +61,7 @@ async def forward(request: Request) -> Response:
     return await _submit(request, parse, trainer_of(request).training.forward_backward)
 
 
-async def forward_backward(request: Request) -> Response:
+async def forward_backward(request: Request) -> Submission:
     parse: Callable[[bytes], rq.ForwardBackwardRequest] = protobuf.decode_forward_backward
     if content_type(request, JSON, PROTOBUF) == JSON:
 
@@ -71,29 +71,29 @@ async def forward_backward(request: Request) -> Response:
     return await _submit(request, parse, trainer_of(request).training.forward_backward)
 
 
-async def optim_step(request: Request) -> Response:
+async def optim_step(request: Request) -> Submission:
     return await _submit_json(request, rq.OptimStepRequest, trainer_of(request).training.optim_step)
 
 
-async def save_weights(request: Request) -> Response:
+async def save_weights(request: Request) -> Submission:
     return await _submit_json(request, rq.SaveWeightsRequest, trainer_of(request).training.save_weights)
 
 
-async def load_weights(request: Request) -> Response:
+async def load_weights(request: Request) -> Submission:
     return await _submit_json(request, rq.LoadWeightsRequest, trainer_of(request).training.load_weights)
 
 
-async def save_weights_for_sampler(request: Request) -> Response:
+async def save_weights_for_sampler(request: Request) -> Submission:
     submit = trainer_of(request).training.save_weights_for_sampler
     return await _submit_json(request, rq.SaveWeightsForSamplerRequest, submit)
 
 
-async def _submit_json(request: Request, cls: type[T], submit: Callable[[T], Operation]) -> Response:
+async def _submit_json(request: Request, cls: type[T], submit: Callable[[T], Operation]) -> Submission:
     content_type(request, JSON)
     return await _submit(request, lambda body: wire_json.parse(cls, body), submit)
 
 
-async def _submit(request: Request, parse: Callable[[bytes], T], submit: Callable[[T], Operation]) -> Response:
+async def _submit(request: Request, parse: Callable[[bytes], T], submit: Callable[[T], Operation]) -> Submission:
     """Queues a numbered operation; where it is refused, its number is freed, for the client goes on with the next."""
     body = await read_body(request)
     try:
@@ -102,7 +102,7 @@ async def _submit(request: Request, parse: Callable[[bytes], T], submit: Callabl
     except TinkerLightningError:
         trainer_of(request).training.refuse(*_number(body))
         raise
-    return _future(operation, message.model_id)
+    return _submission(operation, message.model_id)
 
 
 def _number(body: bytes) -> tuple[str, int]:
@@ -115,18 +115,21 @@ def _number(body: bytes) -> tuple[str, int]:
     return (model_id, number) if isinstance(model_id, str) and type(number) is int else ("", 0)
 
 
-def _future(operation: Operation, model_id: str) -> Response:
-    return answer(rs.FutureResponse(operation.request_id, model_id))
+def _submission(operation: Operation, model_id: str) -> Submission:
+    return Submission(operation, rs.FutureResponse(operation.request_id, model_id))
 
 
+submissions = {
+    "/create_model": create_model,
+    "/unload_model": unload_model,
+    "/forward": forward,
+    "/forward_backward": forward_backward,
+    "/optim_step": optim_step,
+    "/save_weights": save_weights,
+    "/load_weights": load_weights,
+    "/save_weights_for_sampler": save_weights_for_sampler,
+}
 routes = [
-    Route("/create_model", create_model, methods=["POST"]),
-    Route("/unload_model", unload_model, methods=["POST"]),
     Route("/get_info", get_info, methods=["POST"]),
-    Route("/forward", forward, methods=["POST"]),
-    Route("/forward_backward", forward_backward, methods=["POST"]),
-    Route("/optim_step", optim_step, methods=["POST"]),
-    Route("/save_weights", save_weights, methods=["POST"]),
-    Route("/load_weights", load_weights, methods=["POST"]),
-    Route("/save_weights_for_sampler", save_weights_for_sampler, methods=["POST"]),
+    *(Route(path, answer_receipt(submit), methods=["POST"]) for path, submit in submissions.items()),
 ]
