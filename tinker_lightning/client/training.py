@@ -221,14 +221,14 @@ class TrainingClient:
 
     def _start(self, operations: list[Operation[T]], combine: Callable[[list[T]], T]) -> TinkerFuture[T]:
         """Hands over operations that were numbered and encoded under the lock, so that none is lost or overtaken."""
+        session = self._service.session  # before they are counted: a client that was closed uses no number
         self._last_number += len(operations)
         label = str(operations[0])
-        future = TinkerFuture(self._service.run(self._run(operations, combine)), label)
+        future = TinkerFuture(self._service.run(self._run(session, operations, combine)), label)
         self._unread.add(future)
         return future
 
-    async def _run(self, operations: list[Operation[T]], combine: Callable[[list[T]], T]) -> T:
-        session = self._service.session
+    async def _run(self, session: Session, operations: list[Operation[T]], combine: Callable[[list[T]], T]) -> T:
         if session.config.parallel_fwdbwd_chunks:
             return combine(list(await asyncio.gather(*(perform(session, operation) for operation in operations))))
         results = []
