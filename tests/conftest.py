@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import httpx
 import pytest
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from tinker_lightning.server.engine.base import BaseModel
+
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -170,11 +172,22 @@ class Api:
         """The body of an optim_step."""
         return {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 0.01, **params}}
 
-    def state(self, model: str) -> dict[str, torch.Tensor]:
-        """A copy of all that training changes: weights, gathered gradient, moments."""
+    def sampler(self, session: str | None = None, number: int = 0) -> str:
+        """A new sampler on `tiny`."""
+        body = {"session_id": session or self.session(), "sampling_session_seq_id": number, "base_model": "tiny"}
+        return str(self.post("create_sampling_session", body).json()["sampling_session_id"])
+
+    def sample(self, sampler: str, seq: int, **params: Any) -> dict[str, Any]:
+        """The body of an asample."""
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+        options = {"max_tokens": 4, "stop": [], **params}
+        return {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt, "sampling_params": options}
+
+    def state(self, model: str) -> dict[str, bytes]:
+        """The bits of all that training changes: weights, gathered gradient, moments."""
         _, adapter = self.trainer.registry.model(model).ready()
         tensors = {**adapter.weights.tensors, **adapter.training_state()}
-        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        return {name: tensor.detach().numpy().tobytes() for name, tensor in tensors.items()}
 
     def close(self) -> None:
         self._wait(self._http.aclose())
@@ -182,7 +195,7 @@ class Api:
         self._thread.join(10)
         self._loop.close()
 
-    def _wait(self, call: Coroutine[Any, Any, Any]) -> Any:
+    def _wait(self, call: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result(30)
 
 

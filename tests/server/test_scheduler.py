@@ -296,6 +296,25 @@ def test_closing_finishes_what_runs_fails_what_waits_and_refuses_what_comes() ->
     assert log.ran == []
 
 
+def test_closing_breaks_off_what_runs_too_long() -> None:
+    scheduler = Scheduler()
+    running = threading.Event()
+
+    def run() -> None:
+        running.set()
+        while True:
+            time.sleep(0.001)
+
+    operation = scheduler.submit(Operation("m:1", "work", run), "m", 1)
+    assert running.wait(SOON)
+    scheduler.close(timeout=0.1)
+    error = operation.future.exception(SOON)
+    assert isinstance(error, Closed)
+    assert str(error) == "the trainer was closed while this operation ran"
+    assert scheduler._thread is not None
+    assert not scheduler._thread.is_alive()
+
+
 def test_what_an_operation_was_asked_with_is_not_kept(scheduler: Scheduler) -> None:
     import gc
     import weakref

@@ -6,6 +6,8 @@ A submission may arrive before an earlier number (it waits), again (it gets the 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import threading
 import time
@@ -30,6 +32,9 @@ FETCHED_RETENTION = 300.0
 
 class Closed(OperationFailed):
     """The trainer stops, so that what was asked for is not done."""
+
+    def __init__(self, message: str = "the trainer was closed while this operation ran") -> None:
+        super().__init__(message)
 
 
 class Operation:
@@ -206,7 +211,7 @@ class Scheduler:
         return operation
 
     def close(self, timeout: float = 30.0) -> None:
-        """Fails what waits, lets what runs finish (no longer than `timeout` seconds), and stops the thread."""
+        """Fails what waits, lets what runs finish (after `timeout` seconds breaks it off), and stops the thread."""
         with self._changed:
             self._closed = True
             waiting = [*self._ready, *(op for line in self._lines.values() for op in line.waiting.values())]
@@ -218,7 +223,11 @@ class Scheduler:
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
-                logger.warning("an operation still runs after %.0f s; it is left unfinished", timeout)
+                logger.warning("an operation still runs after %.0f s and is broken off", timeout)
+                # A thread that is left behind inside torch makes the interpreter abort at its exit.
+                thread_id = ctypes.c_ulong(self._thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(Closed))
+                self._thread.join(timeout)
 
     def _start(self) -> None:
         if self._thread is None:
@@ -226,19 +235,22 @@ class Scheduler:
             self._thread.start()
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                while True:
-                    # Also while others have work: a busy neighbour must not lengthen the wait for a lost number.
-                    wait = self._skip_gaps()
-                    if self._closed:
-                        return
-                    if self._ready:
-                        break
-                    self._changed.wait(wait)
-                operation = self._ready.popleft()
-            operation.execute()
-            del operation  # its result must not live on here
+        with contextlib.suppress(Closed):  # sent by close()
+            while (operation := self._next()) is not None:
+                operation.execute()
+                del operation  # its result must not live on here
+
+    def _next(self) -> Operation | None:
+        """Waits for the operation whose turn it is; None once the trainer is closed."""
+        with self._changed:
+            while True:
+                # Also while others have work: a busy neighbour must not lengthen the wait for a lost number.
+                wait = self._skip_gaps()
+                if self._closed:
+                    return None
+                if self._ready:
+                    return self._ready.popleft()
+                self._changed.wait(wait)
 
     def _skip_gaps(self) -> float | None:
         """Lets through what has waited too long; returns the seconds until the next one will have."""

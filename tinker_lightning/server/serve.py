@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # How many seconds a server that is to stop waits: for clients in the middle of a request, then for what it computes.
-_GRACE = 5
+_GRACE = 3
 
 
 def serve(
@@ -82,6 +82,8 @@ class _Server(uvicorn.Server):
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
+        if not 0 <= port <= 65535:  # getaddrinfo would take what remains of it after division
+            raise OverflowError("ports lie in 0..65535")
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family)
     except (OSError, OverflowError) as error:

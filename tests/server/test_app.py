@@ -1,0 +1,140 @@
+"""The app around the work: configuration, sessions, what models and samplers are, keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Api
+
+    from tinker_lightning.server import EmbeddedTrainer
+
+
+def test_the_configuration_keeps_every_sdk_generation_on_the_simple_path(api: Api) -> None:
+    config = api.post("client/config", {"sdk_version": "0.36.0"}).json()
+    assert config["pjwt_auth_enabled"] is False
+    assert config["parallel_fwdbwd_chunks"] is False
+    assert config["sample_use_retrieve_futures"] is False
+    assert config["proto_compress_fwdbwd"] is False
+    assert config["fwdbwd_max_chunk_len"] >= 1 << 20
+    assert config["fwdbwd_max_chunk_bytes_count"] >= 100 << 20
+    assert api.post("client/dynamic_config", {"sdk_version": "0.36.0"}).json() == {}
+    assert api.post("telemetry", {"events": [{"event": "SESSION_START"}]}).json() == {"status": "accepted"}
+    assert api.request("GET", "healthz").json() == {"status": "ok"}
+
+
+def test_capabilities_list_the_models(api: Api) -> None:
+    expected = {"model_name": "tiny", "trainable": True, "sampleable": True}
+    assert api.request("GET", "get_server_capabilities").json() == {"supported_models": [expected]}
+    api.model()
+    expected = {**expected, "max_context_length": 2048}
+    assert api.request("GET", "get_server_capabilities").json() == {"supported_models": [expected]}
+
+
+def test_sessions_live_until_they_are_finished(api: Api) -> None:
+    body = {"tags": ["a"], "user_metadata": {"k": 1}, "display_name": "mine", "type": "create_session", "new": 1}
+    session = api.post("create_session", body).json()["session_id"]
+    assert api.post("session_heartbeat", {"session_id": session}).json() == {"type": "session_heartbeat"}
+    assert api.post("session_heartbeat", {"session_id": "no"}).status_code == 404
+    model = api.model(session)
+    place = api.sampler(session)
+    assert session in api.request("GET", "sessions").json()["sessions"]
+    assert api.request("GET", f"sessions/{session}").json() == {
+        "training_run_ids": [model],
+        "sampler_ids": [place],
+        "user_metadata": {"k": 1},
+        "display_name": "mine",
+    }
+    assert api.request("GET", "sessions/no").status_code == 404
+    assert api.post("sessions/no/finish", {}).status_code == 404
+    for _ in range(2):
+        finished = api.post(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
+        assert finished.status_code == 200
+    assert api.post("session_heartbeat", {"session_id": session}).status_code == 410
+    late = api.post("create_model", {"session_id": session, "model_seq_id": 7, "base_model": "tiny"})
+    assert late.status_code == 400
+    assert "was finished" in late.json()["detail"]
+    gone = api.run("forward_backward", api.train(model, 1))
+    assert gone["category"] == "user"
+    assert "it was unloaded" in gone["error"]
+    assert api.post("get_info", {"model_id": model}).status_code == 404
+    assert api.post("asample", api.sample(place, 0)).status_code == 404
+
+
+def test_models_tell_what_they_are_until_they_are_unloaded(api: Api) -> None:
+    model = api.model(rank=8)
+    info = api.post("get_info", {"model_id": model, "type": "get_info"}).json()
+    assert info["model_id"] == model
+    assert info["is_lora"] is True
+    assert info["lora_rank"] == 8
+    assert info["model_name"] == info["model_data"]["model_name"] == "tiny"
+    assert info["model_data"]["arch"] == "llama"
+    assert api.run("unload_model", {"model_id": model}) == {"type": "unload_model", "model_id": model}
+    assert api.post("get_info", {"model_id": model}).status_code == 404
+
+
+def test_samplers_name_a_folder_the_sdk_can_load_the_tokenizer_from(api: Api) -> None:
+    place = api.sampler()
+    found = api.request("GET", f"samplers/{place}").json()
+    assert found["sampler_id"] == place
+    assert found["base_model"] == api.trainer.catalog.get("tiny").tokenizer_id
+    assert api.request("GET", "samplers/none").status_code == 404
+
+
+def test_unset_fields_of_early_sdks_take_their_defaults(api: Api) -> None:
+    model = api.model()
+    body = api.train(model, 1)
+    del body["forward_backward_input"]["data"][0]["model_input"]["chunks"][0]["type"]
+    body["forward_backward_input"]["loss_fn_config"] = None
+    api.run("forward_backward", body)
+    assert "metrics" in api.run("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.1}})
+    forward = {"forward_input": body["forward_backward_input"], "model_id": model, "seq_id": 3}
+    before = api.state(model)
+    assert "loss:sum" in api.run("forward", forward)["metrics"]
+    assert api.state(model) == before
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "sessions"), ("POST", "create_session"), ("DELETE", "sessions/healthz")]
+)
+def test_with_a_key_everything_but_the_health_check_needs_it(
+    trainer: EmbeddedTrainer, method: str, path: str, api: Api
+) -> None:
+    locked = type(api)(trainer, api_key="tml-right")
+    try:
+        missing = locked.request(method, path)
+        assert missing.status_code == 401
+        assert "X-API-Key header is missing; set TINKER_API_KEY" in missing.json()["detail"]
+        for key in ("tml-wrong", "tml-rightx", "tml-righ"):
+            wrong = locked.request(method, path, headers={"x-api-key": key})
+            assert wrong.status_code == 401
+            assert "is wrong" in wrong.json()["detail"]
+        assert locked.request("GET", "healthz").status_code == 200
+        body: dict[str, Any] = {"json": {}} if method == "POST" else {}
+        right = locked.request(method, path, headers={"x-api-key": "tml-right"}, **body)
+        assert right.status_code in (200, 405)
+    finally:
+        locked.close()
+
+
+def test_a_checkpoint_called_healthz_cannot_be_deleted_without_the_key(trainer: EmbeddedTrainer, api: Api) -> None:
+    model = api.model()
+    saved = api.run("save_weights", {"model_id": model, "seq_id": 1, "path": "healthz"})
+    locked = type(api)(trainer, api_key="tml-right")
+    try:
+        path = f"training_runs/{model}/checkpoints/weights/healthz"
+        assert locked.request("DELETE", path).status_code == 401
+        assert api.post("weights_info", {"tinker_path": saved["path"]}).status_code == 200
+    finally:
+        locked.close()
+
+
+def test_unknown_paths_and_methods_are_json_errors(api: Api) -> None:
+    missing = api.request("GET", "nowhere")
+    assert missing.status_code == 404
+    assert missing.json()["detail"] == "GET /api/v1/nowhere: Not Found"
+    wrong = api.request("GET", "create_session")
+    assert wrong.status_code == 405
+    assert wrong.headers["allow"] == "POST"

@@ -1,0 +1,211 @@
+"""`tinker-lightning serve` as users run it: a process that says where it listens, logs what it does, and stops."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from tinker_lightning.errors import InvalidInput, ModelNotFound
+from tinker_lightning.server import serve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SOON = 30.0
+
+
+class Server:
+    """A running command, its URL, and what it wrote."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        assert process.stdout is not None
+        self.process = process
+        line = process.stdout.readline()
+        assert "http://" in line, f"no URL but {line!r}, and on stderr {log.read_text()!r}"
+        self.url = "http://" + line.split("http://")[1].strip()
+        self._log = log
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=f"{self.url}/api/v1/", timeout=SOON, **options)
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> tuple[int, float]:
+        """The exit code, and how many seconds it took."""
+        started = time.monotonic()
+        self.process.send_signal(how)
+        return self.process.wait(SOON), time.monotonic() - started
+
+
+@contextlib.contextmanager
+def running(folder: Path, *options: str, python: tuple[str, ...] = ()) -> Iterator[Server]:
+    log = folder / "log"
+    command = [sys.executable, *python, "-m", "tinker_lightning", "serve", "--model", "tiny", "--port", "0"]
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(
+            [*command, "--data-dir", str(folder), *options], stdout=subprocess.PIPE, stderr=stderr, text=True
+        ) as process,
+    ):
+        try:
+            yield Server(process, log)
+        finally:
+            process.kill()
+
+
+def send_part_of_a_request(url: str, body: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=SOON)
+    connection.sendall(b"POST /api/v1/create_session HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n" + body)
+    return connection
+
+
+def test_it_says_where_it_listens_logs_a_line_for_each_operation_and_needs_no_lightning(tmp_path: Path) -> None:
+    with running(tmp_path, python=("-X", "importtime")) as server:
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+", server.url)
+        # Clients that hang up in the middle leave no trace.
+        for part in (b"content-length: 100\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n5\r\n{"):
+            send_part_of_a_request(server.url, part).close()
+        with server.client() as http:
+
+            def run(path: str, body: dict[str, Any]) -> Any:
+                request_id = http.post(path, json=body).json()["request_id"]
+                return http.post("retrieve_future", json={"request_id": request_id}).json()
+
+            assert http.get("healthz").json() == {"status": "ok"}
+            session = http.post("create_session", json={}).json()["session_id"]
+            model = run("create_model", {"session_id": session, "model_seq_id": 0, "base_model": "tiny"})["model_id"]
+            tokens = {"data": [2, 3, 4], "dtype": "int64", "shape": [3]}
+            datum = {
+                "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+                "loss_fn_inputs": {"target_tokens": tokens, "weights": {**tokens, "dtype": "float32"}},
+            }
+            passes = {"data": [datum, datum], "loss_fn": "cross_entropy"}
+            assert "metrics" in run(
+                "forward_backward", {"forward_backward_input": passes, "model_id": model, "seq_id": 1}
+            )
+            nowhere = f"tinker://{model}/weights/none"
+            assert "error" in run("load_weights", {"model_id": model, "seq_id": 2, "path": nowhere})
+        code, seconds = server.stop(signal.SIGTERM)
+        log = server.log
+    assert code == 0
+    assert seconds < 5
+    (passed,) = re.findall(r"op=forward_backward .*", log)
+    assert re.fullmatch(rf"op=forward_backward model={model} seq=1 datums=2 tokens=6 ms=\d+\.\d ok", passed)
+    (failed,) = re.findall(r"op=load_weights .*", log)
+    assert re.fullmatch(
+        rf"op=load_weights model={model} seq=2 ms=\d+\.\d failed: {nowhere}: there is no such checkpoint", failed
+    )
+    assert "Traceback" not in log
+    imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", log, re.MULTILINE))
+    assert "tinker_lightning.server.serve" in imported
+    assert not {name.split(".")[0] for name in imported} & {"lightning", "pytorch_lightning", "wandb"}
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_it_stops_while_it_computes_and_clients_wait(tmp_path: Path, how: signal.Signals) -> None:
+    """Others may reach these ones, with a key only."""
+    with running(tmp_path, "--host", "0.0.0.0", "--api-key", "tml-secret") as server:  # noqa: S104
+        server.url = server.url.replace("0.0.0.0", "127.0.0.1")  # noqa: S104
+        with server.client() as http:
+            assert http.get("healthz").status_code == 200
+            assert http.get("sessions").status_code == 401
+            assert http.get("sessions", headers={"x-api-key": "tml-wrong"}).status_code == 401
+        with server.client(headers={"x-api-key": "tml-secret"}) as http:
+            session = http.post("create_session", json={}).json()["session_id"]
+            body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+            sampler = http.post("create_sampling_session", json=body).json()["sampling_session_id"]
+            prompt = {"chunks": [{"tokens": [1]}]}
+            work = {"sampling_session_id": sampler, "prompt": prompt, "sampling_params": {"stop": []}}
+            # Without a bound on its length the first one takes minutes.
+            ids = [
+                http.post("asample", json={**work, "seq_id": i, "num_samples": 256}).json()["request_id"]
+                for i in range(2)
+            ]
+            answers: list[int] = []
+            connected = threading.Barrier(3)
+
+            def poll(request_id: str) -> None:
+                with server.client(headers={"x-api-key": "tml-secret"}) as other:
+                    other.get("healthz")
+                    connected.wait(SOON)
+                    answers.append(other.post("retrieve_future", json={"request_id": request_id}).status_code)
+
+            polls = [threading.Thread(target=poll, args=[request_id]) for request_id in ids]
+            for thread in polls:
+                thread.start()
+            connected.wait(SOON)
+            for _ in range(20):  # meanwhile the polls arrive; the server answers while it computes
+                assert http.get("healthz").status_code == 200
+            # One client never ends its request. It is not waited for longer than a moment.
+            with contextlib.ExitStack() as slow:
+                if how == signal.SIGINT:
+                    slow.enter_context(send_part_of_a_request(server.url, b"content-length: 100\r\n\r\n{"))
+                    http.get("healthz")
+                code, seconds = server.stop(how)
+            for thread in polls:
+                thread.join(SOON)
+        assert code == 0
+        assert seconds < 15
+        assert answers == [408, 408]
+        assert "Traceback" not in server.log
+        assert "tml-secret" not in server.log
+
+
+def test_a_refusal_is_an_exit_code_and_a_line() -> None:
+    command = [sys.executable, "-m", "tinker_lightning", "serve", "--model", "tiny", "--host", "0.0.0.0"]  # noqa: S104
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=SOON)
+    assert answer.returncode == 2
+    assert answer.stderr.startswith("tinker-lightning: --host 0.0.0.0 can be reached from other machines")
+    assert "pass --api-key KEY" in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_a_port_that_is_taken_is_named_before_any_model_is_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InvalidInput) as refused:
+            serve.serve(["no such model"], port=port, data_dir=tmp_path)
+    assert f"cannot listen on --host 127.0.0.1 --port {port}: Address already in use" in str(refused.value)
+    assert "Choose another port; 0 takes a free one" in str(refused.value)
+
+
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70000), ("127.0.0.1", -1), ("no.such.host.invalid", 0)])
+def test_addresses_that_cannot_be_are_named(host: str, port: int, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=rf"cannot listen on --host {host} --port {port}: "):
+        serve.serve(["tiny"], host=host, port=port, api_key="tml-x", data_dir=tmp_path)
+
+
+def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"there is no model 'nonsense'\. Use tiny, smollm2-135m"):
+        serve.serve(["nonsense"], port=0, data_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),  # noqa: S104
+        ("::", False),
+        ("192.168.1.2", False),
+        ("example.org", False),
+        ("", False),
+    ],
+)
+def test_which_addresses_only_this_machine_can_reach(host: str, expected: bool) -> None:
+    assert serve._is_loopback(host) is expected
