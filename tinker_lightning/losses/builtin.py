@@ -91,7 +91,5 @@ def _clipped(ratio: Tensor, advantages: Tensor, low: Threshold, high: Threshold)
 
 
 def _clip(ratio: Tensor, low: Threshold, high: Threshold) -> Tensor:
-    # Not torch.clamp: it takes either two numbers or two tensors, and the thresholds may be one of each.
-    return torch.maximum(
-        torch.minimum(ratio, torch.as_tensor(high, dtype=ratio.dtype)), torch.as_tensor(low, dtype=ratio.dtype)
-    )
+    # Clamp takes two numbers or two tensors, and the thresholds may be one of each.
+    return ratio.clamp(torch.as_tensor(low, dtype=ratio.dtype), torch.as_tensor(high, dtype=ratio.dtype))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from tinker_lightning.errors import InvalidInput, OperationFailed
 
@@ -37,28 +37,27 @@ class Adapter:
     def add_gradient(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Adds what a backward left on the parameters; gradients gather as a plain sum until the next step."""
         found = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-        for name, grad in found.items():
-            if not torch.isfinite(grad).all():
-                raise OperationFailed(f"the gradient of {name} is not finite, so it was not added")
-        for name, grad in found.items():
-            self.gradient[name] = self.gradient[name] + grad if name in self.gradient else grad
+        total = self.gradient | {
+            name: self.gradient[name] + grad if name in self.gradient else grad for name, grad in found.items()
+        }
+        # Checked here and not in the step: a gradient that is not finite could never be applied nor taken back.
+        if not torch.isfinite(get_total_norm(total.values())):
+            raise OperationFailed(
+                "with the gradient of this batch the sum since the last step would not be finite; it was not added. "
+                "Scale the loss down."
+            )
+        self.gradient = total
 
     def step(self, params: AdamParams) -> dict[str, float]:
         """One step of AdamW on the gathered gradient, which is cleared; returns its metrics."""
         gradients = {
             name: self.gradient.get(name, torch.zeros_like(parameter)) for name, parameter in self._parameters.items()
         }
-        norm = torch.nn.utils.get_total_norm(gradients.values())
-        if not torch.isfinite(norm):
-            self.gradient = {}  # it could never be applied and would fail every later step too
-            raise OperationFailed(
-                "the sum of the gradients since the last step is not finite; it was dropped and the weights are "
-                "unchanged. Scale the loss down."
-            )
+        norm = get_total_norm(gradients.values())
         for name, parameter in self._parameters.items():
             parameter.grad = gradients[name].clone() if params.grad_clip_norm else gradients[name]
         if params.grad_clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), params.grad_clip_norm, norm)
+            clip_grads_with_norm_(self._parameters.values(), params.grad_clip_norm, norm)
         group = self._optimizer.param_groups[0]
         group["lr"] = params.learning_rate
         group["betas"] = (params.beta1, params.beta2)
@@ -67,11 +66,12 @@ class Adapter:
         backup = self._copy_state()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        if not self._is_finite():
+        # The moments of a gradient with a finite norm are finite, so only the weights can overflow.
+        if not torch.isfinite(get_total_norm(parameter.detach() for parameter in self._parameters.values())):
             self._restore_state(backup)
             raise OperationFailed(
                 f"a step with learning_rate={params.learning_rate} and eps={params.eps} would leave weights that are "
-                "not finite; it was not taken and the gradient is kept"
+                "not finite; it was not taken, and the gradient is kept for another try"
             )
         self.gradient = {}
         return {"grad_norm": float(norm), "learning_rate": params.learning_rate}
@@ -119,10 +119,3 @@ class Adapter:
             for parameter, (values, state) in zip(self._parameters.values(), backup, strict=True):
                 parameter.copy_(values)
                 self._optimizer.state[parameter] = state
-
-    def _is_finite(self) -> bool:
-        # A sum is finite only if all its terms are, and one pass over the memory is enough to take it.
-        tensors = [
-            (parameter, self._optimizer.state[parameter]["exp_avg_sq"]) for parameter in self._parameters.values()
-        ]
-        return all(math.isfinite(float(tensor.detach().sum())) for pair in tensors for tensor in pair)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.engine.logprobs import target_logprobs
@@ -39,13 +39,14 @@ class BaseModel:
         self.lora = LoraHost(self.model, str(path))
         self._check_head()
 
-    def hidden_states(self, tokens_BT: Tensor, **kwargs: Any) -> Any:
+    def hidden_states(self, tokens_BT: Tensor) -> Tensor:
         """The decoder's output, before the output matrix.
 
         No attention mask is passed: attention is causal and padding stands on the right, so that no real token ever
         sees it, and torch's fast causal kernel applies.
         """
-        return self.model.get_decoder()(input_ids=tokens_BT, use_cache=False, **kwargs).last_hidden_state
+        hidden_BTD: Tensor = self.model.get_decoder()(input_ids=tokens_BT, use_cache=False).last_hidden_state
+        return hidden_BTD
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states."""
@@ -56,15 +57,28 @@ class BaseModel:
         """Log-probabilities of the targets at these positions."""
         return target_logprobs(self.head, hidden_ND, targets_NK, self.vocab_size)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _check_head(self) -> None:
-        """Some architectures scale or cap their logits behind the output matrix; those would be silently wrong."""
-        tokens = torch.arange(4).remainder(self.vocab_size)[None]
-        logits = self.model(input_ids=tokens, use_cache=False).logits
-        if not torch.allclose(self.head(self.hidden_states(tokens)), logits, rtol=1e-3, atol=1e-3):
+        """Some architectures scale or cap around the output matrix; their log-probabilities would be silently wrong.
+
+        The matrix's answer is replaced by large numbers, because a cap cannot be seen on the small logits of an
+        untrained model: they must come out as the logits, and the matrix must have been given the decoder's output.
+        """
+        tokens_BT = torch.arange(4).remainder(self.vocab_size)[None]
+        given: list[Tensor] = []
+
+        def answer(_: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+            given.append(args[0])
+            return torch.linspace(-100, 100, output.numel(), dtype=output.dtype).view_as(output)
+
+        with self.model.get_output_embeddings().register_forward_hook(answer):
+            logits_BTV = self.model(input_ids=tokens_BT, use_cache=False).logits
+        expected_BTV = torch.linspace(-100, 100, logits_BTV.numel(), dtype=logits_BTV.dtype).view_as(logits_BTV)
+        same_input = torch.allclose(given[0], self.hidden_states(tokens_BT), rtol=1e-3, atol=1e-5)
+        if not (same_input and torch.equal(logits_BTV, expected_BTV)):
             raise InvalidInput(
-                f"{self.name}: a {self.arch} model changes its logits behind the output matrix, which this trainer "
-                "does not reproduce. Use a model of another architecture, such as Llama or Qwen."
+                f"{self.name}: a {self.arch} model scales or caps around its output matrix, which this trainer does "
+                "not reproduce. Use a model of another architecture, such as Llama or Qwen."
             )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tinker_lightning.errors import ModelNotFound
+from tinker_lightning.errors import ModelNotFound, TinkerLightningError
 from tinker_lightning.server.engine import smollm2, tiny
 from tinker_lightning.server.engine.base import BaseModel
 
@@ -85,19 +85,21 @@ def _load(name: str, dtype: torch.dtype) -> BaseModel:
         folder, build = _BUILDERS[name]
         return BaseModel(name, _build_once(cache_dir() / "models" / folder, build), dtype)
     path = Path(name).expanduser()
-    if path.is_dir():
-        return BaseModel(name, path.absolute(), dtype)
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    is_folder = bool(name) and path.is_dir()  # an empty name would be the working directory
+    if not is_folder and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
         raise ModelNotFound(
             f"there is no model {name!r}. Use {', '.join(_BUILDERS)}, an existing folder with a Hugging Face model, or "
             "a hub id of the form organisation/model."
         )
     try:
-        return BaseModel(name, name, dtype)
-    except OSError as error:
-        raise ModelNotFound(
-            f"{name} could not be loaded from the hub: {error}. Download it and give its folder instead."
-        ) from error
+        return BaseModel(name, path.absolute() if is_folder else name, dtype)
+    except TinkerLightningError:
+        raise
+    except (OSError, ValueError) as error:  # transformers has no class of its own for what it cannot load
+        mend = "It must hold a Hugging Face causal language model and its tokenizer."
+        if not is_folder:
+            mend = "Download it where the hub can be reached and give its folder instead."
+        raise ModelNotFound(f"{name} could not be loaded: {str(error).rstrip('.')}. {mend}") from error
 
 
 def _build_once(folder: Path, build: Callable[[Path], None]) -> Path:

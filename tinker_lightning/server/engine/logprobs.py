@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# The most that the logits of one chunk of positions may take.
-LOGITS_BYTES = 64 << 20
+# The most that the logits of one chunk of positions may take: enough for a whole batch of passes.TOKEN_BUDGET positions
+# and a vocabulary of 50k, so that nothing is computed twice there.
+LOGITS_BYTES = 128 << 20
 
 
 def target_logprobs(head: Callable[[Tensor], Tensor], hidden_ND: Tensor, targets_NK: Tensor, vocab_size: int) -> Tensor:
@@ -44,14 +45,14 @@ class _TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_NK: Tensor) -> Tensor:
-        normalizer_N1 = logits_NV.logsumexp(-1, keepdim=True)
-        ctx.save_for_backward(logits_NV, normalizer_N1, targets_NK)
-        return logits_NV.gather(-1, targets_NK) - normalizer_N1
+        logprobs_NV = logits_NV.log_softmax(-1)
+        ctx.save_for_backward(logprobs_NV, targets_NK)
+        return logprobs_NV.gather(-1, targets_NK)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         (grad_NK,) = grads
-        logits_NV, normalizer_N1, targets_NK = ctx.saved_tensors
-        grad_NV: Tensor = (logits_NV - normalizer_N1).exp_()
+        logprobs_NV, targets_NK = ctx.saved_tensors
+        grad_NV: Tensor = logprobs_NV.exp()
         grad_NV.mul_(-grad_NK.sum(-1, keepdim=True)).scatter_add_(-1, targets_NK, grad_NK)
         return grad_NV, None

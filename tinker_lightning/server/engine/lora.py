@@ -11,6 +11,7 @@ import peft
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.types import LoraConfig
@@ -49,14 +50,14 @@ class LoraHost:
     def __init__(self, model: Any, base_path: str) -> None:
         self._model = model
         self._base_path = base_path
+        self._layers = _linear_layers(model)
         self._peft: peft.PeftModel | None = None
         self._slots: dict[tuple[int, bool, bool, bool], _Slot] = {}
 
     def new_weights(self, config: LoraConfig) -> LoraWeights:
         """Fresh weights as peft makes them: A random by the seed (0 if none is given), B zero."""
         slot = self._slot(config)
-        sample = next(self._model.parameters())
-        tensors = {name: torch.empty(shape, dtype=sample.dtype) for name, shape in slot.shapes.items()}
+        tensors = {name: torch.empty(shape, dtype=slot.parameters[name].dtype) for name, shape in slot.shapes.items()}
         weights = LoraWeights(config, tensors)
         with self.use(weights), torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(config.seed or 0)
@@ -96,9 +97,9 @@ class LoraHost:
         slot = self._slot(weights.config)
         assert self._peft is not None  # noqa: S101  # the slot was made in it
         self._peft.set_adapter(slot.name)
-        for name, parameter in slot.parameters.items():
-            parameter.data = weights.tensors[name].data
         try:
+            for name, parameter in slot.parameters.items():
+                parameter.data = weights.tensors[name].data
             yield slot.parameters
         finally:
             _clear(slot.parameters)
@@ -117,11 +118,13 @@ class LoraHost:
             bias="none",
             task_type="CAUSAL_LM",
             base_model_name_or_path=self._base_path,
-            target_modules=_target_modules(self._model, config),
+            target_modules=_target_modules(self._layers, config),
         )
         with warnings.catch_warnings():
             # Only the adapter of the output matrix is trained; the embedding it is tied to stays as it is.
             warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+            # peft finds out by itself which layers hold their matrix transposed (GPT-2's Conv1D), and says so.
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")
             if self._peft is None:
                 self._peft = peft.PeftModel(self._model, peft_config, adapter_name=name)
                 self._model.requires_grad_(False)
@@ -142,42 +145,31 @@ def _clear(parameters: Mapping[str, nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def _target_modules(model: Any, config: LoraConfig) -> list[str]:
-    """The modules that get an adapter, by the last part of their names where that is enough to tell them apart."""
-    wanted: set[str] = set()
-    others: set[str] = set()
+def _linear_layers(model: Any) -> dict[str, str]:
+    """The name of each layer that can have an adapter, and its part of the model: unembed, attn, mlp or other."""
     head = model.get_output_embeddings()
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLayer):
-            module = module.get_base_layer()
-        elif ".base_layer" in name or ".lora_" in name or not isinstance(module, _LINEAR):
-            continue
-        if not isinstance(module, _LINEAR):
-            continue
-        train = {"unembed": config.train_unembed, "attn": config.train_attn, "mlp": config.train_mlp}.get(
-            "unembed" if model.get_submodule(name) is head else _part(name), False
-        )
-        (wanted if train else others).add(name)
-    if not wanted:
-        raise InvalidInput("lora_config: this model has no layers of the kinds that are to be trained")
-    endings = {name.rsplit(".", 1)[-1] for name in wanted}
-    if endings & {name.rsplit(".", 1)[-1] for name in others}:
-        return sorted(wanted)
-    return sorted(endings)
-
-
-def _linear_classes() -> tuple[type[nn.Module], ...]:
-    from transformers.pytorch_utils import Conv1D
-
-    return (nn.Linear, Conv1D)
-
-
-_LINEAR = _linear_classes()
+    return {
+        name: "unembed" if module is head else _part(name)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+    }
 
 
 def _part(name: str) -> str:
     if "attn" in name or "attention" in name:
         return "attn"
-    if "mlp" in name or "feed_forward" in name or "ffn" in name or "expert" in name:
+    if any(word in name for word in ("mlp", "feed_forward", "ffn", "expert", ".fc")):
         return "mlp"
-    return ""
+    return "other"
+
+
+def _target_modules(layers: Mapping[str, str], config: LoraConfig) -> list[str]:
+    """The layers to train, by the last part of their names where that is enough to tell them from the others."""
+    train = {"unembed": config.train_unembed, "attn": config.train_attn, "mlp": config.train_mlp, "other": False}
+    wanted = [name for name, part in layers.items() if train[part]]
+    if not wanted:
+        raise InvalidInput("lora_config: this model has no layers of the kinds that are to be trained")
+    endings = {name.rsplit(".", 1)[-1] for name in wanted}
+    if any(name.rsplit(".", 1)[-1] in endings for name, part in layers.items() if not train[part]):
+        return sorted(wanted)
+    return sorted(endings)

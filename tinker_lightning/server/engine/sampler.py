@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, OperationFailed
 from tinker_lightning.server.engine.passes import read_tokens
 from tinker_lightning.types import SampledSequence, SampleResponse, SamplingParams
 
@@ -85,6 +85,8 @@ def _continue(
     active = sequences
     for step in range(budget):
         logits_SV = base.head(hidden_SD).to(torch.promote_types(hidden_SD.dtype, torch.float32))
+        if not logits_SV.isfinite().all():
+            raise OperationFailed("the model's logits are not finite, so there is nothing to sample from")
         chosen_S = _choose(logits_SV, params, [sequence.generator for sequence in active])
         logprobs_S = (logits_SV.gather(-1, chosen_S[:, None])[:, 0] - logits_SV.logsumexp(-1)).tolist()
         for sequence, token, logprob in zip(active, chosen_S.tolist(), logprobs_S, strict=True):
@@ -108,23 +110,23 @@ def _choose(logits_SV: Tensor, params: SamplingParams, generators: list[torch.Ge
     """One token per row, by its own generator: a sequence does not depend on which others are sampled beside it."""
     if params.temperature == 0:
         return logits_SV.argmax(-1)
-    scaled_SV = logits_SV / params.temperature
+    # The largest is moved to 0 first, for a small temperature would make it infinite.
+    temperature = max(params.temperature, torch.finfo(logits_SV.dtype).tiny)
+    scaled_SV = (logits_SV - logits_SV.amax(-1, keepdim=True)) / temperature
     if params.top_k == -1 and params.top_p == 1:
-        probabilities_SV, order_SV = scaled_SV.softmax(-1), None
-    else:
-        k = logits_SV.shape[-1] if params.top_k == -1 else min(params.top_k, logits_SV.shape[-1])
-        values_SK, order_SV = scaled_SV.topk(k, dim=-1)
-        probabilities_SV = values_SK.softmax(-1)
-        # The likeliest tokens whose sum reaches top_p, the one that reaches it included.
-        before = probabilities_SV.cumsum(-1) - probabilities_SV
-        probabilities_SV = probabilities_SV.masked_fill(before >= params.top_p, 0)
-    cumulative_SV = probabilities_SV.cumsum(-1)
-    uniform_S1 = torch.stack([torch.rand(1, generator=g, dtype=logits_SV.dtype) for g in generators])
-    # The first token whose cumulated probability exceeds the draw; one of probability 0 can never be it.
-    position_S1 = torch.searchsorted(cumulative_SV, uniform_S1 * cumulative_SV[:, -1:], right=True)
-    last_S1 = (probabilities_SV > 0).cumsum(-1).argmax(-1, keepdim=True)
-    position_S1 = torch.minimum(position_S1, last_S1)
-    return (position_S1 if order_SV is None else order_SV.gather(-1, position_S1))[:, 0]
+        return _draw(scaled_SV.softmax(-1), generators)
+    k = logits_SV.shape[-1] if params.top_k == -1 else min(params.top_k, logits_SV.shape[-1])
+    values_SK, tokens_SK = scaled_SV.topk(k, dim=-1)
+    probabilities_SK = values_SK.softmax(-1)
+    # The likeliest tokens whose sum reaches top_p, the one that reaches it included.
+    before_SK = probabilities_SK.cumsum(-1) - probabilities_SK
+    positions_S = _draw(probabilities_SK.masked_fill(before_SK >= params.top_p, 0), generators)
+    return tokens_SK.gather(-1, positions_S[:, None])[:, 0]
+
+
+def _draw(probabilities_SK: Tensor, generators: list[torch.Generator]) -> Tensor:
+    rows = zip(probabilities_SK, generators, strict=True)
+    return torch.cat([probabilities.multinomial(1, generator=generator) for probabilities, generator in rows])
 
 
 def _generator(seed: int | None, index: int) -> torch.Generator:

@@ -1,0 +1,215 @@
+"""Adapters: which layers they sit on, that a seed makes them, and that many of them share one base untouched."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.server.engine.adapter import Adapter
+from tinker_lightning.server.engine.lora import LoraWeights
+from tinker_lightning.server.engine.passes import run_pass
+from tinker_lightning.types import AdamParams, Datum, LoraConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tinker_lightning.server.engine.base import BaseModel
+
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+MLP = {"gate_proj", "up_proj", "down_proj"}
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+def hugging_face(base: BaseModel) -> Any:
+    return AutoModelForCausalLM.from_pretrained(base.tokenizer_id, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def logits(base: BaseModel, weights: LoraWeights | None) -> Tensor:
+    with base.lora.use(weights):
+        return base.head(base.hidden_states(TOKENS))
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_seed_reproduces_the_weights(tiny: BaseModel) -> None:
+    config = LoraConfig(rank=4, seed=11)
+    first = tiny.lora.new_weights(config).tensors
+    torch.rand(1)  # whatever else is drawn meanwhile
+    assert same(first, tiny.lora.new_weights(config).tensors)
+
+
+def test_different_seeds_differ_in_every_matrix(tiny: BaseModel) -> None:
+    one, two = (tiny.lora.new_weights(LoraConfig(rank=4, seed=seed)).tensors for seed in (1, 2))
+    assert all(not torch.equal(one[name], two[name]) for name in one if "lora_A" in name)
+
+
+def test_no_seed_is_the_seed_zero(tiny: BaseModel) -> None:
+    assert same(
+        tiny.lora.new_weights(LoraConfig(rank=4)).tensors, tiny.lora.new_weights(LoraConfig(rank=4, seed=0)).tensors
+    )
+
+
+def test_making_weights_leaves_the_global_random_state(tiny: BaseModel) -> None:
+    before = torch.get_rng_state()
+    tiny.lora.new_weights(LoraConfig(rank=4, seed=3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_new_adapter_changes_nothing_yet(tiny: BaseModel) -> None:
+    weights = tiny.lora.new_weights(LoraConfig(rank=4))
+    assert all(tensor.any() == ("lora_A" in name) for name, tensor in weights.tensors.items())
+    assert torch.equal(logits(tiny, weights), logits(tiny, None))
+
+
+@pytest.mark.parametrize(
+    ("config", "modules"),
+    [
+        (LoraConfig(), ATTENTION | MLP | {"lm_head"}),
+        (LoraConfig(train_unembed=False), ATTENTION | MLP),
+        (LoraConfig(train_unembed=False, train_mlp=False), ATTENTION),
+        (LoraConfig(train_unembed=False, train_attn=False), MLP),
+        (LoraConfig(train_attn=False, train_mlp=False), {"lm_head"}),
+    ],
+    ids=str,
+)
+def test_the_config_chooses_the_layers(tiny: BaseModel, config: LoraConfig, modules: set[str]) -> None:
+    names = tiny.lora.new_weights(config).tensors
+    assert {name.split(".")[-3] for name in names} == modules
+    per_layer = len(modules - {"lm_head"}) * 2  # two layers
+    assert len(names) == 2 * (per_layer + ("lm_head" in modules))
+    assert set(tiny.lora.peft_config(config).target_modules or "") == modules
+
+
+@pytest.mark.parametrize("rank", [1, 3, 64])
+def test_rank_and_alpha(tiny: BaseModel, rank: int) -> None:
+    config = LoraConfig(rank=rank)
+    for name, tensor in tiny.lora.new_weights(config).tensors.items():
+        assert tensor.shape[0 if "lora_A" in name else 1] == rank
+    assert tiny.lora.peft_config(config).lora_alpha == 32
+
+
+@pytest.mark.parametrize("config", [{"rank": 4}, {"rank": 2, "train_unembed": False, "train_mlp": False}], ids=str)
+def test_the_tensors_are_pefts_own(tiny: BaseModel, make_adapter: Any, config: dict[str, Any]) -> None:
+    """Loaded by name into plain peft they give the same model, scaling included."""
+    weights = make_adapter(tiny, **config).weights
+    plain = peft.PeftModel(hugging_face(tiny), tiny.lora.peft_config(weights.config))
+    loaded: Any = peft.set_peft_model_state_dict(plain, weights.tensors)
+    assert loaded.unexpected_keys == []
+    with torch.no_grad():
+        expected = plain.eval()(input_ids=TOKENS, use_cache=False).logits
+    got = logits(tiny, weights)
+    torch.testing.assert_close(got, expected)
+    assert (got - logits(tiny, None)).abs().max() > 1e-3
+
+
+def test_without_an_adapter_it_is_the_untouched_model(tiny: BaseModel, make_adapter: Any) -> None:
+    make_adapter(tiny)
+    with torch.no_grad():
+        expected = hugging_face(tiny)(input_ids=TOKENS, use_cache=False).logits
+    assert torch.equal(logits(tiny, None), expected)
+
+
+def test_training_leaves_the_base_as_it_was(tiny: BaseModel, make_adapter: Any) -> None:
+    train(tiny, make_adapter(tiny), 0)
+    expected = hugging_face(tiny).state_dict()
+    found = {
+        name.replace(".base_layer", ""): tensor
+        for name, tensor in tiny.model.state_dict().items()
+        if "lora_" not in name
+    }
+    assert same(found, expected)
+
+
+def train(base: BaseModel, adapter: Adapter, step: int) -> None:
+    data = [Datum.from_tokens(list(range(step, step + 9))), Datum.from_tokens([7, step, 9])]
+    run_pass(base, adapter, data, "cross_entropy", {})
+    adapter.step(AdamParams(learning_rate=1e-2))
+
+
+def test_interleaved_training_is_separate_training(tiny: BaseModel) -> None:
+    configs = [
+        LoraConfig(rank=4, seed=1),
+        LoraConfig(rank=4, seed=2),  # of the same shape
+        LoraConfig(rank=8, seed=1),
+        LoraConfig(rank=4, seed=1, train_mlp=False),
+        LoraConfig(rank=2, seed=1, train_attn=False, train_mlp=False),
+    ]
+
+    def fresh() -> list[Adapter]:
+        return [Adapter(tiny.lora.new_weights(config)) for config in configs]
+
+    separate, interleaved = fresh(), fresh()
+    for adapter in separate:
+        for step in range(3):
+            train(tiny, adapter, step)
+    for step in range(3):
+        for adapter in interleaved:
+            train(tiny, adapter, step)
+            logits(tiny, None)
+    for one, other in zip(separate, interleaved, strict=True):
+        assert same(one.weights.tensors, other.weights.tensors)
+    assert not same(separate[0].weights.tensors, separate[1].weights.tensors)
+
+
+def test_the_base_keeps_no_memory_of_an_adapter_after_use(tiny: BaseModel, make_adapter: Any) -> None:
+    adapter = make_adapter(tiny)
+    train(tiny, adapter, 0)
+    for name, parameter in tiny.model.named_parameters():
+        if "lora_" in name:
+            assert parameter.numel() == 0, name
+            assert parameter.grad is None, name
+    tensors = [weakref.ref(tensor) for tensor in adapter.weights.tensors.values()]
+    del adapter
+    gc.collect()
+    assert not any(tensor() is not None for tensor in tensors)
+
+
+def test_an_error_inside_does_not_leave_the_adapter_in(tiny: BaseModel, make_adapter: Any) -> None:
+    expected = logits(tiny, None)
+
+    def fail() -> None:
+        with tiny.lora.use(make_adapter(tiny).weights):
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail()
+    assert torch.equal(logits(tiny, None), expected)
+    assert all(p.numel() == 0 for name, p in tiny.model.named_parameters() if "lora_" in name)
+
+
+def test_a_copy_has_memory_of_its_own(tiny: BaseModel, make_adapter: Any) -> None:
+    adapter = make_adapter(tiny)
+    copy = adapter.weights.copy()
+    before = {name: tensor.clone() for name, tensor in copy.tensors.items()}
+    train(tiny, adapter, 0)
+    assert same(copy.tensors, before)
+    assert not same(adapter.weights.tensors, before)
+
+
+@pytest.mark.parametrize("damage", ["missing", "unknown", "shape"])
+def test_weights_of_another_model_are_refused(tiny: BaseModel, make_adapter: Any, damage: str) -> None:
+    weights = make_adapter(tiny).weights
+    tiny.lora.check(weights)
+    name = "base_model.model.lm_head.lora_A.weight"
+    tensors = dict(weights.tensors)
+    if damage == "missing":
+        del tensors[name]
+        message = f"does not fit this base model: no tensor {name}"
+    elif damage == "unknown":
+        tensors["extra"] = torch.zeros(1)
+        message = "does not fit this base model: unknown tensor extra"
+    else:
+        tensors[name] = torch.zeros(4, 65)
+        message = rf"does not fit: {name} has the shape \[4, 65\], not \[4, 64\]"
+    with pytest.raises(InvalidInput, match=message):
+        tiny.lora.check(LoraWeights(weights.config, tensors))
