@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed
+from tinker_lightning.errors import InvalidInput, NotFound
 from tinker_lightning.server import folders
 from tinker_lightning.server.engine.lora import LoraWeights
 from tinker_lightning.types import LoraConfig
@@ -182,7 +182,6 @@ class CheckpointStore:
             NotFound: If there is none, or its time has come.
         """
         folder = self._folder(path)
-        folders.find_folder(folder)
         summary = _read_summary(path, folder)
         if not summary.is_expired:
             return summary
@@ -208,18 +207,26 @@ class CheckpointStore:
             try:
                 weights = LoraWeights(summary.lora_config, load_file(folder / _WEIGHTS))
                 state = load_file(folder / _OPTIMIZER) if training_state else None
-            except (FileNotFoundError, SafetensorError) as error:
-                if self.summary(path) == summary:
-                    raise InvalidInput(f"path: {path}: {folder} is damaged: {error}") from error
+            except FileNotFoundError:
+                continue  # overwritten just now
+            except SafetensorError as error:
+                raise InvalidInput(f"path: {path}: {folder} is damaged: {error}") from error
             else:
                 if self.summary(path) == summary:
                     return Saved(summary.base_model, weights, state)
-        raise OperationFailed(f"{path} is overwritten again and again while it is read; try later")
+        raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing, or they change all the time")
 
     def listing(self, run: str | None = None) -> list[CheckpointSummary]:
-        """All checkpoints, or those of one run, oldest first."""
+        """All checkpoints, or those of one run, oldest first.
+
+        One that another process overwrites at this very moment may be missing.
+        """
         if run is not None:
             check_run(run)
+        with self._lock:
+            return self._listing(run)
+
+    def _listing(self, run: str | None) -> list[CheckpointSummary]:
         found: dict[Path, CheckpointSummary] = {}
         for file in self.root.glob(f"{'*' if run is None else _folder_name(run)}/*/*/{_SUMMARY}"):
             folder = folders.place_of(file.parent)
@@ -264,12 +271,16 @@ def _expiry(ttl_seconds: int | None) -> str | None:
 
 
 def _read_summary(path: TinkerPath, folder: Path) -> CheckpointSummary:
-    try:
-        return wire_json.parse(CheckpointSummary, (folder / _SUMMARY).read_bytes())
-    except OSError as error:
-        raise NotFound(f"{path}: there is no such checkpoint") from error
-    except InvalidInput as error:
-        raise InvalidInput(f"{path}: {folder / _SUMMARY} is damaged: {error}") from error
+    for _ in range(_ATTEMPTS):
+        if not folders.find_folder(folder):
+            break
+        try:
+            return wire_json.parse(CheckpointSummary, (folder / _SUMMARY).read_bytes())
+        except FileNotFoundError:
+            continue  # overwritten just now
+        except InvalidInput as error:
+            raise InvalidInput(f"{path}: {folder / _SUMMARY} is damaged: {error}") from error
+    raise NotFound(f"{path}: there is no such checkpoint")
 
 
 def _write_summary(folder: Path, summary: CheckpointSummary) -> None:

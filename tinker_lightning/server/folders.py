@@ -51,8 +51,9 @@ def new_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
 
 def find_folder(folder: Path) -> bool:
     """Whether there is such a folder; mends an overwrite that was cut off between its two renames."""
-    if not folder.exists():
-        # Where another process is just overwriting it, either of the two renames comes first, and both are right.
+    for _ in range(3):  # another process may just be overwriting it, so that both places change under our eyes
+        if folder.exists():
+            return True
         with contextlib.suppress(OSError):
             _aside(folder).rename(folder)
     return folder.exists()
@@ -86,20 +87,20 @@ def _aside(folder: Path) -> Path:
 
 def _put(part: Path, folder: Path, *, overwrite: bool) -> None:
     for _ in range(_ATTEMPTS):
-        if find_folder(folder) and overwrite:
-            _discard(_aside(folder))
-            with contextlib.suppress(FileNotFoundError):
-                folder.rename(_aside(folder))
         try:
-            part.rename(folder)  # fails where something is, so that nothing is ever overwritten unasked
-        except OSError as error:
+            if find_folder(folder) and overwrite:
+                _discard(_aside(folder))
+                with contextlib.suppress(FileNotFoundError):
+                    folder.rename(_aside(folder))
+            part.rename(folder)
+        except OSError as error:  # a rename fails where something is, so that nothing is ever overwritten unasked
             if error.errno not in _TAKEN:
                 raise
             if not overwrite:
-                raise FileExistsError(str(folder)) from error
-            continue
-        _discard(_aside(folder))
-        return
+                break
+        else:
+            _discard(_aside(folder))
+            return
     raise FileExistsError(str(folder))
 
 
