@@ -205,3 +205,13 @@ def api(trainer: EmbeddedTrainer) -> Iterator[Api]:
     api = Api(trainer)
     yield api
     api.close()
+
+
+@pytest.fixture(scope="module")
+def shared_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    """One for all tests of a module, for those that expect to change nothing."""
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path_factory.mktemp("shared"), gap_timeout=0.5)
+    api = Api(trainer)
+    yield api
+    api.close()
+    trainer.close()
