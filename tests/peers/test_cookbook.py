@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 KEY = "tml-any"
 STEPS = 6
 OTHERS = pytest.mark.parametrize("other", ["ours", "as_backend"])
-ADAM = tinker.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8)
+# Nothing at its default, so that a setting which does not arrive shows.
+ADAM = tinker.AdamParams(learning_rate=1e-2, beta1=0.85, beta2=0.98, eps=1e-6, weight_decay=0.01, grad_clip_norm=5.0)
 QUESTIONS = ("What is the sky?", "Who are you?", "Count to three.", "Say it in French: yes.")
 GOOD = ("Blue, on most days.", "A very small model.", "One, two, three.", "Oui.")
 BAD = ("I will not say.", "Nobody knows, and nobody should care about it at all.", "One, three.", "No.")
@@ -194,6 +195,9 @@ def dpo(clients: Clients, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         recipe_name="dpo",
         dataset_builder=builder,
         learning_rate=1e-2,
+        adam_beta1=ADAM.beta1,
+        adam_beta2=ADAM.beta2,
+        adam_eps=ADAM.eps,
         eval_every=0,
         infrequent_eval_every=0,
     )
