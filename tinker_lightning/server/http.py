@@ -63,7 +63,7 @@ def content_type(request: Request, *accepted: str) -> str:
 
 async def read_body(request: Request) -> bytes:
     """The body, unfolded, never more than `MAX_BODY_BYTES` of it."""
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    encoding = request.headers.get("content-encoding", "").strip().lower() or "identity"
     if encoding not in ("identity", "zstd"):
         raise UnsupportedMediaType(f"content encoding {encoding} is not taken here; send zstd or none")
     parts: list[bytes] = []
