@@ -169,6 +169,8 @@ def _from_torch(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 def _convert(array: npt.NDArray[Any], dtype: TensorDtype) -> npt.NDArray[Any]:
     """The array in C order and a dtype of the protocol, refusing numbers that would come out as others."""
+    if array.dtype == dtype and array.flags.c_contiguous:
+        return array
     if dtype == "int64" and array.size:
         if array.dtype.kind == "f":
             raise InvalidTensor("integers are needed, got floats")
