@@ -6,6 +6,7 @@ any loss `C` that was computed here from the log-probabilities.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -20,6 +21,7 @@ from tinker_lightning.errors import (
     LossNotScalar,
     LossNotTensor,
     LossWithoutGradient,
+    OperationFailed,
 )
 from tinker_lightning.types import Datum, ForwardBackwardOutput, TensorData
 
@@ -60,20 +62,24 @@ def leaves(output: ForwardBackwardOutput, data: Sequence[Datum]) -> list[Tensor]
     """The log-probabilities of a forward pass, one tensor per datum, shaped like its targets, asking for gradients.
 
     Raises:
-        InvalidDatum: If the server answered with other lengths than were asked for.
+        OperationFailed: If the server answered with other lengths than were asked for.
     """
     if len(output.loss_fn_outputs) != len(data):
-        raise InvalidDatum(f"the server answered for {len(output.loss_fn_outputs)} datums, but {len(data)} were sent")
+        raise OperationFailed(
+            f"the server answered for {len(output.loss_fn_outputs)} datums, but {len(data)} were sent"
+        )
     tensors = []
-    for i, (result, datum) in enumerate(zip(output.loss_fn_outputs, data, strict=True)):
-        targets = datum.loss_fn_inputs["target_tokens"]
-        if "logprobs" not in result:
-            raise InvalidDatum(f"datum {i}: the server sent no logprobs, only {', '.join(result) or 'nothing'}")
-        logprobs = result["logprobs"].to_torch().detach().clone()
-        if logprobs.numel() != torch.Size(targets.shape).numel():
-            shape = list(logprobs.shape)
-            raise InvalidDatum(f"datum {i}: the server sent logprobs of shape {shape} for targets of {targets.shape}")
-        tensors.append(logprobs.reshape(targets.shape).requires_grad_())
+    with torch.inference_mode(False):  # a tensor made in inference mode can never ask for gradients
+        for i, (result, datum) in enumerate(zip(output.loss_fn_outputs, data, strict=True)):
+            targets = datum.loss_fn_inputs["target_tokens"]
+            if "logprobs" not in result:
+                raise OperationFailed(f"datum {i}: the server sent no logprobs, only {', '.join(result) or 'nothing'}")
+            logprobs = result["logprobs"]
+            if math.prod(logprobs.shape) != math.prod(targets.shape):
+                raise OperationFailed(
+                    f"datum {i}: the server sent logprobs of shape {logprobs.shape} for targets of {targets.shape}"
+                )
+            tensors.append(logprobs.to_torch().reshape(targets.shape).requires_grad_())
     return tensors
 
 
@@ -86,10 +92,11 @@ def evaluate(loss_fn: LossFn, data: list[Any], logprobs: list[Tensor]) -> Evalua
     Raises:
         InvalidLoss: If the loss is not a finite scalar tensor that depends on the log-probabilities.
     """
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         returned = loss_fn(data, logprobs)
         loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
         _check_value(loss)
+        named = numbers(metrics)  # before anything gets a gradient
         loss.backward()
     if all(leaf.grad is None for leaf in logprobs):
         raise LossWithoutGradient(_WITHOUT_GRADIENT)
@@ -100,7 +107,7 @@ def evaluate(loss_fn: LossFn, data: list[Any], logprobs: list[Tensor]) -> Evalua
                 f"datum {i}: the loss is {loss.item()}, but its gradient has NaN or infinite entries. Look for a "
                 "square root or a norm of zero, or 0 * inf behind a torch.where; nothing was sent."
             )
-    return Evaluation(loss.item(), numbers(metrics), gradients)
+    return Evaluation(loss.item(), named, gradients)
 
 
 def linear_datums(data: Sequence[Datum], gradients: Sequence[Tensor]) -> list[Datum]:
@@ -138,9 +145,13 @@ def numbers(metrics: Mapping[Any, Any]) -> dict[str, float]:
     converted = {}
     for name, value in metrics.items():
         try:
-            converted[str(name)] = float(value.detach() if isinstance(value, Tensor) else value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InvalidLoss(f"metric {str(name)!r} is no single number: {error}. Reduce it first.") from error
+            # A string would pass for a number if it looks like one.
+            converted[str(name)] = float(value) if isinstance(value, int | float) else float(value.item())
+        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise InvalidLoss(
+                f"metric {str(name)!r} is no single number, but {type(value).__name__}. Reduce it with .mean() or "
+                ".sum(), or leave it out."
+            ) from error
     return converted
 
 
@@ -150,8 +161,11 @@ def _check_value(loss: Any) -> None:
             f"the loss function returned {type(loss).__name__} as its loss, not a torch tensor. Return (loss, metrics) "
             "and do not call .item() on the loss."
         )
-    if loss.numel() != 1:
-        raise LossNotScalar(f"the loss has the shape {list(loss.shape)}; reduce it to one value with .sum() or .mean()")
+    if loss.numel() != 1 or loss.is_complex():
+        raise LossNotScalar(
+            f"the loss has the shape {list(loss.shape)} and dtype {loss.dtype}; reduce it to one real value "
+            "with .sum() or .mean()"
+        )
     if not torch.isfinite(loss).all():
         raise LossNotFinite(
             f"the loss is {loss.item()}. Look for a division by zero, the log of zero, or an exp that overflows; "

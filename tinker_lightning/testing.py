@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import httpx
 
-from tinker_lightning.client.connection import PROTOBUF, Patience
+from tinker_lightning.client.connection import PROTOBUF
+from tinker_lightning.client.patience import Patience
 from tinker_lightning.client.service import ServiceClient
 from tinker_lightning.wire import json as wire_json
 from tinker_lightning.wire import protobuf

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import random
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
+from tinker_lightning.client.patience import FIRST_CONTACT_SECONDS, Notices, Patience
 from tinker_lightning.errors import (
     ConnectionDropped,
     InvalidInput,
     InvalidMessage,
     NotAnApi,
+    NotATinkerServer,
     NotFound,
     OperationFailed,
     ServerUnreachable,
@@ -26,11 +26,13 @@ from tinker_lightning.errors import (
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable
 
     from tinker_lightning.client.credentials import Credentials
 
 logger = logging.getLogger("tinker_lightning.client")
+
+T = TypeVar("T")
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
@@ -38,28 +40,9 @@ PROTOBUF = "application/x-protobuf"
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=256)
 # Servers hold a poll for up to half a minute; some hold it longer, and then it is asked again.
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a failing request is tried again."""
-
-    seconds: float
-    first_delay: float = 0.5
-    longest_delay: float = 10.0
-
-    def delay(self, attempt: int, response: httpx.Response | None) -> float:
-        """How long to wait before the next attempt: what the server asks for, or ever longer."""
-        if response is not None:
-            for header, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
-                try:
-                    asked = float(response.headers[header]) * unit
-                except (KeyError, ValueError):
-                    continue
-                if 0 < asked <= 60:
-                    return asked
-        longest: float = min(self.first_delay * 2**attempt, self.longest_delay)
-        return longest * random.uniform(0.75, 1.0)  # noqa: S311  # spreads retries, hides nothing
+# A request that fails for longer than this is shown to the user.
+_SILENT_SECONDS = 5.0
+_MEND_URL = "Correct the URL (TINKER_BASE_URL or url=)."
 
 
 class Connection:
@@ -69,8 +52,10 @@ class Connection:
         url: Where the server is.
         credentials: What the requests carry.
         transport: How they get there; None for the network.
-        patience: How long failing requests are tried again, once the server has answered at all; before, it is a
-            few seconds, for then the address is likely wrong.
+        patience: How long failing requests are tried again, once the server has answered at all.
+
+    Raises:
+        InvalidInput: If the URL cannot be one of a server.
     """
 
     def __init__(
@@ -82,21 +67,24 @@ class Connection:
     ) -> None:
         self.url = url.rstrip("/")
         self.credentials = credentials
+        self.notices = Notices()
+        self.billing_pause_seconds = patience.seconds
         self._patience = patience
         self._reached = False
+        _check_url(url)
         self._client = httpx.AsyncClient(transport=transport, http2=True, limits=_LIMITS, timeout=_TIMEOUT)
 
     async def close(self) -> None:
         """Closes the connections."""
         await self._client.aclose()
 
-    async def get(self, path: str) -> dict[str, Any]:
-        """A JSON object."""
-        return self.json(await self.send("GET", path))
+    async def get(self, path: str, result: type[T]) -> T:
+        """Something that is there to be read."""
+        return self.parse(result, await self.send("GET", path))
 
-    async def post(self, path: str, message: Any) -> dict[str, Any]:
-        """The JSON object that answers a JSON request."""
-        return self.json(await self.send("POST", path, wire_json.dumps(message)))
+    async def post(self, path: str, message: Any, result: type[T]) -> T:
+        """What answers a JSON request at once."""
+        return self.parse(result, await self.send("POST", path, wire_json.dumps(message)))
 
     async def send(
         self,
@@ -106,7 +94,8 @@ class Connection:
         *,
         headers: dict[str, str] | None = None,
         raw_key: bool = False,
-        pending: Collection[int] = (),
+        understood: Callable[[httpx.Response], bool] | None = None,
+        seconds: float | None = None,
     ) -> httpx.Response:
         """Sends a request, again where that may help, and returns an answer that is not an error.
 
@@ -116,13 +105,15 @@ class Connection:
             body: What is sent.
             headers: Beside the usual ones.
             raw_key: Send the key itself, not a token made of it.
-            pending: Statuses that the caller understands.
+            understood: Which answers with an error status the caller understands.
+            seconds: How long to try, if not as long as usual.
 
         Raises:
             TinkerLightningError: The class says what kind of error, the message what to do about it.
         """
         content = {"Content-Type": JSON} if body is not None else {}
-        deadline = time.monotonic() + (self._patience.seconds if self._reached else min(3.0, self._patience.seconds))
+        started = time.monotonic()
+        shown = False
         for attempt in itertools.count():
             credentials = self.credentials.key_header() if raw_key else await self.credentials.header()
             response: httpx.Response | None = None
@@ -133,42 +124,73 @@ class Connection:
                     content=body,
                     headers={"Accept": JSON, **content, **credentials, **(headers or {})},
                 )
-            except (httpx.InvalidURL, httpx.UnsupportedProtocol) as cause:
-                raise InvalidInput(f"{self.url!r} is no address of a server: {cause}. Use http://host:port.") from cause
             except httpx.TransportError as cause:
                 error: TinkerLightningError = self._transport_error(method, path, cause)
                 error.__cause__ = cause
+            except httpx.RequestError as cause:
+                raise NotAnApi(f"{self.url}{path} answers what cannot be decoded: {cause}. {_MEND_URL}") from cause
             else:
-                self._reached = True
-                if response.is_success or response.status_code in pending:
+                self._reached = self._reached or response.is_success or _is_json(response)
+                if response.is_success or (understood is not None and understood(response)):
+                    if shown:
+                        self.notices.show(self.url, "active")
                     return response
                 error = self._status_error(method, path, response)
                 if not _may_help(response):
                     raise error
             delay = self._patience.delay(attempt, response)
-            if time.monotonic() + delay > deadline:
+            waited = time.monotonic() - started
+            if waited + delay > self._limit(response, seconds):
                 raise error
-            logger.debug("%s %s: %s; trying again in %.1f s", method, path, error, delay)
+            if waited + delay > _SILENT_SECONDS or (response is not None and response.status_code in (402, 429)):
+                state = type(error).__name__ if response is None else f"HTTP {response.status_code}"
+                self.notices.show(self.url, f"waiting because of {state}", str(error))
+                shown = True
+            logger.debug("%s; trying again in %.1f s", error, delay)
             await asyncio.sleep(delay)
         raise AssertionError("unreachable")
 
+    def parse(self, result: type[T], response: httpx.Response) -> T:
+        """The JSON of an answer as a dataclass."""
+        if not _is_json(response):
+            raise self._not_an_api(response)
+        try:
+            return wire_json.parse(result, response.content)
+        except InvalidInput as error:
+            raise self.not_a_tinker_server(f"{response.url.path}: {error}") from error
+
     def json(self, response: httpx.Response) -> dict[str, Any]:
         """The JSON object of an answer."""
-        if not response.headers.get("content-type", "").split(";")[0].strip().endswith("json"):
+        if not _is_json(response):
             raise self._not_an_api(response)
         try:
             return wire_json.loads(response.content)
         except InvalidMessage as error:
-            raise NotAnApi(f"{self.url}{response.url.path} answered with broken JSON: {error}") from error
+            raise self.not_a_tinker_server(f"{response.url.path}: {error}") from error
+
+    def not_a_tinker_server(self, detail: str) -> NotATinkerServer:
+        """The error for answers of another API."""
+        return NotATinkerServer(f"{self.url} answers, but not as a Tinker server does: {detail[:200]}. {_MEND_URL}")
+
+    def _limit(self, response: httpx.Response | None, seconds: float | None) -> float:
+        if seconds is not None:
+            return seconds
+        if response is not None and response.status_code == 402:
+            return self.billing_pause_seconds
+        return self._patience.seconds if self._reached else min(FIRST_CONTACT_SECONDS, self._patience.seconds)
 
     def _transport_error(self, method: str, path: str, cause: httpx.TransportError) -> TinkerLightningError:
         what = f"{method} {self.url}{path}"
+        reason = str(cause) or type(cause).__name__
         if isinstance(cause, httpx.RemoteProtocolError | httpx.ReadError | httpx.WriteError):
-            return ConnectionDropped(f"{what}: the connection broke ({cause or type(cause).__name__})")
+            return ConnectionDropped(
+                f"{what}: the connection broke before the answer was complete ({reason}). Look into the server's log, "
+                "and at the proxy if there is one in between."
+            )
         if isinstance(cause, httpx.ReadTimeout | httpx.WriteTimeout):
-            return ServerUnreachable(f"{what}: no answer within {_TIMEOUT.read:.0f} s")
+            return ServerUnreachable(f"{what}: no answer within {_TIMEOUT.read:.0f} s. Is the server overloaded?")
         return ServerUnreachable(
-            f"nothing answers at {self.url} ({cause or type(cause).__name__}). Is the server running? Start one with "
+            f"nothing answers at {self.url} ({reason}). Is the server running? Start one with "
             "`tinker-lightning serve --model tiny`, correct TINKER_BASE_URL, or unset it to train in this process."
         )
 
@@ -194,8 +216,22 @@ class Connection:
         kind = response.headers.get("content-type", "no content type")
         return NotAnApi(
             f"{self.url} is no Tinker server: {response.request.method} {response.url.path} was answered with HTTP "
-            f"{response.status_code} and {kind}: {response.text[:60]!r}. Correct the URL (TINKER_BASE_URL or url=)."
+            f"{response.status_code} and {kind}: {response.text[:60]!r}. {_MEND_URL}"
         )
+
+
+def _check_url(url: str) -> None:
+    try:
+        parsed = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError) as error:
+        raise InvalidInput(f"{url!r} is no address of a server: {error}. Use http://host:port.") from error
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise InvalidInput(f"{url!r} is no address of a server. Use http://host:port.")
+
+
+def _is_json(response: httpx.Response) -> bool:
+    kind: str = response.headers.get("content-type", "")
+    return kind.split(";")[0].strip().endswith("json")
 
 
 def _may_help(response: httpx.Response) -> bool:

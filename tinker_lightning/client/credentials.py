@@ -8,6 +8,7 @@ import binascii
 import time
 from typing import TYPE_CHECKING
 
+from tinker_lightning.errors import InvalidInput
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ class Credentials:
     """What goes into the `X-API-Key` header."""
 
     def __init__(self, api_key: str | None) -> None:
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key == api_key.strip()):
+            raise InvalidInput(
+                "the API key holds white space or signs that no key has. Copy it again, without line breaks or quotes."
+            )
         self.api_key = api_key
         self._exchange: Callable[[], Awaitable[str]] | None = None
         self._token = ""

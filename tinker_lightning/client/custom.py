@@ -2,55 +2,76 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
+import contextlib
 import threading
+import time
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tinker_lightning import custom_loss
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.client.official import to_datums
+from tinker_lightning.client.official import batch, to_datums
+from tinker_lightning.errors import InvalidLoss, OperationFailed, TinkerLightningError
 from tinker_lightning.types import ForwardBackwardOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Sequence
 
     from tinker_lightning.custom_loss import Evaluation, LossFn
     from tinker_lightning.types import Datum
 
     Send: TypeAlias = Callable[[list[Datum]], TinkerFuture[ForwardBackwardOutput]]
 
+OPERATION = "forward_backward_custom"
+
 
 class CustomLosses:
     """The custom losses of one model that wait to be evaluated. What they are sent with is the client's own.
 
     Args:
+        model_id: The model.
         forward: Sends a forward pass of the surrogate loss.
         backward: Sends its forward-backward pass.
     """
 
-    def __init__(self, forward: Send, backward: Send) -> None:
+    def __init__(self, model_id: str, forward: Send, backward: Send) -> None:
+        self._model_id = model_id
         self._forward = forward
         self._backward = backward
         self._waiting: list[CustomLossFuture] = []
+        # Held while losses run, so that a step on another thread does not overtake their backwards.
+        self._lock = threading.RLock()
 
     def add(self, data: Sequence[Any], loss_fn: LossFn) -> CustomLossFuture:
         """Sends the forward of a loss."""
-        given = list(data)
+        if not callable(loss_fn):
+            raise InvalidLoss(f"loss_fn must be a function of (data, logprobs), got {type(loss_fn).__name__}")
+        given = batch(data)
         datums = to_datums(given)
-        future = CustomLossFuture(
-            given, datums, loss_fn, self._forward(custom_loss.forward_datums(datums)), self._backward
-        )
-        self._waiting.append(future)
+        forward = self._forward(custom_loss.forward_datums(datums))
+        future = CustomLossFuture(self._model_id, given, datums, loss_fn, forward, self._backward)
+        with self._lock:
+            self._waiting.append(future)
         return future
 
     def flush(self) -> None:
-        """Evaluates the losses that wait, then sends their backwards: all of them, or none."""
-        waiting, self._waiting = [future for future in self._waiting if not future.was_sent], []
-        for future in waiting:
-            future.evaluate()
-        for future in waiting:
-            future.send()
+        """Evaluates the losses that wait, then sends their backwards: all of them, or none if one fails.
+
+        What it raises for a loss that fails is that loss's failure, and the others are given up. An interrupt leaves
+        everything as it was, to be flushed again.
+        """
+        with self._lock:
+            self._waiting = [future for future in self._waiting if not future.is_settled]
+            for future in self._waiting:
+                future.evaluate()
+                if future.failed:
+                    given_up, self._waiting = self._waiting, []
+                    for other in given_up:
+                        other.give_up()
+                    future.result()
+            for future in self._waiting:
+                future.send()
+            self._waiting = []
 
 
 class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
@@ -62,6 +83,7 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
 
     def __init__(
         self,
+        model_id: str,
         data: list[Any],
         datums: list[Datum],
         loss_fn: LossFn,
@@ -70,82 +92,99 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
     ) -> None:
         self._settled: concurrent.futures.Future[ForwardBackwardOutput] = concurrent.futures.Future()
         self._settled.set_running_or_notify_cancel()
-        super().__init__(self._settled, "forward_backward_custom")
+        super().__init__(self._settled, f"{OPERATION} of {model_id}")
+        self._model_id = model_id
         self._data = data
         self._datums = datums
         self._loss_fn = loss_fn
-        self._forward = forward
         self._send_backward = send
         self._evaluation: Evaluation | None = None
         self._sent = False
         self._lock = threading.RLock()
+        # Without a forward there will be no loss: whoever uses the client next learns it.
+        self._forward = forward.then(lambda output: output)
+        self._forward._source.add_done_callback(self._settle_failure)
 
     @property
-    def was_sent(self) -> bool:
-        """Whether there is nothing left to do here: the backward is on its way, or the loss has failed."""
+    def comes_by_itself(self) -> bool:
+        """Whether the backward is on its way."""
         return self._sent
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is nothing left to do for a step: the backward is on its way, or its failure is known."""
+        return self._sent or (self.failed and self.was_read)
+
     def evaluate(self, timeout: float | None = None) -> None:
-        """Waits for the log-probabilities and runs the loss; whatever it raises is also what `.result()` raises."""
+        """Waits for the log-probabilities and runs the loss; if it fails, that is the future's outcome."""
+        self._forward.wait(timeout)
         with self._lock:
-            if self._evaluation is not None or self._sent:
+            if self._settle_failure(self._forward._source) or self._evaluation is not None or self.done():
                 return
-            output = self._fail_with(lambda: self._forward.result(timeout))
-            self._run(output)
+            try:
+                leaves = custom_loss.leaves(self._forward.result(), self._datums)
+                self._evaluation = custom_loss.evaluate(self._loss_fn, self._data, leaves)
+            except Exception as error:
+                if isinstance(error, TinkerLightningError) and error.operation is None:
+                    error.operation, error.model_id = OPERATION, self._model_id
+                self._fail(error)
 
     def send(self) -> None:
         """Sends the backward of a loss that was evaluated."""
         with self._lock:
-            if self._sent:
-                return
             evaluation = self._evaluation
-            assert evaluation is not None  # noqa: S101  # evaluate() comes first
+            if self._sent or evaluation is None or self.done():
+                return
             self._sent = True
-            backward = self._fail_with(
-                lambda: self._send_backward(custom_loss.linear_datums(self._datums, evaluation.gradients))
-            )
+            try:
+                linear = custom_loss.linear_datums(self._datums, evaluation.gradients)
+                backward = self._send_backward(linear)
+            except Exception as error:
+                self._fail(error)
+                return
         merged = backward.then(lambda output: custom_loss.with_metrics(output, evaluation))
         merged._source.add_done_callback(self._settle)
 
-    def result(self, timeout: float | None = None) -> ForwardBackwardOutput:
-        """The result; evaluates the loss if that has not happened yet."""
-        if not self._sent:
+    def give_up(self) -> None:
+        """Settles a loss that is not to be sent, because another one of its step failed."""
+        with self._lock:
+            if self._sent or self.done():
+                return
+            self.was_read = True  # the failure of the other one is what is raised
+            self._fail(
+                OperationFailed(
+                    f"{self.operation}: not sent, for another loss of the same step failed. Mend that one, and call "
+                    "this one again too."
+                )
+            )
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for the result; evaluates the loss if that has not happened yet."""
+        started = time.monotonic()
+        if not (self._sent or self.done()):
             self.evaluate(timeout)
             self.send()
-        return super().result(timeout)
+        super().wait(None if timeout is None else max(0.0, timeout - (time.monotonic() - started)))
 
-    def __await__(self) -> Generator[Any, None, ForwardBackwardOutput]:
-        return self._resolve().__await__()
-
-    async def _resolve(self) -> ForwardBackwardOutput:
-        if not self._sent and self._evaluation is None:
-            await self._forward
-            self.evaluate()  # on this thread, the caller's; the log-probabilities are here
-        if not self._sent:
+    async def arrival(self) -> None:
+        """Waits as `wait` does; the loss runs on the thread of the event loop that awaits it."""
+        if not (self._sent or self.done()):
+            await self._forward.arrival()
+            self.evaluate()
             self.send()
-        return await self._wait()
-
-    def _run(self, output: ForwardBackwardOutput) -> None:
-        def run() -> Evaluation:
-            return custom_loss.evaluate(self._loss_fn, self._data, custom_loss.leaves(output, self._datums))
-
-        self._evaluation = self._fail_with(run)
-
-    def _fail_with(self, action: Callable[[], Any]) -> Any:
-        try:
-            return action()
-        except (TimeoutError, KeyboardInterrupt, asyncio.CancelledError):
-            raise
-        except BaseException as error:
-            self._sent = True
-            if not self._settled.done():
-                self._settled.set_exception(error)
-            self.was_read = True
-            raise
+        await super().arrival()
 
     def _settle(self, source: concurrent.futures.Future[ForwardBackwardOutput]) -> None:
+        if not self._settle_failure(source):
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                self._settled.set_result(source.result())
+
+    def _settle_failure(self, source: concurrent.futures.Future[ForwardBackwardOutput]) -> bool:
         error = source.exception()
         if error is not None:
+            self._fail(error)
+        return error is not None
+
+    def _fail(self, error: BaseException) -> None:
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
             self._settled.set_exception(error)
-        else:
-            self._settled.set_result(source.result())

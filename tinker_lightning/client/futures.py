@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import os
 import threading
-from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tinker_lightning.errors import ResultTimeout
+from tinker_lightning.errors import ClientClosed, ClientForked, ResultTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -29,6 +30,7 @@ class TinkerFuture(Generic[T]):
         self.operation = operation
         self.was_read = False
         self._source = source
+        self._pid = os.getpid()
 
     def result(self, timeout: float | None = None) -> T:
         """The result, waiting for it if need be.
@@ -37,73 +39,98 @@ class TinkerFuture(Generic[T]):
             ResultTimeout: If it does not come within `timeout` seconds. The operation goes on; ask again.
             TinkerLightningError: Whatever made the operation fail.
         """
+        self.wait(timeout)
+        return self._outcome()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What made the operation fail, or None; reading it counts as having read the failure."""
+        self.wait(timeout)
         try:
-            value = self._source.result(timeout)
-        except concurrent.futures.TimeoutError:
-            if self._source.done():
-                self.was_read = True
-                raise
+            self._outcome()
+        except BaseException as error:
+            return error
+        return None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until the result, or a failure, is there.
+
+        Raises:
+            ResultTimeout: If that takes longer than `timeout` seconds.
+        """
+        if self.done():
+            return
+        if os.getpid() != self._pid:
+            raise ClientForked(
+                f"{self.operation}: its result comes to the process that asked for it, not to this fork of it. Wait "
+                "for it there, or make a new client here."
+            )
+        concurrent.futures.wait([self._source], timeout)
+        if not self.done():
             raise ResultTimeout(
                 f"{self.operation}: no result within {timeout} s. It still runs: call .result() again, with more time."
-            ) from None
-        except BaseException:
-            self.was_read = self._source.done()
-            raise
-        self.was_read = True
-        return value
+            )
 
     def done(self) -> bool:
         """Whether the result, or a failure, is there."""
         return self._source.done()
 
     @property
-    def was_sent(self) -> bool:
+    def comes_by_itself(self) -> bool:
         """Whether the result comes without anybody here doing anything more."""
         return True
 
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What made the operation fail, or None; reading it counts as having read the failure."""
-        try:
-            self.result(timeout)
-        except ResultTimeout:
-            raise
-        except BaseException as error:
-            if not self._source.done():
-                raise
-            return error
-        return None
+    @property
+    def failed(self) -> bool:
+        """Whether a failure is there."""
+        return self._source.done() and (self._source.cancelled() or self._source.exception() is not None)
 
     def __await__(self) -> Generator[Any, None, T]:
-        return self._wait().__await__()
+        return self._resolve().__await__()
 
-    async def _wait(self) -> T:
-        # Shielded: whoever stops waiting must not cancel an operation that the server carries out anyway.
-        try:
-            value = await asyncio.shield(asyncio.wrap_future(self._source))
-        finally:
-            self.was_read = self._source.done()
-        return value
+    async def _resolve(self) -> T:
+        await self.arrival()
+        return self._outcome()
+
+    async def arrival(self) -> None:
+        """Waits as `wait` does. Whoever is cancelled meanwhile cancels nothing else: the server carries it out."""
+        if self.done():
+            return
+        loop = asyncio.get_running_loop()
+        woken = asyncio.Event()
+
+        def wake(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # that loop was closed, and nobody waits there any more
+                loop.call_soon_threadsafe(woken.set)
+
+        self._source.add_done_callback(wake)
+        await woken.wait()
 
     def then(self, change: Callable[[T], U]) -> TinkerFuture[U]:
         """The same result in another form."""
         changed: concurrent.futures.Future[U] = concurrent.futures.Future()
         changed.set_running_or_notify_cancel()
 
-        def forward(source: concurrent.futures.Future[T]) -> None:
+        def settle(_: object) -> None:
             try:
-                changed.set_result(change(source.result()))
+                changed.set_result(change(self._outcome()))
             except BaseException as error:
                 changed.set_exception(error)
 
-        self._source.add_done_callback(forward)
+        self._source.add_done_callback(settle)
         return TinkerFuture(changed, self.operation)
+
+    def _outcome(self) -> T:
+        self.was_read = True
+        if self._source.cancelled():
+            raise ClientClosed(f"{self.operation}: the client was closed before the result came")
+        return self._source.result()
 
 
 class Unread:
-    """Futures whose failure nobody has seen yet; the client raises it at its next use."""
+    """The futures of a client whose failure nobody has seen yet; it is raised at the client's next use."""
 
     def __init__(self) -> None:
-        self._futures: deque[TinkerFuture[Any]] = deque()
+        self._futures: list[TinkerFuture[Any]] = []
         self._lock = threading.Lock()
 
     def add(self, future: TinkerFuture[Any]) -> None:
@@ -114,20 +141,29 @@ class Unread:
     def wait(self) -> None:
         """Waits until all that was sent is done, whatever comes of it."""
         with self._lock:
-            sources = [future._source for future in self._futures if future.was_sent]
+            sources = [future._source for future in self._futures if future.comes_by_itself]
         concurrent.futures.wait(sources)
 
     def raise_first(self) -> None:
-        """Raises the first failure that nobody has read, and forgets the futures that are settled."""
-        failed: BaseException | None = None
+        """Raises the first failure that nobody has read."""
         with self._lock:
-            for _ in range(len(self._futures)):
-                future = self._futures.popleft()
-                if not future.done():
-                    self._futures.append(future)
-                elif failed is None and not future.was_read:
-                    failed = future.exception()
-                elif not future.was_read and future._source.exception() is not None:
-                    self._futures.append(future)
-        if failed is not None:
-            raise failed
+            failed = self._forget_settled()
+        if failed:
+            failed[0].result()
+
+    def take_failures(self) -> list[BaseException]:
+        """All failures that nobody has read."""
+        with self._lock:
+            return [error for future in self._forget_settled() if (error := future.exception()) is not None]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is under way and no failure is left."""
+        with self._lock:
+            self._forget_settled()
+            return not self._futures
+
+    def _forget_settled(self) -> list[TinkerFuture[Any]]:
+        """Keeps those that are under way or failed, and returns the failed ones."""
+        self._futures = [f for f in self._futures if not f.done() or (f.failed and not f.was_read)]
+        return [future for future in self._futures if future.done()]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from tinker_lightning.errors import ClientClosed
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
-    from concurrent.futures import Future
 
 T = TypeVar("T")
 
@@ -17,32 +19,39 @@ class BackgroundLoop:
     """Runs coroutines in the background; they begin in the order in which they were handed over."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tinker-lightning-client", daemon=True)
+        self._lock = threading.Lock()
+        self._closed = False
+        started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        self._thread = threading.Thread(target=_serve, args=[started], name="tinker-lightning-client", daemon=True)
         self._thread.start()
+        self._loop, self._stop = started.result()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts a coroutine from any thread."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Starts a coroutine from any thread.
 
-    @property
-    def is_current_thread(self) -> bool:
-        """Whether this is called on the loop's own thread, where waiting would wait for ever."""
-        return threading.current_thread() is self._thread
+        Raises:
+            ClientClosed: If the loop was closed.
+        """
+        with self._lock:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        raise ClientClosed("this client was closed. Make a new one with connect().")
 
     def close(self) -> None:
         """Cancels what still runs and ends the thread."""
-        if self._loop.is_closed():
-            return
-        self.run(_cancel_others()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if not closed:
+            self._loop.call_soon_threadsafe(self._stop.set)
+        if threading.current_thread() is not self._thread:  # the garbage collector may call this from anywhere
+            self._thread.join()
 
 
-async def _cancel_others() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+def _serve(started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+    async def main() -> None:
+        stop = asyncio.Event()
+        started.set_result((asyncio.get_running_loop(), stop))
+        await stop.wait()
+
+    asyncio.run(main())  # which also cancels what main leaves behind

@@ -26,22 +26,32 @@ if TYPE_CHECKING:
     from tinker_lightning.types import ModelInputChunk
 
 
-def to_datums(data: Sequence[Any]) -> list[Datum]:
+def batch(data: Iterable[Any]) -> list[Any]:
+    """A batch as the caller gave it, as a list.
+
+    Raises:
+        InvalidDatum: If it is a single datum, or empty.
+    """
+    if hasattr(data, "model_input") or not isinstance(data, Iterable):
+        raise InvalidDatum(f"data must be a list of datums, got one {type(data).__name__}; write [datum]")
+    given = list(data)
+    if not given:
+        raise InvalidDatum("data: the batch is empty; pass at least one datum")
+    return given
+
+
+def to_datums(data: Iterable[Any]) -> list[Datum]:
     """A batch of ours or of the SDK's datums as ours.
 
     Raises:
         InvalidDatum: If one is neither, or its fields do not fit each other; names it.
     """
-    if isinstance(data, Datum) or not isinstance(data, Iterable):
-        raise InvalidDatum(f"data must be a list of datums, got one {type(data).__name__}; write [datum]")
     converted = []
-    for i, datum in enumerate(data):
+    for i, datum in enumerate(batch(data)):
         try:
             converted.append(to_datum(datum))
         except InvalidInput as error:
             raise InvalidDatum(f"datum {i}: {error}") from error
-    if not converted:
-        raise InvalidDatum("data: the batch is empty; pass at least one datum")
     return converted
 
 
@@ -84,7 +94,9 @@ def to_adam_params(params: Any) -> AdamParams:
     if isinstance(params, AdamParams):
         return params
     if not hasattr(params, "beta2"):
-        raise InvalidInput(f"optim_step takes AdamParams, got {type(params).__name__}")
+        raise InvalidInput(
+            f"optim_step takes AdamParams, got {type(params).__name__}; write AdamParams(learning_rate=...)"
+        )
     return AdamParams(**{name: getattr(params, name) for name in AdamParams.__slots__ if hasattr(params, name)})
 
 
@@ -93,7 +105,9 @@ def to_sampling_params(params: Any) -> SamplingParams:
     if isinstance(params, SamplingParams):
         return params
     if not hasattr(params, "temperature"):
-        raise InvalidInput(f"sample takes SamplingParams, got {type(params).__name__}")
+        raise InvalidInput(
+            f"sample takes SamplingParams, got {type(params).__name__}; write SamplingParams(max_tokens=...)"
+        )
     values = {name: getattr(params, name) for name in SamplingParams.__slots__ if hasattr(params, name)}
     if isinstance(values.get("stop"), Sequence) and not isinstance(values["stop"], str):
         values["stop"] = list(values["stop"])

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import httpx
 
 from tinker_lightning.client.connection import JSON, PROTOBUF
 from tinker_lightning.errors import (
     InvalidInput,
+    InvalidMessage,
     NotFound,
     OperationFailed,
     ResultExpired,
+    ServerUnreachable,
     TinkerLightningError,
 )
 from tinker_lightning.types import ForwardBackwardOutput, SampleResponse
@@ -22,18 +27,19 @@ from tinker_lightning.wire import json as wire_json
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import httpx
-
     from tinker_lightning.client.session import Session
 
-logger = logging.getLogger("tinker_lightning.client")
-
 T = TypeVar("T")
+
+# What our server calls an operation, where the answer to its submission is already the result.
+REQUEST_ID_HEADER = "x-request-id"
 
 _BINARY: dict[type[Any], Callable[[bytes], Any]] = {
     ForwardBackwardOutput: protobuf.decode_output,
     SampleResponse: protobuf.decode_sample,
 }
+# A server that does not hold a poll until something happens is asked this often at most.
+_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,7 @@ class Operation(Generic[T]):
     """Something to ask of a server.
 
     Args:
+        name: What the user called.
         endpoint: Behind `/api/v1/`.
         body: The encoded request.
         result: What it answers.
@@ -49,15 +56,16 @@ class Operation(Generic[T]):
         content_type: Of the body.
     """
 
+    name: str
     endpoint: str
     body: bytes
     result: type[T]
-    model_id: str = ""
-    seq_id: int = 0
+    model_id: str | None = None
+    seq_id: int | None = None
     content_type: str = JSON
 
     def __str__(self) -> str:
-        return f"{self.endpoint} {self.seq_id} of {self.model_id}" if self.model_id else self.endpoint
+        return self.name if self.model_id is None else f"{self.name} {self.seq_id} of {self.model_id}"
 
 
 async def perform(session: Session, operation: Operation[T], *, on_submitted: Callable[[], None] | None = None) -> T:
@@ -73,31 +81,30 @@ async def perform(session: Session, operation: Operation[T], *, on_submitted: Ca
         finally:
             if on_submitted is not None:
                 on_submitted()
-        answered_itself = session.extensions.submit_and_wait and response.status_code != 408
-        if not answered_itself:
+        request_id = response.headers.get(REQUEST_ID_HEADER, "")
+        if not session.extensions.submit_and_wait or response.status_code == 408:
             request_id = str(session.connection.json(response).get("request_id") or "")
             response = await _fetch(session, operation, request_id)
         return _decode(session, operation, response)
     except TinkerLightningError as error:
         # The same class, so that `except` keeps its meaning, with the operation in front.
         located = type(error)(f"{operation}{request_id and f', request {request_id}'}: {error}")
-        located.operation, located.model_id = operation.endpoint, operation.model_id or None
-        located.seq_id, located.request_id = operation.seq_id or None, request_id or None
+        located.operation, located.model_id = operation.name, operation.model_id
+        located.seq_id, located.request_id = operation.seq_id, request_id or None
         raise located from error
 
 
 async def _submit(session: Session, operation: Operation[Any]) -> httpx.Response:
     wait = session.extensions.submit_and_wait
-    body, headers = (
-        operation.body,
-        {"Content-Type": operation.content_type, "Accept": _accept(operation) if wait else JSON},
-    )
+    body = operation.body
+    headers = {"Content-Type": operation.content_type, "Accept": _accept(operation) if wait else JSON}
     if session.config.proto_compress_fwdbwd and operation.content_type == PROTOBUF:
         body = compression.compress(body)
         headers["Content-Encoding"] = "zstd"
     prefix = "/ext/v1/" if wait else "/api/v1/"
+    understood = _is_receipt if wait else None
     return await session.connection.send(
-        "POST", prefix + operation.endpoint, body, headers=headers, pending=(408,) if wait else ()
+        "POST", prefix + operation.endpoint, body, headers=headers, understood=understood
     )
 
 
@@ -107,36 +114,65 @@ async def _fetch(session: Session, operation: Operation[Any], request_id: str) -
         raise OperationFailed("the server took the request but gave no request_id to fetch its result by")
     body = wire_json.dumps(RetrieveFutureRequest(request_id))
     headers = {"Accept": _accept(operation)}
-    shown = "active"
+    subject = operation.model_id or operation.name
+    quick = 0.01
     while True:
+        asked = time.monotonic()
         try:
             response = await session.connection.send(
-                "POST", "/api/v1/retrieve_future", body, headers=headers, pending=(408, 410)
+                "POST", "/api/v1/retrieve_future", body, headers=headers, understood=_is_expected
             )
         except NotFound as error:
-            raise ResultExpired(f"the server knows nothing of it: {error}") from error
+            raise ResultExpired(f"the server knows nothing of it, or no more: {error}") from error
+        except ServerUnreachable as error:
+            if isinstance(error.__cause__, httpx.ReadTimeout):
+                continue  # a server that holds polls for longer than we wait
+            raise
         if response.status_code == 410:
-            raise ResultExpired("its result is no longer kept")
-        if response.status_code != 408:
-            content = response.headers.get("content-type", "")
-            if PROTOBUF in content or session.connection.json(response).get("type") != "try_again":
-                return response
-        pending = session.connection.json(response) if response.content else {}
+            raise ResultExpired("its result is no longer kept. Repeat the step from the last checkpoint.")
+        pending = _pending(response)
+        if pending is None:
+            session.connection.notices.show(subject, "active")
+            return response
         state = str(pending.get("queue_state") or "active")
-        if state != shown:
-            shown = state
-            reason = pending.get("queue_state_reason") or "no reason given"
-            logger.warning("%s: the server's queue is %s (%s)", operation, state, reason)
+        state = state if state == "active" else f"the server's queue is {state}"
+        session.connection.notices.show(subject, state, str(pending.get("queue_state_reason") or ""))
+        if time.monotonic() - asked < _POLL_SECONDS:
+            await asyncio.sleep(quick)
+            quick = min(2 * quick, _POLL_SECONDS)
 
 
 def _decode(session: Session, operation: Operation[T], response: httpx.Response) -> T:
-    if PROTOBUF in response.headers.get("content-type", ""):
-        decoded: T = _BINARY[operation.result](response.content)
+    if PROTOBUF in response.headers.get("content-type", "") and operation.result in _BINARY:
+        try:
+            decoded: T = _BINARY[operation.result](response.content)
+        except InvalidMessage as error:
+            raise session.connection.not_a_tinker_server(f"the result is broken: {error}") from error
         return decoded
     message = session.connection.json(response)
     if "error" in message:
         raise _failure(message)
-    return wire_json.parse(operation.result, response.content)
+    return session.connection.parse(operation.result, response)
+
+
+def _pending(response: httpx.Response) -> dict[str, Any] | None:
+    """What an answer says that asks to come again; None for a result."""
+    if PROTOBUF in response.headers.get("content-type", ""):
+        return None
+    try:
+        message = wire_json.loads(response.content)
+    except InvalidMessage:
+        message = {}
+    return message if response.status_code == 408 or message.get("type") == "try_again" else None
+
+
+def _is_expected(response: httpx.Response) -> bool:
+    return response.status_code in (408, 410)
+
+
+def _is_receipt(response: httpx.Response) -> bool:
+    """Whether an answer says that the submission was taken, and not only that somebody in between lost patience."""
+    return response.status_code == 408 and bool((_pending(response) or {}).get("request_id"))
 
 
 def _failure(message: dict[str, Any]) -> TinkerLightningError:

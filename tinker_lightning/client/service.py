@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import threading
 import weakref
+from concurrent.futures import CancelledError
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from urllib.parse import urlencode
 
 from tinker_lightning.client import tokenizer
-from tinker_lightning.client.connection import Connection, Patience
+from tinker_lightning.client.connection import Connection
 from tinker_lightning.client.credentials import Credentials
 from tinker_lightning.client.loop import BackgroundLoop
 from tinker_lightning.client.operations import Operation, perform
+from tinker_lightning.client.patience import Patience
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.session import Session, fetch_capabilities
 from tinker_lightning.client.training import TrainingClient
@@ -30,9 +32,10 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from tinker_lightning.client.config import ClientConfig
+    from tinker_lightning.client.futures import Unread
 
 T = TypeVar("T")
+C = TypeVar("C", TrainingClient, SamplingClient)
 
 
 class ServiceClient:
@@ -60,17 +63,21 @@ class ServiceClient:
         self.url = url
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._loop = BackgroundLoop()
         self._connection = Connection(url, Credentials(api_key), transport, patience)
+        self._loop = BackgroundLoop()
         self._session: Session | None = None
         self._closed = False
-        self._on_close = on_close
+        # Also for a client that nobody closes: its threads end with it.
+        self._release = weakref.finalize(self, _release, self._pid, self._loop, on_close)
         self._clients: weakref.WeakSet[TrainingClient | SamplingClient] = weakref.WeakSet()
+        # What the clients that are gone have left unread. Only a queue may be put to by the garbage collector.
+        self._orphans: SimpleQueue[Unread] = SimpleQueue()
+        self._left: list[Unread] = []
 
     def get_server_capabilities(self) -> rs.ServerCapabilities:
         """What the server has."""
-        self.check_usable()
-        return self.run(fetch_capabilities(self._connection)).result()
+        self._check()
+        return self._wait(fetch_capabilities(self._connection))
 
     def create_lora_training_client(
         self,
@@ -83,16 +90,14 @@ class ServiceClient:
         user_metadata: dict[str, str] | None = None,
     ) -> TrainingClient:
         """A new model on a base model; waits until it is there."""
+        self._check()
         config = LoraConfig(rank, seed, train_unembed, train_mlp, train_attn)
         session = self.session
         request = rq.CreateModelRequest(
             session.session_id, self.count("model"), base_model, config, user_metadata, {"type": "adamw"}
         )
-        operation = Operation("create_model", wire_json.dumps(request), CreateModelResponse)
-        created = self.run(perform(session, operation)).result()
-        client = TrainingClient(self, created.model_id)
-        self._clients.add(client)
-        return client
+        operation = Operation("create_model", "create_model", wire_json.dumps(request), CreateModelResponse)
+        return self._known(TrainingClient(self, self._wait(perform(session, operation)).model_id))
 
     def create_training_client_from_state(
         self, path: str, user_metadata: dict[str, str] | None = None
@@ -112,6 +117,7 @@ class ServiceClient:
 
     def create_sampling_client(self, model_path: str | None = None, base_model: str | None = None) -> SamplingClient:
         """A client that samples from saved weights or from a base model."""
+        self._check()
         request = rq.CreateSamplingSessionRequest(
             self.session.session_id, self.count("sampler"), base_model, model_path
         )
@@ -121,15 +127,20 @@ class ServiceClient:
 
     def close(self, status: Literal["success", "errored", "interrupted"] = "success") -> None:
         """Ends the session, and raises the first failure that nobody has read. Closing again does nothing."""
-        with self._lock:
-            if self._closed or os.getpid() != self._pid:
-                return
-            self._closed = True
+        if not self._begin_closing():
+            return
+        failures: list[BaseException] = []
         try:
-            for client in list(self._clients):
-                client.raise_unread(wait=status == "success")
+            for unread in [*self._abandoned(), *(client.unread for client in self._clients)]:
+                if status == "success":
+                    unread.wait()
+                failures += unread.take_failures()
         finally:
-            self._end(status)
+            self._end("errored" if failures else status)
+        if failures:
+            for other in failures[1:]:
+                failures[0].add_note(f"Nor was this failure read: {type(other).__name__}: {other}")
+            raise failures[0]
 
     def __enter__(self) -> Self:
         return self
@@ -139,11 +150,8 @@ class ServiceClient:
     ) -> None:
         if error is None:
             self.close()
-        else:
-            with self._lock:
-                closed, self._closed = self._closed, True
-            if not closed:  # the error that is under way is the one to show
-                self._end("interrupted" if isinstance(error, KeyboardInterrupt) else "errored")
+        elif self._begin_closing():  # the error that is under way is the one to show
+            self._end("interrupted" if isinstance(error, KeyboardInterrupt) else "errored")
 
     # What the clients of this service need of it.
 
@@ -153,13 +161,8 @@ class ServiceClient:
         self.check_usable()
         with self._lock:
             if self._session is None:
-                self._session = self._loop.run(Session.open(self._connection)).result()
+                self._session = self._wait(Session.open(self._connection))
             return self._session
-
-    @property
-    def config(self) -> ClientConfig:
-        """How the server wants its clients to behave."""
-        return self.session.config
 
     def count(self, kind: str) -> int:
         """The next number of a kind in this session."""
@@ -174,24 +177,22 @@ class ServiceClient:
     def call(self, path: str, request: Any, result: type[T]) -> T:
         """A request that is answered at once."""
         self.check_usable()
-        answer = self.run(self._connection.post(path, request)).result()
-        return wire_json.parse(result, wire_json.dumps(answer))
+        return self._wait(self._connection.post(path, request, result))
 
     def fetch(self, path: str, result: type[T]) -> T:
         """Something that is there to be read."""
-        return wire_json.parse(result, wire_json.dumps(self.run(self._connection.get(path)).result()))
+        self.check_usable()
+        return self._wait(self._connection.get(path, result))
 
     def sampling_client(self, sampler_id: str) -> SamplingClient:
         """A client for a sampler that the server has made."""
-        client = SamplingClient(self, sampler_id)
-        self._clients.add(client)
-        return client
+        return self._known(SamplingClient(self, sampler_id))
 
     def tokenizer(self, model_name: str, tokenizer_id: str | None) -> Any:
         """The tokenizer of a model: from the server if it hands it out, else from a folder or the hub."""
         if self.session.extensions.tokenizer_files:
-            found = self.run(self._connection.get(f"/ext/v1/tokenizer?{urlencode({'model': model_name})}")).result()
-            return tokenizer.load_files({name: base64.b64decode(body) for name, body in found["files"].items()})
+            found = self.fetch(f"/ext/v1/tokenizer?{urlencode({'model': model_name})}", tokenizer.TokenizerFiles)
+            return tokenizer.load_files(found.files)
         return tokenizer.load(tokenizer_id or model_name)
 
     def check_usable(self) -> None:
@@ -217,15 +218,58 @@ class ServiceClient:
         }
         return self.create_lora_training_client(info.base_model, info.lora_rank, user_metadata=user_metadata, **parts)
 
+    def _check(self) -> None:
+        """Refuses use after close, and raises what the clients that are gone have left."""
+        self.check_usable()
+        for unread in self._abandoned():
+            unread.raise_first()
+
+    def _known(self, client: C) -> C:
+        self._clients.add(client)
+        weakref.finalize(client, self._orphans.put, client.unread).atexit = False
+        return client
+
+    def _abandoned(self) -> list[Unread]:
+        """What is left of clients that are gone."""
+        with self._lock:
+            while not self._orphans.empty():
+                self._left.append(self._orphans.get())
+            self._left = [unread for unread in self._left if not unread.is_empty]
+            return self._left
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine in the background and waits for it; whoever is interrupted stops it."""
+        future = self._loop.run(coroutine)
+        try:
+            return future.result()
+        except CancelledError:
+            raise ClientClosed("this client was closed meanwhile. Make a new one with connect().") from None
+        finally:
+            future.cancel()
+
+    def _begin_closing(self) -> bool:
+        """Whether it is for the caller to close."""
+        if os.getpid() != self._pid:
+            return False
+        with self._lock:
+            closed, self._closed = self._closed, True
+        return not closed
+
     def _end(self, status: str) -> None:
         try:
-            self._loop.run(self._finish(status)).result(timeout=10)
+            self._wait(self._finish(status))
         finally:
-            self._loop.close()
-            if self._on_close is not None:
-                self._on_close()
+            self._release()
 
     async def _finish(self, status: str) -> None:
         if self._session is not None:
             await self._session.finish(status)
         await self._connection.close()
+
+
+def _release(pid: int, loop: BackgroundLoop, on_close: Callable[[], None] | None) -> None:
+    if os.getpid() != pid:
+        return  # a fork has the threads only on paper
+    loop.close()
+    if on_close is not None:
+        on_close()

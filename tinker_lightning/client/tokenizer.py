@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import hashlib
-import os
+import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinker_lightning.errors import InvalidInput, ModelNotFound
+from tinker_lightning.errors import ModelNotFound, NotATinkerServer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """The files of a tokenizer by their names, as a server hands them out."""
+
+    files: dict[str, bytes]
 
 
 @functools.cache
@@ -37,14 +47,25 @@ def load(tokenizer_id: str) -> Any:
 
 
 def load_files(files: Mapping[str, bytes]) -> Any:
-    """The tokenizer that a server's files make; kept by their content."""
-    digest = hashlib.sha256(b"".join(name.encode() + b"\0" + body for name, body in sorted(files.items()))).hexdigest()
-    folder = Path(tempfile.gettempdir()) / f"tinker-lightning-tokenizers-{os.getuid()}" / digest
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for name, body in files.items():
-        if Path(name).name != name:
-            raise InvalidInput(f"the server sent a tokenizer file with a path for a name: {name!r}")
-        part = folder / f".{name}.{os.getpid()}"
-        part.write_bytes(body)
-        part.replace(folder / name)
+    """The tokenizer that a server's files make; the same one for the same files."""
+    digest = hashlib.sha256()
+    for name, body in sorted(files.items()):
+        if Path(name).name != name or name in ("", ".."):
+            raise NotATinkerServer(f"the server sent a tokenizer file with a path for a name: {name!r}")
+        digest.update(f"{name}\0{len(body)}\0".encode() + body)
+    folder = _folder() / digest.hexdigest()
+    if not folder.exists():
+        part = Path(tempfile.mkdtemp(dir=_folder()))
+        for name, body in files.items():
+            (part / name).write_bytes(body)
+        with contextlib.suppress(OSError):  # another thread was faster
+            part.rename(folder)
     return load(str(folder))
+
+
+@functools.cache
+def _folder() -> Path:
+    """A folder of this process, for tokenizers may read their files later."""
+    folder = Path(tempfile.mkdtemp(prefix="tinker-lightning-tokenizers-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tinker_lightning.types import Datum
 
 T = TypeVar("T")
+F = TypeVar("F", bound=TinkerFuture[Any])
 
 
 class TrainingClient:
@@ -47,10 +48,11 @@ class TrainingClient:
     def __init__(self, service: ServiceClient, model_id: str) -> None:
         self.model_id = model_id
         self._service = service
-        self._unread = Unread()
+        self.unread = Unread()
         self._lock = threading.Lock()
         self._last_number = 0
         self._custom = CustomLosses(
+            model_id,
             lambda data: self._pass(data, SURROGATE, None, forward_only=True),
             lambda data: self._pass(data, SURROGATE, None, forward_only=False),
         )
@@ -62,14 +64,14 @@ class TrainingClient:
     ) -> TinkerFuture[ForwardBackwardOutput]:
         """The log-probabilities of every target, and the loss; no gradient."""
         self._check()
-        return self._pass(official.to_datums(data), loss_fn, loss_fn_config, forward_only=True)
+        return self._watched(self._pass(official.to_datums(data), loss_fn, loss_fn_config, forward_only=True))
 
     def forward_backward(
         self, data: Sequence[Any], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
     ) -> TinkerFuture[ForwardBackwardOutput]:
         """A pass with one of the server's losses; its gradient is added to what waits for the next step."""
         self._check()
-        return self._pass(official.to_datums(data), loss_fn, loss_fn_config, forward_only=False)
+        return self._watched(self._pass(official.to_datums(data), loss_fn, loss_fn_config, forward_only=False))
 
     def forward_backward_custom(self, data: Sequence[Any], loss_fn: LossFn) -> CustomLossFuture:
         """A pass with a loss of one's own: `loss_fn(data, logprobs)` returns a scalar tensor and a dict of metrics.
@@ -78,21 +80,22 @@ class TrainingClient:
         this client's next `optim_step` or save, and the backward is sent then.
         """
         self._check()
-        future = self._custom.add(data, loss_fn)
-        self._unread.add(future)
-        return future
+        return self._watched(self._custom.add(data, loss_fn))
 
     def optim_step(self, optim_params: Any = None) -> TinkerFuture[OptimStepResponse]:
         """A step of AdamW on the gathered gradient.
 
         Custom losses that wait are evaluated first. If one fails, no backward of theirs is sent, the step is not
-        taken, and the error is raised here.
+        taken, and the error is raised here; then all of them have to be called again.
         """
         self._check()
         params = AdamParams() if optim_params is None else official.to_adam_params(optim_params)
         self._custom.flush()
         return self._submit(
-            "optim_step", OptimStepResponse, lambda number: rq.OptimStepRequest(self.model_id, number, params)
+            "optim_step",
+            "optim_step",
+            OptimStepResponse,
+            lambda number: rq.OptimStepRequest(self.model_id, number, params),
         )
 
     def save_state(
@@ -106,6 +109,7 @@ class TrainingClient:
         self._check()
         self._custom.flush()
         return self._submit(
+            "save_state",
             "save_weights",
             SaveWeightsResponse,
             lambda number: rq.SaveWeightsRequest(self.model_id, number, name, ttl_seconds, overwrite, user_metadata),
@@ -127,6 +131,7 @@ class TrainingClient:
         self._custom.flush()
         return self._submit(
             "save_weights_for_sampler",
+            "save_weights_for_sampler",
             SaveWeightsForSamplerResponse,
             lambda number: rq.SaveWeightsForSamplerRequest(
                 self.model_id, number, name, ttl_seconds=ttl_seconds, user_metadata=user_metadata
@@ -142,6 +147,7 @@ class TrainingClient:
         self._custom.flush()
         sampler_number = self._service.count("sampler")
         saved = self._submit(
+            "save_weights_for_sampler",
             "save_weights_for_sampler",
             SaveWeightsForSamplerResponse,
             lambda number: rq.SaveWeightsForSamplerRequest(
@@ -164,16 +170,11 @@ class TrainingClient:
         data = self.get_info().model_data
         return self._service.tokenizer(data.model_name or "", data.tokenizer_id)
 
-    def raise_unread(self, *, wait: bool = False) -> None:
-        """Raises the first failure that nobody has read; with `wait`, of everything that is still under way."""
-        if wait:
-            self._unread.wait()
-        self._unread.raise_first()
-
     def _load(self, path: str, *, optimizer: bool) -> TinkerFuture[LoadWeightsResponse]:
         self._check()
         self._custom.flush()
         return self._submit(
+            "load_state_with_optimizer" if optimizer else "load_state",
             "load_weights",
             LoadWeightsResponse,
             lambda number: rq.LoadWeightsRequest(self.model_id, number, path, optimizer),
@@ -181,7 +182,7 @@ class TrainingClient:
 
     def _check(self) -> None:
         self._service.check_usable()
-        self._unread.raise_first()
+        self.unread.raise_first()
 
     def _pass(
         self,
@@ -191,44 +192,44 @@ class TrainingClient:
         *,
         forward_only: bool,
     ) -> TinkerFuture[ForwardBackwardOutput]:
-        config = self._service.config
-        chunks = chunking.split(data, config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count)
+        session = self._service.session
+        name = "forward" if forward_only else "forward_backward"
+        limits = session.config.fwdbwd_max_chunk_len, session.config.fwdbwd_max_chunk_bytes_count
+        chunks = chunking.split(data, *limits)
         settings = dict(loss_fn_config or {})
 
-        def encode(number: int, chunk: list[Datum]) -> bytes:
+        def operation(number: int, chunk: list[Datum]) -> Operation[ForwardBackwardOutput]:
             request = rq.ForwardBackwardRequest(self.model_id, number, chunk, loss_fn, settings, forward_only)
-            return protobuf.encode_forward_backward(request)
+            body = protobuf.encode_forward_backward(request)
+            return Operation(name, "forward_backward", body, ForwardBackwardOutput, self.model_id, number, PROTOBUF)
 
         with self._lock:
-            operations = [
-                Operation(
-                    "forward_backward",
-                    encode(self._last_number + 1 + i, chunk),
-                    ForwardBackwardOutput,
-                    self.model_id,
-                    self._last_number + 1 + i,
-                    PROTOBUF,
-                )
-                for i, chunk in enumerate(chunks)
-            ]
-            return self._start(operations, chunking.combine)
+            first = self._last_number + 1
+            operations = [operation(number, chunk) for number, chunk in enumerate(chunks, first)]
+            return self._start(session, operations, chunking.combine)
 
-    def _submit(self, endpoint: str, result: type[T], request: Callable[[int], Any]) -> TinkerFuture[T]:
+    def _submit(self, name: str, endpoint: str, result: type[T], request: Callable[[int], Any]) -> TinkerFuture[T]:
+        session = self._service.session
         with self._lock:
             number = self._last_number + 1
-            operation = Operation(endpoint, wire_json.dumps(request(number)), result, self.model_id, number)
-            return self._start([operation], lambda results: results[0])
+            operation = Operation(name, endpoint, wire_json.dumps(request(number)), result, self.model_id, number)
+            future = self._start(session, [operation], lambda results: results[0])
+        return self._watched(future)
 
-    def _start(self, operations: list[Operation[T]], combine: Callable[[list[T]], T]) -> TinkerFuture[T]:
+    def _start(
+        self, session: Session, operations: list[Operation[T]], combine: Callable[[list[T]], T]
+    ) -> TinkerFuture[T]:
         """Hands over operations that were numbered and encoded under the lock, so that none is lost or overtaken."""
-        session = self._service.session  # before they are counted: a client that was closed uses no number
         self._last_number += len(operations)
-        label = str(operations[0])
-        future = TinkerFuture(self._service.run(self._run(session, operations, combine)), label)
-        self._unread.add(future)
+        return TinkerFuture(self._service.run(self._run(session, operations, combine)), str(operations[0]))
+
+    def _watched(self, future: F) -> F:
+        """A future that the user gets; its failure is raised at the next call if nobody reads it."""
+        self.unread.add(future)
         return future
 
     async def _run(self, session: Session, operations: list[Operation[T]], combine: Callable[[list[T]], T]) -> T:
+        # The session is given, not looked up: what was submitted before `close()` is still sent.
         if session.config.parallel_fwdbwd_chunks:
             return combine(list(await asyncio.gather(*(perform(session, operation) for operation in operations))))
         results = []

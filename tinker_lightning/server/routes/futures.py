@@ -50,10 +50,13 @@ def answer_receipt(submit: Submit) -> Endpoint:
 
 
 def answer_result(submit: Submit) -> Endpoint:
-    """The shorter way: the answer is what fetching would answer."""
+    """The shorter way: the answer is what fetching would answer, and a header names it as a receipt would."""
 
     async def endpoint(request: Request) -> Response:
-        return await _result(request, (await submit(request)).operation)
+        operation = (await submit(request)).operation
+        response = await _result(request, operation)
+        response.headers["x-request-id"] = operation.request_id
+        return response
 
     return endpoint
 

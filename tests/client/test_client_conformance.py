@@ -1,0 +1,454 @@
+"""What a training backend does, the same on every one: our client on its three ways, and the official SDK's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from tests.client.conftest import DATA, TEXTS, csr, policy, top_k
+from tinker import types as sdk
+
+from tinker_lightning import AdamParams, Datum, ModelInput, SamplingParams, TensorData
+from tinker_lightning.client import TrainingBackend
+from tinker_lightning.errors import (
+    InvalidDatum,
+    InvalidInput,
+    InvalidLoss,
+    LossNotFinite,
+    LossNotScalar,
+    LossNotTensor,
+    LossWithoutGradient,
+    ResultTimeout,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.client.conftest import Backend
+    from torch import Tensor
+
+POLICY = [policy(text, seed) for seed, text in enumerate(TEXTS)]
+MASKED = [policy(text, seed, sequence_ratio_mask=np.ones(len(text) - 1)) for seed, text in enumerate(TEXTS)]
+THRESHOLDS = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
+LOSSES: dict[str, tuple[list[Datum], dict[str, float | str] | None]] = {
+    "cross_entropy": (DATA, None),
+    "importance_sampling": (POLICY, None),
+    "ppo": (POLICY, {**THRESHOLDS}),
+    "cispo": (POLICY, {**THRESHOLDS}),
+    "dro": (POLICY, {"beta": 0.05}),
+    "gspo": (MASKED, {**THRESHOLDS}),
+}
+FAST = AdamParams(learning_rate=1e-2)
+
+
+def nll(_: list[Any], logprobs: list[Tensor]) -> tuple[Tensor, dict[str, Any]]:
+    loss = -torch.cat([each.flatten() for each in logprobs]).sum()
+    return loss, {"nll": loss}
+
+
+def test_it_is_a_training_backend(backend: Backend) -> None:
+    assert isinstance(backend.model(), TrainingBackend)
+
+
+def test_forward_gives_one_tensor_per_datum(backend: Backend) -> None:  # R1.1
+    output = backend.model().forward(DATA, "cross_entropy").result()
+    logprobs = [each["logprobs"] for each in output.loss_fn_outputs]
+    assert [each.shape for each in logprobs] == [[len(text) - 1] for text in TEXTS]
+    assert {each.dtype for each in logprobs} == {"float32"}
+    assert output.metrics["loss:sum"] == pytest.approx(-sum(each.to_numpy().sum() for each in logprobs), rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_each_built_in_loss_trains(backend: Backend, loss: str) -> None:
+    data, config = LOSSES[loss]
+    model = backend.model()
+    before = model.forward_backward(data, loss, config)
+    step = model.optim_step(AdamParams(learning_rate=1e-3))
+    after = model.forward(data, loss, config)
+    assert step.result().metrics["grad_norm"] > 0
+    assert "loss:sum" in before.result().metrics
+    assert _goodness(data, after.result()) > _goodness(data, before.result())
+
+
+def _goodness(data: list[Datum], output: Any) -> float:
+    """What every built-in loss raises: the log-probabilities of good tokens, by how good they are."""
+    wanted = [each.loss_fn_inputs.get("advantages") or each.loss_fn_inputs["weights"] for each in data]
+    got = [each["logprobs"] for each in output.loss_fn_outputs]
+    return sum(float(w.to_numpy() @ g.to_numpy()) for w, g in zip(wanted, got, strict=True))
+
+
+def test_a_custom_loss_sees_the_callers_datums_and_one_leaf_for_each(backend: Backend) -> None:  # R1.1, R1.2
+    seen: list[Any] = []
+
+    def loss(data: list[Any], logprobs: list[Tensor]) -> tuple[Tensor, dict[Any, Any]]:
+        seen.extend([*data, *logprobs])
+        return torch.cat(logprobs).mean(), {}
+
+    model = backend.model()
+    model.forward_backward_custom(DATA, loss).result()
+    assert all(given is got for given, got in zip(DATA, seen[:3], strict=True))
+    assert [leaf.shape for leaf in seen[3:]] == [(len(text) - 1,) for text in TEXTS]
+    assert all(leaf.is_leaf and leaf.requires_grad and leaf.dtype == torch.float32 for leaf in seen[3:])
+    expected = [each["logprobs"].tolist() for each in model.forward(DATA, "cross_entropy").result().loss_fn_outputs]
+    assert [leaf.tolist() for leaf in seen[3:]] == expected
+
+
+def test_metrics_of_a_custom_loss_are_merged_as_strings_and_floats(backend: Backend) -> None:  # R1.6, R1.7
+    def loss(_: list[Any], logprobs: list[Tensor]) -> tuple[Tensor, dict[Any, Any]]:
+        value = logprobs[0].mean() * 3
+        return value, {"t": value, 7: 2, "n": np.float32(0.5), "flag": True}
+
+    output = backend.model().forward_backward_custom(DATA, loss).result()
+    metrics = output.metrics
+    assert [len(each["logprobs"]) for each in output.loss_fn_outputs] == [len(text) - 1 for text in TEXTS]
+    assert (metrics["7"], metrics["n"], metrics["flag"]) == (2.0, 0.5, 1.0)
+    assert all(type(name) is str and type(value) is float for name, value in metrics.items())
+    assert (
+        metrics["loss:sum"]
+        == metrics["t"]
+        == pytest.approx(3 * output.loss_fn_outputs[0]["logprobs"].to_numpy().mean())
+    )
+    assert metrics["surrogate_loss:sum"] == pytest.approx(metrics["loss:sum"], rel=1e-5)  # the loss is linear
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_several_targets_per_position_keep_their_shape(backend: Backend, sparse: bool) -> None:  # R1.1, R1.4
+    data = [top_k(text, sparse=sparse) for text in TEXTS]
+    del data[1].loss_fn_inputs["weights"]  # a custom loss needs none
+    shapes: list[Any] = []
+
+    def distill(given: list[Datum], logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+        shapes.extend(list(each.shape) for each in logprobs)
+        wanted = torch.tensor([0.75, 0.25, 0.0, 0.0])
+        return -sum((wanted * each).sum() for each in logprobs), {}  # type: ignore[return-value]
+
+    model, built_in = backend.model(), backend.model()
+    output = model.forward_backward_custom(data, distill).result()
+    assert shapes == [[len(text) - 1, 4] for text in TEXTS]
+    assert [each["logprobs"].shape for each in output.loss_fn_outputs] == shapes
+    built_in.forward_backward([top_k(text, sparse=not sparse) for text in TEXTS], "cross_entropy").result()
+    assert backend.bits(model) == backend.bits(built_in)
+
+
+def test_custom_and_built_in_losses_with_the_same_mathematics_give_the_same_update(backend: Backend) -> None:  # R1.11
+    custom, built_in = backend.model(), backend.model()
+    start = backend.bits(custom)
+    for _ in range(3):
+        custom.forward_backward_custom(DATA, nll)
+        built_in.forward_backward(DATA, "cross_entropy")
+        custom.optim_step(FAST).result()
+        built_in.optim_step(FAST).result()
+    assert backend.bits(custom) == backend.bits(built_in) != start
+
+
+def test_custom_calls_accumulate_until_the_step(backend: Backend) -> None:  # R0.4, R4.4
+    together, apart = backend.model(), backend.model()
+    together.forward_backward_custom(DATA, nll)
+    futures = [apart.forward_backward_custom([each], nll) for each in DATA]
+    norms = [model.optim_step(FAST).result().metrics["grad_norm"] for model in (together, apart)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    values = [future.result().metrics["nll"] for future in futures]
+    assert sum(values) == pytest.approx(
+        -_goodness(DATA, backend.model().forward(DATA, "cross_entropy").result()), rel=1e-5
+    )
+    assert backend.kinds(apart) == ["forward"] * 3 + ["forward_backward"] * 3 + ["optim_step"]
+
+
+def test_a_step_clears_the_gradient_and_reports(backend: Backend) -> None:
+    model = backend.model()
+    model.forward_backward(DATA, "cross_entropy")
+    first, second = (model.optim_step(AdamParams(learning_rate=0.25)).result().metrics for _ in range(2))
+    assert first["grad_norm"] > 0
+    assert second["grad_norm"] == 0
+    assert first["learning_rate"] == 0.25
+
+
+def test_numbers_advance_with_every_request_and_none_is_reused(backend: Backend) -> None:  # R1.8
+    model = backend.model()
+    model.forward(DATA, "cross_entropy")
+    model.forward_backward_custom(DATA, nll)
+    model.optim_step(FAST)
+    model.get_info()
+    model.save_state("numbers")
+    model.forward_backward(DATA, "cross_entropy").result()
+    expected = ["forward", "forward", "forward_backward", "optim_step", "save_weights", "forward_backward"]
+    assert backend.kinds(model) == expected
+
+
+def test_resuming_with_the_optimizer_is_bit_equal_to_not_stopping(backend: Backend) -> None:
+    def train(model: Any) -> None:
+        for _ in range(2):
+            model.forward_backward(DATA, "cross_entropy")
+            model.optim_step(FAST)
+
+    going_on, loading = backend.model(), backend.model(seed=2)
+    train(going_on)
+    saved = going_on.save_state("middle", ttl_seconds=3600, user_metadata={"by": "us"}).result().path
+    train(going_on)
+    resumed, anew = backend.resumed(saved, optimizer=True), backend.resumed(saved, optimizer=False)
+    loading.load_state_with_optimizer(saved)
+    for model in (resumed, anew, loading):
+        train(model)
+        model.get_info()
+    for model in (going_on, resumed, anew, loading):
+        model.optim_step(AdamParams(learning_rate=0.0)).result()
+    assert backend.bits(resumed) == backend.bits(going_on) == backend.bits(loading)
+    assert backend.bits(anew) != backend.bits(going_on)
+    assert loading.load_state(saved).result().path == saved
+    assert (
+        loading.forward(DATA, "cross_entropy").result()
+        == backend.resumed(saved, optimizer=False).forward(DATA, "cross_entropy").result()
+    )
+
+
+def test_samplers_keep_the_weights_they_were_made_of(backend: Backend) -> None:
+    model = backend.model()
+    prompt, greedy = ModelInput.from_ints(list(b"hello")), SamplingParams(max_tokens=4, temperature=0.0, stop=[])
+    base = backend.sampler(base_model="tiny")
+    for _ in range(5):
+        model.forward_backward(DATA, "cross_entropy")
+        model.optim_step(FAST)
+    named = backend.sampler(model_path=model.save_weights_for_sampler("kept").result().path)
+    also_named = model.save_weights_and_get_sampling_client("also-kept")
+    unnamed = model.save_weights_and_get_sampling_client()
+    scores = unnamed.compute_logprobs(prompt).result()
+    model.forward_backward(DATA, "cross_entropy")
+    model.optim_step(FAST).result()
+    assert scores[0] is None
+    assert all(type(score) is float for score in scores[1:])
+    for same in (named, also_named, unnamed):
+        assert same.compute_logprobs(prompt).result() == scores
+    assert base.compute_logprobs(prompt).result() != scores
+    response = unnamed.sample(prompt, 2, greedy, include_prompt_logprobs=True).result()
+    assert response.prompt_logprobs == scores
+    assert [len(each.tokens) for each in response.sequences] == [4, 4]
+    assert [len(each.logprobs or []) for each in response.sequences] == [4, 4]
+    assert {each.stop_reason for each in response.sequences} == {"length"}
+    assert named.sample(prompt, 1, greedy).result().sequences[0].tokens == response.sequences[0].tokens
+
+
+def test_a_model_says_what_it_is_and_leads_to_its_tokenizer(backend: Backend) -> None:
+    model = backend.model(rank=5)
+    info = model.get_info()
+    assert (info.model_id, info.model_data.model_name, info.lora_rank) == (model.model_id, "tiny", 5)
+    assert model.get_tokenizer().encode("hé") == list("hé".encode())
+    assert backend.sampler(base_model="tiny").get_tokenizer().encode("hi") == [104, 105]
+
+
+def test_objects_of_the_official_sdk_are_taken_wherever_ours_are(backend: Backend) -> None:  # R5.4
+    def theirs(ours: Datum) -> sdk.Datum:
+        inputs: Any = {name: torch.from_numpy(tensor.to_numpy()) for name, tensor in ours.loss_fn_inputs.items()}
+        tokens = [int(token) for token in ours.model_input.to_ints()]
+        return sdk.Datum(model_input=sdk.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+
+    seen: list[Any] = []
+
+    def loss(data: list[Any], logprobs: list[Tensor]) -> tuple[Tensor, dict[str, Any]]:
+        seen.extend(data)
+        return nll(data, logprobs)
+
+    ours, sdks = backend.model(), backend.model()
+    # One of several targets per position, which the SDK makes sparse by itself.
+    batch = [*DATA, top_k(TEXTS[1], sparse=False)]
+    params: dict[str, Any] = {"learning_rate": 0.01, "beta1": 0.8, "weight_decay": 0.1, "grad_clip_norm": 0.5}
+    ours_out = ours.forward_backward(batch, "cross_entropy").result()
+    sdks_out = sdks.forward_backward([theirs(each) for each in batch], "cross_entropy").result()
+    given = [theirs(each) for each in DATA]
+    ours.forward_backward_custom(DATA, nll)
+    sdks.forward_backward_custom(given, loss)
+    ours.optim_step(AdamParams(**params)).result()
+    sdks.optim_step(sdk.AdamParams(**params)).result()
+    assert all(got is datum for got, datum in zip(seen, given, strict=True))
+    assert ours_out == sdks_out
+    assert backend.bits(ours) == backend.bits(sdks)
+    sampler = ours.save_weights_and_get_sampling_client()
+    settings: dict[str, Any] = {"max_tokens": 3, "seed": 5, "temperature": 0.7, "stop": [0]}
+    ids = list(b"hello")
+    first = sampler.sample(ModelInput.from_ints(ids), 2, SamplingParams(**settings)).result()
+    second = sampler.sample(sdk.ModelInput.from_ints(ids), 2, sdk.SamplingParams(**settings)).result()
+    assert first == second
+    assert (
+        sampler.compute_logprobs(sdk.ModelInput.from_ints(ids)).result()
+        == sampler.compute_logprobs(ModelInput.from_ints(ids)).result()
+    )
+
+
+def test_futures_are_awaited_from_any_event_loop(backend: Backend) -> None:
+    model = backend.model()
+    plain, custom = model.forward(DATA, "cross_entropy"), model.forward_backward_custom(DATA, nll)
+
+    async def both() -> tuple[Any, Any]:
+        first, second = await asyncio.gather(_awaited(custom), _awaited(plain))
+        return first, second
+
+    once, again = asyncio.run(both()), asyncio.run(both())
+    assert once == again == (custom.result(), plain.result())
+    assert plain.done()
+    assert plain.exception() is None
+    step = asyncio.run(_awaited(model.optim_step(FAST)))
+    assert step.metrics["grad_norm"] > 0
+    assert backend.kinds(model) == ["forward", "forward", "forward_backward", "optim_step"]
+
+
+async def _awaited(future: Any) -> Any:
+    return await future
+
+
+def test_a_timeout_loses_nothing(backend: Backend) -> None:
+    model = backend.model()
+    futures = [model.forward(DATA * 20, "cross_entropy") for _ in range(3)]
+    with pytest.raises(ResultTimeout, match="call .result\\(\\) again"):
+        futures[-1].result(timeout=0.0001)
+    assert len(futures[-1].result(timeout=60).loss_fn_outputs) == 60
+
+
+def _datum(tokens: list[int], targets: list[int]) -> Datum:
+    return Datum(ModelInput.from_ints(tokens), {"target_tokens": targets, "weights": [1.0] * len(targets)})
+
+
+def _sdk_datum(tokens: list[int], **inputs: list[float]) -> sdk.Datum:
+    named: Any = inputs
+    return sdk.Datum(model_input=sdk.ModelInput.from_ints(tokens), loss_fn_inputs=named)
+
+
+MISTAKES: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "a token that is not in the vocabulary": (
+        lambda model: model.forward_backward([DATA[0], _datum([97], [9999])], "cross_entropy").result(),
+        InvalidInput,
+        r"datum 1: target_tokens.*9999",
+    ),
+    "the same in a custom loss": (
+        lambda model: model.forward_backward_custom([DATA[0], _datum([97], [9999])], nll).result(),
+        InvalidInput,
+        r"datum 1: target_tokens.*9999",
+    ),
+    "a loss that is not known": (
+        lambda model: model.forward(DATA, "no_such_loss").result(),
+        InvalidInput,
+        "'no_such_loss' is not known here",
+    ),
+    "an input that is missing": (
+        lambda model: model.forward_backward(DATA, "ppo").result(),
+        InvalidInput,
+        "datum 0: ",
+    ),
+    "an empty batch": (lambda model: model.forward([], "cross_entropy"), InvalidDatum, "pass at least one datum"),
+    "an empty batch of a custom loss": (
+        lambda model: model.forward_backward_custom([], nll),
+        InvalidDatum,
+        "pass at least one datum",
+    ),
+    "one datum": (lambda model: model.forward(DATA[0], "cross_entropy"), InvalidDatum, r"write \[datum\]"),
+    "one datum of a custom loss": (
+        lambda model: model.forward_backward_custom(DATA[0], nll),
+        InvalidDatum,
+        r"write \[datum\]",
+    ),
+    "one datum of the SDK's": (
+        lambda model: model.forward(_sdk_datum([1], target_tokens=[2], weights=[1.0]), "cross_entropy"),
+        InvalidDatum,
+        r"write \[datum\]",
+    ),
+    "lengths that disagree": (
+        lambda model: model.forward([_sdk_datum([1, 2], target_tokens=[2, 3], weights=[1.0])], "cross_entropy"),
+        InvalidDatum,
+        "datum 0: weights has 1 entries but the input has 2 tokens",
+    ),
+    "something that is no datum": (
+        lambda model: model.forward(["text"], "cross_entropy"),
+        InvalidDatum,
+        "datum 0: got str; build datums with",
+    ),
+    "a custom loss without targets": (
+        lambda model: model.forward_backward_custom([Datum(ModelInput.from_ints([1]), {})], nll),
+        InvalidDatum,
+        "datum 0: target_tokens: missing",
+    ),
+    "a loss that is no function": (
+        lambda model: model.forward_backward_custom(DATA, "cross_entropy"),
+        InvalidLoss,
+        r"function of \(data, logprobs\), got str",
+    ),
+    "a loss that is no tensor": (
+        lambda model: model.forward_backward_custom(DATA, lambda _, lp: (lp[0].sum().item(), {})).result(),
+        LossNotTensor,
+        "do not call .item",
+    ),
+    "a loss of many values": (
+        lambda model: model.forward_backward_custom(DATA, lambda _, lp: (lp[0], {})).result(),
+        LossNotScalar,
+        r"\.sum\(\) or \.mean\(\)",
+    ),
+    "a loss that is not finite": (
+        lambda model: model.forward_backward_custom(DATA, lambda _, lp: (lp[0].sum() / 0, {})).result(),
+        LossNotFinite,
+        "division by zero",
+    ),
+    "a loss without a gradient": (
+        lambda model: model.forward_backward_custom(DATA, lambda _, lp: (lp[0].sum().detach(), {})).result(),
+        LossWithoutGradient,
+        r"without \.detach\(\)",
+    ),
+    "a learning rate below zero": (
+        lambda model: model.optim_step(sdk.AdamParams(learning_rate=-1.0)),
+        InvalidInput,
+        "learning_rate must be a finite number of at least 0",
+    ),
+    "settings of something else": (
+        lambda model: model.optim_step(SamplingParams()),
+        InvalidInput,
+        r"optim_step takes AdamParams, got SamplingParams; write AdamParams\(",
+    ),
+    "a path that leads nowhere": (
+        lambda model: model.load_state("tinker://nobody/weights/nothing").result(),
+        InvalidInput,
+        "tinker://nobody/weights/nothing",
+    ),
+    "a name that is no name": (lambda model: model.save_state("../up").result(), InvalidInput, r"\.\./up"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_and_loses_nothing(backend: Backend, mistake: str) -> None:  # R1.9, R4.5
+    make, kind, message = MISTAKES[mistake]
+    model = backend.model()
+    model.forward_backward(DATA, "cross_entropy").result()
+    before = backend.bits(model)
+    with pytest.raises(InvalidInput, match=message) as caught:
+        make(model)
+    assert type(caught.value) is kind
+    assert backend.bits(model) == before
+    assert model.optim_step(FAST).result().metrics["grad_norm"] > 0
+
+
+def test_mistakes_in_sampling(backend: Backend) -> None:
+    sampler = backend.sampler(base_model="tiny")
+    prompt = ModelInput.from_ints([1, 2])
+    with pytest.raises(InvalidInput, match="max_tokens must be at least 1"):
+        sampler.sample(prompt, 1, sdk.SamplingParams(max_tokens=0))
+    with pytest.raises(InvalidInput, match="num_samples must be at least 1"):
+        sampler.sample(prompt, 0, SamplingParams(max_tokens=1))
+    with pytest.raises(InvalidInput, match=r"sample takes SamplingParams, got dict; write SamplingParams\("):
+        sampler.sample(prompt, 1, {"max_tokens": 3})
+    with pytest.raises(InvalidInput, match=r"must be a ModelInput, got list; use ModelInput\.from_ints"):
+        sampler.compute_logprobs([1, 2])
+    assert len(sampler.sample(prompt, 1, SamplingParams(max_tokens=2, stop=[])).result().sequences[0].tokens) == 2
+
+
+def test_a_failure_that_nobody_reads_is_raised_at_the_next_call(backend: Backend) -> None:  # R4.5
+    model = backend.model()
+    future = model.forward(DATA, "no_such_loss")
+    future.wait()
+    with pytest.raises(InvalidInput, match=f"forward.* of {model.model_id}.*'no_such_loss' is not known") as caught:
+        model.optim_step(FAST)
+    assert (caught.value.operation, caught.value.model_id) == ("forward", model.model_id)
+    assert backend.kinds(model) == ["forward"]
+    model.optim_step(FAST).result()
+
+
+def test_sparse_tensors_are_the_same_as_dense_ones() -> None:
+    dense = np.array([[1.0, 0.0], [0.0, 0.0], [2.0, 3.0]], np.float32)
+    assert csr(dense) == TensorData(dense)
