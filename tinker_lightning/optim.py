@@ -1,0 +1,101 @@
+"""AdamW for remote and local parameters in one optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.remote import RemoteHandle, Step
+from tinker_lightning.types import AdamParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+class RemoteAdamW(torch.optim.AdamW):
+    """AdamW whose step sends the gathered gradients of remote models and a step on them; nothing is waited for.
+
+    Local parameters among them are stepped here, with the same settings. The defaults are Tinker's.
+
+    Args:
+        params: Parameters or groups of them, as for any torch optimizer.
+        lr: The learning rate.
+        betas: The decay of the moments.
+        eps: Added to the denominator.
+        weight_decay: Decoupled from the gradient.
+        grad_clip_norm: The server clips the norm of a remote model's gradient to this; 0 for no clipping.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-12,
+        weight_decay: float = 0.0,
+        grad_clip_norm: float = 0.0,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self.defaults["grad_clip_norm"] = grad_clip_norm
+        for group in self.param_groups:
+            group.setdefault("grad_clip_norm", grad_clip_norm)
+            _check(group)
+        self.sent: list[Step] = []
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps remote models on the server and local parameters here."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.sent = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, RemoteHandle):
+                    step = parameter.remote.step(_adam_params(group))
+                    if step is not None:
+                        self.sent.append(step)
+        self._step_local()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, checked as those of the constructor are."""
+        super().add_param_group(param_group)
+        if "grad_clip_norm" in self.defaults:
+            _check(self.param_groups[-1])
+
+    def _step_local(self) -> None:
+        """Torch's own step, which must not see the handles: they have no numbers here."""
+        kept = [group["params"] for group in self.param_groups]
+        try:
+            for group in self.param_groups:
+                group["params"] = [p for p in group["params"] if not isinstance(p, RemoteHandle)]
+            super().step()
+        finally:
+            for group, params in zip(self.param_groups, kept, strict=True):
+                group["params"] = params
+
+
+def _adam_params(group: dict[str, Any]) -> AdamParams:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    return AdamParams(
+        float(group["lr"]),
+        beta1,
+        beta2,
+        float(group["eps"]),
+        float(group["weight_decay"]),
+        float(group["grad_clip_norm"]),
+    )
+
+
+def _check(group: dict[str, Any]) -> None:
+    """A norm is clipped where the gradients are, so that one over both sides cannot be had."""
+    handles = [isinstance(parameter, RemoteHandle) for parameter in group["params"]]
+    if group["grad_clip_norm"] and not all(handles):
+        raise InvalidInput(
+            "grad_clip_norm clips the gradient of a remote model on its server, but this group also has local "
+            "parameters. Put them into a group of their own with grad_clip_norm=0, and clip that one with torch."
+        )
+    _adam_params(group)
