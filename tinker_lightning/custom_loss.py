@@ -101,12 +101,12 @@ def evaluate(loss_fn: LossFn, data: list[Any], logprobs: list[Tensor]) -> Evalua
     if all(leaf.grad is None for leaf in logprobs):
         raise LossWithoutGradient(_WITHOUT_GRADIENT)
     gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in logprobs]
-    for i, gradient in enumerate(gradients):
-        if not torch.isfinite(gradient).all():
-            raise LossNotFinite(
-                f"datum {i}: the loss is {loss.item()}, but its gradient has NaN or infinite entries. Look for a "
-                "square root or a norm of zero, or 0 * inf behind a torch.where; nothing was sent."
-            )
+    if not torch.isfinite(torch.cat([gradient.flatten() for gradient in gradients])).all():
+        i = next(i for i, gradient in enumerate(gradients) if not torch.isfinite(gradient).all())
+        raise LossNotFinite(
+            f"datum {i}: the loss is {loss.item()}, but its gradient has NaN or infinite entries. Look for a "
+            "square root or a norm of zero, or 0 * inf behind a torch.where; nothing was sent."
+        )
     return Evaluation(loss.item(), named, gradients)
 
 
