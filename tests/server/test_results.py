@@ -81,6 +81,21 @@ def test_results_come_in_protobuf_if_and_only_if_accept_mentions_it(
         assert sampled.json()["prompt_logprobs"][0] is None
 
 
+def test_a_submission_may_be_answered_with_its_result(api: Api) -> None:
+    model = api.model()
+    extension = "http://embedded/ext/v1/"
+    passed = api.post(f"{extension}forward_backward", api.train(model, 1), headers={"accept": PROTOBUF})
+    assert passed.headers["content-type"] == PROTOBUF
+    # The same number by the protocol's way is the same operation.
+    plain = api.run("forward_backward", api.train(model, 1))
+    assert protobuf.decode_output(passed.content).metrics["loss:sum"] == plain["metrics"]["loss:sum"]
+    bad = api.post(f"{extension}load_weights", {"model_id": model, "seq_id": 2, "path": f"tinker://{model}/weights/x"})
+    assert bad.status_code == 200
+    assert bad.json()["category"] == "user"
+    assert api.post(f"{extension}optim_step", {"model_id": model, "seq_id": 0}).status_code == 400
+    assert "metrics" in api.post(f"{extension}optim_step", api.step(model, 3)).json()
+
+
 def test_an_error_is_json_with_status_200_whatever_was_accepted(api: Api) -> None:
     model = api.model()
     bad = api.train(model, 1)
