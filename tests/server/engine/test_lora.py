@@ -196,6 +196,11 @@ def test_a_copy_has_memory_of_its_own(tiny: BaseModel, make_adapter: Any) -> Non
     assert not same(adapter.weights.tensors, before)
 
 
+def test_a_rank_beyond_the_layers_is_refused_before_its_memory_is_taken(tiny: BaseModel) -> None:
+    with pytest.raises(InvalidInput, match=r"rank of 1000000000 .* up to 128"):
+        tiny.lora.new_weights(LoraConfig(rank=10**9))
+
+
 @pytest.mark.parametrize("damage", ["missing", "unknown", "shape"])
 def test_weights_of_another_model_are_refused(tiny: BaseModel, make_adapter: Any, damage: str) -> None:
     weights = make_adapter(tiny).weights

@@ -9,7 +9,7 @@ import torch
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, OperationFailed, TinkerLightningError
 from tinker_lightning.server.engine.passes import run_pass
-from tinker_lightning.types import AdamParams, Datum, ModelInput
+from tinker_lightning.types import AdamParams, Datum, ModelInput, TensorData
 from tinker_lightning.types.model_input import ImageChunk
 
 if TYPE_CHECKING:
@@ -52,6 +52,19 @@ REFUSED: dict[str, tuple[list[Datum], str, dict[str, float | str], type[TinkerLi
     "setting that is no number": ([policy_datum()], "dro", {"beta": "1"}, InvalidInput, "beta must be a finite number"),
     "setting that is NaN": ([policy_datum()], "dro", {"beta": NAN}, InvalidInput, "beta must be a finite number"),
     "no data": ([], "cross_entropy", {}, InvalidInput, "the batch is empty"),
+    "sparse targets that claim a huge width": (
+        [
+            Datum.from_targets(
+                [1, 2],
+                TensorData([5], shape=[2, 10**8], sparse_crow_indices=[0, 1, 1], sparse_col_indices=[3]),
+                weights=TensorData([1.0], shape=[2, 10**8], sparse_crow_indices=[0, 1, 1], sparse_col_indices=[3]),
+            )
+        ],
+        "cross_entropy",
+        {},
+        InvalidDatum,
+        "datum 0: target_tokens: 100000000 alternatives are more than the vocabulary has",
+    ),
     "NaN weight": (
         [GOOD, GOOD, Datum.from_tokens([1, 2, 3], [0.0, 1.0, NAN]), GOOD],
         "cross_entropy",

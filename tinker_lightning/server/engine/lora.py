@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 ALPHA = 32
+# Ranks up to the model's width are taken, and on the smallest models up to this, which clients commonly ask for.
+MIN_LARGEST_RANK = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class LoraHost:
         self._model = model
         self._base_path = base_path
         self._layers = _linear_layers(model)
+        self._largest_rank = max(model.get_output_embeddings().weight.shape[1], MIN_LARGEST_RANK)
         self._peft: peft.PeftModel | None = None
         self._slots: dict[tuple[int, bool, bool, bool], _Slot] = {}
 
@@ -105,6 +108,11 @@ class LoraHost:
             _clear(slot.parameters)
 
     def _slot(self, config: LoraConfig) -> _Slot:
+        if config.rank > self._largest_rank:
+            raise InvalidInput(
+                f"lora_config: a rank of {config.rank} makes the adapter larger than the layers it adapts; this model "
+                f"takes up to {self._largest_rank}"
+            )
         key = (config.rank, config.train_attn, config.train_mlp, config.train_unembed)
         if key not in self._slots:
             self._slots[key] = self._add_slot(f"slot{len(self._slots)}", config)

@@ -114,6 +114,9 @@ def _read(
             raise InvalidDatum("target_tokens: missing; every loss needs the tokens to predict")
         if not math.prod(targets.shape):
             raise InvalidDatum(f"target_tokens: has the shape {targets.shape}, so there is nothing to predict")
+        if len(targets.shape) == 2 and targets.shape[1] > base.vocab_size:
+            # Checked before it is made dense: a few bytes of sparse rows can claim any width.
+            raise InvalidDatum(f"target_tokens: {targets.shape[1]} alternatives are more than the vocabulary has")
         targets_TK = targets.to_torch()
         _check_range("target_tokens", targets_TK, base.vocab_size)
         arguments = loss.read(datum, dtype=dtype, forward_only=forward_only)
