@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Api
-
+    from tests.conftest import Api
     from tinker_lightning.server import EmbeddedTrainer
 
 

@@ -14,7 +14,7 @@ from tinker_lightning.wire import protobuf
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from conftest import Api
+    from tests.conftest import Api
 
 PROTOBUF = "application/x-protobuf"
 

@@ -16,7 +16,7 @@ from tinker_lightning.wire import json as wire_json
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from conftest import Api
+    from tests.conftest import Api
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
