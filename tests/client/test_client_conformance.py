@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from tests.client.conftest import DATA, TEXTS, csr, policy, top_k
 from tinker import types as sdk
 
+from tests.client.conftest import DATA, TEXTS, csr, policy, top_k
 from tinker_lightning import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 from tinker_lightning.client import TrainingBackend
 from tinker_lightning.errors import (
@@ -27,8 +27,9 @@ from tinker_lightning.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.client.conftest import Backend
     from torch import Tensor
+
+    from tests.client.conftest import Backend
 
 POLICY = [policy(text, seed) for seed, text in enumerate(TEXTS)]
 MASKED = [policy(text, seed, sequence_ratio_mask=np.ones(len(text) - 1)) for seed, text in enumerate(TEXTS)]
@@ -300,7 +301,7 @@ async def _awaited(future: Any) -> Any:
 def test_a_timeout_loses_nothing(backend: Backend) -> None:
     model = backend.model()
     futures = [model.forward(DATA * 20, "cross_entropy") for _ in range(3)]
-    with pytest.raises(ResultTimeout, match="call .result\\(\\) again"):
+    with pytest.raises(ResultTimeout, match=r"call \.result\(\) again"):
         futures[-1].result(timeout=0.0001)
     assert len(futures[-1].result(timeout=60).loss_fn_outputs) == 60
 

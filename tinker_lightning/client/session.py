@@ -58,7 +58,7 @@ class Session:
     async def open(cls, connection: Connection) -> Session:
         """Two round trips: the configuration, then session and capabilities together."""
         tags = [tag.strip() for tag in os.environ.get("TINKER_TAGS", "").split(",") if tag.strip()]
-        request = CreateSessionRequest(tags=tags, sdk_version=SDK_VERSION)
+        request = CreateSessionRequest(tags, user_metadata={}, sdk_version=SDK_VERSION)
         try:
             config = await _configuration(connection)
             connection.billing_pause_seconds = config.billing_exception_max_pause_duration_sec

@@ -178,6 +178,6 @@ class Training:
             steps=adapter.steps,
             training_state=training_state,
             ttl_seconds=request.ttl_seconds,
-            overwrite=request.overwrite,
+            overwrite=isinstance(request, rq.SaveWeightsRequest) and request.overwrite,
             user_metadata=request.user_metadata,
         )

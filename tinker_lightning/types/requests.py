@@ -145,7 +145,6 @@ class SaveWeightsForSamplerRequest:
     path: str | None = None
     sampling_session_seq_id: int | None = None
     ttl_seconds: int | None = None
-    overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
