@@ -172,7 +172,7 @@ def _fill_chunk(message: pb.Chunk, chunk: ModelInputChunk) -> None:
 
 
 def _fill_tensor(message: pb.Tensor, tensor: TensorData) -> None:
-    values = tensor.values.astype(tensor.values.dtype.newbyteorder("<"), copy=False).tobytes()
+    values = tensor.values.astype(_FLOAT32 if tensor.dtype == "float32" else _INT64, copy=False).tobytes()
     if tensor.sparse_crow_indices is not None and tensor.sparse_col_indices is not None:
         message.sparse_csr.values = values
         message.sparse_csr.crow_indices = tensor.sparse_crow_indices.astype(_INT64, copy=False).tobytes()
