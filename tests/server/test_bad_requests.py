@@ -42,11 +42,11 @@ PROTOBUF = "application/x-protobuf"
 )
 def test_no_part_of_a_url_leads_out_of_the_folder(shared_api: Api, method: str, url: str, segment: str) -> None:
     root = shared_api.trainer.store.root
-    decoys = [root.parent / "a" / "b" / "checkpoint.json", root / "run" / "weights" / "x" / "checkpoint.json"]
-    saved = json.dumps({"tinker_path": "tinker://a/weights/b", "base_model": "tiny", "lora_config": {}, "steps": 0})
-    for decoy in decoys:
-        decoy.parent.mkdir(parents=True, exist_ok=True)
-        decoy.write_text(saved.replace('"steps"', '"created_at": "2020", "steps"'))
+    decoys = {root.parent / "a" / "b": "tinker://a/weights/b", root / "run" / "weights" / "x": "tinker://run/weights/x"}
+    for decoy, path in decoys.items():
+        decoy.mkdir(parents=True, exist_ok=True)
+        saved = {"tinker_path": path, "base_model": "tiny", "lora_config": {}, "steps": 0, "created_at": "2020"}
+        (decoy / "checkpoint.json").write_text(json.dumps(saved))
     options: Any = {"json": {"ttl_seconds": 5}} if method != "GET" else {}
     response = shared_api.request(method, url.format(segment), **options)
     assert response.status_code in (400, 404, 405), response.text

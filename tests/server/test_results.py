@@ -166,8 +166,9 @@ def test_closing_answers_waiting_pollers_at_once_and_refuses_new_work(
             polls = [
                 asyncio.create_task(http.post("retrieve_future", json={"request_id": request_id})) for _ in range(5)
             ]
-            while len(trainer._waiters) < 5:
-                await asyncio.sleep(0)
+            async with asyncio.timeout(SOON):
+                while len(trainer._waiters) < 5:
+                    await asyncio.sleep(0)
             trainer.announce_close()
             for response in await asyncio.wait_for(asyncio.gather(*polls), SOON):
                 assert response.status_code == 408
