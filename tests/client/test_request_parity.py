@@ -104,8 +104,8 @@ def datums() -> list[sdk.Datum]:
         "weights": torch.ones(len(ids) - 1, 4),
     }
     made.append(sdk.Datum(model_input=two, loss_fn_inputs=wide))
-    spans = [sdk.PromptProvenanceSpan(sequence_id="a", offset=0, length=len(ids) - 1)]
-    sampled = [sdk.SampledProvenanceSpan(sequence_id="b", offset=3, length=len(ids) - 1)]
+    spans: Any = [sdk.PromptProvenanceSpan(sequence_id="a", offset=0, length=len(ids) - 1)]
+    sampled: Any = [sdk.SampledProvenanceSpan(sequence_id="b", offset=3, length=len(ids) - 1)]
     made[0] = made[0].with_provenance(spans, sampled)
     return made
 

@@ -13,6 +13,7 @@ import httpx
 
 from tinker_lightning.client.patience import FIRST_CONTACT_SECONDS, Notices, Patience
 from tinker_lightning.errors import (
+    ClientClosed,
     ConnectionDropped,
     InvalidInput,
     InvalidMessage,
@@ -75,11 +76,13 @@ class Connection:
         self.billing_pause_seconds = patience.seconds
         self._patience = patience
         self._reached = False
+        self._closed = False
         _check_url(url)
         self._client = httpx.AsyncClient(transport=transport, http2=True, limits=_LIMITS, timeout=_TIMEOUT)
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections; requests that are under way end with `ClientClosed`."""
+        self._closed = True
         await self._client.aclose()
 
     async def get(self, path: str, result: type[T]) -> T:
@@ -119,6 +122,8 @@ class Connection:
         started = time.monotonic()
         shown = False
         for attempt in itertools.count():
+            if self._closed:
+                raise ClientClosed("the client was closed before the result came")
             credentials = self.credentials.key_header() if raw_key else await self.credentials.header()
             response: httpx.Response | None = None
             try:

@@ -158,7 +158,7 @@ class Unread:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is under way and no failure is left."""
+        """Whether nothing is under way and no failure is left; lets go of what is settled."""
         with self._lock:
             self._forget_settled()
             return not self._futures

@@ -6,7 +6,6 @@ import os
 import threading
 import weakref
 from concurrent.futures import CancelledError
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from urllib.parse import urlencode
 
@@ -69,10 +68,8 @@ class ServiceClient:
         self._closed = False
         # Also for a client that nobody closes: its threads end with it.
         self._release = weakref.finalize(self, _release, self._pid, self._loop, on_close)
-        self._clients: weakref.WeakSet[TrainingClient | SamplingClient] = weakref.WeakSet()
-        # What the clients that are gone have left unread. Only a queue may be put to by the garbage collector.
-        self._orphans: SimpleQueue[Unread] = SimpleQueue()
-        self._left: list[Unread] = []
+        # What each client has not read yet, kept for those that are gone.
+        self._unread: list[tuple[weakref.ref[TrainingClient | SamplingClient], Unread]] = []
 
     def get_server_capabilities(self) -> rs.ServerCapabilities:
         """What the server has."""
@@ -131,7 +128,7 @@ class ServiceClient:
             return
         failures: list[BaseException] = []
         try:
-            for unread in [*self._abandoned(), *(client.unread for client in self._clients)]:
+            for _, unread in self._unread:
                 if status == "success":
                     unread.wait()
                 failures += unread.take_failures()
@@ -219,23 +216,18 @@ class ServiceClient:
         return self.create_lora_training_client(info.base_model, info.lora_rank, user_metadata=user_metadata, **parts)
 
     def _check(self) -> None:
-        """Refuses use after close, and raises what the clients that are gone have left."""
+        """Refuses use after close, and raises what clients that are gone have left unread."""
         self.check_usable()
-        for unread in self._abandoned():
+        with self._lock:
+            self._unread = [(client, unread) for client, unread in self._unread if client() or not unread.is_empty]
+            left = [unread for client, unread in self._unread if client() is None]
+        for unread in left:
             unread.raise_first()
 
     def _known(self, client: C) -> C:
-        self._clients.add(client)
-        weakref.finalize(client, self._orphans.put, client.unread).atexit = False
-        return client
-
-    def _abandoned(self) -> list[Unread]:
-        """What is left of clients that are gone."""
         with self._lock:
-            while not self._orphans.empty():
-                self._left.append(self._orphans.get())
-            self._left = [unread for unread in self._left if not unread.is_empty]
-            return self._left
+            self._unread.append((weakref.ref(client), client.unread))
+        return client
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine in the background and waits for it; whoever is interrupted stops it."""

@@ -56,8 +56,7 @@ class TrainingClient:
             lambda data: self._pass(data, SURROGATE, None, forward_only=True),
             lambda data: self._pass(data, SURROGATE, None, forward_only=False),
         )
-        # Where the server does not order by number, a request is posted when the one before it was answered.
-        self._posted: asyncio.Event | None = None
+        self._turns = _Turns()
 
     def forward(
         self, data: Sequence[Any], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
@@ -219,25 +218,41 @@ class TrainingClient:
     def _start(
         self, session: Session, operations: list[Operation[T]], combine: Callable[[list[T]], T]
     ) -> TinkerFuture[T]:
-        """Hands over operations that were numbered and encoded under the lock, so that none is lost or overtaken."""
+        """Hands over operations that were numbered and encoded under the lock, so that none is lost or overtaken.
+
+        The session is given, not looked up later: what was submitted before `close()` is still sent.
+        """
         self._last_number += len(operations)
-        return TinkerFuture(self._service.run(self._run(session, operations, combine)), str(operations[0]))
+        result = _perform_all(session, self._turns, operations, combine)
+        return TinkerFuture(self._service.run(result), str(operations[0]))
 
     def _watched(self, future: F) -> F:
         """A future that the user gets; its failure is raised at the next call if nobody reads it."""
         self.unread.add(future)
         return future
 
-    async def _run(self, session: Session, operations: list[Operation[T]], combine: Callable[[list[T]], T]) -> T:
-        # The session is given, not looked up: what was submitted before `close()` is still sent.
-        if session.config.parallel_fwdbwd_chunks:
-            return combine(list(await asyncio.gather(*(perform(session, operation) for operation in operations))))
-        results = []
-        for operation in operations:
-            # No await stands before this line, so that operations queue up in the order they were handed over.
-            previous, self._posted = self._posted, asyncio.Event()
-            results.append(asyncio.create_task(_in_turn(session, operation, previous, self._posted)))
-        return combine(list(await asyncio.gather(*results)))
+
+class _Turns:
+    """Where the server does not order by number, a request is posted when the one before it was answered."""
+
+    def __init__(self) -> None:
+        self._last: asyncio.Event | None = None
+
+    def next(self) -> tuple[asyncio.Event | None, asyncio.Event]:
+        """What to wait for before a request is posted, and what to set when it was."""
+        before, self._last = self._last, asyncio.Event()
+        return before, self._last
+
+
+# No method, for the traceback of a failure that is kept for the user would keep the client too.
+async def _perform_all(
+    session: Session, turns: _Turns, operations: list[Operation[T]], combine: Callable[[list[T]], T]
+) -> T:
+    if session.config.parallel_fwdbwd_chunks:
+        return combine(list(await asyncio.gather(*(perform(session, operation) for operation in operations))))
+    # No await stands before this line, so that operations queue up in the order they were handed over.
+    results = [asyncio.create_task(_in_turn(session, operation, *turns.next())) for operation in operations]
+    return combine(list(await asyncio.gather(*results)))
 
 
 async def _in_turn(
