@@ -28,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tinker-lightning", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="tinker-lightning", description="Trains language models over the Tinker API, remote ones and local ones."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     serve = commands.add_parser(
         "serve",
@@ -44,7 +46,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need a key")
     serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
-    serve.add_argument("--api-key", metavar="KEY", help="what clients must send as X-API-Key")
+    serve.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="what clients must send as X-API-Key; the official SDK wants it to begin with tml-",
+    )
     serve.add_argument("--data-dir", type=Path, metavar="DIR", help="where checkpoints are kept")
     serve.set_defaults(run=_serve)
     return parser

@@ -25,7 +25,8 @@ Each class also derives from the builtin that fits, so that `except ValueError` 
     ├── ClientClosed (RuntimeError)        a client was used after `close()`
     ├── ClientForked (RuntimeError)        a client was used in a forked process
     └── OperationFailed (RuntimeError)     the server could not carry an operation out
-        └── ResultExpired                  it was carried out, but the result is no longer kept
+        ├── ResultExpired                  it was carried out, but the result is no longer kept
+        └── TrainerClosed                  the embedded trainer stops, so that it is not done
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ __all__ = [
     "ResultTimeout",
     "ServerUnreachable",
     "TinkerLightningError",
+    "TrainerClosed",
     "Unauthorized",
     "UnsupportedMediaType",
 ]
@@ -164,3 +166,10 @@ class OperationFailed(TinkerLightningError, RuntimeError):
 
 class ResultExpired(OperationFailed):
     """The operation was carried out, but the server no longer keeps its result."""
+
+
+class TrainerClosed(OperationFailed):
+    """The embedded trainer stops, so that what was asked of it is not done."""
+
+    def __init__(self, message: str = "the trainer was closed while this operation ran") -> None:
+        super().__init__(message)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinker_lightning.errors import InvalidInput, NotFound
-from tinker_lightning.server.scheduler import Closed, Operation, Scheduler
+from tinker_lightning.errors import InvalidInput, NotFound, TrainerClosed
+from tinker_lightning.server.scheduler import Operation, Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -282,14 +282,14 @@ def test_closing_finishes_what_runs_fails_what_waits_and_refuses_what_comes() ->
     closer.start()
     for operation in (queued, early):
         error = operation.future.exception(SOON)
-        assert isinstance(error, Closed)
+        assert isinstance(error, TrainerClosed)
         assert "closed before this operation's turn" in str(error)
     assert not current.future.done()
     go.set()
     closer.join(SOON)
     assert not closer.is_alive()
     assert current.future.result(0) == "done"
-    with pytest.raises(Closed, match="has been closed"):
+    with pytest.raises(TrainerClosed, match="has been closed"):
         submit(scheduler, log, 5)
     scheduler.free("m", 5)
     scheduler.close()
@@ -309,7 +309,7 @@ def test_closing_breaks_off_what_runs_too_long() -> None:
     assert running.wait(SOON)
     scheduler.close(timeout=0.1)
     error = operation.future.exception(SOON)
-    assert isinstance(error, Closed)
+    assert isinstance(error, TrainerClosed)
     assert str(error) == "the trainer was closed while this operation ran"
     assert scheduler._thread is not None
     assert not scheduler._thread.is_alive()

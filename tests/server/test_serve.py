@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import signal
@@ -14,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from starlette.responses import PlainTextResponse
 
 from tinker_lightning.errors import InvalidInput, ModelNotFound
 from tinker_lightning.server import serve
+from tinker_lightning.server.http import LocalHost, is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,6 +88,7 @@ def test_it_says_where_it_listens_logs_a_line_for_each_operation_and_needs_no_li
                 return http.post("retrieve_future", json={"request_id": request_id}).json()
 
             assert http.get("healthz").json() == {"status": "ok"}
+            assert http.get("healthz", headers={"host": "attacker.example:80"}).status_code == 403
             session = http.post("create_session", json={}).json()["session_id"]
             model = run("create_model", {"session_id": session, "model_seq_id": 0, "base_model": "tiny"})["model_id"]
             tokens = {"data": [2, 3, 4], "dtype": "int64", "shape": [3]}
@@ -208,4 +212,28 @@ def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_which_addresses_only_this_machine_can_reach(host: str, expected: bool) -> None:
-    assert serve._is_loopback(host) is expected
+    assert is_loopback(host) is expected
+
+
+def test_a_folder_that_cannot_be_written_is_named_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(InvalidInput, match=r"cannot be kept in .*file.*Choose another --data-dir"):
+        serve.serve(["tiny"], port=0, data_dir=tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("127.0.0.1:8000", 200), ("localhost", 200), ("[::1]:8000", 200), ("evil.example", 403), ("10.0.0.1", 403)],
+)
+def test_without_a_key_only_this_machines_own_names_are_answered(host: str, status: int) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse("in")(scope, receive, send)
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(LocalHost(app))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return await client.get("/", headers={"host": host})
+
+    response = asyncio.run(ask())
+    assert response.status_code == status
+    assert status == 200 or "start it with --api-key" in response.json()["detail"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -16,9 +18,9 @@ from tinker_lightning.errors import (
     MessageTooLarge,
     NotFound,
     TinkerLightningError,
+    TrainerClosed,
     UnsupportedMediaType,
 )
-from tinker_lightning.server.scheduler import Closed
 from tinker_lightning.wire import compression
 from tinker_lightning.wire import json as wire_json
 
@@ -39,7 +41,7 @@ _STATUS: tuple[tuple[type[TinkerLightningError], int], ...] = (
     (UnsupportedMediaType, 415),
     (InvalidInput, 400),
     (NotFound, 404),
-    (Closed, 503),
+    (TrainerClosed, 503),
 )
 
 
@@ -90,7 +92,7 @@ async def read(request: Request, cls: type[T]) -> T:
 
 def error_category(error: BaseException) -> str:
     """Whose mistake an error is, in the protocol's words: what was foreseen and explained is the caller's to mend."""
-    return "user" if isinstance(error, TinkerLightningError) and not isinstance(error, Closed) else "server"
+    return "user" if isinstance(error, TinkerLightningError) and not isinstance(error, TrainerClosed) else "server"
 
 
 def error_text(error: BaseException) -> str:
@@ -116,6 +118,35 @@ async def on_crash(_: Request, error: Exception) -> Response:
     """A defect of this server."""
     logger.exception("a request failed", exc_info=error)
     return JSONResponse({"detail": error_text(error), "category": "server"}, 500)
+
+
+class LocalHost:
+    """Lets through only requests that name this machine as their host.
+
+    A web page can point a name of its own at this machine's loopback address and then speak to it as to its own
+    server; its requests still carry that name.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers 403 itself, or passes on."""
+        if scope["type"] == "http":
+            given = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+            if not is_loopback(urlsplit(f"//{given}").hostname or "localhost"):
+                detail = f"this server is for this machine only, but was asked as {given!r}. Use http://127.0.0.1, or"
+                await JSONResponse({"detail": f"{detail} start it with --api-key."}, 403)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine and nothing else."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class ApiKey:

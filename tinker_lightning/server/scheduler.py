@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, TinkerLightningError
+from tinker_lightning.errors import InvalidInput, NotFound, TinkerLightningError, TrainerClosed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,13 +28,6 @@ GAP_TIMEOUT = 30.0
 # the loss of the answer that carried it.
 RETENTION = 3600.0
 FETCHED_RETENTION = 300.0
-
-
-class Closed(OperationFailed):
-    """The trainer stops, so that what was asked for is not done."""
-
-    def __init__(self, message: str = "the trainer was closed while this operation ran") -> None:
-        super().__init__(message)
 
 
 class Operation:
@@ -157,11 +150,11 @@ class Scheduler:
 
         Raises:
             InvalidInput: If the number was used for something else, or its turn has passed.
-            Closed: If the trainer was closed.
+            TrainerClosed: If the trainer was closed.
         """
         with self._changed:
             if self._closed:
-                raise Closed("the trainer has been closed; connect to one that runs")
+                raise TrainerClosed("the trainer has been closed; connect to one that runs")
             known = self._operations.get(operation.request_id)
             if known is not None:
                 if known.kind != operation.kind:
@@ -219,14 +212,14 @@ class Scheduler:
             self._lines.clear()
             self._changed.notify_all()
         for operation in waiting:
-            operation.future.set_exception(Closed("the trainer was closed before this operation's turn"))
+            operation.future.set_exception(TrainerClosed("the trainer was closed before this operation's turn"))
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
                 logger.warning("an operation still runs after %.0f s and is broken off", timeout)
                 # A thread that is left behind inside torch makes the interpreter abort at its exit.
                 thread_id = ctypes.c_ulong(self._thread.ident or 0)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(Closed))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(TrainerClosed))
                 self._thread.join(timeout)
 
     def _start(self) -> None:
@@ -235,7 +228,7 @@ class Scheduler:
             self._thread.start()
 
     def _work(self) -> None:
-        with contextlib.suppress(Closed):  # sent by close()
+        with contextlib.suppress(TrainerClosed):  # sent by close()
             while (operation := self._next()) is not None:
                 operation.execute()
                 del operation  # its result must not live on here

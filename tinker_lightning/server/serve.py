@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import sys
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import uvicorn
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.app import create_app
+from tinker_lightning.server.http import LocalHost, is_loopback
 from tinker_lightning.server.trainer import EmbeddedTrainer
 
 if TYPE_CHECKING:
@@ -32,21 +32,28 @@ def serve(
     """Loads the models, serves them, and prints the URL once clients can connect.
 
     Raises:
-        InvalidInput: If others could reach the server and there is no API key, or the port cannot be had.
+        InvalidInput: If others could reach the server and there is no API key, or the port or folder cannot be had.
         ModelNotFound: If there is no such model.
     """
-    if not _is_loopback(host) and not api_key:
+    if not is_loopback(host) and not api_key:
         raise InvalidInput(
             f"--host {host} can be reached from other machines, so an API key is needed: pass --api-key KEY (clients "
             "set TINKER_API_KEY to it), or leave --host out to serve this machine only."
         )
     trainer = EmbeddedTrainer(models, data_dir=data_dir)
+    try:
+        trainer.store.root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(
+            f"checkpoints cannot be kept in {trainer.store.root}: {error.strerror}. Choose another --data-dir."
+        ) from error
+    app = create_app(trainer, api_key=api_key)
     # The port is taken before the models are loaded: that may last, and would be for nothing.
     with _listen(host, port) as listener:
         for name in models:
             trainer.catalog.get(name)
         config = uvicorn.Config(
-            create_app(trainer, api_key=api_key),
+            app if api_key else LocalHost(app),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -94,10 +101,3 @@ def _listen(host: str, port: int) -> socket.socket:
         raise InvalidInput(
             f"cannot listen on --host {host} --port {port}: {reason}. Choose another port; 0 takes a free one."
         ) from error
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from tinker_lightning.server.engine.catalog import Catalog
 
 
-# A larger one would have more numbers than the matrices it stands in for, and a typing error could fill the memory.
-MAX_RANK = 1024
-
-
 class Training:
     """Turns requests into operations; each returns at once, and its result comes with the operation."""
 
@@ -45,8 +41,6 @@ class Training:
         if optimizer != "adamw":
             raise InvalidInput(f"optimizer_config: this trainer has adamw only, not {optimizer!r}")
         config = request.lora_config or LoraConfig()
-        if config.rank > MAX_RANK:
-            raise InvalidInput(f"lora_config.rank must be at most {MAX_RANK}, got {config.rank}")
         session = self._registry.session(request.session_id, must_be_open=True)
         self._catalog.check(request.base_model)
         model_id = f"{session.session_id}:train:{request.model_seq_id}"
