@@ -6,11 +6,26 @@ from tinker_lightning.types import AdamParams, Datum, ModelInput, SamplingParams
 
 if TYPE_CHECKING:
     from tinker_lightning.client import connect
+    from tinker_lightning.optim import RemoteAdamW
+    from tinker_lightning.remote import RemoteLM
 
-__all__ = ["AdamParams", "Datum", "ModelInput", "SamplingParams", "TensorData", "connect"]
+__all__ = [
+    "AdamParams",
+    "Datum",
+    "ModelInput",
+    "RemoteAdamW",
+    "RemoteLM",
+    "SamplingParams",
+    "TensorData",
+    "connect",
+]
 
 # Loaded when first asked for, so that a server or a data script does not import what it never uses.
-_LAZY = {"connect": "tinker_lightning.client"}
+_LAZY = {
+    "RemoteAdamW": "tinker_lightning.optim",
+    "RemoteLM": "tinker_lightning.remote",
+    "connect": "tinker_lightning.client",
+}
 
 
 def __getattr__(name: str) -> Any:
