@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -32,14 +31,13 @@ _FLOAT32: np.dtype[Any] = np.dtype("<f4")
 
 def encode_forward_backward(request: ForwardBackwardRequest) -> bytes:
     """The bytes of a pass."""
-    # Written in parts, which protobuf defines to mean the same as the whole: as one message of megabytes it would lie
-    # in memory three times, and fetching that from the system costs more than all the rest.
-    body = io.BytesIO()
-    body.write(pb.ForwardBackwardRequest(model_id=request.model_id, seq_id=request.seq_id).SerializeToString())
+    # Written in parts, which protobuf defines to mean the same as the whole: one message of megabytes lies in memory
+    # three times while it is written, and getting that from the system costs more than all the rest.
+    parts = [pb.ForwardBackwardRequest(model_id=request.model_id, seq_id=request.seq_id).SerializeToString()]
     for datum in request.data:
         part = pb.ForwardBackwardRequest()
         _fill_datum(part.data.add(), datum)
-        body.write(part.SerializeToString())
+        parts.append(part.SerializeToString())
     rest = pb.ForwardBackwardRequest(loss_fn=request.loss_fn, forward_only=request.forward_only)
     for name, value in request.loss_fn_config.items():
         if isinstance(value, str):
@@ -47,8 +45,8 @@ def encode_forward_backward(request: ForwardBackwardRequest) -> bytes:
         else:
             rest.loss_fn_config[name] = value
             rest.loss_fn_config_v2[name].number = value
-    body.write(rest.SerializeToString())
-    return body.getvalue()
+    parts.append(rest.SerializeToString())
+    return b"".join(parts)
 
 
 def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
