@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -19,8 +20,8 @@ import httpx
 from tinker_lightning.client.connection import PROTOBUF
 from tinker_lightning.client.patience import Patience
 from tinker_lightning.client.service import ServiceClient
+from tinker_lightning.wire import compression, protobuf
 from tinker_lightning.wire import json as wire_json
-from tinker_lightning.wire import protobuf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -71,9 +72,11 @@ class RecordedRequest:
         """What the body says: a `ForwardBackwardRequest`, or the JSON object; None without a body."""
         if not self.body:
             return None
+        zstd = self.headers.get("content-encoding") == "zstd"
+        body = compression.decompress(self.body, sys.maxsize) if zstd else self.body
         if self.headers.get("content-type") == PROTOBUF:
-            return protobuf.decode_forward_backward(self.body)
-        return wire_json.loads(self.body)
+            return protobuf.decode_forward_backward(body)
+        return wire_json.loads(body)
 
 
 class RecordingTransport(httpx.AsyncBaseTransport):

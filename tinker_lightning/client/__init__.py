@@ -1,8 +1,8 @@
 """The way to any Tinker server: sessions, numbered requests, futures, retries. Knows the protocol, not Lightning."""
 
 from tinker_lightning.client.backend import TrainingBackend, as_backend
-from tinker_lightning.client.connect import connect
 from tinker_lightning.client.custom import CustomLossFuture
+from tinker_lightning.client.entry import connect
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.service import ServiceClient

@@ -214,6 +214,11 @@ class Connection:
             return Unauthorized(f"{self.url} refused the API key ({detail}). Set TINKER_API_KEY, or pass api_key=.")
         if body is None and not _may_help(response):
             return self._not_an_api(response)
+        if body is None and status in (502, 503, 504):
+            return ServerUnreachable(
+                f"something answers at {self.url} for a server that does not (HTTP {status}). Is the server behind it "
+                "running?"
+            )
         message = f"{method} {path}: {_detail(body) or response.text[:200] or 'no reason given'}"
         if status == 404:
             return NotFound(message)

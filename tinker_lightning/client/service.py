@@ -74,7 +74,7 @@ class ServiceClient:
     def get_server_capabilities(self) -> rs.ServerCapabilities:
         """What the server has."""
         self._check()
-        return self._wait(fetch_capabilities(self._connection))
+        return self._wait(fetch_capabilities(self.session.connection))
 
     def create_lora_training_client(
         self,

@@ -1,0 +1,316 @@
+"""What is tried again, how often, with which number, and what the user sees of it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import torch
+
+from tests.client.conftest import DATA, QUICK, bits
+from tinker_lightning import AdamParams
+from tinker_lightning.client import ServiceClient
+from tinker_lightning.client.patience import Notices, Patience
+from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, ServerUnreachable, TinkerLightningError
+from tinker_lightning.server import EmbeddedTrainer, create_app
+from tinker_lightning.server.engine.passes import run_pass
+from tinker_lightning.testing import FaultyTransport, RecordingTransport, embedded_service
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tinker_lightning.client import TrainingClient
+
+FAST = AdamParams(learning_rate=1e-2)
+
+
+class Script(httpx.AsyncBaseTransport):
+    """Answers an endpoint with what it is told, one after the other, and then passes requests on."""
+
+    def __init__(self, inner: httpx.AsyncBaseTransport) -> None:
+        self.answers: dict[str, list[httpx.Response | Exception]] = {}
+        self.arrivals: list[tuple[float, str]] = []
+        self._inner = inner
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        endpoint = request.url.path.rsplit("/", 1)[1]
+        self.arrivals.append((time.monotonic(), endpoint))
+        if self.answers.get(endpoint):
+            answer = self.answers[endpoint].pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        return await self._inner.handle_async_request(request)
+
+    def gaps(self, endpoint: str) -> list[float]:
+        """The seconds between the arrivals at an endpoint."""
+        times = [time for time, name in self.arrivals if name == endpoint]
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+
+class Scripted:
+    def __init__(self, service: ServiceClient, script: Script, record: RecordingTransport) -> None:
+        self.service, self.script, self.record = service, script, record
+        self.model = service.create_lora_training_client("tiny", rank=4, seed=1)
+
+    def numbers(self, endpoint: str) -> list[int]:
+        requests = [each for each in self.record.requests if each.path.endswith(f"/{endpoint}")]
+        return [each.message["seq_id"] if isinstance(each.message, dict) else each.message.seq_id for each in requests]
+
+
+@pytest.fixture(params=["extended", "plain"])
+def scripted(shared: EmbeddedTrainer, request: pytest.FixtureRequest) -> Iterator[Scripted]:
+    script = Script(httpx.ASGITransport(create_app(shared, extended=request.param == "extended")))
+    record = RecordingTransport(script)
+    with ServiceClient("http://embedded", transport=record, patience=QUICK) as service:
+        yield Scripted(service, script, record)
+
+
+def again(status: int, **headers: str) -> httpx.Response:
+    return httpx.Response(status, json={"detail": "not now"}, headers=headers)
+
+
+RETRIED: dict[str, Callable[[], httpx.Response | Exception]] = {
+    "408": lambda: again(408),
+    "409": lambda: again(409),
+    "429": lambda: again(429),
+    "402": lambda: again(402),
+    "500": lambda: again(500),
+    "503": lambda: again(503),
+    "html 502": lambda: httpx.Response(502, html="<html>Bad Gateway</html>"),
+    "html 408": lambda: httpx.Response(408, html="<html>Request Time-out</html>"),
+    "empty 400": lambda: httpx.Response(400),
+    "x-should-retry": lambda: again(422, **{"x-should-retry": "true"}),
+    "reset": lambda: httpx.ReadError("reset"),
+    "refused": lambda: httpx.ConnectError("refused"),
+    "timeout": lambda: httpx.ReadTimeout("slow"),
+}
+
+
+@pytest.mark.parametrize("fault", RETRIED)
+def test_what_may_help_is_tried_again_with_the_same_number(scripted: Scripted, fault: str) -> None:
+    for endpoint in ("forward_backward", "optim_step"):
+        scripted.script.answers[endpoint] = [RETRIED[fault](), RETRIED[fault]()]
+    scripted.model.forward_backward(DATA, "cross_entropy").result()
+    assert scripted.model.optim_step(FAST).result().metrics["grad_norm"] > 0  # type: ignore[index]
+    assert scripted.numbers("forward_backward") == [1, 1, 1]
+    assert scripted.numbers("optim_step") == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("response", "kind"),
+    [
+        (lambda: again(400), InvalidInput),
+        (lambda: again(404), NotFound),
+        (lambda: again(422), InvalidInput),
+        (lambda: again(413), InvalidInput),
+        (lambda: again(500, **{"x-should-retry": "false"}), OperationFailed),
+    ],
+)
+def test_what_cannot_help_is_not(
+    scripted: Scripted, response: Callable[[], httpx.Response], kind: type[TinkerLightningError]
+) -> None:
+    scripted.script.answers["forward_backward"] = [response()]
+    with pytest.raises(kind, match="not now"):
+        scripted.model.forward(DATA, "cross_entropy").result()
+    assert scripted.numbers("forward_backward") == [1]
+
+
+@pytest.mark.parametrize(
+    ("headers", "least"),
+    [({"retry-after-ms": "300"}, 0.3), ({"retry-after": "0.3"}, 0.3), ({"retry-after": "100"}, 0.0), ({}, 0.0)],
+)
+def test_the_server_says_when(scripted: Scripted, headers: dict[str, str], least: float) -> None:
+    scripted.script.answers["optim_step"] = [again(429, **headers)]
+    scripted.model.optim_step(FAST).result()
+    (gap,) = scripted.script.gaps("optim_step")
+    assert least <= gap < least + 0.25
+
+
+def test_delays_grow_up_to_a_limit() -> None:
+    patience = Patience(300.0, first_delay=1.0, longest_delay=10.0)
+    delays = [patience.delay(attempt, None) for attempt in (0, 1, 2, 3, 4, 5000)]
+    for delay, longest in zip(delays, (1, 2, 4, 8, 10, 10), strict=True):
+        assert 0.75 * longest <= delay <= longest
+    assert patience.delay(7, again(402)) == 5.0
+
+
+def test_patience_ends(trainer: EmbeddedTrainer) -> None:
+    script = Script(httpx.ASGITransport(create_app(trainer)))
+    patience = replace(QUICK, seconds=0.3)
+    with ServiceClient("http://embedded", transport=script, patience=patience) as service:
+        model = service.create_lora_training_client("tiny", rank=4)
+        script.answers["optim_step"] = [again(503)] * 1000
+        started = time.monotonic()
+        with pytest.raises(OperationFailed, match=r"optim_step 1 of .*not now \(HTTP 503\)"):
+            model.optim_step().result()
+        assert 0.2 < time.monotonic() - started < 2
+        script.answers["optim_step"] = [httpx.ReadTimeout("slow")] * 1000
+        with pytest.raises(ServerUnreachable, match="no answer within 60 s"):
+            model.optim_step().result()
+        script.answers.clear()
+        model.optim_step().result()
+
+
+def test_an_account_without_credit_has_its_own_patience(
+    shared: EmbeddedTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = Script(httpx.ASGITransport(create_app(shared)))
+    patience = replace(QUICK, seconds=0.1, billing_delay=0.05)
+    config = {"billing_exception_max_pause_duration_sec": 0.6, "parallel_fwdbwd_chunks": True}
+    script.answers["config"] = [httpx.Response(200, json=config)]
+    with ServiceClient("http://embedded", transport=script, patience=patience) as service:
+        model = service.create_lora_training_client("tiny", rank=4)
+        script.answers["optim_step"] = [again(402)] * 6
+        model.optim_step().result()
+        assert all(gap >= 0.05 for gap in script.gaps("optim_step"))
+        script.answers["optim_step"] = [again(402)] * 1000
+        with pytest.raises(OperationFailed, match="HTTP 402"):
+            model.optim_step().result()
+        script.answers.clear()
+    shown = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(shown) == 3  # that it waits, that it goes on, that it waits
+    assert "waiting because of HTTP 402 (POST /ext/v1/optim_step: not now" in shown[0]
+    assert "going on" in shown[1]
+
+
+def test_a_pause_is_shown_once_however_many_requests_meet_it(
+    scripted: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    scripted.script.answers["forward_backward"] = [again(429) for _ in range(12)]
+    futures = [scripted.model.forward(DATA, "cross_entropy") for _ in range(4)]
+    for future in futures:
+        future.result()
+    shown = [record.getMessage() for record in caplog.records if "waiting because of HTTP 429" in record.getMessage()]
+    assert 1 <= len(shown) <= 4
+
+
+def pending(status: int, state: str = "active", reason: str | None = None) -> httpx.Response:
+    body = {"type": "try_again", "request_id": "r", "queue_state": state, "queue_state_reason": reason}
+    return httpx.Response(status, json=body)
+
+
+@pytest.fixture
+def plain(shared: EmbeddedTrainer) -> Iterator[Scripted]:
+    """Where results are fetched."""
+    script = Script(httpx.ASGITransport(create_app(shared, extended=False)))
+    record = RecordingTransport(script)
+    with ServiceClient("http://embedded", transport=record, patience=QUICK) as service:
+        yield Scripted(service, script, record)
+
+
+@pytest.mark.parametrize("status", [200, 408])
+def test_queue_states_are_shown_once_per_change(plain: Scripted, status: int, caplog: pytest.LogCaptureFixture) -> None:
+    states = [("active", None), *[("paused_capacity", "no machine is free")] * 3, ("paused_rate_limit", None)]
+    plain.script.answers["retrieve_future"] = [pending(status, *state) for state in states]
+    assert plain.model.forward(DATA, "cross_entropy").result().metrics["loss:sum"] > 0
+    model = plain.model.model_id
+    assert [record.getMessage() for record in caplog.records if record.name == "tinker_lightning.client"] == [
+        f"{model}: the server's queue is paused_capacity (no machine is free)",
+        f"{model}: the server's queue is paused_rate_limit (no reason given)",
+        f"{model}: going on",
+    ]
+
+
+@pytest.mark.parametrize("reading", [httpx.ReadTimeout("slow"), httpx.Response(408), httpx.Response(408, html="<p>")])
+def test_a_poll_that_ends_without_a_word_is_asked_again(
+    plain: Scripted, reading: httpx.Response | Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain.script.answers["retrieve_future"] = [reading] * 3
+    assert plain.model.forward(DATA, "cross_entropy").result().metrics["loss:sum"] > 0
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_server_that_holds_polls_for_longer_than_our_patience_is_waited_for(shared: EmbeddedTrainer) -> None:
+    script = Script(httpx.ASGITransport(create_app(shared, extended=False)))
+    patience = replace(QUICK, seconds=0.05)
+    with ServiceClient("http://embedded", transport=script, patience=patience) as service:
+        model = service.create_lora_training_client("tiny", rank=4)
+        script.answers["retrieve_future"] = [httpx.ReadTimeout("slow")] * 20
+        model.optim_step().result()
+        assert script.answers["retrieve_future"] == []
+
+
+def test_a_server_that_does_not_hold_polls_is_not_stormed(plain: Scripted) -> None:
+    plain.script.answers["retrieve_future"] = [pending(200)] * 6
+    plain.model.optim_step(FAST).result()
+    assert sum(plain.script.gaps("retrieve_future")[-6:]) >= 0.01 * (2**6 - 1)
+
+
+def test_a_submission_that_outlasts_the_long_poll_is_fetched(
+    shared: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinker_lightning.server.routes.futures.LONG_POLL_SECONDS", 0.05)
+    go_on = threading.Event()
+
+    def waiting(*args: Any, **options: Any) -> Any:
+        go_on.wait(30)
+        return run_pass(*args, **options)
+
+    monkeypatch.setattr("tinker_lightning.server.training.run_pass", waiting)
+    record = RecordingTransport(httpx.ASGITransport(create_app(shared)))
+    with ServiceClient("http://embedded", transport=record) as service:
+        model = service.create_lora_training_client("tiny", rank=4)
+        future = model.forward(DATA, "cross_entropy")
+        threading.Timer(0.4, go_on.set).start()
+        assert future.result().metrics["loss:sum"] > 0
+    assert [each.path for each in record.requests].count("/ext/v1/forward_backward") == 1
+    assert [each.path for each in record.requests].count("/api/v1/retrieve_future") >= 1
+
+
+def test_notices_are_given_once_per_change(caplog: pytest.LogCaptureFixture) -> None:
+    notices = Notices()
+    for state in ("active", "full", "full", "closed", "active", "active", "full"):
+        notices.show("model", state)
+        notices.show("other", "active")
+    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
+        "model: full",
+        "model: closed",
+        "model: going on",
+        "model: full",
+    ]
+
+
+def train(model: TrainingClient, steps: int) -> list[float]:
+    def loss(_: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        return -torch.cat(logprobs).mean() / 3, {}
+
+    norms = []
+    for _ in range(steps):
+        for datum in DATA:
+            model.forward_backward_custom([datum], loss)
+        norms.append((model.optim_step(AdamParams(learning_rate=1e-3)).result().metrics or {})["grad_norm"])
+    return norms
+
+
+def test_faults_change_nothing(tmp_path: Path) -> None:  # DESIGN §4.2
+    """Under a tenth of faults a run ends as a clean one does, to the bit, with one step for each step."""
+    faulty: list[FaultyTransport] = []
+
+    def wrap(inner: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
+        faulty.append(FaultyTransport(inner, rate=0.1, seed=1))
+        return faulty[0]
+
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
+    ends = []
+    for transport in (None, wrap):
+        with embedded_service(trainer, wrap=transport, patience=QUICK) as service:
+            model = service.create_lora_training_client("tiny", rank=4, seed=1)
+            norms = train(model, 40)
+            kinds = [trainer.scheduler.find(f"{model.model_id}:{number}").kind for number in range(1, 40 * 7 + 1)]
+            assert kinds == (["forward"] * 3 + ["forward_backward"] * 3 + ["optim_step"]) * 40
+            with pytest.raises(LookupError):
+                trainer.scheduler.find(f"{model.model_id}:{40 * 7 + 1}")
+            ends.append((norms, bits(trainer, model.model_id)))
+    trainer.close()
+    assert ends[0] == ends[1]
+    met = {fault for fault, _ in faulty[0].injected}
+    assert met == {"reset", "500", "429", "408", "lost answer", "duplicate"}
+    assert len(faulty[0].injected) >= 20

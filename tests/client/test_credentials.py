@@ -1,0 +1,105 @@
+"""The key, the token that some servers want instead of it, and the session they open."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from starlette.responses import JSONResponse
+
+from tests.client.conftest import DATA, recording
+from tinker_lightning.errors import NotATinkerServer, Unauthorized
+from tinker_lightning.server import create_app
+from tinker_lightning.server.routes import handshake
+
+if TYPE_CHECKING:
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from tinker_lightning.server import EmbeddedTrainer
+
+KEY = "tml-raw"
+
+
+class Tokens:
+    """Hands out tokens for the key, and takes nothing else for other requests."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        lifetime: float = 0.0,
+        answer: dict[str, Any] | None = None,
+        claims: dict[str, Any] | None = None,
+    ) -> None:
+        self.app, self.lifetime, self.answer, self.claims = app, lifetime, answer, claims
+        self.made: list[str] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope["headers"]).get(b"x-api-key", b"").decode()
+        by_key = scope["path"].endswith(("/client/config", "/auth/token"))
+        if given not in ([KEY] if by_key else self.made[-2:]):
+            await JSONResponse({"detail": f"{scope['path']} does not take {given}"}, 401)(scope, receive, send)
+        elif scope["path"].endswith("/auth/token"):
+            claims = {
+                **({"exp": time.time() + self.lifetime} if self.claims is None else self.claims),
+                "n": len(self.made),
+            }
+            payload = base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
+            self.made.append(f"eyJh.{payload}.sig")
+            await JSONResponse({"jwt": self.made[-1]} if self.answer is None else self.answer)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
+@pytest.fixture(autouse=True)
+def _with_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "CLIENT_CONFIG", {**handshake.CLIENT_CONFIG, "pjwt_auth_enabled": True})
+
+
+def test_the_key_is_exchanged_once_for_a_token(shared: EmbeddedTrainer) -> None:
+    tokens = Tokens(create_app(shared), lifetime=3600)
+    with recording(tokens, api_key=KEY) as recorded:
+        model = recorded.service.create_lora_training_client("tiny", rank=4)
+        for _ in range(3):
+            model.forward(DATA, "cross_entropy")
+        model.optim_step().result()
+    assert len(tokens.made) == 1
+    keys = {each.path.rsplit("/", 1)[1]: each.headers["x-api-key"] for each in recorded.record.requests}
+    assert keys.pop("config") == keys.pop("token") == KEY
+    assert set(keys.values()) == {tokens.made[0]}
+
+
+def test_a_token_is_replaced_before_it_ends(shared: EmbeddedTrainer) -> None:
+    tokens = Tokens(create_app(shared), lifetime=60.4)  # a minute is kept in reserve
+    with recording(tokens, api_key=KEY) as recorded:
+        model = recorded.service.create_lora_training_client("tiny", rank=4)
+        model.forward(DATA, "cross_entropy").result()
+        assert len(tokens.made) == 1
+        time.sleep(0.5)
+        model.forward(DATA, "cross_entropy").result()
+        assert len(tokens.made) == 2
+
+
+@pytest.mark.parametrize("answer", [{}, {"jwt": 3}])
+def test_an_exchange_that_gives_no_token(shared: EmbeddedTrainer, answer: dict[str, Any]) -> None:
+    tokens = Tokens(create_app(shared), 3600, answer)
+    with recording(tokens, api_key=KEY) as recorded, pytest.raises(NotATinkerServer, match="auth/token: jwt"):
+        recorded.service.create_sampling_client(base_model="tiny")
+
+
+def test_a_key_that_gets_no_token(shared: EmbeddedTrainer) -> None:
+    tokens = Tokens(create_app(shared), 3600)
+    with recording(tokens, api_key="tml-other") as recorded, pytest.raises(Unauthorized, match="Set TINKER_API_KEY"):
+        recorded.service.create_sampling_client(base_model="tiny")
+
+
+@pytest.mark.parametrize("claims", [{"exp": 0.0}, {"exp": "soon"}, {}])
+def test_a_token_that_does_not_say_when_it_ends_is_used_once(shared: EmbeddedTrainer, claims: dict[str, Any]) -> None:
+    tokens = Tokens(create_app(shared), claims=claims)
+    with recording(tokens, api_key=KEY) as recorded:
+        recorded.service.get_server_capabilities()
+        recorded.service.create_sampling_client(base_model="tiny")
+    assert len(tokens.made) >= 3
