@@ -1,0 +1,63 @@
+"""Servers in processes of their own, so that what is measured shares neither interpreter nor event loop with them."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from starlette.applications import Starlette
+
+
+@contextlib.contextmanager
+def process(serve: Callable[..., None], *arguments: Any) -> Iterator[Any]:
+    """Runs `serve(*arguments, ready)` in another process; yields what it passes to `ready`, and ends it afterwards."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_run, args=(serve, arguments, sender), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        yield receiver.recv()
+    finally:
+        child.terminate()
+        child.join()
+
+
+def _run(serve: Callable[..., None], arguments: tuple[Any, ...], sender: Any) -> None:
+    serve(*arguments, sender.send)
+
+
+def serve_trainer(folder: str, extended: bool, ready: Callable[[str], None]) -> None:
+    """The embedded trainer with `tiny`, whose passes take a few milliseconds."""
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from tinker_lightning.server import EmbeddedTrainer, create_app
+
+    disable_progress_bar()
+    torch.set_num_threads(1)
+    trainer = EmbeddedTrainer(["tiny"], data_dir=folder)
+    trainer.catalog.get("tiny")
+    serve_app(create_app(trainer, extended=extended), ready)
+
+
+def serve_app(app: Starlette, ready: Callable[[str], None]) -> None:
+    """Serves an app on a free port of this machine for ever."""
+    import uvicorn
+
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    listener = socket.socket(
+        fileno=listener.detach()
+    )  # so that asyncio knows it as TCP and turns off Nagle's algorithm
+    ready(f"http://127.0.0.1:{listener.getsockname()[1]}")
+    # Connections are kept, as a server behind a load balancer keeps them: what is measured is the steady state.
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=600)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # what uvicorn ends with: a clean end leaves no lock behind
+    uvicorn.Server(config).run([listener])
