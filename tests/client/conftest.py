@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
+    from tinker_lightning.client import TrainingClient
+
     Running: TypeAlias = Callable[[Any], contextlib.AbstractContextManager[str]]
 
 BackendName: TypeAlias = Literal["in process", "tcp", "tcp without extensions", "official SDK"]
@@ -136,6 +138,20 @@ def backend(request: pytest.FixtureRequest, ways: Callable[[BackendName], Backen
     return ways(request.param)
 
 
+@pytest.fixture(params=["in process", "tcp without extensions"])
+def service(request: pytest.FixtureRequest, ways: Callable[[BackendName], Backend]) -> ServiceClient:
+    """Our client where the submission answers itself, and where the result is fetched."""
+    client = ways(request.param).service
+    assert isinstance(client, ServiceClient)
+    return client
+
+
+@pytest.fixture
+def model(service: ServiceClient) -> TrainingClient:
+    """A model on either."""
+    return service.create_lora_training_client("tiny", rank=4, seed=1)
+
+
 @dataclass(frozen=True)
 class Recorded:
     """A client of a trainer in this process, with a record of what it sends."""
@@ -195,3 +211,9 @@ def csr(dense: Any) -> TensorData:
 
 
 DATA = [datum(text) for text in TEXTS]
+
+
+def nll(_: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Cross-entropy as a custom loss."""
+    loss = -torch.cat([each.flatten() for each in logprobs]).sum()
+    return loss, {"nll": loss}

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.client.conftest import DATA, QUICK, bits, csr
+from tests.client.conftest import DATA, QUICK, bits, csr, nll
 from tinker_lightning import AdamParams, Datum, ModelInput, TensorData
 from tinker_lightning.client import ServiceClient, chunking
 from tinker_lightning.server import create_app
@@ -143,10 +142,6 @@ def chunked(
 MODES = pytest.mark.parametrize(
     "chunked", [(parallel, extended) for parallel in (True, False) for extended in (True, False)], indirect=True
 )
-
-
-def nll(_: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
-    return -torch.cat(logprobs).sum(), {}
 
 
 def run(model: Any) -> list[Any]:

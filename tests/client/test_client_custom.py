@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.client.conftest import DATA, bits
+from tests.client.conftest import DATA, bits, nll
 from tinker_lightning import AdamParams, Datum, ModelInput
 from tinker_lightning.errors import InvalidInput, LossNotScalar, OperationFailed
 
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from tinker_lightning.server import EmbeddedTrainer
 
 FAST = AdamParams(learning_rate=1e-2)
-
-
-def nll(_: list[Any], logprobs: list[Tensor]) -> tuple[Tensor, dict[str, Any]]:
-    loss = -torch.cat(logprobs).sum()
-    return loss, {"nll": loss}
 
 
 def vector(_: list[Any], logprobs: list[Tensor]) -> tuple[Tensor, dict[str, Any]]:

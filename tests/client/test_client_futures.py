@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import subprocess
 import sys
 import textwrap
@@ -16,173 +15,17 @@ import httpx
 import pytest
 
 from tests.client.conftest import DATA, recording
-from tinker_lightning import AdamParams, ModelInput, SamplingParams
 from tinker_lightning.client import ServiceClient
-from tinker_lightning.errors import ClientClosed, InvalidInput, NotFound, ResultTimeout, TinkerLightningError
+from tinker_lightning.errors import ClientClosed, ResultTimeout
 from tinker_lightning.server import create_app
 from tinker_lightning.server.engine.passes import run_pass
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from tests.client.conftest import Backend, BackendName
-    from tinker_lightning.client import TinkerFuture, TrainingClient
+    from tinker_lightning.client import TrainingClient
     from tinker_lightning.server import EmbeddedTrainer
-
-
-@pytest.fixture(params=["in process", "tcp without extensions"])
-def service(request: pytest.FixtureRequest, ways: Callable[[BackendName], Backend]) -> ServiceClient:
-    """Where the submission answers itself, and where the result is fetched."""
-    client = ways(request.param).service
-    assert isinstance(client, ServiceClient)
-    return client
-
-
-@pytest.fixture
-def model(service: ServiceClient) -> TrainingClient:
-    return service.create_lora_training_client("tiny", rank=4, seed=1)
-
-
-FAILING: dict[str, Callable[[TrainingClient], TinkerFuture[Any]]] = {
-    "forward": lambda model: model.forward(DATA, "no_such_loss"),
-    "forward_backward": lambda model: model.forward_backward(DATA, "no_such_loss"),
-    "save_state": lambda model: model.save_state("no/name"),
-    "load_state": lambda model: model.load_state("tinker://nobody/weights/nothing"),
-    "load_state_with_optimizer": lambda model: model.load_state_with_optimizer("tinker://nobody/weights/nothing"),
-    "save_weights_for_sampler": lambda model: model.save_weights_for_sampler("no/name"),
-}
-NEXT: dict[str, Callable[[TrainingClient], Any]] = {
-    "forward": lambda model: model.forward(DATA, "cross_entropy"),
-    "forward_backward_custom": lambda model: model.forward_backward_custom(DATA, lambda _, lp: (lp[0].sum(), {})),
-    "optim_step": lambda model: model.optim_step(),
-    "save_state": lambda model: model.save_state("any"),
-    "get_info": lambda model: model.get_info(),
-    "sampler": lambda model: model.save_weights_and_get_sampling_client(),
-}
-
-
-@pytest.mark.parametrize("operation", FAILING)
-def test_a_failure_that_nobody_reads_is_raised_at_the_next_call(model: TrainingClient, operation: str) -> None:  # R4.5
-    future = FAILING[operation](model)
-    future.wait()
-    with pytest.raises(TinkerLightningError) as caught:
-        model.optim_step()
-    error = caught.value
-    assert future.exception() is error
-    assert (error.operation, error.model_id, error.seq_id) == (operation, model.model_id, 1)
-    assert str(error).startswith(f"{operation} 1 of {model.model_id}")
-    # A request that was refused at once never got an id.
-    assert error.request_id in (f"{model.model_id}:1", None)
-    assert error.request_id is None or f"request {error.request_id}" in str(error)
-    model.optim_step().result()  # it was raised, and is not raised again
-
-
-@pytest.mark.parametrize("call", NEXT)
-def test_every_call_raises_it(model: TrainingClient, call: str) -> None:
-    future = model.forward(DATA, "no_such_loss")
-    future.wait()
-    with pytest.raises(InvalidInput, match="no_such_loss") as caught:
-        NEXT[call](model)
-    assert caught.value.request_id == f"{model.model_id}:1"
-    NEXT[call](model)
-    model.optim_step(AdamParams()).result()
-
-
-def test_a_step_that_fails_unread_is_raised_too(model: TrainingClient, service: ServiceClient) -> None:
-    other = service.create_lora_training_client("tiny", rank=4)
-    other.model_id = "nobody"
-    future = other.optim_step()
-    future.wait()
-    with pytest.raises(NotFound, match=r"optim_step 1 of nobody: .*there is no model 'nobody'") as caught:
-        other.forward(DATA, "cross_entropy")
-    assert (caught.value.operation, caught.value.model_id, caught.value.seq_id) == ("optim_step", "nobody", 1)
-
-
-def test_samplers_raise_theirs(service: ServiceClient) -> None:
-    sampler = service.create_sampling_client(base_model="tiny")
-    unknown = ModelInput.from_ints([99999])
-    for operation, future in (
-        ("sample", sampler.sample(unknown, 1, SamplingParams(max_tokens=1))),
-        ("compute_logprobs", sampler.compute_logprobs(unknown)),
-    ):
-        future.wait()
-        with pytest.raises(InvalidInput, match=f"{operation} [01] of {sampler.sampler_id}.*99999") as caught:
-            sampler.sample(ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1))
-        assert (caught.value.operation, caught.value.model_id) == (operation, sampler.sampler_id)
-        assert caught.value.seq_id == ("sample", "compute_logprobs").index(operation)
-        assert future.exception() is caught.value
-
-
-def test_what_was_read_is_not_raised_again(model: TrainingClient) -> None:
-    first = model.forward(DATA, "no_such_loss")
-    with pytest.raises(InvalidInput):
-        first.result()
-    second = model.forward(DATA, "no_such_loss")
-    assert isinstance(second.exception(), InvalidInput)
-    third = model.forward(DATA, "no_such_loss")
-    with pytest.raises(InvalidInput):
-        asyncio.run(_awaited(third))
-    model.optim_step().result()
-
-
-async def _awaited(future: Any) -> Any:
-    return await future
-
-
-def test_several_failures_are_raised_one_by_one(model: TrainingClient) -> None:
-    futures = [model.forward(DATA, f"loss_{i}") for i in range(2)]
-    for future in futures:
-        future.wait()
-    for i in range(2):
-        with pytest.raises(InvalidInput, match=f"loss_{i}"):
-            model.optim_step()
-    model.optim_step().result()
-
-
-def test_close_raises_what_nobody_has_read(shared: EmbeddedTrainer) -> None:
-    service = ServiceClient("http://embedded", transport=_transport(shared))
-    model = service.create_lora_training_client("tiny", rank=4)
-    for i in range(2):
-        model.forward(DATA, f"loss_{i}")
-    with pytest.raises(InvalidInput, match=f"forward 1 of {model.model_id}.*loss_0") as caught:
-        service.close()
-    assert any("loss_1" in note for note in caught.value.__notes__)
-    service.close()
-    with pytest.raises(ClientClosed, match=r"Make a new one with connect\(\)"):
-        model.optim_step()
-
-
-def _transport(trainer: EmbeddedTrainer) -> Any:
-    return httpx.ASGITransport(create_app(trainer))
-
-
-def test_a_client_that_is_gone_loses_no_failure(shared: EmbeddedTrainer) -> None:
-    service = ServiceClient("http://embedded", transport=_transport(shared))
-
-    def work() -> None:
-        model = service.create_lora_training_client("tiny", rank=4)
-        model.forward(DATA, "cross_entropy").result()
-        model.forward(DATA, "no_such_loss").wait()
-
-    work()
-    gc.collect()
-    with pytest.raises(InvalidInput, match="no_such_loss"):
-        service.create_sampling_client(base_model="tiny")
-    work()
-    gc.collect()
-    with pytest.raises(InvalidInput, match="no_such_loss"):
-        service.close()
-
-
-def test_an_error_of_the_users_is_not_hidden_by_a_failure(shared: EmbeddedTrainer) -> None:
-    def work() -> None:
-        with embedded_service(shared) as service:
-            service.create_lora_training_client("tiny", rank=4).forward(DATA, "no_such_loss").wait()
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        work()
 
 
 def test_what_was_submitted_before_close_is_carried_out(shared: EmbeddedTrainer) -> None:
@@ -201,6 +44,10 @@ def test_the_server_learns_how_it_ended(shared: EmbeddedTrainer) -> None:
             recorded.service.create_sampling_client(base_model="tiny")
             raise error
         assert recorded.record.requests[-1].message == {"reason": {"type": reason}}
+
+
+async def _awaited(future: Any) -> Any:
+    return await future
 
 
 @pytest.fixture
@@ -248,7 +95,7 @@ def test_cancelling_an_await_cancels_nothing_else(model: TrainingClient, held: t
 
 def test_closing_with_an_error_does_not_wait(shared: EmbeddedTrainer, held: threading.Event) -> None:
     """What is still under way then can no longer be had, and says so."""
-    service = ServiceClient("http://embedded", transport=_transport(shared))
+    service = ServiceClient("http://embedded", transport=httpx.ASGITransport(create_app(shared)))
     model = service.create_lora_training_client("tiny", rank=4)
     futures = [
         model.forward(DATA, "cross_entropy"),

@@ -11,22 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-import torch
 
-from tests.client.conftest import DATA, QUICK, bits
+from tests.client.conftest import DATA, QUICK
 from tinker_lightning import AdamParams
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.client.patience import Notices, Patience
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, ServerUnreachable, TinkerLightningError
 from tinker_lightning.server import EmbeddedTrainer, create_app
 from tinker_lightning.server.engine.passes import run_pass
-from tinker_lightning.testing import FaultyTransport, RecordingTransport, embedded_service
+from tinker_lightning.testing import RecordingTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
-    from tinker_lightning.client import TrainingClient
 
 FAST = AdamParams(learning_rate=1e-2)
 
@@ -276,41 +273,3 @@ def test_notices_are_given_once_per_change(caplog: pytest.LogCaptureFixture) -> 
         "model: going on",
         "model: full",
     ]
-
-
-def train(model: TrainingClient, steps: int) -> list[float]:
-    def loss(_: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-        return -torch.cat(logprobs).mean() / 3, {}
-
-    norms = []
-    for _ in range(steps):
-        for datum in DATA:
-            model.forward_backward_custom([datum], loss)
-        norms.append((model.optim_step(AdamParams(learning_rate=1e-3)).result().metrics or {})["grad_norm"])
-    return norms
-
-
-def test_faults_change_nothing(tmp_path: Path) -> None:  # DESIGN §4.2
-    """Under a tenth of faults a run ends as a clean one does, to the bit, with one step for each step."""
-    faulty: list[FaultyTransport] = []
-
-    def wrap(inner: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
-        faulty.append(FaultyTransport(inner, rate=0.1, seed=1))
-        return faulty[0]
-
-    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
-    ends = []
-    for transport in (None, wrap):
-        with embedded_service(trainer, wrap=transport, patience=QUICK) as service:
-            model = service.create_lora_training_client("tiny", rank=4, seed=1)
-            norms = train(model, 40)
-            kinds = [trainer.scheduler.find(f"{model.model_id}:{number}").kind for number in range(1, 40 * 7 + 1)]
-            assert kinds == (["forward"] * 3 + ["forward_backward"] * 3 + ["optim_step"]) * 40
-            with pytest.raises(LookupError):
-                trainer.scheduler.find(f"{model.model_id}:{40 * 7 + 1}")
-            ends.append((norms, bits(trainer, model.model_id)))
-    trainer.close()
-    assert ends[0] == ends[1]
-    met = {fault for fault, _ in faulty[0].injected}
-    assert met == {"reset", "500", "429", "408", "lost answer", "duplicate"}
-    assert len(faulty[0].injected) >= 20

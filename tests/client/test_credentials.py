@@ -16,7 +16,6 @@ from tinker_lightning.server import create_app
 from tinker_lightning.server.routes import handshake
 
 if TYPE_CHECKING:
-
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from tinker_lightning.server import EmbeddedTrainer
