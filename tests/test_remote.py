@@ -245,6 +245,14 @@ def test_copies_are_refused_with_the_reason(stage: Stage) -> None:
         pickle.dumps(model.handle)
 
 
+def test_moving_it_leaves_the_window_alone(stage: Stage) -> None:
+    model = torch.nn.Sequential(stage.model())
+    mean(model(DATA)).backward()
+    model.to(torch.float64).cpu()
+    (only,) = model.parameters()
+    assert only.grad is not None
+
+
 def test_a_model_can_be_pointed_elsewhere(stage: Stage) -> None:
     model = stage.model()
     optimizer = RemoteAdamW(model.parameters(), lr=1e-2)

@@ -2,10 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from tinker_lightning.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
+from tinker_lightning.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData, collate
 
 if TYPE_CHECKING:
     from tinker_lightning.client import connect
+    from tinker_lightning.module import RemoteModule
     from tinker_lightning.optim import RemoteAdamW
     from tinker_lightning.remote import RemoteLM
 
@@ -15,8 +16,10 @@ __all__ = [
     "ModelInput",
     "RemoteAdamW",
     "RemoteLM",
+    "RemoteModule",
     "SamplingParams",
     "TensorData",
+    "collate",
     "connect",
 ]
 
@@ -24,6 +27,7 @@ __all__ = [
 _LAZY = {
     "RemoteAdamW": "tinker_lightning.optim",
     "RemoteLM": "tinker_lightning.remote",
+    "RemoteModule": "tinker_lightning.module",
     "connect": "tinker_lightning.client",
 }
 

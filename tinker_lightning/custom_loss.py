@@ -93,13 +93,10 @@ def evaluate(loss_fn: LossFn, data: list[Any], logprobs: list[Tensor]) -> Evalua
         InvalidLoss: If the loss is not a finite scalar tensor that depends on the log-probabilities.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        returned = loss_fn(data, logprobs)
-        loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-        _check_value(loss)
-        named = numbers(metrics)  # before anything gets a gradient
+        loss, named = loss_and_metrics(loss_fn(data, logprobs))
         loss.backward()
     if all(leaf.grad is None for leaf in logprobs):
-        raise LossWithoutGradient(_WITHOUT_GRADIENT)
+        raise LossWithoutGradient(WITHOUT_GRADIENT)
     gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in logprobs]
     if not torch.isfinite(torch.cat([gradient.flatten() for gradient in gradients])).all():
         i = next(i for i, gradient in enumerate(gradients) if not torch.isfinite(gradient).all())
@@ -108,6 +105,17 @@ def evaluate(loss_fn: LossFn, data: list[Any], logprobs: list[Tensor]) -> Evalua
             "square root or a norm of zero, or 0 * inf behind a torch.where; nothing was sent."
         )
     return Evaluation(loss.item(), named, gradients)
+
+
+def loss_and_metrics(returned: Any) -> tuple[Tensor, dict[str, float]]:
+    """What a loss function has returned, checked before anything gets a gradient.
+
+    Raises:
+        InvalidLoss: If the loss is not a finite scalar tensor with a gradient, or a metric is no number.
+    """
+    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    _check_value(loss)
+    return loss, numbers(metrics)
 
 
 def linear_datums(data: Sequence[Datum], gradients: Sequence[Tensor]) -> list[Datum]:
@@ -172,10 +180,10 @@ def _check_value(loss: Any) -> None:
             "nothing was sent."
         )
     if not loss.requires_grad:
-        raise LossWithoutGradient(_WITHOUT_GRADIENT)
+        raise LossWithoutGradient(WITHOUT_GRADIENT)
 
 
-_WITHOUT_GRADIENT = (
+WITHOUT_GRADIENT = (
     "the loss does not depend on the log-probabilities, so there is nothing to train. Compute it from the tensors in "
     "the second argument, without .detach(), .item(), .tolist(), numpy or torch.no_grad() in between."
 )

@@ -7,7 +7,7 @@ that a gradient which has reached the server can no longer be dropped.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -21,7 +21,7 @@ from tinker_lightning.errors import InvalidInput, LossNotFinite
 from tinker_lightning.types import Datum, ForwardBackwardOutput, OptimStepResponse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tinker_lightning.types import AdamParams
 
@@ -49,13 +49,38 @@ class Step:
     optim: TinkerFuture[OptimStepResponse]
 
 
-@dataclass(eq=False, slots=True)
 class Remote:
-    """Where a handle leads: a backend, and the window of gradients that waits for the next step."""
+    """Where a handle leads: a backend, and the window of gradients that waits for the next step.
 
-    backend: TrainingBackend
-    window: list[Call] = field(default_factory=list)
-    unread: Unread = field(default_factory=Unread)
+    Args:
+        backend: A training client, ours or the official SDK's, or a function that makes one at the first use.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self.window: list[Call] = []
+        self.unread = Unread()
+        self.steps = 0
+        self.on_step: Callable[[Step], None] | None = None  # told of every step that was sent
+        self._given = backend
+        self._backend: TrainingBackend | None = None
+
+    @property
+    def backend(self) -> TrainingBackend:
+        """What is trained, made at the first use."""
+        if self._backend is None:
+            is_client = hasattr(self._given, "forward_backward")
+            self._backend = as_backend(self._given if is_client else self._given())
+        return self._backend
+
+    @property
+    def is_made(self) -> bool:
+        """Whether there is a backend already."""
+        return self._backend is not None
+
+    def point_to(self, backend: Any) -> None:
+        """Leads elsewhere from now on; what waits for the old backend is dropped."""
+        self.drop()
+        self._given, self._backend = backend, None
 
     def receive(self, call: Call, gradients: Sequence[Tensor]) -> None:
         """A gradient has come back to a call.
@@ -93,9 +118,12 @@ class Remote:
         backwards = [self.backend.forward_backward(batch, custom_loss.SURROGATE) for batch in batches]
         step = Step(backwards, self.backend.optim_step(params))
         self.drop()
+        self.steps += 1
         for backward in step.backwards:
             self.unread.add(backward)
         self.unread.add(step.optim)
+        if self.on_step is not None:
+            self.on_step(step)
         return step
 
 
@@ -154,12 +182,12 @@ class RemoteLM(nn.Module):
     `RemoteAdamW(model.parameters())` trains the model.
 
     Args:
-        backend: A training client, ours or the official SDK's.
+        backend: A training client, ours or the official SDK's, or a function that makes one at the first use.
     """
 
     def __init__(self, backend: Any) -> None:
         super().__init__()
-        self.handle = RemoteHandle(Remote(as_backend(backend)))
+        self.handle = RemoteHandle(Remote(backend))
 
     @property
     def backend(self) -> TrainingBackend:
@@ -168,8 +196,12 @@ class RemoteLM(nn.Module):
 
     @backend.setter
     def backend(self, backend: Any) -> None:
-        self.handle.remote.drop()
-        self.handle.remote.backend = as_backend(backend)
+        self.handle.remote.point_to(backend)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Moving to a device or another dtype does not concern weights that are elsewhere."""
+        del fn, recurse
+        return self
 
     def send(self, data: Sequence[Any]) -> Pass:
         """Sends a forward pass without waiting for it; `model(that)` waits. For several passes at once."""

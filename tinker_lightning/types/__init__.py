@@ -1,6 +1,6 @@
 """Plain data that users, client and server share. Knows numpy, and nothing of the layers above."""
 
-from tinker_lightning.types.datum import Datum, ProvenanceSpan
+from tinker_lightning.types.datum import Datum, ProvenanceSpan, collate
 from tinker_lightning.types.model_input import (
     DmelChunk,
     EncodedTextChunk,
@@ -52,4 +52,5 @@ __all__ = [
     "TensorData",
     "TensorDtype",
     "WeightsInfoResponse",
+    "collate",
 ]

@@ -67,6 +67,11 @@ class Datum:
     ) -> None:
         if (model_input_spans is None) != (loss_fn_input_spans is None):
             raise InvalidDatum("provenance comes as a pair: set model_input_spans and loss_fn_input_spans, or neither")
+        if not isinstance(model_input, ModelInput):
+            raise InvalidDatum(
+                f"model_input must be a ModelInput, got {type(model_input).__name__}. Make one with "
+                "ModelInput.from_ints(tokens)."
+            )
         self.model_input = model_input
         self.loss_fn_inputs = {name: _tensor(name, value) for name, value in (loss_fn_inputs or {}).items()}
         # Two empty lists say nothing, and protobuf cannot tell them from none.
@@ -170,6 +175,15 @@ class Datum:
     def __repr__(self) -> str:
         inputs = ", ".join(f"{name}={tensor!r}" for name, tensor in self.loss_fn_inputs.items())
         return f"Datum({self.model_input!r}, {inputs})"
+
+
+def collate(batch: Sequence[Any]) -> list[Any]:
+    """Keeps a batch of datums a list: `DataLoader(data, batch_size=8, collate_fn=collate)`. Torch's default raises.
+
+    >>> len(collate([Datum.from_tokens([1, 2]), Datum.from_tokens([1, 2, 3])]))
+    2
+    """
+    return list(batch)
 
 
 def _tensor(name: str, value: TensorLike) -> TensorData:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tinker_lightning.errors import InvalidDatum
+from tinker_lightning.errors import InvalidDatum, InvalidTensor
 from tinker_lightning.types.tensor import TensorData, as_array
 
 if TYPE_CHECKING:
@@ -135,7 +135,10 @@ class ModelInput:
 
 def token_array(tokens: TensorLike) -> npt.NDArray[np.int32]:
     """Token ids as a 1-D int32 array, refusing what is not a sequence of ids; int32 memory is used as it is."""
-    array: npt.NDArray[Any] = tokens.to_numpy() if isinstance(tokens, TensorData) else as_array(tokens)
+    try:
+        array: npt.NDArray[Any] = tokens.to_numpy() if isinstance(tokens, TensorData) else as_array(tokens)
+    except InvalidTensor as error:
+        raise InvalidDatum(f"token ids: {error}. Give a list or array of integers, as a tokenizer makes.") from error
     if array.ndim != 1:
         raise InvalidDatum(f"token ids must be one sequence, got an array of shape {list(array.shape)}")
     if array.size == 0:

@@ -1,0 +1,46 @@
+"""Metrics that come back from the server after their step, logged under the step they belong to."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+import torch
+
+from tinker_lightning.remote import Step
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    sent: Step
+    trainer: pl.Trainer
+    step: int
+    to_loggers: bool
+
+
+class LateMetrics:
+    """The steps whose metrics are still on their way, oldest first."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Entry] = deque()
+
+    def add(self, sent: Step, trainer: pl.Trainer) -> None:
+        """A step was sent; it belongs to the step that the trainer's loggers would write now."""
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
+        self._waiting.append(_Entry(sent, trainer, step, bool(every) and (step + 1) % every == 0))
+
+    def log(self, *, wait: bool) -> None:
+        """Logs what is there; with `wait` waits for the rest. Failures are left to be raised by the client."""
+        while self._waiting and (wait or self._waiting[0].sent.optim.done()):
+            entry = self._waiting.popleft()
+            entry.sent.optim.wait()
+            if entry.sent.optim.failed:
+                continue
+            metrics = {name: float(value) for name, value in (entry.sent.optim.result().metrics or {}).items()}
+            if entry.to_loggers and metrics:
+                # Directly: `self.log` has no step of its own, and is refused after the last one.
+                for logger in entry.trainer.loggers:
+                    logger.log_metrics(metrics, step=entry.step)
+            entry.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
