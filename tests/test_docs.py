@@ -26,6 +26,7 @@ def code_blocks(page: Path) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.filterwarnings("default")  # Lightning has advice for loaders and loggers as small as these
 @pytest.mark.parametrize("page", [page for page in PAGES if code_blocks(page).strip()], ids=lambda page: page.name)
 def test_code_blocks_run(page: Path, served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
