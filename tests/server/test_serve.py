@@ -71,7 +71,8 @@ def running(folder: Path, *options: str, python: tuple[str, ...] = ()) -> Iterat
 
 def send_part_of_a_request(url: str, body: bytes) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=SOON)
-    connection.sendall(b"POST /api/v1/create_session HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n" + body)
+    head = b"POST /api/v1/create_session HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+    connection.sendall(head + body)
     return connection
 
 
@@ -183,7 +184,7 @@ def test_a_port_that_is_taken_is_named_before_any_model_is_loaded(tmp_path: Path
         with pytest.raises(InvalidInput) as refused:
             serve.serve(["no such model"], port=port, data_dir=tmp_path)
     assert f"cannot listen on --host 127.0.0.1 --port {port}: Address already in use" in str(refused.value)
-    assert "Choose another port; 0 takes a free one" in str(refused.value)
+    assert "Choose another host or port; port 0 takes a free one" in str(refused.value)
 
 
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70000), ("127.0.0.1", -1), ("no.such.host.invalid", 0)])
@@ -223,7 +224,15 @@ def test_a_folder_that_cannot_be_written_is_named_at_the_start(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("host", "status"),
-    [("127.0.0.1:8000", 200), ("localhost", 200), ("[::1]:8000", 200), ("evil.example", 403), ("10.0.0.1", 403)],
+    [
+        ("127.0.0.1:8000", 200),
+        ("localhost", 200),
+        ("[::1]:8000", 200),
+        ("evil.example", 403),
+        ("10.0.0.1", 403),
+        ("[::1", 403),
+        ("a]b", 403),
+    ],
 )
 def test_without_a_key_only_this_machines_own_names_are_answered(host: str, status: int) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hmac
 import ipaddress
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
@@ -25,6 +27,8 @@ from tinker_lightning.wire import compression
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -33,6 +37,8 @@ logger = logging.getLogger("tinker_lightning.server")
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 MAX_BODY_BYTES = 256 << 20
+# From this many bytes on a body is parsed on another thread, so that meanwhile others are answered.
+_LARGE_BODY = 1 << 17
 
 T = TypeVar("T")
 
@@ -81,13 +87,19 @@ async def read_body(request: Request) -> bytes:
     except ClientDisconnect as error:
         raise InvalidMessage(f"the connection was closed after {size} bytes of the body; send it again") from error
     body = b"".join(parts)
-    return compression.decompress(body, MAX_BODY_BYTES) if encoding == "zstd" else body
+    # On another thread even if it is small: how much it unfolds to is not known.
+    return await run_in_threadpool(compression.decompress, body, MAX_BODY_BYTES) if encoding == "zstd" else body
+
+
+async def parse_body(parse: Callable[[bytes], T], body: bytes) -> T:
+    """What a body says, without keeping other clients waiting for a large one."""
+    return parse(body) if len(body) < _LARGE_BODY else await run_in_threadpool(parse, body)
 
 
 async def read(request: Request, cls: type[T]) -> T:
     """A JSON request as its dataclass."""
     content_type(request, JSON)
-    return wire_json.parse(cls, await read_body(request))
+    return await parse_body(functools.partial(wire_json.parse, cls), await read_body(request))
 
 
 def error_category(error: BaseException) -> str:
@@ -134,11 +146,18 @@ class LocalHost:
         """Answers 403 itself, or passes on."""
         if scope["type"] == "http":
             given = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
-            if not is_loopback(urlsplit(f"//{given}").hostname or "localhost"):
+            if not _is_this_machine(given):
                 detail = f"this server is for this machine only, but was asked as {given!r}. Use http://127.0.0.1, or"
                 await JSONResponse({"detail": f"{detail} start it with --api-key."}, 403)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return is_loopback(urlsplit(f"//{host}").hostname or "localhost")
+    except ValueError:  # brackets that do not hold an address
+        return False
 
 
 def is_loopback(host: str) -> bool:

@@ -99,5 +99,6 @@ def _listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise InvalidInput(
-            f"cannot listen on --host {host} --port {port}: {reason}. Choose another port; 0 takes a free one."
+            f"cannot listen on --host {host} --port {port}: {reason}. Choose another host or port; port 0 takes a free "
+            "one."
         ) from error

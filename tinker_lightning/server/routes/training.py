@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
 
 from tinker_lightning.errors import TinkerLightningError
-from tinker_lightning.server.http import JSON, PROTOBUF, answer, content_type, read, read_body
+from tinker_lightning.server.http import JSON, PROTOBUF, answer, content_type, parse_body, read, read_body
 from tinker_lightning.server.routes import trainer_of
 from tinker_lightning.server.routes.futures import Submission, answer_receipt, finished, pending
 from tinker_lightning.types import requests as rq
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from tinker_lightning.server.scheduler import Operation
-
-# From this many bytes on a body is read on another thread, so that meanwhile others are answered.
-_LARGE_BODY = 1 << 17
 
 T = TypeVar("T")
 
@@ -97,10 +93,10 @@ async def _submit(request: Request, parse: Callable[[bytes], T], submit: Callabl
     """Queues a numbered operation; where it is refused, its number is freed, for the client goes on with the next."""
     body = await read_body(request)
     try:
-        message: Any = parse(body) if len(body) < _LARGE_BODY else await run_in_threadpool(parse, body)
+        message: Any = await parse_body(parse, body)
         operation = submit(message)
     except TinkerLightningError:
-        trainer_of(request).training.refuse(*_number(body))
+        trainer_of(request).training.refuse(*await parse_body(_number, body))
         raise
     return _submission(operation, message.model_id)
 
