@@ -220,9 +220,12 @@ def test_metrics_are_sums_over_the_batch(tiny64: BaseModel, reference64: Any, ma
     log_ratios = torch.cat(
         [policy(tokens).gather(-1, targets[:, None])[:, 0] - inputs["logprobs"] for tokens, targets, inputs in read]
     )
-    outside = (log_ratios.exp() < 0.8) | (log_ratios.exp() > 1.2)
+    counted = torch.cat([inputs["advantages"] for _, _, inputs in read]) != 0
+    outside = counted & ((log_ratios.exp() < 0.8) | (log_ratios.exp() > 1.2))
     assert output.metrics["tokens:sum"] == sum(LENGTHS)
+    # A prompt, masked by advantages of zero, says nothing of how far the policy has moved.
+    assert output.metrics["action_tokens:sum"] == int(counted.sum()) < sum(LENGTHS)
     assert output.metrics["clipped_tokens:sum"] == int(outside.sum()) > 0
-    assert output.metrics["kl_old_new:sum"] == pytest.approx(-float(log_ratios.sum()), rel=1e-9)
+    assert output.metrics["kl_old_new:sum"] == pytest.approx(-float(log_ratios[counted].sum()), rel=1e-9)
     # The protocol's clients reduce metrics by the word behind the colon, and need exactly one.
     assert all(name.count(":") == 1 for name in output.metrics)

@@ -96,10 +96,13 @@ class BoundLoss:
         """What helps to watch a run, of one datum: sums, to be added up over datums."""
         if self.name == "cross_entropy":
             return {"weights:sum": float(arguments[0].sum())}
-        log_ratio = logprobs - arguments[0]
-        metrics = {"kl_old_new:sum": float(-log_ratio.sum())}
+        old_logprobs, advantages = arguments[:2]
+        # Prompts are masked by advantages of zero, and have no log-probabilities of the sampling policy.
+        counted = advantages != 0
+        log_ratio = torch.where(counted, logprobs - old_logprobs, 0.0)
+        metrics = {"action_tokens:sum": float(counted.sum()), "kl_old_new:sum": float(-log_ratio.sum())}
         if "clip_low_threshold" in self.config and self.name != "gspo":
             ratio = log_ratio.exp()
             low, high = (torch.as_tensor(bound, dtype=ratio.dtype) for bound in arguments[-2:])
-            metrics["clipped_tokens:sum"] = float(((ratio < low) | (ratio > high)).sum())
+            metrics["clipped_tokens:sum"] = float((counted & ((ratio < low) | (ratio > high))).sum())
         return metrics
