@@ -383,6 +383,8 @@ def test_deeply_nested_values_are_refused_and_shown_short() -> None:
 def test_settings_are_checked_as_they_are_read() -> None:
     with pytest.raises(InvalidInput, match=r"adam_params\.learning_rate must be a finite number"):
         parse(OptimStepRequest, b'{"model_id": "m", "seq_id": 1, "adam_params": {"learning_rate": -1}}')
+    with pytest.raises(InvalidMessage, match=r"adam_params\.learning_rate: must be a finite number, got null"):
+        parse(OptimStepRequest, b'{"model_id": "m", "seq_id": 1, "adam_params": {"learning_rate": null}}')
     with pytest.raises(InvalidMessage, match=r"adam_params\.beta1: must be a number, got bool True"):
         parse(OptimStepRequest, b'{"model_id": "m", "seq_id": 1, "adam_params": {"beta1": true}}')
     with pytest.raises(InvalidMessage, match="stop_reason: must be one of stop, length, got str 'eos'"):

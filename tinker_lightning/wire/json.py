@@ -1,7 +1,8 @@
 """JSON bodies: the dataclasses of `types` to bytes and back, arrays straight from memory.
 
 Reading is strict about types and lenient about the rest, as the protocol wants it: unknown fields are ignored, null
-means absent, a missing field takes its default. Errors name the field.
+means absent (but where a number is needed it is a NaN that got lost), a missing field takes its default. Errors name
+the field.
 """
 
 from __future__ import annotations
@@ -208,6 +209,9 @@ def _decode_dataclass(cls: Any, value: Any, where: str) -> Any:
         path = f"{where}.{name}" if where else name
         if entry is not None:
             given[name] = _decode(hint, entry, path)
+        elif hint is float and name in value:
+            # What serializers make of NaN and infinity: the default in its place would train with another number.
+            raise InvalidMessage(f"{path}: must be a finite number, got null")
         elif required and types.NoneType not in typing.get_args(hint):
             raise InvalidMessage(f"{path}: missing")
         elif required:
