@@ -234,7 +234,7 @@ def test_bad_models_are_refused(shared_api: Api, body: Any, said: str) -> None:
         ({"sampling_session_id": "nobody"}, "there is no sampler 'nobody'"),
         ({"num_samples": 0}, "num_samples must be at least 1"),
         ({"num_samples": 10**6}, "num_samples: 1000000 are more than the"),
-        ({"prompt": {"chunks": []}}, "model_input: no tokens"),
+        ({"prompt": {"chunks": []}}, "prompt: no tokens"),
         ({"prompt": {"chunks": [{"tokens": [259]}]}}, "the token at [0] is 259"),
         ({"prompt": {"chunks": [{"tokens": [1] * 3000}]}}, "3000 tokens, but tiny reads at most 2048"),
         ({"prompt": 5}, "prompt: must be an object with a list of chunks"),

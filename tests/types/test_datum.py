@@ -66,6 +66,8 @@ def test_misaligned_weights_raise_unless_truncation_is_asked_for() -> None:  # R
         ([5, 6], ["a", "b"], "weights: not an array of numbers"),
         ([5, 6], [1e300, 0], "weights: a value does not fit into float32"),
         ([5.0, 6.0], None, "token ids must be integers"),
+        ("hello", None, r"token ids: not an array of numbers: got str .* as a tokenizer makes"),
+        ([[5, 6], [7]], None, "token ids: not a rectangular array"),
     ],
 )
 def test_from_tokens_says_what_is_wrong(tokens: Any, weights: Any, message: str) -> None:  # R4.5
@@ -135,6 +137,11 @@ def test_memory_is_shared_not_copied() -> None:
 def test_entries_that_do_not_line_up_are_refused(inputs: dict[str, Any], message: str) -> None:  # R4.5
     with pytest.raises(InvalidDatum, match=message):
         Datum(ModelInput.from_ints([1, 2]), inputs)
+
+
+def test_tokens_are_not_yet_an_input() -> None:
+    with pytest.raises(InvalidDatum, match=r"must be a ModelInput, got list\. Make one with ModelInput\.from_ints"):
+        Datum([1, 2], {"target_tokens": [2, 3]})  # type: ignore[arg-type]
 
 
 def test_empty_lists_take_the_dtype_of_their_name() -> None:

@@ -72,9 +72,11 @@ def place_of(folder: Path) -> Path:
 
 def sync(path: Path) -> None:
     """Waits until a file or folder is on the disk."""
-    if os.name == "nt" and path.is_dir():
+    is_folder = path.is_dir()
+    if os.name == "nt" and is_folder:
         return  # a folder cannot be opened there
-    descriptor = os.open(path, os.O_RDONLY)
+    # Windows syncs only what is open for writing.
+    descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:

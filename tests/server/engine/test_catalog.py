@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import huggingface_hub.constants
 import pytest
 
-from tinker_lightning.errors import ModelNotFound
+from tinker_lightning.errors import InvalidInput, ModelNotFound
 from tinker_lightning.server.engine import catalog, tiny
 from tinker_lightning.server.engine.catalog import Catalog
 
@@ -57,8 +57,18 @@ def test_a_hub_id_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match=f"{tmp_path} could not be loaded"):
+    with pytest.raises(ModelNotFound, match=f"{tmp_path} could not be loaded: it has no config.json"):
         Catalog().get(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelNotFound, match=rf"(?s){tmp_path} could not be loaded: .*It must hold"):
+        Catalog().get(str(tmp_path))
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("TINKER_LIGHTNING_CACHE", str(tmp_path / "file"))
+    with pytest.raises(InvalidInput, match=r"cannot be kept in .*file.*Set TINKER_LIGHTNING_CACHE"):
+        Catalog().get("tiny")
 
 
 def test_the_missing_package_is_named_with_the_command_that_installs_it(

@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[list[Datum], str, dict[str, float | str], type[TinkerLi
         "cross_entropy",
         {},
         InvalidDatum,
-        r"datum 1: target_tokens: the token at \[1, 0\] is -1",
+        r"datum 1: target_tokens: the token at \[1, 0\] is -1, .*Mask it by a weight or advantage of 0",
     ),
     "too long": (
         [Datum.from_tokens([1] * 2050)],

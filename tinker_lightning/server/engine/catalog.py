@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tinker_lightning.errors import ModelNotFound, TinkerLightningError
+from tinker_lightning.errors import InvalidInput, ModelNotFound, TinkerLightningError
 from tinker_lightning.server.engine import smollm2, tiny
 from tinker_lightning.server.engine.base import BaseModel
 
@@ -91,6 +91,8 @@ def _load(name: str, dtype: torch.dtype) -> BaseModel:
             f"there is no model {name!r}. Use {', '.join(_BUILDERS)}, an existing folder with a Hugging Face model, or "
             "a hub id of the form organisation/model."
         )
+    if is_folder and not (path / "config.json").is_file():  # transformers would speak of tokenizers
+        raise ModelNotFound(f"{name} could not be loaded: it has no config.json, so it is no Hugging Face model.")
     try:
         return BaseModel(name, path.absolute() if is_folder else name, dtype)
     except TinkerLightningError:
@@ -105,9 +107,15 @@ def _load(name: str, dtype: torch.dtype) -> BaseModel:
 def _build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     """Builds into a folder beside it and renames: a half-built model is never taken for a whole one."""
     if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
         logger.info("preparing %s, once", folder)
-        part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        except OSError as error:
+            raise InvalidInput(
+                f"models cannot be kept in {folder.parent}: {error.strerror}. Set TINKER_LIGHTNING_CACHE to a folder "
+                "that can be written."
+            ) from error
         try:
             build(part)
             part.chmod(0o755)

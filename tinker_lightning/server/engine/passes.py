@@ -108,7 +108,7 @@ def _read(
     index: int, datum: Datum, base: BaseModel, loss: BoundLoss, dtype: torch.dtype, *, forward_only: bool
 ) -> _Example:
     try:
-        tokens = read_tokens(datum.model_input, base)
+        tokens = read_tokens("model_input", datum.model_input, base)
         targets = datum.loss_fn_inputs.get("target_tokens")
         if targets is None:
             raise InvalidDatum("target_tokens: missing; every loss needs the tokens to predict")
@@ -125,22 +125,22 @@ def _read(
     return _Example(tokens, targets_TK.reshape(len(tokens), -1), targets.shape, arguments)
 
 
-def read_tokens(model_input: ModelInput, base: BaseModel) -> Tensor:
-    """The token ids of an input that this model can read.
+def read_tokens(name: str, model_input: ModelInput, base: BaseModel) -> Tensor:
+    """The token ids of an input that this model can read; `name` is what errors call it.
 
     Raises:
         InvalidDatum: If it is empty, too long, not text, or has ids outside the vocabulary.
     """
     if not model_input.is_text:
-        raise InvalidDatum(f"model_input: {base.name} reads text only, and this has other chunks")
+        raise InvalidDatum(f"{name}: {base.name} reads text only, and this has other chunks")
     tokens = torch.from_numpy(model_input.tokens().astype("int64"))
     if not len(tokens):
-        raise InvalidDatum("model_input: no tokens")
+        raise InvalidDatum(f"{name}: no tokens")
     if len(tokens) > base.max_context_length:
         raise InvalidDatum(
-            f"model_input: {len(tokens)} tokens, but {base.name} reads at most {base.max_context_length}. Cut it."
+            f"{name}: {len(tokens)} tokens, but {base.name} reads at most {base.max_context_length}. Cut it."
         )
-    _check_range("model_input", tokens, base.vocab_size)
+    _check_range(name, tokens, base.vocab_size)
     return tokens
 
 
@@ -148,7 +148,8 @@ def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
     wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()
     if len(wrong):
         at = wrong[0].tolist()
+        token = int(tokens[tuple(at)])
+        mend = "Mask it by a weight or advantage of 0." if token < 0 else "Was it tokenized for another model?"
         raise InvalidDatum(
-            f"{name}: the token at {at} is {int(tokens[tuple(at)])}, but the vocabulary has ids 0..{vocab_size - 1}. "
-            "Was it tokenized for another model?"
+            f"{name}: the token at {at} is {token}, but the vocabulary has ids 0..{vocab_size - 1}. {mend}"
         )

@@ -38,7 +38,7 @@ def sample(
     The log-probabilities are the model's own: temperature, top-k and top-p choose tokens but do not change them, so
     that they compare with those of a forward pass.
     """
-    tokens_T = read_tokens(prompt, base)
+    tokens_T = read_tokens("prompt", prompt, base)
     room = base.max_context_length - len(tokens_T)
     # A prompt that fills the context can be scored but not continued.
     budget = min(room, params.max_tokens if params.max_tokens is not None else room)
