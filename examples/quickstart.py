@@ -32,6 +32,8 @@ def embedded_trainer(model: str) -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         announcement = process.stdout.readline().strip()
+        if not announcement:
+            raise SystemExit(f"the server did not start; `{' '.join(command)}` says why")
         print(announcement)
         try:
             yield announcement.rsplit(" ", 1)[-1]
