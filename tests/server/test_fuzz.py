@@ -1,4 +1,7 @@
-"""A thousand damaged requests: none is answered with a 5xx or never, and none touches a model it does not name."""
+"""A thousand damaged requests: none is answered with a 5xx or never, or touches a model it does not name.
+
+One that is refused, at once or by a failed result, touches none at all.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +62,7 @@ class Fuzzer:
         saved = {"model_id": self.model, "seq_id": 1, "path": "state"}
         self.path = self.api.run("save_weights", saved)["path"]
         self.last = self.api.submit("optim_step", self.api.step(self.model, 2))
+        self.api.result(self.last)
 
     def requests(self) -> list[tuple[str, str, Any]]:
         """One valid request for each endpoint; None has no body."""
@@ -226,16 +230,21 @@ def test_damaged_requests_harm_nobody(api: Api, seed: int) -> None:
     counts: Counter[str] = Counter()
     for _ in range(250):
         method, path, content, headers = fuzzer.damaged()
+        named = api.state(fuzzer.model)
         response = api.request(method, path, content=content, headers=headers)
         assert response.status_code < 500, (method, path, content[:500], response.text)
         counts[f"{response.status_code // 100}xx"] += 1
+        refused = response.status_code >= 400
         if response.status_code >= 400:
             assert response.status_code in (400, 404, 405, 408, 410, 413, 415)
             assert response.json()["detail"]
         elif response.status_code == 200 and b'"request_id"' in response.content and path != "retrieve_future":
             result = api.result(response.json()["request_id"])
-            counts["failed" if "error" in result else "done"] += 1
+            refused = "error" in result
+            counts["failed" if refused else "done"] += 1
             assert result.get("category") != "server", (method, path, content[:500], result)
+        if refused:
+            assert api.state(fuzzer.model) == named, (method, path, content[:500])
     assert counts["4xx"] > 50, counts  # most are damaged beyond use
     assert counts["done"] > 3, counts  # and some are not
     assert api.state(bystander) == before

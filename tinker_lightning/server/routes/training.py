@@ -96,18 +96,19 @@ async def _submit(request: Request, parse: Callable[[bytes], T], submit: Callabl
         message: Any = await parse_body(parse, body)
         operation = submit(message)
     except TinkerLightningError:
-        trainer_of(request).training.refuse(*await parse_body(_number, body))
+        number = protobuf.number_of if content_type(request, JSON, PROTOBUF) == PROTOBUF else _number
+        trainer_of(request).training.refuse(*await parse_body(number, body))
         raise
     return _submission(operation, message.model_id)
 
 
 def _number(body: bytes) -> tuple[str, int]:
-    """Model and number of a body that could not be used, as far as they can be read."""
+    """Model and number of a JSON body that could not be used, as far as they can be read."""
     try:
         message = wire_json.loads(body)
         model_id, number = message.get("model_id"), message.get("seq_id")
     except TinkerLightningError:
-        return protobuf.number_of(body)
+        return "", 0
     return (model_id, number) if isinstance(model_id, str) and type(number) is int else ("", 0)
 
 
