@@ -30,9 +30,10 @@ T = TypeVar("T")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Models are prepared in a folder of the tests' own, unless the environment names one to keep."""
+def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing is kept in the user's folders; models only where the environment names a cache to keep."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         if "TINKER_LIGHTNING_CACHE" not in os.environ:
             patch.setenv("TINKER_LIGHTNING_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
