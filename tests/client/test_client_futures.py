@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from tests.client.conftest import DATA, recording
+from tests.client.conftest import DATA, QUICK, recording
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.errors import ClientClosed, ResultTimeout
 from tinker_lightning.server import create_app
@@ -110,6 +110,23 @@ def test_closing_with_an_error_does_not_wait(shared: EmbeddedTrainer, held: thre
             future.result(5)
         with pytest.raises(ClientClosed):
             asyncio.run(_awaited(future))
+
+
+def test_what_is_tried_again_while_the_client_closes(shared: EmbeddedTrainer) -> None:
+    class Failing(httpx.ASGITransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path.endswith("optim_step"):
+                return httpx.Response(503, json={})
+            return await super().handle_async_request(request)
+
+        async def aclose(self) -> None:
+            await asyncio.sleep(0.2)
+
+    service = ServiceClient("http://embedded", transport=Failing(create_app(shared)), patience=QUICK)
+    future = service.create_lora_training_client("tiny", rank=4).optim_step()
+    service.close("errored")
+    with pytest.raises(ClientClosed, match="the client was closed before the result came"):
+        future.result(5)
 
 
 def test_a_client_is_closed_inside_a_coroutine(shared: EmbeddedTrainer) -> None:
