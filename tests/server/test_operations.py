@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tinker_lightning.server import registry
+from tinker_lightning.server import trainer as trainer_module
 from tinker_lightning.types import Datum
 from tinker_lightning.types.requests import ForwardBackwardRequest
 from tinker_lightning.wire import protobuf, tinker_pb2
@@ -150,8 +151,10 @@ def test_a_snapshot_keeps_its_weights_while_training_goes_on(api: Api) -> None:
 
 
 def test_of_many_snapshots_those_used_last_are_kept(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MAX_SAMPLERS", 3)
     model = api.model()
+    _, adapter = api.trainer.registry.model(model).ready()
+    size = sum(tensor.nbytes for tensor in adapter.weights.tensors.values())
+    monkeypatch.setattr(registry, "SAMPLER_BYTES", 3 * size)
     plain = api.sampler(model.split(":")[0], 99)
     places = []
     for seq in range(1, 6):
@@ -162,7 +165,38 @@ def test_of_many_snapshots_those_used_last_are_kept(api: Api, monkeypatch: pytes
     assert "sequences" in api.run("asample", api.sample(places[4], 0))
     gone = api.post("asample", api.sample(places[1], 0))
     assert gone.status_code == 404
-    assert "only the 3 used last are kept" in gone.json()["detail"]
+    assert "Save them under a name to keep them" in gone.json()["detail"]
+
+
+def test_a_sampler_on_saved_weights_outlives_the_memory_of_them(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "SAMPLER_BYTES", 1)
+    model = api.model()
+    path = api.run("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "kept"})["path"]
+    session = model.split(":")[0]
+    places = [
+        api.post(
+            "create_sampling_session",
+            {"session_id": session, "sampling_session_seq_id": number, "model_path": path},
+        ).json()["sampling_session_id"]
+        for number in range(5)
+    ]
+    assert [api.trainer.registry.sampler(place).size > 0 for place in places] == [False] * 4 + [True]
+    answers = [api.run("asample", api.sample(place, 0, seed=1))["sequences"] for place in places]
+    assert answers == [answers[0]] * 5
+
+
+def test_a_session_whose_client_died_is_ended_when_another_comes(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent, alive, never_beat = (api.model() for _ in range(3))
+    for model in (silent, alive):
+        api.post("session_heartbeat", {"session_id": model.split(":")[0]})
+    silent_session = api.trainer.registry.session(silent.split(":")[0])
+    assert silent_session.last_heartbeat is not None
+    silent_session.last_heartbeat -= trainer_module.SILENCE + 1
+    api.session()
+    assert api.post("session_heartbeat", {"session_id": silent_session.session_id}).status_code == 410
+    assert "it was unloaded" in api.run("forward_backward", api.train(silent, 1))["error"]
+    for model in (alive, never_beat):
+        assert "metrics" in api.run("forward_backward", api.train(model, 1))
 
 
 @pytest.mark.parametrize(

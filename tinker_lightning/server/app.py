@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import Mount
 
-from tinker_lightning.errors import TinkerLightningError
+from tinker_lightning.errors import InvalidInput, TinkerLightningError
 from tinker_lightning.server.http import ApiKey, on_crash, on_error, on_http_error
 from tinker_lightning.server.routes import checkpoints, extensions, futures, handshake, sampling, training
 
@@ -25,6 +25,8 @@ def create_app(trainer: EmbeddedTrainer, *, api_key: str | None = None, extended
         api_key: What clients must send as `X-API-Key`; None lets everyone in.
         extended: Whether to offer more than the protocol, under `/ext/v1/`.
     """
+    if api_key == "":
+        raise InvalidInput("api_key is empty, so that everyone would have it; pass a key, or None for no key at all")
     routes = [*handshake.routes, *training.routes, *sampling.routes, *futures.routes, *checkpoints.routes]
     app = Starlette(
         routes=[

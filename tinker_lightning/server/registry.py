@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,7 +16,7 @@ from tinker_lightning.server.scheduler import Operation
 from tinker_lightning.types import LoraConfig
 
 # Samplers with weights of their own are as large as an adapter, and a reinforcement-learning run opens one a step.
-MAX_SAMPLERS = 16
+SAMPLER_BYTES = 2 << 30
 
 
 @dataclass(slots=True)
@@ -28,6 +28,7 @@ class Session:
     display_name: str | None = None
     models: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
+    last_heartbeat: float | None = None  # by the monotonic clock, which stands still while a laptop sleeps
     finished: bool = False
 
 
@@ -71,6 +72,11 @@ class Sampler:
     base_model: str
     weights: LoraWeights | None = None
     model_path: str | None = None
+
+    @property
+    def size(self) -> int:
+        """The memory of its weights."""
+        return 0 if self.weights is None else sum(tensor.nbytes for tensor in self.weights.tensors.values())
 
 
 class Registry:
@@ -128,19 +134,36 @@ class Registry:
             return list(self._models.values())
 
     def add_sampler(self, session_id: str, sampler: Sampler) -> Sampler:
-        """Keeps a sampler, unless there is one of that id: then returns that.
-
-        Of those with weights, the one that was not used for longest makes room for a new one.
-        """
+        """Keeps a sampler, unless there is one of that id: then returns that."""
         with self._lock:
             kept = self._samplers.setdefault(sampler.sampler_id, sampler)
             session = self._sessions[session_id]
             if sampler.sampler_id not in session.samplers:
                 session.samplers.append(sampler.sampler_id)
-            heavy = [name for name, other in self._samplers.items() if other.weights is not None]
-            for name in heavy[:-MAX_SAMPLERS]:
-                del self._samplers[name]
+            self._make_room()
             return kept
+
+    def keep_weights(self, sampler_id: str, weights: LoraWeights) -> None:
+        """Gives a sampler back the weights that it had to give up."""
+        with self._lock:
+            if sampler_id in self._samplers:
+                self._samplers[sampler_id] = replace(self._samplers[sampler_id], weights=weights)
+                self._make_room()
+
+    def _make_room(self) -> None:
+        """Frees the weights not used for longest: those that were saved are loaded again when needed, others are lost.
+
+        Those used last always stay, however large they are.
+        """
+        total = 0
+        for name, sampler in reversed(list(self._samplers.items())):
+            if total and sampler.size and total + sampler.size > SAMPLER_BYTES:
+                if sampler.model_path is None:
+                    del self._samplers[name]
+                else:
+                    self._samplers[name] = replace(sampler, weights=None)
+            else:
+                total += sampler.size
 
     def sampler(self, sampler_id: str) -> Sampler:
         """The sampler of that id."""
@@ -150,8 +173,8 @@ class Registry:
                 self._samplers[sampler_id] = sampler  # to the end: used last
         if sampler is None:
             raise NotFound(
-                f"sampling_session_id: there is no sampler {sampler_id!r}, or no longer: of those on trained weights "
-                f"only the {MAX_SAMPLERS} used last are kept. Open one with create_sampling_session."
+                f"sampling_session_id: there is no sampler {sampler_id!r}, or no longer: of those on weights that were "
+                f"not saved only the last {SAMPLER_BYTES >> 20} MiB are kept. Save them under a name to keep them."
             )
         return sampler
 

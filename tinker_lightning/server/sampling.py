@@ -58,11 +58,15 @@ class Sampling:
 
         def run() -> SampleResponse:
             base = self._catalog.get(sampler.base_model)
-            if sampler.weights is not None:
-                base.lora.check(sampler.weights)
+            weights = sampler.weights
+            if weights is None and sampler.model_path is not None:
+                weights = self._store.load(TinkerPath.parse(sampler.model_path)).weights
+                self._registry.keep_weights(sampler.sampler_id, weights)
+            if weights is not None:
+                base.lora.check(weights)
             return sample(
                 base,
-                sampler.weights,
+                weights,
                 request.prompt,
                 request.sampling_params,
                 num_samples=request.num_samples,

@@ -43,6 +43,7 @@ def serve(
     trainer = EmbeddedTrainer(models, data_dir=data_dir)
     try:
         trainer.store.root.mkdir(parents=True, exist_ok=True)
+        trainer.store.listing()  # which removes what has expired
     except OSError as error:
         raise InvalidInput(
             f"checkpoints cannot be kept in {trainer.store.root}: {error.strerror}. Choose another --data-dir."

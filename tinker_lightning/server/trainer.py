@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tinker_lightning.server.checkpoints import CheckpointStore
 from tinker_lightning.server.engine.catalog import Catalog
-from tinker_lightning.server.registry import Registry
+from tinker_lightning.server.registry import Registry, Session
 from tinker_lightning.server.sampling import Sampling
 from tinker_lightning.server.scheduler import GAP_TIMEOUT, Operation, Scheduler
 from tinker_lightning.server.training import Training
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+
+logger = logging.getLogger("tinker_lightning.server")
+
+# Clients that send heartbeats do so every ten seconds; after this many without one a client is taken for dead.
+SILENCE = 900.0
 
 
 def default_data_dir() -> Path:
@@ -51,6 +59,15 @@ class EmbeddedTrainer:
         self.sampling = Sampling(self.registry, self.catalog, self.store, self.scheduler)
         self._closing = False
         self._waiters: set[Callable[[], object]] = set()
+
+    def open_session(self, user_metadata: dict[str, Any] | None = None, display_name: str | None = None) -> Session:
+        """A new session; those whose clients have died without a word make room for it."""
+        for session in self.registry.sessions():
+            beat = session.last_heartbeat
+            if not session.finished and beat is not None and time.monotonic() - beat > SILENCE:
+                logger.warning("%s has been silent for %.0f minutes and is ended", session.session_id, SILENCE / 60)
+                self.finish_session(session.session_id)
+        return self.registry.open_session(user_metadata, display_name)
 
     def finish_session(self, session_id: str) -> None:
         """Ends a session; its memory is freed behind what it still has to do."""

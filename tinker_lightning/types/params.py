@@ -36,7 +36,7 @@ class SamplingParams:
     Args:
         max_tokens: How many tokens at most; None for as many as the context holds.
         seed: The same seed, prompt and weights give the same tokens; None for new ones each time.
-        stop: Strings or token ids that end a sequence; None for the model's end-of-text token, `[]` for nothing.
+        stop: Strings or token ids that end a sequence, beside the model's end-of-text token; `[]` for nothing at all.
         temperature: 0 takes the likeliest token.
         top_k: Only the k likeliest tokens; -1 for all.
         top_p: Only the likeliest tokens that together reach this probability.

@@ -229,9 +229,11 @@ def test_stop_strings_and_tokens(tiny: BaseModel, memory: Adapter, stop: Any, sa
     assert (sequence.tokens, sequence.stop_reason) == (said, "stop")
 
 
-def test_stop_strings_replace_the_end_of_text(tiny: BaseModel, memory: Adapter) -> None:
-    (sequence,) = run(tiny, memory.weights, max_tokens=40, stop="not said", **GREEDY)
-    assert (len(sequence.tokens), sequence.stop_reason) == (40, "length")
+@pytest.mark.parametrize("stop", ["not said", ["not said"], [0]])
+def test_stops_of_ones_own_come_beside_the_end_of_text(tiny: BaseModel, memory: Adapter, stop: Any) -> None:
+    (sequence,) = run(tiny, memory.weights, max_tokens=100, stop=stop, **GREEDY)
+    assert sequence.tokens[-1] in tiny.eos_token_ids
+    assert sequence.stop_reason == "stop"
 
 
 def test_a_stop_string_in_the_prompt_does_not_count(tiny: BaseModel, memory: Adapter) -> None:

@@ -143,11 +143,10 @@ class _Stop:
         self._tokenizer = base.tokenizer
         self._tokens: frozenset[int] = frozenset()
         self._strings: list[str] = []
-        if params.stop is None:
-            self._tokens = base.eos_token_ids
-        else:
-            stops = [params.stop] if isinstance(params.stop, str) else params.stop
-            self._tokens = frozenset(stop for stop in stops if isinstance(stop, int))
+        if params.stop != []:
+            # Stops of one's own come beside the end of the text: what a model says after that is of no use.
+            stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
+            self._tokens = base.eos_token_ids | {stop for stop in stops if isinstance(stop, int)}
             self._strings = [stop for stop in stops if isinstance(stop, str)]
         # A token has at least one byte of text, so the last so many tokens hold any stop string that just ended.
         self._window = max((len(stop.encode()) for stop in self._strings), default=0) + 4

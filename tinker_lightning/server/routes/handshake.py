@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from starlette.routing import Route
 
-from tinker_lightning.server.http import MAX_BODY_BYTES, answer, read
+from tinker_lightning.server.http import MAX_BODY_BYTES, MAX_JSON_BYTES, answer, read
 from tinker_lightning.server.routes import trainer_of
 from tinker_lightning.types import ServerCapabilities, SupportedModel
 from tinker_lightning.types import requests as rq
@@ -21,7 +22,7 @@ CLIENT_CONFIG = {
     "parallel_fwdbwd_chunks": True,  # requests may arrive in any order, for they run by number
     "proto_compress_fwdbwd": False,
     "fwdbwd_max_chunk_len": 1 << 20,
-    "fwdbwd_max_chunk_bytes_count": MAX_BODY_BYTES // 2,
+    "fwdbwd_max_chunk_bytes_count": MAX_JSON_BYTES // 2,
     "fwdbwd_dispatch_bytes_semaphore_size": 2 * MAX_BODY_BYTES,
     "sample_use_retrieve_futures": False,
     "custom_loss_server_side": False,
@@ -41,7 +42,7 @@ async def dynamic_config(request: Request) -> Response:
 
 async def create_session(request: Request) -> Response:
     body = await read(request, rq.CreateSessionRequest)
-    session = trainer_of(request).registry.open_session(body.user_metadata, body.display_name)
+    session = trainer_of(request).open_session(body.user_metadata, body.display_name)
     return answer({"type": "create_session", "session_id": session.session_id})
 
 
@@ -50,6 +51,7 @@ async def heartbeat(request: Request) -> Response:
     session = trainer_of(request).registry.session(body.session_id)
     if session.finished:
         return answer({"detail": f"{body.session_id} was finished"}, 410)
+    session.last_heartbeat = time.monotonic()
     return answer({"type": "session_heartbeat"})
 
 

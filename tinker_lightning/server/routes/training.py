@@ -95,7 +95,7 @@ async def _submit(request: Request, parse: Callable[[bytes], T], submit: Callabl
     try:
         message: Any = await parse_body(parse, body)
         operation = submit(message)
-    except TinkerLightningError:
+    except Exception:
         number = protobuf.number_of if content_type(request, JSON, PROTOBUF) == PROTOBUF else _number
         trainer_of(request).training.refuse(*await parse_body(number, body))
         raise
