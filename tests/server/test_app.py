@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tinker_lightning.server import http
+
 if TYPE_CHECKING:
     from tests.conftest import Api
     from tinker_lightning.server import EmbeddedTrainer
