@@ -108,6 +108,15 @@ def test_a_client_that_nobody_closes_ends_with_its_last_reference() -> None:
     assert ours() - before == set()
 
 
+def test_nor_does_it_leave_connections_open(
+    shared: EmbeddedTrainer, running: Running, recwarn: pytest.WarningsRecorder
+) -> None:
+    with running(create_app(shared)) as url:
+        connect(url).create_lora_training_client("tiny", rank=4).forward(DATA, "cross_entropy").result()
+        gc.collect()
+    assert not [each for each in recwarn if issubclass(each.category, ResourceWarning)]
+
+
 def test_the_handshake_takes_two_round_trips(shared: EmbeddedTrainer) -> None:
     """Construction to the first model: the configuration, session and capabilities together, the model."""
     with recording(create_app(shared)) as recorded:

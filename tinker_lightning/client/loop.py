@@ -10,19 +10,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tinker_lightning.errors import ClientClosed
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
 T = TypeVar("T")
 
 
 class BackgroundLoop:
-    """Runs coroutines in the background; they begin in the order in which they were handed over."""
+    """Runs coroutines in the background; they begin in the order in which they were handed over.
 
-    def __init__(self) -> None:
+    Args:
+        on_close: Run on the loop as the last thing, before what is still under way is cancelled.
+    """
+
+    def __init__(self, on_close: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._lock = threading.Lock()
         self._closed = False
         started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-        self._thread = threading.Thread(target=_serve, args=[started], name="tinker-lightning-client", daemon=True)
+        self._thread = threading.Thread(
+            target=_serve, args=[started, on_close], name="tinker-lightning-client", daemon=True
+        )
         self._thread.start()
         self._loop, self._stop = started.result()
 
@@ -48,10 +54,13 @@ class BackgroundLoop:
             self._thread.join()
 
 
-def _serve(started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+def _serve(
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]], on_close: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
     async def main() -> None:
         stop = asyncio.Event()
         started.set_result((asyncio.get_running_loop(), stop))
         await stop.wait()
+        await on_close()
 
     asyncio.run(main())  # which also cancels what main leaves behind

@@ -63,7 +63,7 @@ class ServiceClient:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._connection = Connection(url, Credentials(api_key), transport, patience)
-        self._loop = BackgroundLoop()
+        self._loop = BackgroundLoop(self._connection.close)
         self._session: Session | None = None
         self._closed = False
         # Also for a client that nobody closes: its threads end with it.
@@ -249,14 +249,10 @@ class ServiceClient:
 
     def _end(self, status: str) -> None:
         try:
-            self._wait(self._finish(status))
+            if self._session is not None:
+                self._wait(self._session.finish(status))
         finally:
             self._release()
-
-    async def _finish(self, status: str) -> None:
-        if self._session is not None:
-            await self._session.finish(status)
-        await self._connection.close()
 
 
 def _release(pid: int, loop: BackgroundLoop, on_close: Callable[[], None] | None) -> None:
