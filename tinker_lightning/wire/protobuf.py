@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -33,11 +34,12 @@ def encode_forward_backward(request: ForwardBackwardRequest) -> bytes:
     """The bytes of a pass."""
     # Written in parts, which protobuf defines to mean the same as the whole: one message of megabytes lies in memory
     # three times while it is written, and getting that from the system costs more than all the rest.
-    parts = [pb.ForwardBackwardRequest(model_id=request.model_id, seq_id=request.seq_id).SerializeToString()]
+    body = io.BytesIO()
+    body.write(pb.ForwardBackwardRequest(model_id=request.model_id, seq_id=request.seq_id).SerializeToString())
     for datum in request.data:
         part = pb.ForwardBackwardRequest()
         _fill_datum(part.data.add(), datum)
-        parts.append(part.SerializeToString())
+        body.write(part.SerializeToString())
     rest = pb.ForwardBackwardRequest(loss_fn=request.loss_fn, forward_only=request.forward_only)
     for name, value in request.loss_fn_config.items():
         if isinstance(value, str):
@@ -45,8 +47,8 @@ def encode_forward_backward(request: ForwardBackwardRequest) -> bytes:
         else:
             rest.loss_fn_config[name] = value
             rest.loss_fn_config_v2[name].number = value
-    parts.append(rest.SerializeToString())
-    return b"".join(parts)
+    body.write(rest.SerializeToString())
+    return body.getvalue()
 
 
 def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
