@@ -51,11 +51,20 @@ async def _awaited(future: Any) -> Any:
 
 
 @pytest.fixture
-def held(shared: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def reached() -> threading.Event:
+    """Set once the trainer has begun a pass."""
+    return threading.Event()
+
+
+@pytest.fixture
+def held(
+    shared: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch, reached: threading.Event
+) -> Iterator[threading.Event]:
     """Keeps the trainer from answering passes until the event is set."""
     go_on = threading.Event()
 
     def waiting(*args: Any, **options: Any) -> Any:
+        reached.set()
         go_on.wait(30)
         return run_pass(*args, **options)
 
@@ -93,7 +102,9 @@ def test_cancelling_an_await_cancels_nothing_else(model: TrainingClient, held: t
     assert model.optim_step().result().metrics["grad_norm"] > 0  # type: ignore[index]
 
 
-def test_closing_with_an_error_does_not_wait(shared: EmbeddedTrainer, held: threading.Event) -> None:
+def test_closing_with_an_error_does_not_wait(
+    shared: EmbeddedTrainer, held: threading.Event, reached: threading.Event
+) -> None:
     """What is still under way then can no longer be had, and says so."""
     service = ServiceClient("http://embedded", transport=httpx.ASGITransport(create_app(shared)))
     model = service.create_lora_training_client("tiny", rank=4)
@@ -102,6 +113,7 @@ def test_closing_with_an_error_does_not_wait(shared: EmbeddedTrainer, held: thre
         model.forward_backward_custom(DATA, lambda _, lp: lp[0].sum()),
         model.forward_backward(DATA, "cross_entropy"),
     ]
+    assert reached.wait(10)
     started = time.monotonic()
     service.close("errored")
     assert time.monotonic() - started < 5

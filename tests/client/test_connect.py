@@ -112,7 +112,10 @@ def test_nor_does_it_leave_connections_open(
     shared: EmbeddedTrainer, running: Running, recwarn: pytest.WarningsRecorder
 ) -> None:
     with running(create_app(shared)) as url:
-        connect(url).create_lora_training_client("tiny", rank=4).forward(DATA, "cross_entropy").result()
+        future = connect(url).create_lora_training_client("tiny", rank=4).forward(DATA, "cross_entropy")
+        gc.collect()
+        assert future.result().metrics["loss:sum"] > 0  # which holds its client
+        del future
         gc.collect()
     assert not [each for each in recwarn if issubclass(each.category, ResourceWarning)]
 

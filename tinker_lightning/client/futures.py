@@ -24,12 +24,14 @@ class TinkerFuture(Generic[T]):
     Args:
         source: Where the result comes from.
         operation: What was asked for, for messages.
+        owner: What must live on until the result is there.
     """
 
-    def __init__(self, source: concurrent.futures.Future[T], operation: str) -> None:
+    def __init__(self, source: concurrent.futures.Future[T], operation: str, owner: object = None) -> None:
         self.operation = operation
         self.was_read = False
         self._source = source
+        self._owner = owner
         self._pid = os.getpid()
 
     def result(self, timeout: float | None = None) -> T:
@@ -117,7 +119,7 @@ class TinkerFuture(Generic[T]):
                 changed.set_exception(error)
 
         self._source.add_done_callback(settle)
-        return TinkerFuture(changed, self.operation)
+        return TinkerFuture(changed, self.operation, self._owner)
 
     def _outcome(self) -> T:
         self.was_read = True

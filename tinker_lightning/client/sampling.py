@@ -70,7 +70,7 @@ class SamplingClient:
             body = wire_json.dumps(request)
             self._next_number += 1
         operation = Operation(name, "asample", body, SampleResponse, self.sampler_id, number)
-        return TinkerFuture(self._service.run(perform(session, operation)), str(operation))
+        return TinkerFuture(self._service.run(perform(session, operation)), str(operation), self._service)
 
     def _watched(self, future: TinkerFuture[T]) -> TinkerFuture[T]:
         """A future that the user gets; its failure is raised at the next call if nobody reads it."""

@@ -224,7 +224,7 @@ class TrainingClient:
         """
         self._last_number += len(operations)
         result = _perform_all(session, self._turns, operations, combine)
-        return TinkerFuture(self._service.run(result), str(operations[0]))
+        return TinkerFuture(self._service.run(result), str(operations[0]), self._service)
 
     def _watched(self, future: F) -> F:
         """A future that the user gets; its failure is raised at the next call if nobody reads it."""
