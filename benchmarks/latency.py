@@ -145,13 +145,15 @@ def main() -> None:
             ("official SDK, best loop", sdk_best, False, 2),
             ("official SDK, simple loop", sdk_simple, False, 2),
         ]
-        print("A step of N micro-batches with a custom loss; milliseconds by round-trip time:")
-        rows = [
-            {"client": name, "N": n, **round_trips(measure, urls[extended], n, repetitions)}
-            for n in counts
-            for name, measure, extended, repetitions in ways
-        ]
-        report.show(rows)
+        rows = []
+        for n in counts:
+            print(f"A step of {n} micro-batches with a custom loss; milliseconds by round-trip time:", flush=True)
+            group = [
+                {"client": name, "N": n, **round_trips(measure, urls[extended], n, repetitions)}
+                for name, measure, extended, repetitions in ways
+            ]
+            report.show(group)
+            rows += group
         print("From construction to a model that can be trained; milliseconds by round-trip time:")
         starts = [
             {"client": name, **round_trips(measure, urls[extended], 0, 3)}
