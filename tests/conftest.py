@@ -39,6 +39,15 @@ def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models as small as these gain nothing from a second thread, and lose much where cores are shared."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # for servers in processes of their own
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny64() -> BaseModel:
     """`tiny` in float64, where numerics can be compared to many digits."""

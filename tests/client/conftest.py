@@ -45,15 +45,6 @@ def _no_environment() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The models are so small that threads of torch would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTrainer]:
     """One trainer for all tests that need no more than models of their own."""

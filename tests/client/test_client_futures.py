@@ -102,11 +102,11 @@ def test_cancelling_an_await_cancels_nothing_else(model: TrainingClient, held: t
     assert model.optim_step().result().metrics["grad_norm"] > 0  # type: ignore[index]
 
 
-def test_closing_with_an_error_does_not_wait(
-    shared: EmbeddedTrainer, held: threading.Event, reached: threading.Event
-) -> None:
+@pytest.mark.usefixtures("held")
+def test_closing_with_an_error_does_not_wait(trainer: EmbeddedTrainer, reached: threading.Event) -> None:
     """What is still under way then can no longer be had, and says so."""
-    service = ServiceClient("http://embedded", transport=httpx.ASGITransport(create_app(shared)))
+    # A trainer of its own: what another test has left to do must not be taken for what this one asks.
+    service = ServiceClient("http://embedded", transport=httpx.ASGITransport(create_app(trainer)))
     model = service.create_lora_training_client("tiny", rank=4)
     futures = [
         model.forward(DATA, "cross_entropy"),

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import httpx
 import pytest
-import torch
 
 from tinker_lightning import Datum
 from tinker_lightning.client import ServiceClient
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    import torch
     from starlette.applications import Starlette
 
     from tinker_lightning.client import TrainingClient
@@ -49,15 +49,6 @@ class Outcome(NamedTuple):
     losses: list[float]
     state: dict[str, bytes]
     executed: list[tuple[int, str]]  # number and kind of each operation, in the order in which they ran
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Sums come out the same only in the same order, and tiny models gain nothing from threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
@@ -47,15 +47,6 @@ class Reference:
         value = loss(lambda tokens: self.logprobs(tokens, leaves, adapter.weights.config.rank))
         grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
         return value.item(), dict(zip(leaves, grads, strict=True))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """A tiny model is slower on several threads, and very much so on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
