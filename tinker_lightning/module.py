@@ -279,9 +279,7 @@ class RemoteModule(pl.LightningModule):
             self._service = connect(self._base_url, api_key=self._api_key)
         if self._resume_from is not None:
             return self._service.create_training_client_from_state_with_optimizer(self._resume_from)
-        if not self._base_model:
-            raise InvalidInput("no base model is named: pass RemoteModule('tiny', ...), or set TINKER_BASE_MODEL")
-        return self._service.create_lora_training_client(self._base_model, **self._settings)
+        return self._service.create_lora_training_client(self._base_model or None, **self._settings)
 
     def _score(self, stage: str, batch: Any, nll: TokenNLL, perplexity: TokenPerplexity) -> None:
         data = self.datums(batch)

@@ -189,3 +189,12 @@ def test_what_can_be_trained(shared: EmbeddedTrainer) -> None:
     something: Any = "a model"
     with pytest.raises(InvalidInput, match=r"str cannot be trained: it has no forward, forward_backward, .*optim_step"):
         as_backend(something)
+
+
+def test_the_environment_may_name_the_base_model(shared: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with recording(create_app(shared)) as recorded:  # R1.10
+        monkeypatch.delenv("TINKER_BASE_MODEL", raising=False)
+        with pytest.raises(InvalidInput, match="set TINKER_BASE_MODEL"):
+            recorded.service.create_lora_training_client()
+        monkeypatch.setenv("TINKER_BASE_MODEL", "tiny")
+        assert recorded.service.create_lora_training_client(rank=4).get_info().model_name == "tiny"

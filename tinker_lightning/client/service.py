@@ -78,7 +78,7 @@ class ServiceClient:
 
     def create_lora_training_client(
         self,
-        base_model: str,
+        base_model: str | None = None,
         rank: int = 32,
         seed: int | None = None,
         train_mlp: bool = True,
@@ -86,8 +86,11 @@ class ServiceClient:
         train_unembed: bool = True,
         user_metadata: dict[str, str] | None = None,
     ) -> TrainingClient:
-        """A new model on a base model; waits until it is there."""
+        """A new model on a base model, `TINKER_BASE_MODEL` if none is named; waits until it is there."""
         self._check()
+        base_model = base_model or os.environ.get("TINKER_BASE_MODEL")
+        if not base_model:
+            raise InvalidInput("no base model is named: pass base_model='tiny', or set TINKER_BASE_MODEL")
         config = LoraConfig(rank, seed, train_unembed, train_mlp, train_attn)
         session = self.session
         request = rq.CreateModelRequest(
