@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tinker import types
 
+from tests.reference import autograd, gathered
 from tinker_lightning.server import EmbeddedTrainer, create_app
 
 if TYPE_CHECKING:
@@ -290,26 +291,6 @@ def double(
     trainer.close()
 
 
-def autograd(
-    trainer: EmbeddedTrainer, model_id: str, loss: Callable[[list[torch.Tensor]], torch.Tensor]
-) -> torch.Tensor:
-    """The gradient of a loss by plain autograd through the Hugging Face model, datum by datum."""
-    base, adapter = trainer.registry.model(model_id).ready()
-    with base.lora.use(adapter.weights) as parameters:
-        logprobs = []
-        for text in TEXTS:
-            ids = torch.tensor(list(text.encode()))
-            logits = base.model(input_ids=ids[None, :-1]).logits[0]
-            logprobs.append(logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0])
-        loss(logprobs).backward()
-        return torch.cat([parameter.grad.flatten() for parameter in parameters.values() if parameter.grad is not None])
-
-
-def gathered(trainer: EmbeddedTrainer, model_id: str) -> torch.Tensor:
-    _, adapter = trainer.registry.model(model_id).ready()
-    return torch.cat([adapter.gradient[name].flatten() for name in adapter.weights.tensors])
-
-
 def entropic(logprobs: list[torch.Tensor]) -> torch.Tensor:
     """A loss of no particular meaning: nonlinear, across datums, with weights of both signs."""
     means = torch.stack([logprob.mean() for logprob in logprobs])
@@ -323,7 +304,7 @@ def test_the_gradient_of_a_custom_loss_is_exact_over_the_wire(
     training = client.create_lora_training_client(base_model="tiny", rank=8, seed=2)
     steps(training, 2)
     training.forward_backward_custom(DATA, lambda _, logprobs: (entropic(logprobs), {})).result()
-    expected = autograd(trainer, training.model_id, entropic)
+    expected = autograd(trainer, training.model_id, TEXTS, entropic)
     assert (gathered(trainer, training.model_id) - expected).norm() <= 1e-6 * expected.norm()
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.reference import autograd, gathered
 from tinker_lightning import AdamParams, Datum
 from tinker_lightning.errors import InvalidInput, LossNotFinite
 from tinker_lightning.optim import RemoteAdamW
@@ -51,16 +52,8 @@ class Stage:
         return [name for _, name in sorted(sent)]
 
     def autograd(self, model: RemoteLM, loss: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        """The gradient of a loss by plain autograd through the Hugging Face model."""
-        base, adapter = self.trainer.registry.model(model.backend.model_id).ready()  # type: ignore[attr-defined]
-        with base.lora.use(adapter.weights) as parameters:
-            logprobs = []
-            for text in TEXTS:
-                ids = torch.tensor(list(text.encode()))
-                logits = base.model(input_ids=ids[None, :-1]).logits[0]
-                logprobs.append(logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0])
-            loss(logprobs).backward()
-            return torch.cat([p.grad.flatten() for p in parameters.values() if p.grad is not None])
+        """The gradient of a loss by plain autograd."""
+        return autograd(self.trainer, _model_id(model), TEXTS, loss)
 
     def window(self, model: RemoteLM) -> Tensor:
         """The gradient that the model's window makes on the server, seen just before a step would apply it."""
@@ -72,8 +65,11 @@ class Stage:
                 for d, w in zip(call.datums, gradients, strict=True)
             ]
             remote.backend.forward_backward(datums, "cross_entropy").result()
-        _, adapter = self.trainer.registry.model(model.backend.model_id).ready()  # type: ignore[attr-defined]
-        return torch.cat([adapter.gradient[name].flatten() for name in adapter.weights.tensors])
+        return gathered(self.trainer, _model_id(model))
+
+
+def _model_id(model: RemoteLM) -> str:
+    return model.backend.model_id  # type: ignore[attr-defined, no-any-return]
 
 
 @pytest.fixture

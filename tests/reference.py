@@ -1,0 +1,34 @@
+"""Gradients to compare with: by plain autograd through the Hugging Face model, and as a trainer has gathered them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tinker_lightning.server import EmbeddedTrainer
+
+
+def autograd(
+    trainer: EmbeddedTrainer, model_id: str, texts: Sequence[str], loss: Callable[[list[Tensor]], Tensor]
+) -> Tensor:
+    """The gradient of a loss of the texts' log-probabilities, text by text, as one vector."""
+    base, adapter = trainer.registry.model(model_id).ready()
+    with base.lora.use(adapter.weights) as parameters:
+        logprobs = []
+        for text in texts:
+            ids = torch.tensor(list(text.encode()))
+            logits = base.model(input_ids=ids[None, :-1]).logits[0]
+            logprobs.append(logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0])
+        loss(logprobs).backward()
+        return torch.cat([parameter.grad.flatten() for parameter in parameters.values() if parameter.grad is not None])
+
+
+def gathered(trainer: EmbeddedTrainer, model_id: str) -> Tensor:
+    """What waits for the next step on the server, as one vector."""
+    _, adapter = trainer.registry.model(model_id).ready()
+    return torch.cat([adapter.gradient[name].flatten() for name in adapter.weights.tensors])
