@@ -51,6 +51,8 @@ def test_calls_in_a_row_and_a_step_wait_once(recorded: Recorded, model: Training
     sent_when_run: list[list[str]] = []
 
     def loss(data: list[Any], logprobs: list[Tensor]) -> tuple[Tensor, dict[str, Any]]:
+        while len(passes(recorded)) < 3:  # the forwards are sent without any loss being done
+            threading.Event().wait(0.01)
         sent_when_run.append(passes(recorded))
         return nll(data, logprobs)
 
@@ -58,7 +60,7 @@ def test_calls_in_a_row_and_a_step_wait_once(recorded: Recorded, model: Training
     assert sent_when_run == []
     assert not any(future.done() for future in futures)
     step = model.optim_step(FAST)
-    # No loss runs before all forwards were sent, and no backward is sent before all losses have run.
+    # No backward is sent before all losses have run.
     assert sent_when_run == [["forward"] * 3] * 3
     step.result()
     assert passes(recorded) == ["forward"] * 3 + ["backward"] * 3 + ["optim_step"]
@@ -181,6 +183,23 @@ def test_an_interrupted_step_can_be_taken_again(recorded: Recorded, model: Train
     assert passes(recorded) == ["forward", "forward"]
     model.optim_step(FAST).result()
     assert passes(recorded) == ["forward", "forward", "backward", "backward", "optim_step"]
+
+
+def test_an_interrupt_while_a_backward_is_sent_loses_no_gradient(
+    recorded: Recorded, model: TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> list[Datum]:
+        raise KeyboardInterrupt
+
+    future = model.forward_backward_custom(DATA, nll)
+    with monkeypatch.context() as patch:
+        patch.setattr("tinker_lightning.custom_loss.linear_datums", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.optim_step(FAST)
+    assert passes(recorded) == ["forward"]
+    model.optim_step(FAST).result()
+    assert passes(recorded) == ["forward", "backward", "optim_step"]
+    assert future.result().metrics["nll"] > 0
 
 
 def test_a_loss_that_times_out_has_failed(model: TrainingClient) -> None:

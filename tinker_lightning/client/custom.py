@@ -135,13 +135,13 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
             evaluation = self._evaluation
             if self._sent or evaluation is None or self.done():
                 return
-            self._sent = True
             try:
                 linear = custom_loss.linear_datums(self._datums, evaluation.gradients)
                 backward = self._send_backward(linear)
             except Exception as error:
                 self._fail(error)
                 return
+            self._sent = True  # not before: what an interrupt has kept from being sent is sent by the next step
         merged = backward.then(lambda output: custom_loss.with_metrics(output, evaluation))
         merged._source.add_done_callback(self._settle)
 

@@ -222,15 +222,20 @@ class ServiceClient:
         """Refuses use after close, and raises what clients that are gone have left unread."""
         self.check_usable()
         with self._lock:
-            self._unread = [(client, unread) for client, unread in self._unread if client() or not unread.is_empty]
+            self._forget_the_gone()
             left = [unread for client, unread in self._unread if client() is None]
         for unread in left:
             unread.raise_first()
 
     def _known(self, client: C) -> C:
         with self._lock:
+            self._forget_the_gone()  # a run that makes a sampler at each step makes many
             self._unread.append((weakref.ref(client), client.unread))
         return client
+
+    def _forget_the_gone(self) -> None:
+        """Lets go of clients that nobody has any more and that leave no failure."""
+        self._unread = [(client, unread) for client, unread in self._unread if client() or not unread.is_empty]
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine in the background and waits for it; whoever is interrupted stops it."""
