@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -17,6 +18,7 @@ from tinker_lightning.client import ServiceClient, as_backend
 from tinker_lightning.client.official_backend import OfficialSamplingClient
 from tinker_lightning.client.patience import Patience
 from tinker_lightning.server import EmbeddedTrainer, create_app
+from tinker_lightning.server.engine.passes import run_pass
 from tinker_lightning.testing import RecordingTransport, embedded_service
 
 if TYPE_CHECKING:
@@ -141,6 +143,27 @@ def service(request: pytest.FixtureRequest, ways: Callable[[BackendName], Backen
 def model(service: ServiceClient) -> TrainingClient:
     """A model on either."""
     return service.create_lora_training_client("tiny", rank=4, seed=1)
+
+
+@pytest.fixture
+def reached() -> threading.Event:
+    """Set once the trainer has begun a pass."""
+    return threading.Event()
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch, reached: threading.Event) -> Iterator[threading.Event]:
+    """Keeps trainers from answering passes until the event is set."""
+    go_on = threading.Event()
+
+    def waiting(*args: Any, **options: Any) -> Any:
+        reached.set()
+        go_on.wait(30)
+        return run_pass(*args, **options)
+
+    monkeypatch.setattr("tinker_lightning.server.training.run_pass", waiting)
+    yield go_on
+    go_on.set()
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def fail_with(service: ServiceClient) -> TinkerLightningError:
     started = time.monotonic()
     with pytest.raises(TinkerLightningError) as caught:
         service.create_lora_training_client("tiny")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     return caught.value
 
 

@@ -175,7 +175,8 @@ def test_the_session_is_kept_alive(shared: EmbeddedTrainer, monkeypatch: pytest.
         while recorded.paths().count("session_heartbeat") < 3:
             time.sleep(0.01)
         shared.finish_session(session.session_id)  # from now on the server answers 410
-        time.sleep(0.1)
+        while not session._heart.done():
+            time.sleep(0.01)
         count = recorded.paths().count("session_heartbeat")
         time.sleep(0.1)
         assert recorded.paths().count("session_heartbeat") == count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -71,13 +72,14 @@ def test_the_key_is_exchanged_once_for_a_token(shared: EmbeddedTrainer) -> None:
     assert set(keys.values()) == {tokens.made[0]}
 
 
-def test_a_token_is_replaced_before_it_ends(shared: EmbeddedTrainer) -> None:
-    tokens = Tokens(create_app(shared), lifetime=60.4)  # a minute is kept in reserve
+def test_a_token_is_replaced_before_it_ends(shared: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = Tokens(create_app(shared), lifetime=3600)
     with recording(tokens, api_key=KEY) as recorded:
         model = recorded.service.create_lora_training_client("tiny", rank=4)
         model.forward(DATA, "cross_entropy").result()
         assert len(tokens.made) == 1
-        time.sleep(0.5)
+        nearly_over = SimpleNamespace(time=lambda: time.time() + 3550)  # a minute is kept in reserve
+        monkeypatch.setattr("tinker_lightning.client.credentials.time", nearly_over)
         model.forward(DATA, "cross_entropy").result()
         assert len(tokens.made) == 2
 
