@@ -94,6 +94,11 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         InvalidLoss,
         r"function of \(data, logprobs\), got str",
     ),
+    "a function where a name is wanted": (
+        lambda model: model.forward_backward(DATA, nll),
+        InvalidInput,
+        r"loss_fn must be the name of a loss.*, got function\..* call forward_backward_custom",
+    ),
     "a loss that is no tensor": (
         lambda model: model.forward_backward_custom(DATA, lambda _, lp: (lp[0].sum().item(), {})).result(),
         LossNotTensor,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+import tinker
 
 import tinker_lightning
 from tests.client.conftest import DATA, recording
@@ -190,6 +191,8 @@ def test_what_can_be_trained(shared: EmbeddedTrainer) -> None:
     something: Any = "a model"
     with pytest.raises(InvalidInput, match=r"str cannot be trained: it has no forward, forward_backward, .*optim_step"):
         as_backend(something)
+    with pytest.raises(InvalidInput, match=r"AdamParams cannot be trained: .*Pass a training client"):
+        as_backend(tinker.AdamParams())
 
 
 def test_the_environment_may_name_the_base_model(shared: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch) -> None:

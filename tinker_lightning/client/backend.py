@@ -42,12 +42,15 @@ def as_backend(client: Any) -> TrainingBackend:
     Raises:
         InvalidInput: If it has not the methods; names those that it lacks.
     """
-    if type(client).__module__.split(".")[0] == "tinker":
+    wanted = [name for name in vars(TrainingBackend) if not name.startswith("_")]
+    if missing := [name for name in wanted if not hasattr(client, name)]:
+        raise InvalidInput(
+            f"{type(client).__name__} cannot be trained: it has no {', '.join(missing)}. Pass a training client, as "
+            "create_lora_training_client() makes it."
+        )
+    if any(base.__module__.split(".")[0] == "tinker" for base in type(client).__mro__):
         from tinker_lightning.client.official_backend import OfficialTrainingClient
 
         return OfficialTrainingClient(client)
-    if not isinstance(client, TrainingBackend):
-        wanted = [name for name in vars(TrainingBackend) if not name.startswith("_")]
-        missing = ", ".join(name for name in wanted if not hasattr(client, name))
-        raise InvalidInput(f"{type(client).__name__} cannot be trained: it has no {missing}")
-    return client
+    backend: TrainingBackend = client
+    return backend

@@ -45,6 +45,7 @@ _TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
 # A request that fails for longer than this is shown to the user.
 _SILENT_SECONDS = 5.0
 _MEND_URL = "Correct the URL (TINKER_BASE_URL or url=)."
+_MEND_ADDRESS = "Use http://host:port, or 'embedded' for a trainer in this process."
 
 # A client asks the same few addresses again and again, and reading one takes a tenth of a request's time.
 _parsed = functools.lru_cache(maxsize=256)(httpx.URL)
@@ -238,9 +239,9 @@ def _check_url(url: str) -> None:
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, TypeError) as error:
-        raise InvalidInput(f"{url!r} is no address of a server: {error}. Use http://host:port.") from error
+        raise InvalidInput(f"{url!r} is no address of a server: {error}. {_MEND_ADDRESS}") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise InvalidInput(f"{url!r} is no address of a server. Use http://host:port.")
+        raise InvalidInput(f"{url!r} is no address of a server. {_MEND_ADDRESS}")
 
 
 def _is_json(response: httpx.Response) -> bool:

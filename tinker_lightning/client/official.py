@@ -40,6 +40,20 @@ def batch(data: Iterable[Any]) -> list[Any]:
     return given
 
 
+def loss_name(loss_fn: Any) -> str:
+    """The name of a loss of the server's.
+
+    Raises:
+        InvalidInput: If it is none; a function has a method of its own.
+    """
+    if not isinstance(loss_fn, str):
+        raise InvalidInput(
+            f"loss_fn must be the name of a loss, e.g. 'cross_entropy', got {type(loss_fn).__name__}. For a function "
+            "of your own call forward_backward_custom(data, loss_fn)."
+        )
+    return loss_fn
+
+
 def to_datums(data: Iterable[Any]) -> list[Datum]:
     """A batch of ours or of the SDK's datums as ours.
 

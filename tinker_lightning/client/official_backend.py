@@ -152,9 +152,9 @@ class OfficialTrainingClient:
     def _pass(
         self, name: str, data: Sequence[Any], loss_fn: Any, loss_fn_config: Mapping[str, float | str] | None
     ) -> TinkerFuture[ForwardBackwardOutput]:
-        datums = convert.datums(data)
+        datums, loss = convert.datums(data), official.loss_name(loss_fn)
         send = getattr(self.client, name)
-        return self._calls.future(name, lambda: send(datums, loss_fn, loss_fn_config), convert.output)
+        return self._calls.future(name, lambda: send(datums, loss, loss_fn_config), convert.output)
 
     def _load(self, name: str, path: str) -> TinkerFuture[LoadWeightsResponse]:
         self._flush()

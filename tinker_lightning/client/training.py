@@ -195,10 +195,10 @@ class TrainingClient:
         name = "forward" if forward_only else "forward_backward"
         limits = session.config.fwdbwd_max_chunk_len, session.config.fwdbwd_max_chunk_bytes_count
         chunks = chunking.split(data, *limits)
-        settings = dict(loss_fn_config or {})
+        loss, settings = official.loss_name(loss_fn), dict(loss_fn_config or {})
 
         def operation(number: int, chunk: list[Datum]) -> Operation[ForwardBackwardOutput]:
-            request = rq.ForwardBackwardRequest(self.model_id, number, chunk, loss_fn, settings, forward_only)
+            request = rq.ForwardBackwardRequest(self.model_id, number, chunk, loss, settings, forward_only)
             body = protobuf.encode_forward_backward(request)
             return Operation(name, "forward_backward", body, ForwardBackwardOutput, self.model_id, number, PROTOBUF)
 
