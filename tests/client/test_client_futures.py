@@ -7,6 +7,7 @@ import contextlib
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,12 @@ import pytest
 
 from tests.client.conftest import DATA, QUICK, recording
 from tinker_lightning.client import ServiceClient
+from tinker_lightning.client.loop import BackgroundLoop
 from tinker_lightning.errors import ClientClosed, ResultTimeout
 from tinker_lightning.server import create_app
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
-    import threading
-
     from tinker_lightning.client import TrainingClient
     from tinker_lightning.server import EmbeddedTrainer
 
@@ -116,6 +116,26 @@ def test_what_is_tried_again_while_the_client_closes(shared: EmbeddedTrainer) ->
     service.close("errored")
     with pytest.raises(ClientClosed, match="the client was closed before the result came"):
         future.result(5)
+
+
+def test_what_fails_while_it_is_cancelled_is_not_printed(caplog: pytest.LogCaptureFixture) -> None:
+    begun = threading.Event()
+
+    async def failing() -> None:
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            raise ZeroDivisionError
+
+    async def nothing() -> None: ...
+
+    loop = BackgroundLoop(nothing)
+    future = loop.run(failing())
+    assert begun.wait(10)
+    loop.close()
+    assert isinstance(future.exception(), ZeroDivisionError)
+    assert caplog.records == []
 
 
 def test_a_client_is_closed_inside_a_coroutine(shared: EmbeddedTrainer) -> None:

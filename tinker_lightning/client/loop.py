@@ -62,5 +62,10 @@ def _serve(
         started.set_result((asyncio.get_running_loop(), stop))
         await stop.wait()
         await on_close()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        # What comes of them stands in their futures; asyncio.run would also print it.
+        await asyncio.gather(*left, return_exceptions=True)
 
-    asyncio.run(main())  # which also cancels what main leaves behind
+    asyncio.run(main())
