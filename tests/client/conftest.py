@@ -14,8 +14,7 @@ import tinker
 import torch
 
 from tinker_lightning import Datum, ModelInput, TensorData
-from tinker_lightning.client import ServiceClient, as_backend
-from tinker_lightning.client.official_backend import OfficialSamplingClient
+from tinker_lightning.client import ServiceClient, as_backend, as_sampler
 from tinker_lightning.client.patience import Patience
 from tinker_lightning.server import EmbeddedTrainer, create_app
 from tinker_lightning.server.engine.passes import run_pass
@@ -75,7 +74,7 @@ class Backend:
     def sampler(self, **source: str) -> Any:
         """A sampler on saved weights or a base model."""
         sampler = self.service.create_sampling_client(**source)
-        return OfficialSamplingClient(sampler) if self.name == "official SDK" else sampler
+        return as_sampler(sampler) if self.name == "official SDK" else sampler
 
     def bits(self, model: Any) -> dict[str, bytes]:
         """All that training changes in a model, to the bit: weights, gathered gradient, moments."""

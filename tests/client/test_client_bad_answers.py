@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.client.conftest import DATA, QUICK
+from tinker_lightning import ModelInput, SamplingParams
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.errors import (
     InvalidInput,
@@ -72,6 +73,25 @@ def test_results_that_are_none(
     assert (error.operation, error.model_id, error.seq_id) == ("forward", model.model_id, 1)
     assert error.request_id == f"{model.model_id}:1"
     assert f"forward 1 of {model.model_id}, request {error.request_id}: " in str(error)
+
+
+def test_a_sample_whose_result_is_gone_is_asked_for_anew(shared: EmbeddedTrainer) -> None:
+    meddler = Meddler(httpx.ASGITransport(create_app(shared, extended=False)))
+    with ServiceClient("http://embedded", transport=meddler, patience=QUICK) as service:
+        sampler = service.create_sampling_client(base_model="tiny")
+        lost = iter(range(2))
+
+        def gone() -> httpx.Response:
+            if next(lost) == 1:
+                del meddler.answers["retrieve_future"]
+            return httpx.Response(410, json={"detail": "gone"})
+
+        meddler.answers["retrieve_future"] = gone
+        prompt, params = ModelInput.from_ints([1, 2, 3]), SamplingParams(max_tokens=2)
+        assert sampler.sample(prompt, 1, params).result().sequences[0].tokens
+        meddler.answers["retrieve_future"] = lambda: httpx.Response(410, json={"detail": "gone"})
+        with pytest.raises(ResultExpired):
+            sampler.sample(prompt, 1, params).result()
 
 
 def test_a_submission_without_a_receipt(shared: EmbeddedTrainer) -> None:

@@ -17,6 +17,7 @@ from tinker_lightning.server import create_app
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable
 
     from tinker_lightning.client import TinkerFuture, TrainingClient
@@ -108,8 +109,9 @@ async def _awaited(future: Any) -> Any:
     return await future
 
 
-def test_several_failures_are_raised_one_by_one(model: TrainingClient) -> None:
+def test_several_failures_are_raised_one_by_one(model: TrainingClient, held: threading.Event) -> None:
     futures = [model.forward(DATA, f"loss_{i}") for i in range(2)]
+    held.set()  # not before: the first failure would be raised by the second call
     for future in futures:
         future.wait()
     for i in range(2):
@@ -118,11 +120,12 @@ def test_several_failures_are_raised_one_by_one(model: TrainingClient) -> None:
     model.optim_step().result()
 
 
-def test_close_raises_what_nobody_has_read(shared: EmbeddedTrainer) -> None:
+def test_close_raises_what_nobody_has_read(shared: EmbeddedTrainer, held: threading.Event) -> None:
     service = ServiceClient("http://embedded", transport=httpx.ASGITransport(create_app(shared)))
     model = service.create_lora_training_client("tiny", rank=4)
     for i in range(2):
         model.forward(DATA, f"loss_{i}")
+    held.set()
     with pytest.raises(InvalidInput, match=f"forward 1 of {model.model_id}.*loss_0") as caught:
         service.close()
     assert any("loss_1" in note for note in caught.value.__notes__)

@@ -1,6 +1,6 @@
 """The way to any Tinker server: sessions, numbered requests, futures, retries. Knows the protocol, not Lightning."""
 
-from tinker_lightning.client.backend import TrainingBackend, as_backend
+from tinker_lightning.client.backend import TrainingBackend, as_backend, as_sampler
 from tinker_lightning.client.custom import CustomLossFuture
 from tinker_lightning.client.entry import connect
 from tinker_lightning.client.futures import TinkerFuture
@@ -16,5 +16,6 @@ __all__ = [
     "TrainingBackend",
     "TrainingClient",
     "as_backend",
+    "as_sampler",
     "connect",
 ]

@@ -48,9 +48,30 @@ def as_backend(client: Any) -> TrainingBackend:
             f"{type(client).__name__} cannot be trained: it has no {', '.join(missing)}. Pass a training client, as "
             "create_lora_training_client() makes it."
         )
-    if any(base.__module__.split(".")[0] == "tinker" for base in type(client).__mro__):
+    if _is_official(client):
         from tinker_lightning.client.official_backend import OfficialTrainingClient
 
         return OfficialTrainingClient(client)
     backend: TrainingBackend = client
     return backend
+
+
+def as_sampler(client: Any) -> Any:
+    """A sampling client with our methods, types and errors: ours as it is, the official SDK's in a thin wrapper.
+
+    Raises:
+        InvalidInput: If it cannot sample.
+    """
+    if not hasattr(client, "sample"):
+        raise InvalidInput(
+            f"{type(client).__name__} cannot sample. Pass a sampling client, as create_sampling_client() makes it."
+        )
+    if _is_official(client):
+        from tinker_lightning.client.official_backend import OfficialSamplingClient
+
+        return OfficialSamplingClient(client)
+    return client
+
+
+def _is_official(client: Any) -> bool:
+    return any(base.__module__.split(".")[0] == "tinker" for base in type(client).__mro__)

@@ -71,6 +71,8 @@ class CustomLosses:
                     future.result()
             for future in self._waiting:
                 future.send()
+                if future.failed:
+                    future.result()  # the step must not go without it
             self._waiting = []
 
 
@@ -142,6 +144,7 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
                 self._fail(error)
                 return
             self._sent = True  # not before: what an interrupt has kept from being sent is sent by the next step
+            self._data, self._datums = [], []  # a future may be kept for long, and needs them no more
         merged = backward.then(lambda output: custom_loss.with_metrics(output, evaluation))
         merged._source.add_done_callback(self._settle)
 

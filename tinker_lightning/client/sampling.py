@@ -8,15 +8,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tinker_lightning.client import official
 from tinker_lightning.client.futures import TinkerFuture, Unread
 from tinker_lightning.client.operations import Operation, perform
+from tinker_lightning.errors import ResultExpired
 from tinker_lightning.types import SampleResponse, SamplingParams
 from tinker_lightning.types.requests import SampleRequest
 from tinker_lightning.types.responses import GetSamplerResponse
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tinker_lightning.client.service import ServiceClient
+    from tinker_lightning.client.session import Session
 
 T = TypeVar("T")
+
+# How often a sample is asked for anew whose result the server no longer has.
+_RESAMPLINGS = 3
 
 
 class SamplingClient:
@@ -62,15 +69,19 @@ class SamplingClient:
         self.unread.raise_first()
         session = self._service.session
         model_input = official.to_model_input(prompt)
-        with self._lock:
-            number = self._next_number
-            request = SampleRequest(
-                self.sampler_id, number, model_input, params, num_samples, prompt_logprobs=prompt_logprobs
-            )
-            body = wire_json.dumps(request)
-            self._next_number += 1
-        operation = Operation(name, "asample", body, SampleResponse, self.sampler_id, number)
-        return TinkerFuture(self._service.run(perform(session, operation)), str(operation), self._service)
+
+        def operation() -> Operation[SampleResponse]:
+            with self._lock:
+                number = self._next_number
+                request = SampleRequest(
+                    self.sampler_id, number, model_input, params, num_samples, prompt_logprobs=prompt_logprobs
+                )
+                body = wire_json.dumps(request)
+                self._next_number += 1
+            return Operation(name, "asample", body, SampleResponse, self.sampler_id, number)
+
+        first = operation()
+        return TinkerFuture(self._service.run(_sample(session, first, operation)), str(first), self._service)
 
     def _watched(self, future: TinkerFuture[T]) -> TinkerFuture[T]:
         """A future that the user gets; its failure is raised at the next call if nobody reads it."""
@@ -79,3 +90,15 @@ class SamplingClient:
 
     def _sampler(self) -> GetSamplerResponse:
         return self._service.fetch(f"/api/v1/samplers/{self.sampler_id}", GetSamplerResponse)
+
+
+async def _sample(
+    session: Session, operation: Operation[SampleResponse], again: Callable[[], Operation[SampleResponse]]
+) -> SampleResponse:
+    """Samples, and anew where the server has lost the result: unlike a step it may be done twice."""
+    for _ in range(_RESAMPLINGS):
+        try:
+            return await perform(session, operation)
+        except ResultExpired:
+            operation = again()
+    return await perform(session, operation)
