@@ -273,6 +273,31 @@ def test_what_is_no_batch_of_datums_is_refused(service: ServiceClient) -> None:
         quiet(max_epochs=1).fit(module, numbers)
 
 
+def test_several_processes_are_refused(service: ServiceClient) -> None:
+    module = Mean(service.create_lora_training_client("tiny", rank=4))
+    trainer = quiet(max_epochs=1)
+    trainer.strategy.world_size = 2  # type: ignore[attr-defined]
+    with pytest.raises(InvalidInput, match="devices=1"):
+        trainer.fit(module, loader())
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="int cannot be trained: it has no forward"):
+        RemoteModule(42).lm(DATA)
+
+
+def test_the_environment_names_no_model_for_a_client_that_was_given(
+    service: ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_BASE_MODEL", "another")
+    module = Mean(service.create_lora_training_client("tiny", rank=4, seed=1))
+    checkpoint: dict[str, Any] = {}
+    module.lm(DATA)
+    module.on_save_checkpoint(checkpoint)
+    module.on_load_checkpoint(checkpoint)
+    assert module.lm.backend.get_info().model_name == "tiny"
+
+
 def test_clipping_by_value_is_refused(service: ServiceClient) -> None:
     module = Mean(service.create_lora_training_client("tiny", rank=4))
     with pytest.raises(InvalidInput, match="gradient_clip_algorithm='norm'"):

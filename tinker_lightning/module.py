@@ -79,7 +79,9 @@ class RemoteModule(pl.LightningModule):
         self._service: ServiceClient | None = None
         self._resume_from: str | None = None
         self._saved: tuple[int, str] | None = None
-        self._base_model = model if isinstance(model, str) else os.environ.get("TINKER_BASE_MODEL", "")
+        # Empty for a client that was given: then the model is the client's, whatever the environment names.
+        named = os.environ.get("TINKER_BASE_MODEL", "") if model is None else model
+        self._base_model = named if isinstance(named, str) else ""
         self._settings: dict[str, Any] = {
             "rank": rank,
             "seed": seed,
@@ -122,6 +124,19 @@ class RemoteModule(pl.LightningModule):
         return list(batch)
 
     # What Lightning calls.
+
+    def setup(self, stage: str) -> None:
+        """Refuses more than one process.
+
+        Raises:
+            InvalidInput: If there are several: each would train a model of its own on a part of the data.
+        """
+        del stage
+        if self.trainer.world_size > 1:
+            raise InvalidInput(
+                f"this trainer runs {self.trainer.world_size} processes, and each would train a model of its own. "
+                "The passes run on the server: use Trainer(accelerator='cpu', devices=1)."
+            )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """A forward pass, the loss, and its metrics."""

@@ -68,8 +68,8 @@ class Remote:
     def backend(self) -> TrainingBackend:
         """What is trained, made at the first use."""
         if self._backend is None:
-            is_client = hasattr(self._given, "forward_backward")
-            self._backend = as_backend(self._given if is_client else self._given())
+            is_maker = callable(self._given) and not hasattr(self._given, "forward_backward")
+            self._backend = as_backend(self._given() if is_maker else self._given)
         return self._backend
 
     @property

@@ -202,6 +202,20 @@ def test_an_interrupt_while_a_backward_is_sent_loses_no_gradient(
     assert future.result().metrics["nll"] > 0
 
 
+def test_a_step_does_not_go_without_a_backward_that_could_not_be_sent(
+    recorded: Recorded, model: TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> list[Datum]:
+        raise MemoryError("no room for the gradient")
+
+    model.forward_backward_custom(DATA, nll)
+    with monkeypatch.context() as patch:
+        patch.setattr("tinker_lightning.custom_loss.linear_datums", full)
+        with pytest.raises(MemoryError, match="no room"):
+            model.optim_step(FAST)
+    assert passes(recorded) == ["forward"]
+
+
 def test_a_loss_that_times_out_has_failed(model: TrainingClient) -> None:
     def slow(_: list[Any], __: list[Tensor]) -> tuple[Tensor, dict[str, Any]]:
         raise TimeoutError("the reward model did not answer")
