@@ -5,6 +5,7 @@ Imported only where such a client is at hand, so that `tinker` stays an extra.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import tinker
 from tinker import types as sdk
 
-from tinker_lightning.client import official
+from tinker_lightning.client import checkpoints, official
 from tinker_lightning.client import official_convert as convert
 from tinker_lightning.client.custom import CustomLosses, CustomLossFuture
 from tinker_lightning.client.futures import TinkerFuture, Unread
@@ -148,6 +149,25 @@ class OfficialTrainingClient:
         """The model's tokenizer."""
         self._calls.check()
         return self._calls.translated("get_tokenizer", self.client.get_tokenizer)
+
+    def checkpoint_exists(self, path: str) -> bool:
+        """Whether what was saved under a `tinker://` path is still there."""
+        run, _ = checkpoints.parse(path)
+        try:
+            listing = self._calls.translated("list_checkpoints", lambda: self._rest.list_checkpoints(run).result())
+        except NotFound:
+            return False
+        return any(found.tinker_path == path for found in listing.checkpoints)
+
+    def delete_checkpoint(self, path: str, *, missing_ok: bool = False) -> None:
+        """Removes what was saved under a `tinker://` path."""
+        checkpoint = checkpoints.parse(path)
+        with contextlib.suppress(*([NotFound] if missing_ok else [])):
+            self._calls.translated("delete_checkpoint", lambda: self._rest.delete_checkpoint(*checkpoint).result())
+
+    @property
+    def _rest(self) -> tinker.RestClient:
+        return tinker.RestClient(self.client.holder)
 
     def _pass(
         self, name: str, data: Sequence[Any], loss_fn: Any, loss_fn_config: Mapping[str, float | str] | None

@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from urllib.parse import urlencode
 
-from tinker_lightning.client import tokenizer
+from tinker_lightning.client import checkpoints, tokenizer
 from tinker_lightning.client.connection import Connection
 from tinker_lightning.client.credentials import Credentials
 from tinker_lightning.client.loop import BackgroundLoop
@@ -124,6 +124,20 @@ class ServiceClient:
         path = "/api/v1/create_sampling_session"
         created = self.call(path, request, rs.CreateSamplingSessionResponse)
         return self.sampling_client(created.sampling_session_id)
+
+    def checkpoint_exists(self, path: str) -> bool:
+        """Whether what was saved under a `tinker://` path is still there."""
+        self.check_usable()
+        return self._wait(checkpoints.exists(self.session.connection, path))
+
+    def delete_checkpoint(self, path: str, *, missing_ok: bool = False) -> None:
+        """Removes what was saved under a `tinker://` path, and waits until it is gone.
+
+        Raises:
+            NotFound: If there is nothing under that path and `missing_ok` is not set.
+        """
+        self.check_usable()
+        self._wait(checkpoints.delete(self.session.connection, path, missing_ok=missing_ok))
 
     def close(self, status: Literal["success", "errored", "interrupted"] = "success") -> None:
         """Ends the session, and raises the first failure that nobody has read. Closing again does nothing."""

@@ -169,6 +169,14 @@ class TrainingClient:
         data = self.get_info().model_data
         return self._service.tokenizer(data.model_name or "", data.tokenizer_id)
 
+    def checkpoint_exists(self, path: str) -> bool:
+        """Whether what was saved under a `tinker://` path, of this model or another, is still there."""
+        return self._service.checkpoint_exists(path)
+
+    def delete_checkpoint(self, path: str, *, missing_ok: bool = False) -> None:
+        """Removes what was saved under a `tinker://` path, of this model or another."""
+        self._service.delete_checkpoint(path, missing_ok=missing_ok)
+
     def _load(self, path: str, *, optimizer: bool) -> TinkerFuture[LoadWeightsResponse]:
         self._check()
         self._custom.flush()

@@ -1,0 +1,95 @@
+"""What was saved can be looked for and removed by its path, the same on every way to a server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Mount, Route
+
+from tests.client.conftest import recording
+from tinker_lightning.errors import ClientClosed, InvalidInput, NotFound
+from tinker_lightning.server import create_app
+from tinker_lightning.testing import embedded_service
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from tests.client.conftest import Backend, Recorded
+    from tinker_lightning.client import ServiceClient
+    from tinker_lightning.server import EmbeddedTrainer
+
+
+def test_a_deleted_checkpoint_is_gone_and_others_stay(backend: Backend) -> None:
+    model = backend.model()
+    paths = [model.save_state("one").result().path, model.save_weights_for_sampler("one").result().path]
+    assert [model.checkpoint_exists(path) for path in paths] == [True, True]
+    model.delete_checkpoint(paths[0])
+    assert [model.checkpoint_exists(path) for path in paths] == [False, True]
+    folder = backend.trainer.store.root / model.model_id.replace(":", "+")
+    assert [each.name for each in (folder / "weights").iterdir()] == []
+    assert [each.name for each in (folder / "sampler_weights").iterdir()] == ["one"]
+    with pytest.raises(InvalidInput, match="no such checkpoint"):  # a failed operation is the caller's to mend
+        model.load_state_with_optimizer(paths[0]).result()
+
+
+def test_deleting_what_is_gone_is_an_error_unless_that_is_fine(backend: Backend) -> None:
+    model = backend.model()
+    path = model.save_state("one").result().path
+    model.delete_checkpoint(path, missing_ok=True)
+    model.delete_checkpoint(path, missing_ok=True)
+    with pytest.raises(NotFound, match="no such checkpoint"):
+        model.delete_checkpoint(path)
+    assert model.checkpoint_exists(path) is False
+    for unknown in ("tinker://no-such-run/weights/one", f"tinker://{model.model_id}/external_weights/none"):
+        model.delete_checkpoint(unknown, missing_ok=True)
+        assert model.checkpoint_exists(unknown) is False
+
+
+@pytest.mark.parametrize(
+    "path", ["", "one", "tinker://run/weights", "tinker://run/weights/a/b", "tinker://run/other/a", None]
+)
+def test_what_is_no_path_is_refused_before_anything_is_sent(backend: Backend, path: str) -> None:
+    model = backend.model()
+    for call in (model.checkpoint_exists, lambda p: model.delete_checkpoint(p, missing_ok=True)):
+        with pytest.raises(InvalidInput, match="is no path of a checkpoint"):
+            call(path)
+
+
+def test_any_client_of_a_server_can_remove_what_another_saved(shared: EmbeddedTrainer, service: ServiceClient) -> None:
+    path = service.create_lora_training_client("tiny", rank=4).save_state("one").result().path
+    with embedded_service(shared) as other:
+        other.delete_checkpoint(path)
+    assert not service.checkpoint_exists(path)
+    with pytest.raises(ClientClosed):
+        other.delete_checkpoint(path)
+    with pytest.raises(ClientClosed):
+        other.checkpoint_exists(path)
+
+
+def test_a_path_cannot_lead_to_another_address(recorded: Recorded) -> None:
+    with pytest.raises(InvalidInput, match="is no checkpoint name"):
+        recorded.service.delete_checkpoint("tinker://run?x=1#/weights/a%2F..", missing_ok=True)
+    (request,) = [request for request in recorded.record.requests if request.method == "DELETE"]
+    assert request.path == "/api/v1/training_runs/run?x=1#/checkpoints/weights/a%2F.."
+
+
+def test_a_listing_in_pages_is_read_to_its_end(shared: EmbeddedTrainer) -> None:
+    """Some servers give a run's checkpoints in pages, and call them by their bare names."""
+
+    async def pages(request: Request) -> JSONResponse:
+        offset = int(request.query_params.get("offset", 0))
+        names = [f"s{i}" for i in range(5)][offset : offset + 2]
+        found = [
+            {"checkpoint_id": n, "checkpoint_type": "training", "time": "", "tinker_path": f"tinker://run/weights/{n}"}
+            for n in names
+        ]
+        return JSONResponse({"checkpoints": found, "cursor": {"offset": offset, "limit": 2, "total_count": 5}})
+
+    app = Starlette(routes=[Route("/api/v1/training_runs/run/checkpoints", pages), Mount("/", create_app(shared))])
+    with recording(app) as recorded:
+        assert recorded.service.checkpoint_exists("tinker://run/weights/s4")
+        assert not recorded.service.checkpoint_exists("tinker://run/weights/s5")
+        assert not recorded.service.checkpoint_exists("tinker://run/sampler_weights/s4")

@@ -1,0 +1,67 @@
+"""What was saved on a server, by its `tinker://` path: whether it is there, and its removal."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from tinker_lightning.errors import InvalidInput, NotFound
+from tinker_lightning.types.responses import CheckpointsList
+
+if TYPE_CHECKING:
+    from tinker_lightning.client.connection import Connection
+
+_PATH = re.compile(r"tinker://([^/]+)/((?:weights|sampler_weights|external_weights)/[^/]+)")
+
+
+def parse(path: str) -> tuple[str, str]:
+    """The run and the checkpoint's id (`<kind>/<name>`) that a path names.
+
+    Raises:
+        InvalidInput: If it is no path of a checkpoint.
+    """
+    match = _PATH.fullmatch(path) if isinstance(path, str) else None
+    if match is None:
+        raise InvalidInput(
+            f"{path!r} is no path of a checkpoint. Pass one as save_state(...).result().path gives it: "
+            "tinker://<run>/weights/<name>."
+        )
+    return match[1], match[2]
+
+
+def url(path: str) -> str:
+    """Where the protocol keeps a checkpoint."""
+    run, checkpoint = parse(path)
+    return f"/api/v1/training_runs/{quote(run, safe=':')}/checkpoints/{quote(checkpoint)}"
+
+
+async def exists(connection: Connection, path: str) -> bool:
+    """Whether a checkpoint is there.
+
+    The listing of its run is asked, for it knows every kind of checkpoint. Some servers give it in pages.
+    """
+    run, _ = parse(path)
+    listings = f"/api/v1/training_runs/{quote(run, safe=':')}/checkpoints"
+    seen = 0
+    while True:
+        try:
+            listing = await connection.get(f"{listings}?offset={seen}" if seen else listings, CheckpointsList)
+        except NotFound:
+            return False
+        if any(found.tinker_path == path for found in listing.checkpoints):
+            return True
+        seen += len(listing.checkpoints)
+        if not listing.checkpoints or listing.cursor is None or seen >= listing.cursor.total_count:
+            return False
+
+
+async def delete(connection: Connection, path: str, *, missing_ok: bool) -> None:
+    """Removes a checkpoint.
+
+    Raises:
+        NotFound: If there is none and `missing_ok` is not set.
+    """
+    with contextlib.suppress(*([NotFound] if missing_ok else [])):
+        await connection.send("DELETE", url(path))
