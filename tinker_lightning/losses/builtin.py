@@ -71,18 +71,20 @@ def gspo(
     sequence_ratio_mask: Tensor,
     low: Threshold = 0.8,
     high: Threshold = 1.2,
+    *,
+    dim: int | None = None,
 ) -> Tensor:
     """PPO with one ratio for the whole sequence (Zheng et al. 2025, arXiv:2507.18071, the token-level variant).
 
-    The ratio is `exp(mean(p - q))` over the tokens whose mask is not zero; each token carries it with the gradient of
-    its own log-probability.
+    The ratio is `exp(mean(p - q))` over the tokens whose mask is not zero, 1 if there are none; each token carries it
+    with the gradient of its own log-probability. All values are one sequence, unless `dim` names the axis of one.
 
     >>> gspo(torch.zeros(2), torch.zeros(2), torch.ones(2), torch.ones(2))
     tensor([-1., -1.])
     """
     counted = sequence_ratio_mask != 0
-    difference = (logprobs.detach() - old_logprobs)[counted]
-    log_ratio = difference.mean() if difference.numel() else logprobs.new_zeros(())
+    total = torch.where(counted, logprobs.detach() - old_logprobs, 0.0).sum(dim, keepdim=True)
+    log_ratio = total / counted.sum(dim, keepdim=True).clamp(min=1)
     return _clipped((log_ratio + logprobs - logprobs.detach()).exp(), advantages, low, high)
 
 
@@ -91,5 +93,5 @@ def _clipped(ratio: Tensor, advantages: Tensor, low: Threshold, high: Threshold)
 
 
 def _clip(ratio: Tensor, low: Threshold, high: Threshold) -> Tensor:
-    # Clamp takes two numbers or two tensors, and the thresholds may be one of each.
-    return ratio.clamp(torch.as_tensor(low, dtype=ratio.dtype), torch.as_tensor(high, dtype=ratio.dtype))
+    # One bound at a time: clamp takes two numbers or two tensors, and the thresholds may be one of each.
+    return ratio.clamp(min=low).clamp(max=high)
