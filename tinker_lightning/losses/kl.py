@@ -1,0 +1,92 @@
+"""Estimates of the Kullback-Leibler divergence from one token each, and a loss that is held by one.
+
+The estimators are Schulman's (2020, http://joschu.net/blog/kl-approx.html), of KL(model ‖ reference) from tokens that
+the model has sampled. As a term of a loss, what counts is their gradient (Tang & Munos 2025, arXiv:2506.09477): on such
+tokens k1's is zero on average, so that it holds nothing; k2's is that of KL(model ‖ reference), and grows with the
+distance; k3's is that of KL(reference ‖ model), and never exceeds 1 where the model is above the reference.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.losses import builtin
+from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, mean_where
+from tinker_lightning.losses.likelihood import likelihood_metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+Estimator: TypeAlias = Literal["k1", "k2", "k3"]
+
+
+def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """`p - r`: unbiased, of either sign.
+
+    >>> import torch
+    >>> k1(torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.0]))
+    tensor([ 1., -1.])
+    """
+    return logprobs - reference
+
+
+def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """`(p - r)²/2`: never negative, biased by little where the two are near.
+
+    >>> import torch
+    >>> k2(torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.0]))
+    tensor([0.5000, 0.5000])
+    """
+    return 0.5 * (logprobs - reference) ** 2
+
+
+def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """`exp(r - p) - 1 - (r - p)`: unbiased and never negative.
+
+    >>> import torch
+    >>> k3(torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.0]))
+    tensor([0.3679, 0.7183])
+    """
+    difference = reference - logprobs
+    return difference.expm1() - difference
+
+
+_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
+    """The divergence from the reference at each token, by the estimator of that name.
+
+    Raises:
+        InvalidInput: If there is none.
+    """
+    if estimator not in _ESTIMATORS:
+        raise InvalidInput(f"estimator must be one of {', '.join(_ESTIMATORS)}, got {estimator!r}")
+    return _ESTIMATORS[estimator](logprobs, reference)
+
+
+def kl_regularized(data: Data, logprobs: Logprobs, *, beta: float = 0.1, estimator: Estimator = "k2") -> Loss:
+    """`Σ w·(-p + β·k(p, r))`: cross-entropy that a reference model holds back.
+
+    Metrics: those of `cross_entropy`, and `kl` by token.
+
+    Args:
+        data: Datums with `weights` and `reference_logprobs`.
+        logprobs: The model's.
+        beta: How hard it is held. With k2 a token's pull ends at `1/β` above the reference.
+        estimator: `k2`, or `k3`, whose pull on tokens that the model has learned never exceeds `β`.
+
+    >>> import torch
+    >>> from tinker_lightning import Datum
+    >>> data = [Datum.from_targets([5], [6], weights=[1.0], reference_logprobs=[-3.0])]
+    >>> kl_regularized(data, [torch.tensor([-1.0])], beta=0.5)[0]
+    tensor(2.)
+    """
+    batch = Batch(data, logprobs)
+    weights = batch.tokens("weights")
+    kl = kl_estimate(batch.logprobs, batch.tokens("reference_logprobs"), estimator)
+    loss = (builtin.cross_entropy(batch.logprobs, weights) + beta * weights * kl).sum()
+    return loss, {**likelihood_metrics(batch.logprobs, weights), "kl": mean_where(kl.detach(), weights != 0)}

@@ -1,0 +1,91 @@
+"""Losses that raise the likelihood of given targets: cross-entropy, and distillation from a teacher's best tokens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.losses import builtin
+from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, mean_where
+
+# The least share of probability left to tokens outside the top K, where float32 still tells it from none.
+_LEAST_REST = 1e-6
+
+
+def cross_entropy(data: Data, logprobs: Logprobs) -> Loss:
+    """`-Σ w·p`, the same as the server's `cross_entropy`; targets may be `[T]` or `[T, K]`.
+
+    Metrics: `nll` and `perplexity` by weight, `tokens` with a weight.
+
+    >>> from tinker_lightning import Datum
+    >>> data = [Datum.from_targets([5, 6], [6, 7], weights=[0, 1])]
+    >>> cross_entropy(data, [torch.tensor([-3.0, -2.0])])[0]
+    tensor(2.)
+    """
+    batch = Batch(data, logprobs)
+    weights = batch.tokens("weights")
+    loss = builtin.cross_entropy(batch.logprobs, weights).sum()
+    return loss, likelihood_metrics(batch.logprobs, weights)
+
+
+def likelihood_metrics(logprobs: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """How likely the weighted targets are."""
+    counted = weights != 0
+    total = weights.abs().sum()
+    # Without any weight 0, not NaN.
+    nll = -(weights * logprobs.detach()).sum() / torch.where(total == 0, 1.0, total)
+    return {"nll": nll, "perplexity": nll.exp(), "tokens": counted.sum()}
+
+
+def topk_distillation(
+    data: Data, logprobs: Logprobs, *, tail: Literal["bucket", "renormalize", "ignore"] = "bucket"
+) -> Loss:
+    """`Σ w·KL(teacher ‖ student)` at each position, from the teacher's K likeliest tokens: targets `[T, K]`.
+
+    The idea is Hinton et al. 2015, arXiv:1503.02531. The K tokens do not hold all of the probability; leaving the rest
+    out teaches the student to be too sure (Anshumann et al. 2025, arXiv:2503.16870).
+
+    Metrics: `teacher_mass` and `student_mass`, the probability that each gives to the K tokens; `agreement`, how often
+    both find the same one likeliest.
+
+    Args:
+        data: Datums with `teacher_logprobs` and `weights`, both `[T, K]`; a weight of 0 hides an alternative.
+        logprobs: The student's.
+        tail: What to do about all other tokens: count them as one (a lower bound of the whole KL, which is 0 only
+            where all K probabilities agree), compare the K among themselves, or leave them out, which has the gradient
+            of `cross_entropy` weighted by the teacher's probabilities.
+
+    >>> from tinker_lightning import Datum
+    >>> half = torch.full((1, 2), 0.5).log()
+    >>> data = [Datum.from_targets([5], [[6, 7]], weights=[[1.0, 1.0]], teacher_logprobs=half)]
+    >>> topk_distillation(data, [half - 1], tail="ignore")[0]
+    tensor(1.)
+    """
+    if tail not in ("bucket", "renormalize", "ignore"):
+        raise InvalidInput(f"tail must be 'bucket', 'renormalize' or 'ignore', got {tail!r}")
+    batch = Batch(data, logprobs)
+    weights = batch.tokens("weights")
+    hidden = torch.where(weights != 0, 0.0, -1e9)  # not -inf, of which a row would become NaN
+    student, teacher = batch.logprobs + hidden, batch.tokens("teacher_logprobs") + hidden
+    student_mass, teacher_mass = student.logsumexp(-1), teacher.logsumexp(-1)
+    counted = weights.amax(-1) != 0
+    metrics = {
+        "teacher_mass": mean_where(teacher_mass.exp(), counted),
+        "student_mass": mean_where(student_mass.detach().exp(), counted),
+        "agreement": mean_where((student.argmax(-1) == teacher.argmax(-1)).to(weights.dtype), counted),
+    }
+    if tail == "renormalize":
+        student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+    loss = (weights * teacher.exp() * (teacher - student)).sum()
+    if tail == "bucket":
+        student_rest, teacher_rest = _rest(student_mass), _rest(teacher_mass)
+        loss = loss + (weights.amax(-1) * teacher_rest.exp() * (teacher_rest - student_rest)).sum()
+    return loss, metrics
+
+
+def _rest(log_mass: Tensor) -> Tensor:
+    """`log(1 - exp(x))`."""
+    return log_mass.clamp(max=-_LEAST_REST).expm1().neg().log()

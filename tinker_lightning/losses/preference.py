@@ -1,0 +1,118 @@
+"""Losses on groups of responses to one prompt: the better ones become likelier than the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.nn import functional as F  # noqa: N812
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, groups, mean_where, sequence_sums
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def preference_nll(chosen: Tensor, rejected: Tensor, *, margin: float = 0.0, label_smoothing: float = 0.0) -> Tensor:
+    """`-log σ(chosen - rejected - margin)`: Bradley and Terry's model of which of two rewards wins.
+
+    With label smoothing ε a share of the preferences is taken to be wrong: `(1-ε)·(-log σ(x)) + ε·(-log σ(-x))`.
+
+    >>> import torch
+    >>> preference_nll(torch.tensor([1.0]), torch.tensor([1.0]))
+    tensor([0.6931])
+    """
+    # softplus(-x) is -log σ(x); its threshold is where float64 no longer tells the difference.
+    x = chosen - rejected - margin
+    return (1 - label_smoothing) * F.softplus(-x, threshold=40) + label_smoothing * F.softplus(x, threshold=40)
+
+
+def dpo(
+    data: Data,
+    logprobs: Logprobs,
+    *,
+    beta: float = 0.1,
+    margin: float = 0.0,
+    label_smoothing: float = 0.0,
+    length_normalized: bool = False,
+    reference_free: bool = False,
+) -> Loss:
+    """The mean over pairs of `-log σ(β·Δ - margin)`, where Δ is how much more the chosen response has gained.
+
+    Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). Datums are pairs, one behind the
+    other: chosen, rejected, chosen, rejected.
+
+    Metrics: `reward_chosen` and `reward_rejected`, β times the gain on the reference; `reward_margin`,
+    `reward_accuracy`; `chosen_nll` by token, which rises unseen if both responses lose.
+
+    Args:
+        data: Pairs with `weights` (1 on the response) and `reference_logprobs`.
+        logprobs: The model's.
+        beta: How closely to keep to the reference model.
+        margin: By how much the chosen reward must win (Amini et al. 2024, arXiv:2402.10571, the same for all pairs).
+        label_smoothing: The share of pairs whose order may be wrong (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf).
+        length_normalized: Divides each response's gain by its length (Lambert et al. 2024, arXiv:2411.15124, eq. 6).
+        reference_free: Leaves the reference out. With a margin and by length this is SimPO (Meng et al. 2024,
+            arXiv:2405.14734).
+
+    >>> import torch
+    >>> from tinker_lightning import Datum
+    >>> chosen = Datum.from_targets([5], [6], weights=[1.0], reference_logprobs=[-1.0])
+    >>> rejected = Datum.from_targets([5], [7], weights=[1.0], reference_logprobs=[-2.0])
+    >>> loss, metrics = dpo([chosen, rejected], [torch.tensor([-0.5]), torch.tensor([-3.5])], beta=1.0)
+    >>> loss, metrics["reward_margin"]
+    (tensor(0.1269), tensor(2.))
+    """
+    if not 0 <= label_smoothing < 0.5:
+        raise InvalidInput(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")
+    batch = Batch(data, logprobs)
+    weights = batch.tokens("weights")
+    gains = batch.logprobs if reference_free else batch.logprobs - batch.tokens("reference_logprobs")
+    rewards = groups(beta * sequence_sums(gains, weights, mean=length_normalized), 2)
+    chosen, rejected = rewards[:, 0], rewards[:, 1]
+    loss = preference_nll(chosen, rejected, margin=margin, label_smoothing=label_smoothing).mean()
+    chosen, rejected = chosen.detach(), rejected.detach()
+    return loss, {
+        "reward_chosen": chosen.mean(),
+        "reward_rejected": rejected.mean(),
+        "reward_margin": (chosen - rejected).mean(),
+        "reward_accuracy": (chosen > rejected).to(chosen.dtype).mean(),
+        "chosen_nll": -mean_where(batch.logprobs.detach()[0::2], weights[0::2] != 0),
+    }
+
+
+def contrastive(
+    data: Data,
+    logprobs: Logprobs,
+    *,
+    group_size: int = 2,
+    temperature: float = 1.0,
+    length_normalized: bool = True,
+) -> Loss:
+    """The mean over groups of `-log softmax(s/τ)` at the first datum, where `s` is a sequence's log-probability.
+
+    InfoNCE (van den Oord et al. 2018, arXiv:1807.03748, eq. 4) with the model's own likelihood as the score. Datums are
+    groups, one behind the other: the right response, then `group_size - 1` wrong ones.
+
+    Metrics: `accuracy`, how often the right one scores highest; `score_margin`, by how much it beats the others.
+
+    Args:
+        data: Groups with `weights` (1 on the response).
+        logprobs: The model's.
+        group_size: How many datums are a group.
+        temperature: Below 1 the hardest wrong response counts most.
+        length_normalized: Scores are means by token, not sums, which would favour short responses.
+
+    >>> import torch
+    >>> from tinker_lightning import Datum
+    >>> data = [Datum.from_targets([5], [token], weights=[1.0]) for token in (6, 7, 8)]
+    >>> contrastive(data, [torch.tensor([-1.0])] * 3, group_size=3)[0]
+    tensor(1.0986)
+    """
+    if group_size < 2 or not temperature > 0:
+        raise InvalidInput(f"group_size must be at least 2 and temperature above 0, got {group_size} and {temperature}")
+    batch = Batch(data, logprobs)
+    scores = groups(sequence_sums(batch.logprobs, batch.tokens("weights"), mean=length_normalized), group_size)
+    loss = -(scores / temperature).log_softmax(-1)[:, 0].mean()
+    margin = scores.detach()[:, 0] - scores.detach()[:, 1:].amax(-1)
+    return loss, {"accuracy": (margin > 0).to(margin.dtype).mean(), "score_margin": margin.mean()}
