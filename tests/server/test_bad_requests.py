@@ -38,6 +38,9 @@ PROTOBUF = "application/x-protobuf"
         ("DELETE", "training_runs/run/checkpoints/{}/x"),
         ("DELETE", "training_runs/run/checkpoints/weights/{}"),
         ("PUT", "training_runs/run/checkpoints/weights/{}/ttl"),
+        ("GET", "training_runs/{}/checkpoints/weights/x/archive"),
+        ("GET", "training_runs/run/checkpoints/weights/{}/archive"),
+        ("GET", "training_runs/run/checkpoints/external_weights/{}/external_weights_urls"),
     ],
 )
 def test_no_part_of_a_url_leads_out_of_the_folder(shared_api: Api, method: str, url: str, segment: str) -> None:

@@ -102,6 +102,7 @@ class Fuzzer:
             ("POST", "save_weights", {**number, "path": f"s{line.last}", "ttl_seconds": 60, "overwrite": True}),
             ("POST", "save_weights_for_sampler", {**number, "path": f"s{line.last}", "user_metadata": {"a": "b"}}),
             ("POST", "save_weights_for_sampler", {**number, "sampling_session_seq_id": 5}),
+            ("POST", "save_weights_external", {**number, "path": f"e{line.last}", "ttl_seconds": 60}),
             ("POST", "load_weights", {**number, "path": self.path, "optimizer": True}),
             (
                 "POST",
@@ -113,6 +114,9 @@ class Fuzzer:
             ("PUT", f"{checkpoint}/ttl", {"ttl_seconds": 1000}),
             ("DELETE", f"training_runs/{self.model}/checkpoints/weights/none", None),
             ("GET", f"training_runs/{self.model}/checkpoints", None),
+            ("GET", f"{checkpoint}/archive", None),
+            ("GET", f"training_runs/{self.model}/checkpoints/external_weights/none/external_weights_urls", None),
+            ("GET", f"signed/{self.model}/weights/state/adapter.tar?expires=9999999999&signature=00", None),
             ("GET", "checkpoints?limit=2&offset=1", None),
             ("GET", "training_runs?limit=2", None),
             ("GET", f"samplers/{self.sampler}", None),
@@ -236,7 +240,7 @@ def test_damaged_requests_harm_nobody(api: Api, seed: int) -> None:
         counts[f"{response.status_code // 100}xx"] += 1
         refused = response.status_code >= 400
         if response.status_code >= 400:
-            assert response.status_code in (400, 404, 405, 408, 410, 413, 415)
+            assert response.status_code in (400, 403, 404, 405, 408, 410, 413, 415)
             assert response.json()["detail"]
         elif response.status_code == 200 and b'"request_id"' in response.content and path != "retrieve_future":
             result = api.result(response.json()["request_id"])

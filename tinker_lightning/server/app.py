@@ -11,7 +11,8 @@ from starlette.routing import Mount
 
 from tinker_lightning.errors import InvalidInput, TinkerLightningError
 from tinker_lightning.server.http import ApiKey, on_crash, on_error, on_http_error
-from tinker_lightning.server.routes import checkpoints, extensions, futures, handshake, sampling, training
+from tinker_lightning.server.routes import checkpoints, downloads, extensions, futures, handshake, sampling, training
+from tinker_lightning.server.signing import Signer
 
 if TYPE_CHECKING:
     from tinker_lightning.server.trainer import EmbeddedTrainer
@@ -27,10 +28,10 @@ def create_app(trainer: EmbeddedTrainer, *, api_key: str | None = None, extended
     """
     if api_key == "":
         raise InvalidInput("api_key is empty, so that everyone would have it; pass a key, or None for no key at all")
-    routes = [*handshake.routes, *training.routes, *sampling.routes, *futures.routes, *checkpoints.routes]
+    parts = (handshake, training, sampling, futures, downloads, checkpoints)
     app = Starlette(
         routes=[
-            Mount("/api/v1", routes=routes),
+            Mount("/api/v1", routes=[route for part in parts for route in part.routes]),
             *([Mount("/ext/v1", routes=extensions.routes)] if extended else []),
         ],
         middleware=[] if api_key is None else [Middleware(ApiKey, api_key=api_key)],
@@ -41,5 +42,6 @@ def create_app(trainer: EmbeddedTrainer, *, api_key: str | None = None, extended
         },
     )
     app.state.trainer = trainer
+    app.state.signer = Signer()
     app.state.extensions = list(extensions.NAMES) if extended else []
     return app

@@ -11,6 +11,7 @@ share a root.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -18,14 +19,14 @@ import re
 import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal, get_args
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tinker_lightning import folders
 from tinker_lightning.errors import InvalidInput, NotFound
-from tinker_lightning.server import folders
 from tinker_lightning.server.engine.lora import LoraWeights
 from tinker_lightning.types import LoraConfig
 from tinker_lightning.wire import json as wire_json
@@ -38,9 +39,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinker_lightning.server")
 
-Kind = Literal["weights", "sampler_weights"]
+Kind = Literal["weights", "sampler_weights", "external_weights"]
 
 _WEIGHTS, _OPTIMIZER, _SUMMARY = "adapter_model.safetensors", "optimizer.safetensors", "checkpoint.json"
+# What other programs need of a checkpoint.
+ADAPTER_FILES = ("adapter_config.json", _WEIGHTS)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
 _PATH = re.compile(r"tinker://([^/]+)/([^/]+)/([^/]+)")
@@ -63,8 +66,8 @@ class TinkerPath:
                 "beginning with '.' or '-', and no folders."
             )
         check_run(self.run)
-        if self.kind not in ("weights", "sampler_weights"):
-            raise NotFound(f"there is no kind of checkpoint {self.kind!r}; there are weights and sampler_weights")
+        if self.kind not in get_args(Kind):
+            raise NotFound(f"there is no kind of checkpoint {self.kind!r}; there are {', '.join(get_args(Kind))}")
 
     @classmethod
     def parse(cls, text: str) -> TinkerPath:
@@ -214,6 +217,24 @@ class CheckpointStore:
             else:
                 if self.summary(path) == summary:
                     return Saved(summary.base_model, weights, state)
+        raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing, or they change all the time")
+
+    def open_adapter(self, path: TinkerPath) -> dict[str, BinaryIO]:
+        """The files of an adapter, open and of the same moment; they can be read whatever becomes of the checkpoint.
+
+        Raises:
+            NotFound: If there is none, or its time has come.
+        """
+        folder = self._folder(path)
+        for _ in range(_ATTEMPTS):
+            summary = self.summary(path)
+            with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):  # overwritten just now
+                files: dict[str, BinaryIO] = {
+                    name: stack.enter_context((folder / name).open("rb")) for name in ADAPTER_FILES
+                }
+                if self.summary(path) == summary:
+                    stack.pop_all()
+                    return files
         raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing, or they change all the time")
 
     def listing(self, run: str | None = None) -> list[CheckpointSummary]:

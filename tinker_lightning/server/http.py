@@ -36,6 +36,8 @@ logger = logging.getLogger("tinker_lightning.server")
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
+# Below this path the address itself shows that it was given out by this server; its endpoints check that.
+SIGNED = "/signed"
 MAX_BODY_BYTES = 256 << 20
 # Reading JSON keeps all other threads waiting, so that less of it is taken.
 MAX_JSON_BYTES = 64 << 20
@@ -171,7 +173,7 @@ def is_loopback(host: str) -> bool:
 
 
 class ApiKey:
-    """Lets through only requests that carry the key; health checks need none."""
+    """Lets through only requests that carry the key; health checks and signed addresses need none."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
@@ -179,8 +181,10 @@ class ApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers 401 itself, or passes on."""
-        # The whole path is compared: what is named healthz deeper down (a checkpoint may be) needs the key.
-        if scope["type"] == "http" and scope["path"] != f"{scope.get('root_path', '')}/api/v1/healthz":
+        # Compared from the root on: what is named healthz deeper down (a checkpoint may be) needs the key.
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        is_open = path == "/api/v1/healthz" or path.startswith(f"/api/v1{SIGNED}/")
+        if scope["type"] == "http" and not is_open:
             given = dict(scope["headers"]).get(b"x-api-key", b"")
             if not hmac.compare_digest(given, self._key):
                 detail = "the X-API-Key header is wrong" if given else "the X-API-Key header is missing"

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.server.checkpoints import CheckpointStore, TinkerPath
+from tinker_lightning.server.checkpoints import CheckpointStore, CheckpointSummary, TinkerPath
 from tinker_lightning.server.engine.adapter import Adapter
 from tinker_lightning.server.engine.passes import run_pass
 from tinker_lightning.server.registry import Model, Registry, Sampler
@@ -138,6 +138,18 @@ class Training:
 
         return self._submit(request, "save_weights_for_sampler", run)
 
+    def save_weights_external(self, request: rq.SaveWeightsExternalRequest) -> Operation:
+        """Saves weights to download under a name."""
+        if request.age_encryption_recipients:
+            raise InvalidInput("age_encryption_recipients: this trainer does not encrypt; leave them out")
+        path = TinkerPath(request.model_id, "external_weights", request.path)
+
+        def run(base: BaseModel, adapter: Adapter) -> rs.SaveWeightsExternalResponse:
+            saved = self._save(path, base, adapter, request, None)
+            return rs.SaveWeightsExternalResponse(str(path), saved.size_bytes)
+
+        return self._submit(request, "save_weights_external", run)
+
     def refuse(self, model_id: str, number: int) -> None:
         """Frees the number of a request that could not be used, for the client goes on with the next."""
         if self._registry.has_model(model_id):
@@ -161,10 +173,10 @@ class Training:
         path: TinkerPath,
         base: BaseModel,
         adapter: Adapter,
-        request: rq.SaveWeightsRequest | rq.SaveWeightsForSamplerRequest,
+        request: rq.SaveWeightsRequest | rq.SaveWeightsForSamplerRequest | rq.SaveWeightsExternalRequest,
         training_state: Mapping[str, Tensor] | None,
-    ) -> None:
-        self._store.save(
+    ) -> CheckpointSummary:
+        return self._store.save(
             path,
             base_model=base.name,
             weights=adapter.weights,
@@ -173,5 +185,5 @@ class Training:
             training_state=training_state,
             ttl_seconds=request.ttl_seconds,
             overwrite=isinstance(request, rq.SaveWeightsRequest) and request.overwrite,
-            user_metadata=request.user_metadata,
+            user_metadata=None if isinstance(request, rq.SaveWeightsExternalRequest) else request.user_metadata,
         )

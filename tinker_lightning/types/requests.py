@@ -155,6 +155,22 @@ class SaveWeightsForSamplerRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveWeightsExternalRequest:
+    """Saves weights under a name, in a form that other programs read and that can be downloaded."""
+
+    type: ClassVar[str] = "save_weights_external"
+    model_id: str
+    seq_id: int
+    path: str
+    ttl_seconds: int | None = None
+    age_encryption_recipients: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        _check_seq_id(self.seq_id)
+        _check_ttl(self.ttl_seconds)
+
+
+@dataclass(frozen=True, slots=True)
 class CreateSamplingSessionRequest:
     """Opens a sampler on a base model or on saved weights."""
 

@@ -119,6 +119,23 @@ class SaveWeightsForSamplerResponse:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveWeightsExternalResponse:
+    """Where weights to download are."""
+
+    type: ClassVar[str] = "save_weights_external"
+    path: str
+    size_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalWeightsUrlsResponse:
+    """Where each file of such weights can be downloaded, and until when."""
+
+    urls: dict[str, str]
+    expires: str
+
+
+@dataclass(frozen=True, slots=True)
 class UnloadModelResponse:
     """The model that was freed."""
 

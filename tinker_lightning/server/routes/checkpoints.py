@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
@@ -18,9 +18,17 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from tinker_lightning.server.checkpoints import Kind
     from tinker_lightning.server.trainer import EmbeddedTrainer
 
 T = TypeVar("T")
+
+# The protocol's names for kinds of checkpoints in listings.
+_TYPES: dict[Kind, Literal["training", "sampler", "external"]] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
 
 
 async def weights_info(request: Request) -> Response:
@@ -53,13 +61,13 @@ async def run_checkpoints(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    await run_in_threadpool(trainer_of(request).store.delete, _path(request))
+    await run_in_threadpool(trainer_of(request).store.delete, path_of(request))
     return answer({})
 
 
 async def set_ttl(request: Request) -> Response:
     body = await read(request, rq.TtlRequest)
-    await run_in_threadpool(trainer_of(request).store.set_ttl, _path(request), body.ttl_seconds)
+    await run_in_threadpool(trainer_of(request).store.set_ttl, path_of(request), body.ttl_seconds)
     return answer({})
 
 
@@ -105,7 +113,7 @@ def _checkpoint(summary: CheckpointSummary) -> rs.Checkpoint:
     path = summary.path
     return rs.Checkpoint(
         checkpoint_id=f"{path.kind}/{path.name}",
-        checkpoint_type="training" if path.kind == "weights" else "sampler",
+        checkpoint_type=_TYPES[path.kind],
         time=summary.created_at,
         tinker_path=summary.tinker_path,
         size_bytes=summary.size_bytes,
@@ -114,7 +122,8 @@ def _checkpoint(summary: CheckpointSummary) -> rs.Checkpoint:
     )
 
 
-def _path(request: Request) -> TinkerPath:
+def path_of(request: Request) -> TinkerPath:
+    """The checkpoint that a URL names."""
     return TinkerPath.parse(f"tinker://{request.path_params['run_id']}/{request.path_params['checkpoint_id']}")
 
 

@@ -84,6 +84,11 @@ async def save_weights_for_sampler(request: Request) -> Submission:
     return await _submit_json(request, rq.SaveWeightsForSamplerRequest, submit)
 
 
+async def save_weights_external(request: Request) -> Submission:
+    submit = trainer_of(request).training.save_weights_external
+    return await _submit_json(request, rq.SaveWeightsExternalRequest, submit)
+
+
 async def _submit_json(request: Request, cls: type[T], submit: Callable[[T], Operation]) -> Submission:
     content_type(request, JSON)
     return await _submit(request, lambda body: wire_json.parse(cls, body), submit)
@@ -125,6 +130,7 @@ submissions = {
     "/save_weights": save_weights,
     "/load_weights": load_weights,
     "/save_weights_for_sampler": save_weights_for_sampler,
+    "/save_weights_external": save_weights_external,
 }
 routes = [
     Route("/get_info", get_info, methods=["POST"]),
