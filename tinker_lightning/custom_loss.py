@@ -33,10 +33,13 @@ SURROGATE = "cross_entropy"
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A loss that was evaluated: its value, its metrics, and its gradient by the log-probabilities of each datum."""
+    """A loss that was evaluated: its value, its metrics, and its gradient by the log-probabilities of each datum.
+
+    Metrics are numbers; those of a loss with regularizers are nested (`losses.composition`).
+    """
 
     value: float
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
     gradients: list[Tensor]
 
 
@@ -92,8 +95,13 @@ def evaluate(loss_fn: LossFn, data: list[Any], logprobs: list[Tensor]) -> Evalua
     Raises:
         InvalidLoss: If the loss is not a finite scalar tensor that depends on the log-probabilities.
     """
+    return differentiate(lambda: loss_and_metrics(loss_fn(data, logprobs)), logprobs)
+
+
+def differentiate(loss_fn: Callable[[], tuple[Tensor, dict[str, Any]]], logprobs: list[Tensor]) -> Evaluation:
+    """As `evaluate`, for a loss and metrics that were checked where they were made."""
     with torch.inference_mode(False), torch.enable_grad():
-        loss, named = loss_and_metrics(loss_fn(data, logprobs))
+        loss, metrics = loss_fn()
         loss.backward()
     if all(leaf.grad is None for leaf in logprobs):
         raise LossWithoutGradient(WITHOUT_GRADIENT)
@@ -104,10 +112,10 @@ def evaluate(loss_fn: LossFn, data: list[Any], logprobs: list[Tensor]) -> Evalua
             f"datum {i}: the loss is {loss.item()}, but its gradient has NaN or infinite entries. Look for a "
             "square root or a norm of zero, or 0 * inf behind a torch.where; nothing was sent."
         )
-    return Evaluation(loss.item(), named, gradients)
+    return Evaluation(loss.item(), metrics, gradients)
 
 
-def loss_and_metrics(returned: Any) -> tuple[Tensor, dict[str, float]]:
+def loss_and_metrics(returned: Any, *, needs_gradient: bool = True) -> tuple[Tensor, dict[str, float]]:
     """What a loss function has returned, checked before anything gets a gradient.
 
     Raises:
@@ -115,6 +123,8 @@ def loss_and_metrics(returned: Any) -> tuple[Tensor, dict[str, float]]:
     """
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     _check_value(loss)
+    if needs_gradient and not loss.requires_grad:
+        raise LossWithoutGradient(WITHOUT_GRADIENT)
     return loss, numbers(metrics)
 
 
@@ -134,7 +144,7 @@ def linear_datums(data: Sequence[Datum], gradients: Sequence[Tensor]) -> list[Da
 
 def with_metrics(output: ForwardBackwardOutput, evaluation: Evaluation) -> ForwardBackwardOutput:
     """The backward's result with the loss's own value and metrics; the linear stand-in keeps a name of its own."""
-    metrics = dict(output.metrics)
+    metrics: dict[str, Any] = dict(output.metrics)
     if "loss:sum" in metrics:
         metrics["surrogate_loss:sum"] = metrics.pop("loss:sum")
     metrics |= evaluation.metrics
@@ -179,8 +189,6 @@ def _check_value(loss: Any) -> None:
             f"the loss is {loss.item()}. Look for a division by zero, the log of zero, or an exp that overflows; "
             "nothing was sent."
         )
-    if not loss.requires_grad:
-        raise LossWithoutGradient(WITHOUT_GRADIENT)
 
 
 WITHOUT_GRADIENT = (

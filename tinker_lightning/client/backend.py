@@ -20,7 +20,7 @@ class TrainingBackend(Protocol):
     def forward_backward(self, data: list[Any], loss_fn: Any, loss_fn_config: Mapping[str, Any] | None = None) -> Any:
         """A pass whose gradient is added; a future of a `ForwardBackwardOutput`."""
 
-    def forward_backward_custom(self, data: list[Any], loss_fn: Any) -> Any:
+    def forward_backward_custom(self, data: list[Any], loss_fn: Any = None, regularizers: Any = None) -> Any:
         """A pass with a loss of one's own; a future of a `ForwardBackwardOutput`."""
 
     def optim_step(self, optim_params: Any = None) -> Any:

@@ -6,21 +6,28 @@ import concurrent.futures
 import contextlib
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tinker_lightning import custom_loss
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.official import batch, to_datums
 from tinker_lightning.errors import InvalidLoss, OperationFailed, TinkerLightningError
+from tinker_lightning.losses import composition
+from tinker_lightning.losses.regularizer import as_regularizers
 from tinker_lightning.types import ForwardBackwardOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import Tensor
 
     from tinker_lightning.custom_loss import Evaluation, LossFn
+    from tinker_lightning.losses.regularizer import Regularizer
     from tinker_lightning.types import Datum
 
     Send: TypeAlias = Callable[[list[Datum]], TinkerFuture[ForwardBackwardOutput]]
+    Evaluate: TypeAlias = Callable[[list[Any], list[Tensor]], Evaluation]
 
 OPERATION = "forward_backward_custom"
 
@@ -41,18 +48,31 @@ class CustomLosses:
         self._waiting: list[CustomLossFuture] = []
         # Held while losses run, so that a step on another thread does not overtake their backwards.
         self._lock = threading.RLock()
+        self._steps = 0
 
-    def add(self, data: Sequence[Any], loss_fn: LossFn) -> CustomLossFuture:
+    def add(
+        self,
+        data: Sequence[Any],
+        loss_fn: LossFn | None,
+        regularizers: Iterable[Regularizer | Mapping[str, Any]] | None = None,
+        *,
+        grad_norms: bool = True,
+        timeout: float | None = None,
+    ) -> CustomLossFuture:
         """Sends the forward of a loss."""
-        if not callable(loss_fn):
-            raise InvalidLoss(f"loss_fn must be a function of (data, logprobs), got {type(loss_fn).__name__}")
+        evaluate = _evaluation(loss_fn, as_regularizers(regularizers), self._steps, grad_norms, timeout)
         given = batch(data)
         datums = to_datums(given)
         forward = self._forward(custom_loss.forward_datums(datums))
-        future = CustomLossFuture(self._model_id, given, datums, loss_fn, forward, self._backward)
+        future = CustomLossFuture(self._model_id, given, datums, evaluate, forward, self._backward)
         with self._lock:
             self._waiting.append(future)
         return future
+
+    def stepped(self) -> None:
+        """An `optim_step` was submitted; the weights of regularizers may depend on how many there were."""
+        with self._lock:
+            self._steps += 1
 
     def flush(self) -> None:
         """Evaluates the losses that wait, then sends their backwards: all of them, or none if one fails.
@@ -88,7 +108,7 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
         model_id: str,
         data: list[Any],
         datums: list[Datum],
-        loss_fn: LossFn,
+        evaluate: Evaluate,
         forward: TinkerFuture[ForwardBackwardOutput],
         send: Send,
     ) -> None:
@@ -98,7 +118,7 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
         self._model_id = model_id
         self._data = data
         self._datums = datums
-        self._loss_fn = loss_fn
+        self._evaluate = evaluate
         self._send_backward = send
         self._evaluation: Evaluation | None = None
         self._sent = False
@@ -125,7 +145,7 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
                 return
             try:
                 leaves = custom_loss.leaves(self._forward.result(), self._datums)
-                self._evaluation = custom_loss.evaluate(self._loss_fn, self._data, leaves)
+                self._evaluation = self._evaluate(self._data, leaves)
             except Exception as error:
                 if isinstance(error, TinkerLightningError) and error.operation is None:
                     error.operation, error.model_id = OPERATION, self._model_id
@@ -191,3 +211,29 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
     def _fail(self, error: BaseException) -> None:
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self._settled.set_exception(error)
+
+
+def _evaluation(
+    loss_fn: LossFn | None,
+    regularizers: tuple[Regularizer, ...],
+    step: int,
+    grad_norms: bool,
+    timeout: float | None,
+) -> Evaluate:
+    """How a loss will be evaluated; refuses what cannot be called before anything is sent."""
+    if not callable(loss_fn) and (loss_fn is not None or not regularizers):
+        beside = "" if loss_fn is not None else "; only beside regularizers it may be None"
+        raise InvalidLoss(f"loss_fn must be a function of (data, logprobs), got {type(loss_fn).__name__}{beside}")
+
+    if loss_fn is not None and not regularizers:
+        return partial(custom_loss.evaluate, loss_fn)
+
+    def evaluate(data: list[Any], logprobs: list[Tensor]) -> Evaluation:
+        def composed() -> tuple[Tensor, dict[str, Any]]:
+            return composition.evaluate(
+                data, logprobs, loss_fn, regularizers, step=step, grad_norms=grad_norms, timeout=timeout
+            )
+
+        return custom_loss.differentiate(composed, logprobs)
+
+    return evaluate

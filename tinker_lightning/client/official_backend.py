@@ -41,9 +41,10 @@ from tinker_lightning.types import (
 from tinker_lightning.types.responses import ModelData
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tinker_lightning.custom_loss import LossFn
+    from tinker_lightning.losses.regularizer import Regularizer
 
 T = TypeVar("T")
 F = TypeVar("F", bound=TinkerFuture[Any])
@@ -76,10 +77,20 @@ class OfficialTrainingClient:
         self._calls.check()
         return self._calls.watched(self._pass("forward_backward", data, loss_fn, loss_fn_config))
 
-    def forward_backward_custom(self, data: Sequence[Any], loss_fn: LossFn) -> CustomLossFuture:
+    def forward_backward_custom(
+        self,
+        data: Sequence[Any],
+        loss_fn: LossFn | None = None,
+        regularizers: Iterable[Regularizer | Mapping[str, Any]] | None = None,
+        *,
+        grad_norms: bool = True,
+        regularizer_timeout: float | None = None,
+    ) -> CustomLossFuture:
         """A pass with a loss of one's own, evaluated on the caller's thread when its value is needed."""
         self._calls.check()
-        return self._calls.watched(self._custom.add(data, loss_fn))
+        return self._calls.watched(
+            self._custom.add(data, loss_fn, regularizers, grad_norms=grad_norms, timeout=regularizer_timeout)
+        )
 
     def optim_step(self, optim_params: Any = None) -> TinkerFuture[OptimStepResponse]:
         """A step of AdamW on the gathered gradient."""
@@ -87,9 +98,11 @@ class OfficialTrainingClient:
         ours = AdamParams() if optim_params is None else official.to_adam_params(optim_params)
         self._custom.flush()
         params = sdk.AdamParams(**{name: getattr(ours, name) for name in ours.__slots__})
-        return self._calls.submit(
+        future = self._calls.submit(
             "optim_step", lambda: self.client.optim_step(params), lambda r: OptimStepResponse(r.metrics)
         )
+        self._custom.stepped()
+        return future
 
     def save_state(
         self,

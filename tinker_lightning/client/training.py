@@ -26,12 +26,13 @@ from tinker_lightning.wire import json as wire_json
 from tinker_lightning.wire import protobuf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tinker_lightning.client.sampling import SamplingClient
     from tinker_lightning.client.service import ServiceClient
     from tinker_lightning.client.session import Session
     from tinker_lightning.custom_loss import LossFn
+    from tinker_lightning.losses.regularizer import Regularizer
     from tinker_lightning.types import Datum
 
 T = TypeVar("T")
@@ -72,14 +73,32 @@ class TrainingClient:
         self._check()
         return self._watched(self._pass(official.to_datums(data), loss_fn, loss_fn_config, forward_only=False))
 
-    def forward_backward_custom(self, data: Sequence[Any], loss_fn: LossFn) -> CustomLossFuture:
+    def forward_backward_custom(
+        self,
+        data: Sequence[Any],
+        loss_fn: LossFn | None = None,
+        regularizers: Iterable[Regularizer | Mapping[str, Any]] | None = None,
+        *,
+        grad_norms: bool = True,
+        regularizer_timeout: float | None = None,
+    ) -> CustomLossFuture:
         """A pass with a loss of one's own: `loss_fn(data, logprobs)` returns a scalar tensor and a dict of metrics.
 
         The forward is sent at once. The loss runs on the thread that first needs its value, by `.result()`, `await`, or
         this client's next `optim_step` or save, and the backward is sent then.
+
+        Args:
+            data: The datums.
+            loss_fn: The loss; None if there are only regularizers.
+            regularizers: Terms that are added to it, with telemetry of their own in the result's metrics. Weights that
+                are functions are given the number of `optim_step`s that were submitted before.
+            grad_norms: Whether that has the norm of each one's gradient.
+            regularizer_timeout: How many seconds async ones, and those in an executor, may take.
         """
         self._check()
-        return self._watched(self._custom.add(data, loss_fn))
+        return self._watched(
+            self._custom.add(data, loss_fn, regularizers, grad_norms=grad_norms, timeout=regularizer_timeout)
+        )
 
     def optim_step(self, optim_params: Any = None) -> TinkerFuture[OptimStepResponse]:
         """A step of AdamW on the gathered gradient.
@@ -90,12 +109,14 @@ class TrainingClient:
         self._check()
         params = AdamParams() if optim_params is None else official.to_adam_params(optim_params)
         self._custom.flush()
-        return self._submit(
+        future = self._submit(
             "optim_step",
             "optim_step",
             OptimStepResponse,
             lambda number: rq.OptimStepRequest(self.model_id, number, params),
         )
+        self._custom.stepped()
+        return future
 
     def save_state(
         self,

@@ -1,0 +1,146 @@
+"""Functions and coroutines that run beside the caller's thread, with the torch modes that the caller has.
+
+Grad, inference and autocast modes belong to a thread: without care a function on another one would see none of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import os
+import threading
+import types
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+
+T = TypeVar("T")
+
+THREAD = "tinker-lightning-regularizers"
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """The modes of torch that belong to a thread."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    autocast_cache: bool
+
+    @classmethod
+    def current(cls) -> Self:
+        """Those of the calling thread."""
+        accelerator = torch.accelerator.current_accelerator()
+        devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            tuple((each, torch.get_autocast_dtype(each)) for each in devices if torch.is_autocast_enabled(each)),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """The calling thread has them inside the block. It is one of ours, where nothing is cast by itself."""
+        with contextlib.ExitStack() as stack:
+            # Inference mode sets the grad mode too, so it comes first.
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for device, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype, cache_enabled=self.autocast_cache))
+            yield
+
+
+def on_thread(call: Callable[[], T], name: str) -> Future[T]:
+    """Runs a function on a new thread; one that hangs keeps neither others nor the end of the process waiting."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+    modes, context = Modes.current(), contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            with modes.applied():
+                result = context.run(call)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=f"{THREAD}: {name}", daemon=True).start()
+    return future
+
+
+def on_loop(awaitable: Awaitable[T]) -> Future[T]:
+    """Awaits something on the event loop that all share. It lives on, so that clients which belong to it can be kept.
+
+    Raises:
+        RuntimeError: If called on that loop, which would then wait for itself.
+    """
+    coroutine = _finished(awaitable)
+    loop = _Loop.shared()
+    if threading.current_thread() is loop.thread:
+        coroutine.close()
+        raise RuntimeError("it was called by an async regularizer, on the event loop that it needs itself")
+    return asyncio.run_coroutine_threadsafe(_in_modes(coroutine, Modes.current()), loop.loop)
+
+
+class _Loop:
+    """An event loop on a thread of its own."""
+
+    _lock = threading.Lock()
+    _shared: _Loop | None = None
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.pid = os.getpid()
+        self.thread = threading.Thread(target=self.loop.run_forever, name=THREAD, daemon=True)
+        self.thread.start()
+
+    @classmethod
+    def shared(cls) -> _Loop:
+        """The one of this process; a fork has none of its parent's threads."""
+        with cls._lock:
+            if cls._shared is None or cls._shared.pid != os.getpid():
+                cls._shared = cls()
+            return cls._shared
+
+
+async def _finished(awaitable: Awaitable[T]) -> T:
+    try:
+        return await awaitable
+    except (KeyboardInterrupt, SystemExit) as error:
+        # Either would end the loop, and whoever needs it next would wait for ever.
+        raise RuntimeError(f"it raised {type(error).__name__}") from error
+
+
+async def _in_modes(coroutine: Coroutine[Any, Any, T], modes: Modes) -> T:
+    return await _steps(coroutine, modes)
+
+
+@types.coroutine
+def _steps(coroutine: Coroutine[Any, Any, T], modes: Modes) -> Generator[Any, None, T]:
+    """Runs each stretch between two awaits in the modes with which the one before it ended.
+
+    Coroutines take turns on one thread: without this, a `no_grad` around an await would reach into all the others.
+    """
+    raised: BaseException | None = None
+    while True:
+        with modes.applied():
+            try:
+                awaited = coroutine.send(None) if raised is None else coroutine.throw(raised)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            modes = Modes.current()
+        try:
+            raised = None
+            yield awaited
+        except BaseException as error:  # a cancellation is the coroutine's to handle
+            raised = error

@@ -1,0 +1,224 @@
+"""Regularizers to begin with: functions for `Regularizer(fn, weight, name)`; `functools.partial` binds settings.
+
+They count the tokens whose `weights` entry is not 0, or all of a datum without one.
+
+Those that say *estimate* take the tokens for samples of the model. Their value is then unbiased, and their gradient is
+that of the expected value. It is not the gradient of the value that is shown: the chance of the token changes too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from tinker_lightning.errors import InvalidDatum
+from tinker_lightning.losses.batch import Batch, groups, mean_where
+from tinker_lightning.losses.kl import k2, k3
+
+if TYPE_CHECKING:
+    from tinker_lightning.losses.batch import Loss
+
+
+def entropy(data: list[Any], logprobs: list[Tensor]) -> Loss:
+    """Minus the entropy by token, so that a positive weight keeps the model from becoming too sure: an estimate.
+
+    With targets of `[T, K]` it is the sum over the K alternatives, and exact if these are all there are.
+
+    Metrics: `entropy`.
+
+    >>> from tinker_lightning import Datum
+    >>> entropy([Datum.from_tokens([1, 2, 3])], [torch.tensor([-1.0, -3.0])])[0]
+    tensor(-2.)
+    """
+    counted, p = _counted(data, logprobs)
+    loss = _mean(p.exp() * p if p.dim() == 3 else _estimate(p, 0.5 * p**2), counted)
+    return loss, {"entropy": -loss.detach()}
+
+
+def reverse_kl(data: list[Any], logprobs: list[Tensor]) -> Loss:
+    """KL(model ‖ reference) by token, from the datums' `reference_logprobs`: an estimate.
+
+    It keeps the model where the reference is, and lets it leave parts of that. With targets of `[T, K]` it is the sum
+    over the K alternatives.
+
+    Metrics: `kl`.
+
+    >>> from tinker_lightning import Datum
+    >>> data = [Datum.from_targets([5], [6], reference_logprobs=[-2.0])]
+    >>> reverse_kl(data, [torch.tensor([-1.0])])[0]
+    tensor(0.3679)
+    """
+    counted, p, r = _with_reference(data, logprobs)
+    return _as_kl(_reverse(p, r), counted)
+
+
+def forward_kl(data: list[Any], logprobs: list[Tensor]) -> Loss:
+    """KL(reference ‖ model) by token, from the datums' `reference_logprobs`: an estimate.
+
+    It keeps the model everywhere where the reference is. With targets of `[T, K]` it is the sum over the K
+    alternatives.
+
+    Metrics: `kl`.
+
+    >>> from tinker_lightning import Datum
+    >>> data = [Datum.from_targets([5], [6], reference_logprobs=[-2.0])]
+    >>> forward_kl(data, [torch.tensor([-1.0])])[0]
+    tensor(0.2642)
+    """
+    counted, p, r = _with_reference(data, logprobs)
+    return _as_kl(_forward(p, r), counted)
+
+
+def symmetric_kl(data: list[Any], logprobs: list[Tensor]) -> Loss:
+    """The sum of both (Jeffreys 1946, doi:10.1098/rspa.1946.0056): an estimate.
+
+    Metrics: `kl`.
+
+    >>> from tinker_lightning import Datum
+    >>> data = [Datum.from_targets([5], [6], reference_logprobs=[-2.0])]
+    >>> symmetric_kl(data, [torch.tensor([-1.0])])[0]
+    tensor(0.6321)
+    """
+    counted, p, r = _with_reference(data, logprobs)
+    return _as_kl(_reverse(p, r) + _forward(p, r), counted)
+
+
+def consistency(data: list[Any], logprobs: list[Tensor]) -> Loss:
+    """How much the members of a pair differ: the square of the difference of their mean log-probabilities.
+
+    Datums are pairs, one behind the other: the same response to two wordings of a prompt, or a text and its paraphrase.
+
+    Metrics: `gap`, the mean of that difference without its sign.
+
+    >>> from tinker_lightning import Datum
+    >>> pair = [Datum.from_tokens([1, 2, 3]), Datum.from_tokens([4, 3])]
+    >>> consistency(pair, [torch.tensor([-1.0, -3.0]), torch.tensor([-5.0])])[0]
+    tensor(9.)
+    """
+    counted, p = _counted(data, logprobs, one_target=True)
+    means = torch.where(counted, p, 0.0).sum(-1) / counted.sum(-1).clamp(min=1)
+    first, second = groups(means, 2).unbind(-1)
+    gap = first - second
+    return (gap**2).mean(), {"gap": gap.detach().abs().mean()}
+
+
+def length(data: list[Any], logprobs: list[Tensor], *, limit: int = 0) -> Loss:
+    """How many tokens a response has beyond a limit: an estimate, from responses that the model has sampled.
+
+    A response's length does not change with the log-probabilities, but its chance does: long ones become less likely
+    than the others of the batch (REINFORCE, each with the mean of the others as its baseline: Kool et al. 2019).
+
+    Metrics: `length`.
+
+    >>> from tinker_lightning import Datum
+    >>> length([Datum.from_tokens([1, 2, 3]), Datum.from_tokens([4, 3])], [torch.zeros(2), torch.zeros(1)])[0]
+    tensor(1.5000)
+    """
+    counted, p = _counted(data, logprobs, one_target=True)
+    lengths = counted.sum(-1).to(p.dtype)
+    excess = (lengths - limit).clamp(min=0)
+    others = (excess.sum() - excess) / max(len(data) - 1, 1)
+    chance = torch.where(counted, p, 0.0).sum(-1)
+    return _estimate(excess, (excess - others) * chance).mean(), {"length": lengths.mean()}
+
+
+def sparsity(data: list[Any], logprobs: list[Tensor], *, scale: float = 1.0) -> Loss:
+    """`log(1 + s/scale)` of each token's surprisal `s`, in the mean: few tokens carry the surprise, the rest none.
+
+    The log-sum penalty (Candès et al. 2008, doi:10.1007/s00041-008-9045-x): it pulls at small values more than at large
+    ones, at most by `1/scale`.
+
+    Metrics: `active`, the share of tokens whose surprisal is above the scale.
+
+    >>> from tinker_lightning import Datum
+    >>> sparsity([Datum.from_tokens([1, 2, 3])], [torch.tensor([0.0, -3.0])])[0]
+    tensor(0.6931)
+    """
+    counted, p = _counted(data, logprobs, one_target=True)
+    surprisal = -p / scale
+    active = (surprisal.detach() > 1).to(p.dtype)
+    # Rounding may leave a log-probability a little above 0.
+    return mean_where(surprisal.clamp(min=0).log1p(), counted), {"active": mean_where(active, counted)}
+
+
+def topology(data: list[Any], logprobs: list[Tensor]) -> Loss:
+    """How rugged the curve of surprisals along a text is: its total persistence by token, in the mean over datums.
+
+    As a level rises through the curve, a component is born at each valley, and dies where it meets a deeper one's; the
+    sum of these lives is the persistence of dimension 0 (Edelsbrunner & Harer 2010, Computational Topology, VII.1).
+    A smooth curve has few and short ones; that surprise comes evenly is also what speakers tend to
+    (Wei et al. 2021, arXiv:2105.07144).
+
+    Metrics: `peaks` by datum.
+
+    >>> from tinker_lightning import Datum
+    >>> topology([Datum.from_tokens(range(6))], [-torch.tensor([1.0, 4.0, 2.0, 3.0, 0.0])])
+    (tensor(0.8000), {'peaks': tensor(2.)})
+    """
+    counted, p = _counted(data, logprobs, one_target=True)
+    each = [_persistence(-row[tokens]) for row, tokens in zip(p, counted, strict=True)]
+    lives, peaks = zip(*each, strict=True)
+    return torch.stack(lives).mean(), {"peaks": torch.stack(peaks).to(p.dtype).mean()}
+
+
+def _persistence(curve: Tensor) -> tuple[Tensor, Tensor]:
+    """The total persistence of a curve by point, and the number of its peaks.
+
+    Every valley but the deepest is born once, and every peak between two valleys ends one of them; so the sum of lives
+    needs no pairing of the two. Of equal neighbours the first counts as the lower.
+    """
+    if not curve.numel():
+        return curve.sum(), curve.new_zeros((), dtype=torch.int64)
+    rises = curve[1:] >= curve[:-1]
+    end = rises.new_ones(1)
+    from_above, to_above = torch.cat([end, ~rises]), torch.cat([rises, end])
+    valleys, peaks = from_above & to_above, ~(from_above | to_above)
+    lives = curve[peaks].sum() - curve[valleys].sum() + curve[valleys].min()
+    return lives / curve.numel(), peaks.sum()
+
+
+def _reverse(p: Tensor, r: Tensor) -> Tensor:
+    return p.exp() * (p - r) if p.dim() == 3 else _estimate(k3(p, r), k2(p, r))
+
+
+def _forward(p: Tensor, r: Tensor) -> Tensor:
+    ratio = r - p
+    return r.exp() * ratio if p.dim() == 3 else _estimate(ratio.exp() * ratio - ratio.expm1(), k3(p, r))
+
+
+def _as_kl(kl: Tensor, counted: Tensor) -> Loss:
+    loss = _mean(kl, counted)
+    return loss, {"kl": loss.detach()}
+
+
+def _estimate(value: Tensor, surrogate: Tensor) -> Tensor:
+    """The value of one, with the gradient of the other."""
+    return value.detach() + (surrogate - surrogate.detach())
+
+
+def _mean(values: Tensor, counted: Tensor) -> Tensor:
+    """The mean over the positions that count; alternatives at one add up."""
+    if values.dim() == 3:
+        values, counted = torch.where(counted, values, 0.0).sum(-1), counted.any(-1)
+    return mean_where(values, counted)
+
+
+def _counted(data: list[Any], logprobs: list[Tensor], *, one_target: bool = False) -> tuple[Tensor, Tensor]:
+    """Which tokens count, and the log-probabilities, with a row for each datum."""
+    batch = Batch(data, logprobs)
+    if one_target and batch.logprobs.dim() != 2:
+        raise InvalidDatum(
+            f"datum 0: its targets have the shape {list(logprobs[0].shape)}, but this regularizer takes one at each "
+            "position, [T]"
+        )
+    present = pad_sequence([torch.ones_like(each, requires_grad=False) for each in logprobs], batch_first=True)
+    return present * batch.tokens_or("weights", 1.0) != 0, batch.logprobs
+
+
+def _with_reference(data: list[Any], logprobs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    counted, p = _counted(data, logprobs)
+    # Where a token does not count the two are equal: what stands there must not overflow.
+    return counted, p, torch.where(counted, Batch(data, logprobs).tokens("reference_logprobs"), p.detach())
