@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import lightning.pytorch as pl
 import torch
 
-from tinker_lightning.remote import Step
+from tinker_lightning.window import Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from tinker_lightning import custom_loss
+from tinker_lightning import custom_loss, guard
 from tinker_lightning.client import connect
 from tinker_lightning.client.official import to_model_input
-from tinker_lightning.errors import InvalidDatum, InvalidInput, LossWithoutGradient
+from tinker_lightning.errors import (
+    InvalidDatum,
+    InvalidInput,
+    LossWithoutGradient,
+    NotFound,
+    TinkerLightningError,
+)
 from tinker_lightning.late_metrics import LateMetrics
 from tinker_lightning.metrics import TokenNLL, TokenPerplexity
 from tinker_lightning.optim import RemoteAdamW
-from tinker_lightning.remote import Call, RemoteLM
-from tinker_lightning.types import Datum, ModelInput, SamplingParams
+from tinker_lightning.remote import RemoteLM
+from tinker_lightning.states import STATE_KEY, window_from, window_state
+from tinker_lightning.types import ModelInput, SamplingParams
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -28,10 +39,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from tinker_lightning.client import ServiceClient
-    from tinker_lightning.remote import Step
-
-# Where a checkpoint file names the state on the server.
-STATE_KEY = "tinker"
+    from tinker_lightning.window import Pass, Remote, Step
 
 
 class RemoteModule(pl.LightningModule):
@@ -52,9 +60,13 @@ class RemoteModule(pl.LightningModule):
         train_mlp: Whether the MLP layers get an adapter.
         train_attn: Whether the attention layers do.
         train_unembed: Whether the output matrix does.
+        max_steps_in_flight: How many steps may be under way at once where the loss runs on the server.
         base_url: Where the server is; see `connect`.
         api_key: What it wants to see.
     """
+
+    loss_config: Mapping[str, float | str] = MappingProxyType({})
+    """The settings of a loss that is the server's, for example `{"clip_low_threshold": 0.9}`."""
 
     def __init__(
         self,
@@ -69,6 +81,7 @@ class RemoteModule(pl.LightningModule):
         train_mlp: bool = True,
         train_attn: bool = True,
         train_unembed: bool = True,
+        max_steps_in_flight: int = 8,
         base_url: str | None = None,
         api_key: str | None = None,
     ) -> None:
@@ -96,18 +109,32 @@ class RemoteModule(pl.LightningModule):
         self.test_nll, self.test_perplexity = TokenNLL(), TokenPerplexity()
         self._late = LateMetrics()
         self.lm.handle.remote.on_step = self._stepped
+        self.lm.handle.remote.max_steps_in_flight = max_steps_in_flight
+        self.in_trainer: pl.Trainer | None = None
+        self._ahead: tuple[Any, list[Any]] | None = None
         self._sampler: Any = None
         self._tokenizer: Any = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "datums" in vars(cls):
+            cls.datums = _once(vars(cls)["datums"])  # type: ignore[method-assign,assignment]
 
     # What to override.
 
     def loss(self, data: list[Any], logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, Any]] | Tensor:
-        """The loss of a batch: a scalar tensor, and metrics to log. The mean over weighted tokens if not overridden."""
+        """The loss of a batch: a scalar tensor, and metrics to log. The mean over weighted tokens if not overridden.
+
+        It may also be the name of one of the server's losses: `loss = "cross_entropy"`, with `loss_config` for its
+        settings. That takes one pass instead of two, and nothing is waited for; its value is logged late.
+        """
         weights = torch.cat([_weights(datum).flatten() for datum in data])
         return -(torch.cat([p.flatten() for p in logprobs]) * weights).sum() / weights.sum(), {}
 
     def datums(self, batch: Any) -> list[Any]:
         """The datums of a batch; a list of them as it is. Override it for loaders that give something else.
+
+        It is called once per batch, by look-ahead possibly before the steps of earlier batches.
 
         Raises:
             InvalidDatum: If the batch is empty or no list of datums.
@@ -126,23 +153,23 @@ class RemoteModule(pl.LightningModule):
     # What Lightning calls.
 
     def setup(self, stage: str) -> None:
-        """Refuses more than one process.
+        """Refuses trainers that would train something else than one remote model.
 
         Raises:
-            InvalidInput: If there are several: each would train a model of its own on a part of the data.
+            InvalidInput: If there are several processes, a scaled loss, or another trainer that has not finished.
         """
         del stage
-        if self.trainer.world_size > 1:
-            raise InvalidInput(
-                f"this trainer runs {self.trainer.world_size} processes, and each would train a model of its own. "
-                "The passes run on the server: use Trainer(accelerator='cpu', devices=1)."
-            )
+        guard.check(self.trainer, self)
+        self.in_trainer = self.trainer
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """A forward pass, the loss, and its metrics."""
+        """A forward pass, the loss, and its metrics; or the server's loss, sent at the step."""
         del batch_idx
         data = self.datums(batch)
-        loss, metrics = custom_loss.loss_and_metrics(self.loss(data, self.lm(data)))
+        loss_fn: Any = self.loss
+        if isinstance(loss_fn, str):
+            return self.lm.server_loss(data, loss_fn, self.loss_config)
+        loss, metrics = custom_loss.loss_and_metrics(loss_fn(data, self.lm(data)))
         self.log("train_loss", loss.detach(), prog_bar=True, batch_size=len(data))
         if metrics:
             self.log_dict(metrics, batch_size=len(data))
@@ -241,11 +268,12 @@ class RemoteModule(pl.LightningModule):
             "path": self._saved[1],
             "base_model": info.model_data.model_name,
             "rank": info.lora_rank,
-            "window": [_call_state(call) for call in remote.window],
+            "steps": remote.steps,
+            "window": window_state(remote.window),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Goes on from the state that a file names; it is fetched at the first use.
+        """Goes on from the state that a file names; where there is no model yet, it is made at the first use.
 
         Raises:
             InvalidInput: If the file is of another base model or rank, or not of a remote model.
@@ -258,13 +286,14 @@ class RemoteModule(pl.LightningModule):
         if self._base_model and state["rank"] != self._settings["rank"]:
             raise InvalidInput(f"the checkpoint has rank {state['rank']}, but this module {self._settings['rank']}")
         remote = self.lm.handle.remote
-        if self._base_model:
+        if self._base_model and not remote.is_made:
             self._resume_from = state["path"]
-            remote.point_to(self._connect)
         else:
-            remote.backend.load_state_with_optimizer(state["path"]).result()  # type: ignore[attr-defined]
+            with _naming(state["path"]):
+                remote.backend.load_state_with_optimizer(state["path"]).result()  # type: ignore[attr-defined]
         remote.drop()
-        remote.window = [_call_from(call) for call in state["window"]]
+        remote.window = window_from(state["window"])
+        remote.steps = state["steps"]
         self._saved = (remote.steps, state["path"])
 
     # The session.
@@ -274,6 +303,29 @@ class RemoteModule(pl.LightningModule):
         self._late.log(wait=True)
         self.lm.handle.remote.unread.wait()
         self.lm.handle.remote.unread.raise_first()
+
+    def settle(self, timeout: float) -> None:
+        """Waits a while for what was sent, after something went wrong; what fails or takes longer is left alone."""
+        with contextlib.suppress(TinkerLightningError):
+            self.lm.handle.remote.unread.wait(timeout)
+        with contextlib.suppress(TinkerLightningError):
+            self._late.log(wait=False)
+
+    def delete_state(self, path: str) -> None:
+        """Deletes a state that was saved on the server; one that is gone already is no error."""
+        self.lm.backend.delete_checkpoint(path, missing_ok=True)  # type: ignore[attr-defined]
+        if self._saved is not None and self._saved[1] == path:
+            self._saved = None
+
+    @contextmanager
+    def asked_ahead(self, batch: Any, data: list[Any], asked: Pass) -> Iterator[Remote]:
+        """For the step inside: `datums(batch)` is `data`, and its forward pass has been asked for already."""
+        remote = self.lm.handle.remote
+        self._ahead, remote.expected = (batch, data), asked
+        try:
+            yield remote
+        finally:
+            self._ahead, remote.expected = None, None
 
     def close(self) -> None:
         """Ends the session with the server, if this module has opened it."""
@@ -293,7 +345,8 @@ class RemoteModule(pl.LightningModule):
         if self._service is None:
             self._service = connect(self._base_url, api_key=self._api_key)
         if self._resume_from is not None:
-            return self._service.create_training_client_from_state_with_optimizer(self._resume_from)
+            with _naming(self._resume_from):
+                return self._service.create_training_client_from_state_with_optimizer(self._resume_from)
         return self._service.create_lora_training_client(self._base_model or None, **self._settings)
 
     def _score(self, stage: str, batch: Any, nll: TokenNLL, perplexity: TokenPerplexity) -> None:
@@ -307,6 +360,30 @@ class RemoteModule(pl.LightningModule):
     def _stepped(self, sent: Step) -> None:
         if self._trainer is not None:
             self._late.add(sent, self.trainer)
+
+
+def _once(datums: Callable[[Any, Any], list[Any]]) -> Callable[[Any, Any], list[Any]]:
+    """A `datums` that is not called again for a batch whose datums were asked for ahead."""
+
+    @functools.wraps(datums)
+    def of(self: RemoteModule, batch: Any) -> list[Any]:
+        ahead = self._ahead
+        return ahead[1] if ahead is not None and ahead[0] is batch else datums(self, batch)
+
+    return of
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Errors of the server say which state was meant, and what its loss means."""
+    try:
+        yield
+    except NotFound as error:
+        raise NotFound(
+            f"the remote state {path} that the checkpoint names is not on the server: {error}. It was deleted, or has "
+            "expired, or the module is connected to another server. Resume from another checkpoint; the file itself "
+            "was not changed."
+        ) from error
 
 
 def _arguments_that_are_not_plain(module: RemoteModule) -> list[str]:
@@ -347,20 +424,3 @@ def _prompt(item: Any, tokenizer: Any) -> ModelInput:
     if isinstance(item, str):
         return ModelInput.from_ints(tokenizer.encode(item))
     return to_model_input(item) if hasattr(item, "chunks") else ModelInput.from_ints(item)
-
-
-def _call_state(call: Call) -> list[dict[str, Tensor]]:
-    """A call and its gradient as tensors, which load without running code."""
-    return [
-        {
-            "tokens": torch.from_numpy(datum.model_input.tokens().copy()),
-            "target_tokens": datum.loss_fn_inputs["target_tokens"].to_torch().clone(),
-            "gradient": gradient,
-        }
-        for datum, gradient in zip(call.datums, call.gradients or [], strict=True)
-    ]
-
-
-def _call_from(state: list[dict[str, Tensor]]) -> Call:
-    datums = [Datum.from_targets(entry["tokens"], entry["target_tokens"]) for entry in state]
-    return Call(datums, [entry["gradient"] for entry in state])

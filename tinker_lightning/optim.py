@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.remote import RemoteHandle, Step
+from tinker_lightning.remote import RemoteHandle
 from tinker_lightning.types import AdamParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from tinker_lightning.window import Step
 
 
 class RemoteAdamW(torch.optim.AdamW):

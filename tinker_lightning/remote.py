@@ -1,130 +1,25 @@
 """A remote model as a node of the local autograd graph.
 
 `RemoteLM(backend)(data)` gives one tensor of log-probabilities per datum. Whatever is computed from them, their
-gradient gathers in a *window* here, and nothing is sent before the optimizer steps: the protocol has no `zero_grad`, so
-that a gradient which has reached the server can no longer be dropped.
+gradient gathers in a *window* here, and nothing is sent before the optimizer steps.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from tinker_lightning import custom_loss
-from tinker_lightning.client.backend import TrainingBackend, as_backend
-from tinker_lightning.client.futures import TinkerFuture, Unread
-from tinker_lightning.client.official import to_datums
-from tinker_lightning.errors import InvalidInput, LossNotFinite
-from tinker_lightning.types import Datum, ForwardBackwardOutput, OptimStepResponse
+from tinker_lightning.client.official import loss_name, to_datums
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.window import Call, Pass, Remote, ServerCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from tinker_lightning.types import AdamParams
-
-
-@dataclass(eq=False, slots=True)
-class Call:
-    """One call of the model, and the gradient that has come back to its log-probabilities so far."""
-
-    datums: list[Datum]
-    gradients: list[Tensor] | None = None
-
-    def add(self, gradients: Sequence[Tensor]) -> None:
-        """Adds a gradient, as torch does: several losses on one call, and several backwards, add up."""
-        if self.gradients is None:
-            self.gradients = [gradient.clone() for gradient in gradients]
-        else:
-            self.gradients = [old + new for old, new in zip(self.gradients, gradients, strict=True)]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What a step has sent: the window's backwards, and the step itself."""
-
-    backwards: list[TinkerFuture[ForwardBackwardOutput]]
-    optim: TinkerFuture[OptimStepResponse]
-
-
-class Remote:
-    """Where a handle leads: a backend, and the window of gradients that waits for the next step.
-
-    Args:
-        backend: A training client, ours or the official SDK's, or a function that makes one at the first use.
-    """
-
-    def __init__(self, backend: Any) -> None:
-        self.window: list[Call] = []
-        self.unread = Unread()
-        self.steps = 0
-        self.on_step: Callable[[Step], None] | None = None  # told of every step that was sent
-        self._given = backend
-        self._backend: TrainingBackend | None = None
-
-    @property
-    def backend(self) -> TrainingBackend:
-        """What is trained, made at the first use."""
-        if self._backend is None:
-            is_maker = callable(self._given) and not hasattr(self._given, "forward_backward")
-            self._backend = as_backend(self._given() if is_maker else self._given)
-        return self._backend
-
-    @property
-    def is_made(self) -> bool:
-        """Whether there is a backend already."""
-        return self._backend is not None
-
-    def point_to(self, backend: Any) -> None:
-        """Leads elsewhere from now on; what waits for the old backend is dropped."""
-        self.drop()
-        self._given, self._backend = backend, None
-
-    def receive(self, call: Call, gradients: Sequence[Tensor]) -> None:
-        """A gradient has come back to a call.
-
-        Raises:
-            LossNotFinite: If it is NaN or infinite; the window is dropped, for it could not be stepped on.
-        """
-        for i, gradient in enumerate(gradients):
-            if not torch.isfinite(gradient).all():
-                self.drop()
-                raise LossNotFinite(
-                    f"datum {i}: the gradient of the loss has NaN or infinite entries. Nothing was sent, and the "
-                    "gradients that waited for the next step were dropped; the model is as it was."
-                )
-        if call.gradients is None:
-            self.window.append(call)
-        call.add(gradients)
-
-    def drop(self) -> None:
-        """Forgets the window; nothing of it has left this machine."""
-        for call in self.window:
-            call.gradients = None
-        self.window = []
-
-    def step(self, params: AdamParams) -> Step | None:
-        """Sends the window and a step on it; waits for nothing. Without a gradient nothing is sent.
-
-        Raises:
-            TinkerLightningError: If something that was sent before has failed and nobody has read it.
-        """
-        self.unread.raise_first()
-        if not self.window:
-            return None
-        batches = [custom_loss.linear_datums(call.datums, call.gradients or []) for call in self.window]
-        backwards = [self.backend.forward_backward(batch, custom_loss.SURROGATE) for batch in batches]
-        step = Step(backwards, self.backend.optim_step(params))
-        self.drop()
-        self.steps += 1
-        for backward in step.backwards:
-            self.unread.add(backward)
-        self.unread.add(step.optim)
-        if self.on_step is not None:
-            self.on_step(step)
-        return step
+    from tinker_lightning.client.backend import TrainingBackend
 
 
 class RemoteGradient(Tensor):
@@ -206,33 +101,33 @@ class RemoteLM(nn.Module):
     def send(self, data: Sequence[Any]) -> Pass:
         """Sends a forward pass without waiting for it; `model(that)` waits. For several passes at once."""
         datums = to_datums(data)
-        return Pass(datums, self.backend.forward(custom_loss.forward_datums(datums), custom_loss.SURROGATE))
+        return Pass(data, datums, self.backend.forward(custom_loss.forward_datums(datums), custom_loss.SURROGATE))
 
     def forward(self, data: Sequence[Any] | Pass) -> list[Tensor]:
         """One tensor of log-probabilities per datum, shaped like its targets."""
-        sent = data if isinstance(data, Pass) else self.send(data)
+        sent = data if isinstance(data, Pass) else self.handle.remote.take(data) or self.send(data)
         logprobs = [leaf.detach() for leaf in custom_loss.leaves(sent.future.result(), sent.datums)]
         if not torch.is_grad_enabled():
             return logprobs
         return list(_Join.apply(self.handle, Call(sent.datums), *logprobs))  # type: ignore[no-untyped-call]
 
+    def server_loss(self, data: Sequence[Any], loss: str, config: Mapping[str, float | str] | None = None) -> Tensor:
+        """One of the server's losses, computed there in the one pass that also gives its gradient.
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """A forward pass that is under way."""
-
-    datums: list[Datum]
-    future: TinkerFuture[ForwardBackwardOutput]
-
-    def __iter__(self) -> Iterator[Datum]:
-        return iter(self.datums)
+        It is sent at the step, and nothing is waited for. So its value is not known here: it is NaN, and can be scaled
+        and added to other losses, but nothing else.
+        """
+        call = ServerCall(to_datums(data), loss_name(loss), dict(config or {}))
+        (value,) = _Join.apply(self.handle, call, torch.tensor(torch.nan))  # type: ignore[no-untyped-call]
+        assert isinstance(value, Tensor)  # noqa: S101 for the type checker
+        return value
 
 
 class _Join(torch.autograd.Function):
     """Joins log-probabilities to the graph: what flows back to them goes into the window."""
 
     @staticmethod
-    def forward(ctx: Any, handle: RemoteHandle, call: Call, *logprobs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, handle: RemoteHandle, call: Call | ServerCall, *logprobs: Tensor) -> tuple[Tensor, ...]:
         ctx.remote, ctx.call = handle.remote, call
         return tuple(tensor.view_as(tensor) for tensor in logprobs)
 

@@ -140,11 +140,11 @@ class Unread:
         with self._lock:
             self._futures.append(future)
 
-    def wait(self) -> None:
-        """Waits until all that was sent is done, whatever comes of it."""
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until all that was sent is done, whatever comes of it, or until `timeout` seconds have passed."""
         with self._lock:
             sources = [future._source for future in self._futures if future.comes_by_itself]
-        concurrent.futures.wait(sources)
+        concurrent.futures.wait(sources, timeout)
 
     def raise_first(self) -> None:
         """Raises the first failure that nobody has read."""

@@ -1,0 +1,64 @@
+"""What a trainer must not have when it trains a remote model; refused before anything is sent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.trainer.states import TrainerStatus
+
+from tinker_lightning.errors import InvalidInput
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from tinker_lightning.module import RemoteModule
+
+
+def check(trainer: pl.Trainer, module: RemoteModule) -> None:
+    """Refuses several processes, scaled losses, objects of the other Lightning package, and a module that is in use.
+
+    Raises:
+        InvalidInput: Says which of them, why, and what to do instead.
+    """
+    _check_processes(trainer)
+    _check_precision(trainer)
+    _check_imports(trainer)
+    other = module.in_trainer
+    if other is not None and other is not trainer and other.state.status == TrainerStatus.RUNNING:
+        raise InvalidInput(
+            f"this {type(module).__name__} is in the midst of another trainer's {other.state.fn}. Both would train and "
+            "number the requests of one remote model: wait for the first, or make a second module."
+        )
+
+
+def _check_processes(trainer: pl.Trainer) -> None:
+    connector = trainer._accelerator_connector
+    launched = connector.cluster_environment.world_size() * connector._num_nodes_flag
+    # On a GPU machine "auto" counts its GPUs, which are not used; on a CPU a number was given.
+    asked = len(connector._parallel_devices) if connector._accelerator_flag == "cpu" else 1
+    count = max(trainer.world_size, launched, asked)
+    if count > 1:
+        raise InvalidInput(
+            f"this trainer would run {count} processes, and each would train a model of its own on a part of the data. "
+            "The passes run on the server: use Trainer(strategy='tinker', devices=1, num_nodes=1), started once."
+        )
+
+
+def _check_precision(trainer: pl.Trainer) -> None:
+    plugin = trainer.precision_plugin
+    if getattr(plugin, "scaler", None) is not None:
+        raise InvalidInput(
+            f"{type(plugin).__name__} scales the loss against underflow, which would train the remote model with a "
+            "gradient that is too large. The server has a precision of its own: leave `precision` at its default, or "
+            "use 'bf16-mixed' for local parameters."
+        )
+
+
+def _check_imports(trainer: pl.Trainer) -> None:
+    objects: list[Any] = [*trainer.callbacks, *trainer.loggers, trainer.datamodule, trainer.profiler]  # type: ignore[attr-defined]
+    for one in objects:
+        if type(one).__module__.split(".")[0] == "pytorch_lightning":
+            raise InvalidInput(
+                f"{type(one).__name__} is from the package pytorch_lightning, whose objects are strangers to this "
+                "trainer's. Import it from lightning.pytorch instead."
+            )

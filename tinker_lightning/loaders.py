@@ -1,0 +1,215 @@
+"""Training data that can be looked into ahead, and that goes on where training stopped.
+
+A loader is replayed, not pickled: the random numbers at the start of its epoch are kept, and after a resume it is drawn
+from anew up to the batch that was trained last. A loader with a `state_dict` of its own keeps it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tinker_lightning import rng
+from tinker_lightning.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+
+_END = object()
+
+
+class ResumableLoader:
+    """A loader of training batches; its state is that of the last batch trained, not of the last one drawn.
+
+    What the loader has else (`dataset`, `sampler`, ...) is reached through this one.
+
+    Args:
+        loader: Any iterable of batches that can be iterated once per epoch.
+        trained: How many batches of this epoch have been trained so far.
+        is_over: Whether this epoch's last batch has been trained.
+    """
+
+    def __init__(self, loader: Iterable[Any], trained: Callable[[], int], is_over: Callable[[], bool]) -> None:
+        self.loader = loader
+        self._trained = trained
+        self._is_over = is_over
+        self._resume: dict[str, Any] | None = None
+        self._run = Run(loader, None)
+        self._drawn = 0
+        # The places after the last batches that were drawn. Lightning draws one batch ahead where it has no length.
+        self._marks: deque[_Mark] = deque(maxlen=4)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]  # a TypeError where it has no length, as of the loader itself
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not made yet: in the middle of being unpickled
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    @property
+    def worker_init_fn(self) -> Any:
+        """The loader's own, which Lightning sets."""
+        return self.loader.worker_init_fn  # type: ignore[attr-defined]
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, function: Any) -> None:
+        self.loader.worker_init_fn = function  # type: ignore[attr-defined]
+
+    def __iter__(self) -> Iterator[Any]:
+        resume, self._resume = self._resume, None
+        if resume is not None:
+            self._drawn = resume["drawn"]
+        elif self._trained() == 0 or self._is_over():
+            self._drawn = 0  # a new epoch, and not a short loader that starts over beside a longer one
+        run = self._run = Run(self.loader, resume)
+        self._marks.append(_Mark(self._drawn, run, run.count, None))
+        for batch in run:
+            self._drawn += 1
+            self._marks.append(_Mark(self._drawn, run, run.count, run.inner))
+            yield batch
+
+    def peek(self, after: int, count: int) -> list[Any]:
+        """Up to `count` batches behind the one with number `after` of this epoch; fewer where it ends or fails."""
+        return self._run.peek(after, count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place behind the last batch trained."""
+        trained = self._trained()
+        marks = [mark for mark in self._marks if mark.drawn <= trained]
+        if self._is_over() or not marks:
+            return {"drawn": 0, "count": 0, "start": None, "inner": None}
+        mark = marks[-1]
+        return {"drawn": mark.drawn, "count": mark.count, "start": mark.run.start, "inner": mark.inner}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there at the next `iter`."""
+        self._resume = state
+
+
+class Run:
+    """One pass over a loader, from its start or from a place in its midst."""
+
+    def __init__(self, loader: Iterable[Any], resume: dict[str, Any] | None) -> None:
+        self.start: dict[str, Any] | None = resume and resume["start"]
+        self.count: int = resume["count"] if resume else 0
+        self.inner: Any = resume and resume["inner"]
+        self._loader = loader
+        self._source: _Source | None = None
+        self._given: deque[tuple[int, Any]] = deque(maxlen=4)
+        self._ahead: deque[tuple[Any, Any]] = deque()
+        self._failure: Exception | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._ahead:
+            if self._failure is not None:
+                raise self._failure
+            self._pull()
+        batch, self.inner = self._ahead.popleft()
+        self._given.append((self.count, batch))
+        self.count += 1
+        return batch
+
+    def peek(self, after: int, count: int) -> list[Any]:
+        """Up to `count` batches behind number `after`, drawn now if they have not been; none of them is lost."""
+        given = [batch for number, batch in self._given if number > after]
+        while len(given) + len(self._ahead) < count and self._failure is None:
+            try:
+                self._pull()
+            except Exception as failure:  # kept for its turn: the batches before it are trained first
+                self._failure = failure
+        return [*given, *(batch for batch, _ in islice(self._ahead, max(0, count - len(given))))][:count]
+
+    def _pull(self) -> None:
+        if self._source is None:
+            self._source = self._begin()
+            if self._ahead:
+                return
+        self._keep(self._source.draw())
+
+    def _begin(self) -> _Source:
+        """Draws the first batch, as a plain loop would; after a resume, those that were trained before."""
+        if self.inner is not None:
+            with rng.kept():
+                self._loader.load_state_dict(self.inner)  # type: ignore[attr-defined]
+                return _Source(self._loader, _seed(self.start) + self.count)
+        if self.start is None:
+            self.start = _start(self._loader)
+            source = _Source(self._loader, _seed(self.start))
+            self._keep(next(source.iterator))
+            return source
+        with rng.kept():
+            _go_to(self._loader, self.start)
+            source = _Source(self._loader, _seed(self.start))
+            first = next(source.iterator)
+        if self.count == 0:
+            self._keep(first)
+        for number in range(1, self.count):
+            try:
+                source.draw()
+            except StopIteration:
+                raise InvalidInput(
+                    f"the checkpoint was saved after {self.count} batches of an epoch, but the training loader has "
+                    f"only {number}. Resume with the data that it was trained on."
+                ) from None
+        return source
+
+    def _keep(self, batch: Any) -> None:
+        is_stateful = hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
+        self._ahead.append((batch, self._loader.state_dict() if is_stateful else None))  # type: ignore[attr-defined]
+
+
+class _Source:
+    """Draws batches from random numbers of their own: how far ahead that is must not change what training draws."""
+
+    def __init__(self, loader: Iterable[Any], seed: int) -> None:
+        self.iterator = iter(loader)
+        self._stream = rng.Stream(seed)
+
+    def draw(self) -> Any:
+        with self._stream.use():
+            batch = next(self.iterator, _END)
+        if batch is _END:
+            raise StopIteration
+        return batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """The place behind a batch: how many were drawn this epoch, and where the loader's own pass was."""
+
+    drawn: int
+    run: Run
+    count: int
+    inner: Any
+
+
+def _start(loader: Any) -> dict[str, Any]:
+    return {"rng": rng.capture(), "generators": [generator.get_state() for generator in _generators(loader)]}
+
+
+def _go_to(loader: Any, start: dict[str, Any]) -> None:
+    rng.restore(start["rng"])
+    for generator, state in zip(_generators(loader), start["generators"], strict=True):
+        generator.set_state(state)
+
+
+def _seed(start: dict[str, Any] | None) -> int:
+    return 0 if start is None else zlib.crc32(start["rng"]["torch"].numpy().tobytes())
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """The generators that were given to a loader and its samplers; each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    given = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(one): one for one in given if isinstance(one, torch.Generator)}.values())

@@ -1,0 +1,63 @@
+"""A server's loss times a number, said in the loss's own inputs: the protocol has no factor for a pass."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from tinker_lightning.errors import InvalidDatum, InvalidLoss
+from tinker_lightning.types import Datum, TensorData
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+# What each built-in loss is homogeneous in. Clipped ones are so only for factors above 0.
+_SCALED_BY = {
+    "cross_entropy": "weights",
+    "importance_sampling": "advantages",
+    "ppo": "advantages",
+    "cispo": "advantages",
+    "gspo": "advantages",
+    "dro": "advantages",
+}
+_ANY_SIGN = ("cross_entropy", "importance_sampling", "cispo")
+_DRO_BETA = 0.05
+
+
+def scaled(
+    data: Sequence[Datum], loss: str, config: Mapping[str, float | str], factor: float
+) -> tuple[list[Datum], dict[str, float | str]]:
+    """The datums and settings whose loss is `factor` times the loss of those given.
+
+    Raises:
+        InvalidLoss: If the loss has no input that scales it, or the factor is none that it can be scaled by.
+        InvalidDatum: If a datum lacks that input.
+    """
+    if not math.isfinite(factor) or factor == 0:
+        raise InvalidLoss(
+            f"a gradient of {factor} reached the server's loss {loss!r}. Its value is not known here (it is NaN), so "
+            "it can be multiplied by a number other than 0 and added to other losses, but no other function of it has "
+            "a gradient. For those, write the loss in Python."
+        )
+    settings = dict(config)
+    if factor == 1:
+        return list(data), settings
+    name = _SCALED_BY.get(loss)
+    if name is None:
+        raise InvalidLoss(
+            f"the server's loss {loss!r} cannot be scaled by {factor}: it is not known to be homogeneous in one of its "
+            "inputs. Use it without gradient accumulation and without a factor."
+        )
+    if factor < 0 and loss not in _ANY_SIGN:
+        raise InvalidLoss(f"{loss!r} cannot be multiplied by {factor}: it clips, so that its negative is another loss")
+    if loss == "dro":  # the quadratic term must grow with the other
+        settings["beta"] = float(settings.get("beta", _DRO_BETA)) * factor
+    return [_with_scaled(i, datum, name, factor) for i, datum in enumerate(data)], settings
+
+
+def _with_scaled(i: int, datum: Datum, name: str, factor: float) -> Datum:
+    tensor = datum.loss_fn_inputs.get(name)
+    if tensor is None:
+        raise InvalidDatum(f"datum {i}: {name}: missing; the loss needs it")
+    inputs = {**datum.loss_fn_inputs, name: TensorData.from_torch(tensor.to_torch() * factor)}
+    return Datum(datum.model_input, inputs, datum.model_input_spans, datum.loss_fn_input_spans)

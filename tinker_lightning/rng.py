@@ -1,0 +1,73 @@
+"""The random number generators of this process: torch's, numpy's and Python's, kept, put back and saved together."""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def capture() -> dict[str, Any]:
+    """The state of all three as tensors and plain data, which a file gives back without running code."""
+    torch_state, (kind, keys, position, has_gauss, gauss), (version, words, next_gauss) = _snapshot()
+    return {
+        "torch": torch_state,
+        "numpy": [str(kind), torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss],
+        "python": [version, torch.tensor(words, dtype=torch.int64), next_gauss],
+    }
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Puts all three where they were."""
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    version, words, next_gauss = state["python"]
+    numpy_state = (kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss)
+    _put((state["torch"], numpy_state, (version, tuple(words.tolist()), next_gauss)))
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Whatever is drawn or seeded inside the `with` block, the generators are after it as they were before."""
+    outside = _snapshot()
+    try:
+        yield
+    finally:
+        _put(outside)
+
+
+class Stream:
+    """Random numbers of their own: what is drawn inside `with stream.use():` leaves those outside untouched."""
+
+    def __init__(self, seed: int) -> None:
+        with kept():
+            torch.default_generator.manual_seed(seed)
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
+            self._state = _snapshot()
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Draws from this stream until the end of the `with` block."""
+        with kept():
+            _put(self._state)
+            try:
+                yield
+            finally:
+                self._state = _snapshot()
+
+
+def _snapshot() -> tuple[Any, Any, Any]:
+    return torch.get_rng_state(), np.random.get_state(legacy=True), random.getstate()
+
+
+def _put(snapshot: tuple[Any, Any, Any]) -> None:
+    torch_state, numpy_state, python_state = snapshot
+    torch.set_rng_state(torch_state)
+    np.random.set_state(numpy_state)
+    random.setstate(python_state)

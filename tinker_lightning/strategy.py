@@ -1,0 +1,200 @@
+"""`Trainer(strategy="tinker")`: the network hidden by looking ahead, and runs that resume exactly."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from tinker_lightning import rng
+from tinker_lightning.loaders import ResumableLoader
+from tinker_lightning.module import RemoteModule
+from tinker_lightning.states import References
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.fabric.utilities.types import _PATH
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins import Precision
+
+    from tinker_lightning.window import Pass
+
+logger = logging.getLogger("tinker_lightning")
+
+# Where a checkpoint file keeps the random numbers.
+RNG_KEY = "tinker_rng"
+# How long a trainer that was interrupted waits for what it has sent.
+_LAST_WAIT = 5.0
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class TinkerStrategy(SingleDeviceStrategy):
+    """Trains a `RemoteModule` with one wait per step, whatever the number of micro-batches.
+
+    The forward passes of an accumulation window are asked for together. A checkpoint also keeps the place in the data
+    and the random numbers, so that a run goes on in the midst of an epoch as if it had never stopped. Remote states are
+    deleted with the last file that names them. Local GPUs are not used.
+
+    Args:
+        look_ahead: Whether the window's forward passes are asked for together.
+        release_states: Whether a remote state is deleted when no checkpoint file names it any more.
+        checkpoint_io: How files are written, as for any strategy.
+        precision_plugin: The precision of local parameters, as for any strategy.
+    """
+
+    strategy_name = "tinker"
+
+    def __init__(
+        self,
+        *,
+        look_ahead: bool = True,
+        release_states: bool = True,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__("cpu", CPUAccelerator(), checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
+        self.look_ahead = look_ahead
+        self.release_states = release_states
+        self._sent: dict[int, tuple[list[Any], Pass]] = {}
+        self._random: dict[str, Any] | None = None
+        self._references = References(self._delete_state, self._checkpoint_folders)
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The CPU, on every machine: the passes run on the server."""
+        return self._accelerator or CPUAccelerator()
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        del accelerator  # what Lightning has found on this machine
+        self._accelerator = CPUAccelerator()
+
+    # Data.
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """A training loader that can be looked into ahead, and that resumes; others as they are."""
+        module = self.lightning_module
+        if module is None or not module.trainer.training or isinstance(dataloader, ResumableLoader):
+            return dataloader
+        progress: Any = module.trainer.fit_loop.epoch_loop.batch_progress
+        return ResumableLoader(
+            dataloader,
+            lambda: progress.current.processed,
+            lambda: progress.is_last_batch and progress.current.processed == progress.current.ready,
+        )
+
+    def on_train_start(self) -> None:
+        """Puts the random numbers where the checkpoint had them; everything that draws before has drawn."""
+        self._sent = {}
+        if self._random is not None:
+            rng.restore(self._random)
+            self._random = None
+
+    # Looking ahead.
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """A step whose forward pass may have been asked for at the start of its window."""
+        module = self.lightning_module
+        if not self.look_ahead or not isinstance(module, RemoteModule) or not args:
+            return super().training_step(*args, **kwargs)
+        number = module.trainer.fit_loop.epoch_loop.total_batch_idx
+        if number not in self._sent:
+            self._sent = dict(enumerate(self._ask(module, args[0]), number))
+        data, asked = self._sent.pop(number, (None, None))
+        if data is None or asked is None:
+            return super().training_step(*args, **kwargs)
+        with module.asked_ahead(args[0], data, asked) as expected:
+            output = super().training_step(*args, **kwargs)
+        if expected.expected is not None:
+            self._stop_looking(module, "its training_step asks for other datums than datums(batch) gives")
+        return output
+
+    def _ask(self, module: RemoteModule, batch: Any) -> Iterable[tuple[list[Any], Pass]]:
+        """Asks for the forward passes of what is left of this window; nothing where there is only one."""
+        trainer: Any = module.trainer
+        loader = trainer.fit_loop._combined_loader
+        if (
+            not module.automatic_optimization
+            or isinstance(module.loss, str)
+            or loader is None
+            or not isinstance(loader.iterables, ResumableLoader)  # several loaders
+        ):
+            return []
+        if hooks := [name for name in _HOOKS if is_overridden(name, module) or is_overridden(name, trainer.datamodule)]:
+            self._stop_looking(module, f"its {hooks[0]} changes batches when they are trained; do that in datums")
+            return []
+        index, size = trainer.fit_loop.batch_idx, trainer.accumulate_grad_batches
+        end = min((index // size + 1) * size, trainer.num_training_batches)
+        if end - index < 2:
+            return []
+        asked = []
+        for following in [batch, *loader.iterables.peek(index, int(end) - index - 1)]:
+            try:
+                if following is not batch:
+                    following = self.batch_to_device(self.precision_plugin.convert_input(following))
+                data = module.datums(following)
+                asked.append((data, module.lm.send(data)))
+            except Exception:  # the batch's own step will raise it, in its turn
+                break
+        return asked
+
+    def _stop_looking(self, module: RemoteModule, reason: str) -> None:
+        self.look_ahead = False
+        self._sent = {}
+        logger.warning("%s is trained without look-ahead: %s.", type(module).__name__, reason)
+
+    # Checkpoints.
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Writes a file, with the random numbers; the state of a file that it replaces is released."""
+        checkpoint[RNG_KEY] = rng.capture()
+        replaced = self._references.named_by(filepath)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        self._references.wrote(filepath)
+        self._release(replaced)
+
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Removes a file, and the remote state that no other file names."""
+        named = self._references.named_by(filepath)
+        super().remove_checkpoint(filepath)
+        self._release(named)
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a file; its random numbers are put back when training starts."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._random = checkpoint.get(RNG_KEY)
+        return checkpoint
+
+    def _release(self, state: str | None) -> None:
+        if self.release_states:
+            self._references.release(state)
+
+    def _delete_state(self, state: str) -> None:
+        if isinstance(self.lightning_module, RemoteModule):
+            self.lightning_module.delete_state(state)
+
+    def _checkpoint_folders(self) -> list[str]:
+        module = self.lightning_module
+        callbacks: list[Any] = module.trainer.checkpoint_callbacks if module is not None else []
+        return [os.fspath(folder) for callback in callbacks if (folder := getattr(callback, "dirpath", None))]
+
+    # The end.
+
+    def teardown(self) -> None:
+        """After an interruption, waits a few seconds for what was sent; Lightning raises what interrupted it."""
+        module = self.lightning_module
+        self._sent = {}
+        self._random = None
+        if isinstance(module, RemoteModule) and module.trainer.state.status == TrainerStatus.INTERRUPTED:
+            module.settle(_LAST_WAIT)
+        super().teardown()
+
+
+StrategyRegistry.register(TinkerStrategy.strategy_name, TinkerStrategy, "a model on a server, over the Tinker API")

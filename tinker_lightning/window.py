@@ -1,0 +1,203 @@
+"""Gradients that wait here for the next step: the window of a remote model.
+
+The protocol has no `zero_grad`: a gradient which has reached the server can no longer be dropped. So nothing is sent
+before the optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tinker_lightning import custom_loss
+from tinker_lightning.client.backend import TrainingBackend, as_backend
+from tinker_lightning.client.futures import TinkerFuture, Unread
+from tinker_lightning.errors import InvalidLoss, LossNotFinite
+from tinker_lightning.losses.scaling import scaled
+from tinker_lightning.types import Datum, ForwardBackwardOutput, OptimStepResponse
+
+if TYPE_CHECKING:
+    from tinker_lightning.types import AdamParams
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One call of the model, and the gradient that has come back to its log-probabilities so far."""
+
+    datums: list[Datum]
+    gradients: list[Tensor] | None = None
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Adds a gradient, as torch does: several losses on one call, and several backwards, add up."""
+        if self.gradients is None:
+            self.gradients = [gradient.clone() for gradient in gradients]
+        else:
+            self.gradients = [old + new for old, new in zip(self.gradients, gradients, strict=True)]
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What `forward_backward` is called with."""
+        return custom_loss.linear_datums(self.datums, self.gradients or []), custom_loss.SURROGATE
+
+
+@dataclass(eq=False, slots=True)
+class ServerCall:
+    """One loss that the server computes, and the gradient that has come back to its value so far."""
+
+    datums: list[Datum]
+    loss: str
+    config: Mapping[str, float | str]
+    gradients: list[Tensor] | None = None
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Adds a gradient."""
+        (new,) = gradients
+        self.gradients = [new.clone() if self.gradients is None else self.gradients[0] + new]
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What `forward_backward` is called with."""
+        factor = float(self.gradients[0]) if self.gradients else 0.0
+        datums, config = scaled(self.datums, self.loss, self.config, factor)
+        return datums, self.loss, config or None
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward pass that is under way."""
+
+    given: Sequence[Any]
+    datums: list[Datum]
+    future: TinkerFuture[ForwardBackwardOutput]
+
+    def __iter__(self) -> Iterator[Datum]:
+        return iter(self.datums)
+
+    def is_of(self, data: Sequence[Any]) -> bool:
+        """Whether these are the very datums that were sent."""
+        return len(data) == len(self.given) and all(a is b for a, b in zip(data, self.given, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step has sent: the window's backwards, and the step itself."""
+
+    backwards: list[TinkerFuture[ForwardBackwardOutput]]
+    optim: TinkerFuture[OptimStepResponse]
+    losses: list[TinkerFuture[ForwardBackwardOutput]] = field(default_factory=list)  # those that the server computes
+
+    def wait(self) -> None:
+        """Waits until the server has taken the step."""
+        self.optim.wait()
+
+
+class Remote:
+    """Where a handle leads: a backend, and the window of gradients that waits for the next step.
+
+    Args:
+        backend: A training client, ours or the official SDK's, or a function that makes one at the first use.
+        max_steps_in_flight: How many steps may be under way at once; a loss that runs on the server waits for none.
+    """
+
+    def __init__(self, backend: Any, max_steps_in_flight: int = 8) -> None:
+        self.window: list[Call | ServerCall] = []
+        self.unread = Unread()
+        self.steps = 0
+        self.expected: Pass | None = None  # a forward that was asked for ahead, for the call that comes next
+        self.max_steps_in_flight = max_steps_in_flight
+        self.on_step: Callable[[Step], None] | None = None  # told of every step that was sent
+        self._under_way: deque[Step] = deque()
+        self._given = backend
+        self._backend: TrainingBackend | None = None
+
+    @property
+    def backend(self) -> TrainingBackend:
+        """What is trained, made at the first use."""
+        if self._backend is None:
+            is_maker = callable(self._given) and not hasattr(self._given, "forward_backward")
+            self._backend = as_backend(self._given() if is_maker else self._given)
+        return self._backend
+
+    @property
+    def is_made(self) -> bool:
+        """Whether there is a backend already."""
+        return self._backend is not None
+
+    def point_to(self, backend: Any) -> None:
+        """Leads elsewhere from now on; what waits for the old backend is dropped."""
+        self.drop()
+        self.expected = None
+        self._given, self._backend = backend, None
+
+    def take(self, data: Sequence[Any]) -> Pass | None:
+        """The forward that was asked for ahead, if it is of these datums."""
+        if self.expected is None or not self.expected.is_of(data):
+            return None
+        expected, self.expected = self.expected, None
+        return expected
+
+    def receive(self, call: Call | ServerCall, gradients: Sequence[Tensor]) -> None:
+        """A gradient has come back to a call.
+
+        Raises:
+            LossNotFinite: If it is NaN or infinite; the window is dropped, for it could not be stepped on.
+        """
+        for i, gradient in enumerate(gradients):
+            if not torch.isfinite(gradient).all():
+                self.drop()
+                where = f"the server's loss {call.loss!r}" if isinstance(call, ServerCall) else f"datum {i}"
+                raise LossNotFinite(
+                    f"{where}: the gradient of the loss has NaN or infinite entries. Nothing was sent, and the "
+                    "gradients that waited for the next step were dropped; the model is as it was."
+                    + (_LINEAR_ONLY if isinstance(call, ServerCall) else "")
+                )
+        if call.gradients is None:
+            self.window.append(call)
+        call.add(gradients)
+
+    def drop(self) -> None:
+        """Forgets the window; nothing of it has left this machine."""
+        for call in self.window:
+            call.gradients = None
+        self.window = []
+
+    def step(self, params: AdamParams) -> Step | None:
+        """Sends the window and a step on it; waits for nothing. Without a gradient nothing is sent.
+
+        Raises:
+            TinkerLightningError: If something that was sent before has failed and nobody has read it.
+        """
+        self.unread.raise_first()
+        if not self.window:
+            return None
+        try:
+            arguments = [call.arguments() for call in self.window]
+        except InvalidLoss:
+            self.drop()
+            raise
+        self._make_room()
+        backwards = [self.backend.forward_backward(*each) for each in arguments]
+        pairs = zip(self.window, backwards, strict=True)
+        losses = [backward for call, backward in pairs if isinstance(call, ServerCall)]
+        step = Step(backwards, self.backend.optim_step(params), losses)
+        self.drop()
+        self.steps += 1
+        self._under_way.append(step)
+        for backward in step.backwards:
+            self.unread.add(backward)
+        self.unread.add(step.optim)
+        if self.on_step is not None:
+            self.on_step(step)
+        return step
+
+    def _make_room(self) -> None:
+        while self._under_way and self._under_way[0].optim.done():
+            self._under_way.popleft()
+        while len(self._under_way) >= self.max_steps_in_flight:
+            self._under_way.popleft().wait()
+
+
+_LINEAR_ONLY = " Its value is not known here (it is NaN): it can be scaled and added to other losses, but nothing else."
