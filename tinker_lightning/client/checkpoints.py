@@ -1,4 +1,4 @@
-"""What was saved on a server, by its `tinker://` path: whether it is there, and its removal."""
+"""What a server has saved, by its `tinker://` path: whether it is there, and its removal."""
 
 from __future__ import annotations
 
@@ -55,6 +55,20 @@ async def exists(connection: Connection, path: str) -> bool:
         seen += len(listing.checkpoints)
         if not listing.checkpoints or listing.cursor is None or seen >= listing.cursor.total_count:
             return False
+
+
+async def can_be_external(connection: Connection) -> bool:
+    """Whether a server saves weights to be downloaded file by file; those of older generations have no such endpoint.
+
+    Asked without a number and without a model, so that nothing happens.
+    """
+    try:
+        await connection.send("POST", "/api/v1/save_weights_external", b"{}")
+    except NotFound:
+        return False
+    except InvalidInput:  # as it should be
+        pass
+    return True
 
 
 async def delete(connection: Connection, path: str, *, missing_ok: bool) -> None:

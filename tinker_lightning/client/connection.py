@@ -29,6 +29,7 @@ from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractAsyncContextManager
 
     from tinker_lightning.client.credentials import Credentials
 
@@ -159,6 +160,10 @@ class Connection:
             logger.debug("%s; trying again in %.1f s", error, delay)
             await asyncio.sleep(delay)
         raise AssertionError("unreachable")
+
+    def stream(self, url: str) -> AbstractAsyncContextManager[httpx.Response]:
+        """What is at any address, to be read piece by piece; no key goes there, for it need not be this server's."""
+        return self._client.stream("GET", url, headers={"Accept-Encoding": "identity"}, follow_redirects=True)
 
     def parse(self, result: type[T], response: httpx.Response) -> T:
         """The JSON of an answer as a dataclass."""

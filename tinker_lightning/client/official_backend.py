@@ -5,18 +5,23 @@ Imported only where such a client is at hand, so that `tinker` stays an extra.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import warnings
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import httpx
 import tinker
 from tinker import types as sdk
 
-from tinker_lightning.client import checkpoints, official
+from tinker_lightning.client import checkpoints, download, official
 from tinker_lightning.client import official_convert as convert
 from tinker_lightning.client.custom import CustomLosses, CustomLossFuture
+from tinker_lightning.client.export import export_adapter
 from tinker_lightning.client.futures import TinkerFuture, Unread
+from tinker_lightning.client.loop import BackgroundLoop
 from tinker_lightning.custom_loss import SURROGATE
 from tinker_lightning.errors import (
     ClientClosed,
@@ -38,10 +43,12 @@ from tinker_lightning.types import (
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
 )
-from tinker_lightning.types.responses import ModelData
+from tinker_lightning.types.responses import ModelData, SaveWeightsExternalResponse
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from tinker_lightning.custom_loss import LossFn
     from tinker_lightning.losses.regularizer import Regularizer
@@ -162,6 +169,36 @@ class OfficialTrainingClient:
         """The model's tokenizer."""
         self._calls.check()
         return self._calls.translated("get_tokenizer", self.client.get_tokenizer)
+
+    def save_weights_external(
+        self, name: str, ttl_seconds: int | None = None
+    ) -> TinkerFuture[SaveWeightsExternalResponse]:
+        """Saves weights to download under a name."""
+        self._flush()
+        return self._calls.submit(
+            "save_weights_external",
+            lambda: self.client.save_weights_external(name, ttl_seconds),
+            lambda r: SaveWeightsExternalResponse(r.path),
+        )
+
+    def export_adapter(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+        """Saves the adapter as it is now into a folder on this machine, which peft and transformers load."""
+        return export_adapter(self, path, overwrite=overwrite)
+
+    def download_checkpoint(self, path: str, folder: Path) -> None:
+        """Downloads the adapter that `save_weights_external` saved into a folder that exists."""
+
+        def sign() -> download.Addresses:
+            answer = self._rest.get_external_weights_urls(path).result()
+            return download.Addresses(answer.urls, answer.expires)
+
+        ask = partial(asyncio.to_thread, self._calls.translated, "get_external_weights_urls", sign)
+        client = httpx.AsyncClient(follow_redirects=True)
+        loop = BackgroundLoop(client.aclose)
+        try:
+            loop.run(download.files(partial(client.stream, "GET"), ask, folder)).result()
+        finally:
+            loop.close()
 
     def checkpoint_exists(self, path: str) -> bool:
         """Whether what was saved under a `tinker://` path is still there."""

@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from urllib.parse import urlencode
 
-from tinker_lightning.client import checkpoints, tokenizer
+from tinker_lightning.client import checkpoints, download, tokenizer
 from tinker_lightning.client.connection import Connection
 from tinker_lightning.client.credentials import Credentials
 from tinker_lightning.client.loop import BackgroundLoop
@@ -27,6 +27,7 @@ from tinker_lightning.wire import json as wire_json
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from concurrent.futures import Future
+    from pathlib import Path
     from types import TracebackType
 
     import httpx
@@ -139,6 +140,11 @@ class ServiceClient:
         self.check_usable()
         self._wait(checkpoints.delete(self.session.connection, path, missing_ok=missing_ok))
 
+    def download_checkpoint(self, path: str, folder: Path) -> None:
+        """Downloads the adapter that was saved under a `tinker://` path into a folder that exists."""
+        self.check_usable()
+        self._wait(download.checkpoint(self.session.connection, path, folder))
+
     def close(self, status: Literal["success", "errored", "interrupted"] = "success") -> None:
         """Ends the session, and raises the first failure that nobody has read. Closing again does nothing."""
         if not self._begin_closing():
@@ -201,6 +207,11 @@ class ServiceClient:
     def sampling_client(self, sampler_id: str) -> SamplingClient:
         """A client for a sampler that the server has made."""
         return self._known(SamplingClient(self, sampler_id))
+
+    def saves_external_weights(self) -> bool:
+        """Whether the server has a way of its own to save what will be downloaded."""
+        self.check_usable()
+        return self._wait(checkpoints.can_be_external(self.session.connection))
 
     def tokenizer(self, model_name: str, tokenizer_id: str | None) -> Any:
         """The tokenizer of a model: from the server if it hands it out, else from a folder or the hub."""

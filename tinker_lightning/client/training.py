@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tinker_lightning.client import chunking, official
 from tinker_lightning.client.connection import PROTOBUF
 from tinker_lightning.client.custom import CustomLosses, CustomLossFuture
+from tinker_lightning.client.export import export_adapter
 from tinker_lightning.client.futures import TinkerFuture, Unread
 from tinker_lightning.client.operations import Operation, perform
 from tinker_lightning.custom_loss import SURROGATE
@@ -22,11 +23,14 @@ from tinker_lightning.types import (
     SaveWeightsResponse,
 )
 from tinker_lightning.types import requests as rq
+from tinker_lightning.types.responses import SaveWeightsExternalResponse
 from tinker_lightning.wire import json as wire_json
 from tinker_lightning.wire import protobuf
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from tinker_lightning.client.sampling import SamplingClient
     from tinker_lightning.client.service import ServiceClient
@@ -189,6 +193,33 @@ class TrainingClient:
         """The model's tokenizer."""
         data = self.get_info().model_data
         return self._service.tokenizer(data.model_name or "", data.tokenizer_id)
+
+    def save_weights_external(
+        self, name: str, ttl_seconds: int | None = None
+    ) -> TinkerFuture[SaveWeightsExternalResponse]:
+        """Saves weights to download under a name; the result has the `path`.
+
+        Servers of older generations give out what is saved to sample from, so there that is done.
+        """
+        self._check()
+        if not self._service.saves_external_weights():
+            saved = self.save_weights_for_sampler(name, ttl_seconds)
+            return self._watched(saved.then(lambda result: SaveWeightsExternalResponse(result.path or "")))
+        self._custom.flush()
+        return self._submit(
+            "save_weights_external",
+            "save_weights_external",
+            SaveWeightsExternalResponse,
+            lambda number: rq.SaveWeightsExternalRequest(self.model_id, number, name, ttl_seconds),
+        )
+
+    def export_adapter(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+        """Saves the adapter as it is now into a folder on this machine, which peft and transformers load."""
+        return export_adapter(self, path, overwrite=overwrite)
+
+    def download_checkpoint(self, path: str, folder: Path) -> None:
+        """Downloads the adapter that was saved under a `tinker://` path into a folder that exists."""
+        self._service.download_checkpoint(path, folder)
 
     def checkpoint_exists(self, path: str) -> bool:
         """Whether what was saved under a `tinker://` path, of this model or another, is still there."""

@@ -1,0 +1,201 @@
+"""What was saved on a server, as files on this machine: piece by piece, within bounds, and never outside their folder.
+
+Servers give it out in one of two ways: an address for each file, or, of older generations, one for an archive of them.
+The addresses are signed and often lead elsewhere, so that nothing of the client's key goes along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import tarfile
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+from urllib.parse import urljoin, urlsplit
+
+import httpx
+
+from tinker_lightning.client import checkpoints
+from tinker_lightning.client.patience import Patience
+from tinker_lightning.errors import (
+    ConnectionDropped,
+    InvalidMessage,
+    MessageTooLarge,
+    NotFound,
+    OperationFailed,
+    TinkerLightningError,
+)
+from tinker_lightning.types.responses import ExternalWeightsUrlsResponse
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
+    from typing import TypeAlias
+
+    from tinker_lightning.client.connection import Connection
+
+    Stream: TypeAlias = Callable[[str], AbstractAsyncContextManager[httpx.Response]]
+
+logger = logging.getLogger("tinker_lightning.client")
+
+# Far more than any adapter has; a server that sends without end must not fill the disk.
+MAX_BYTES = 64 << 30
+MAX_FILES = 1000
+# An address that is valid for no longer than this is asked for anew.
+_MARGIN = timedelta(minutes=1)
+_ATTEMPTS = 6
+_PATIENCE = Patience(300.0)
+_REDIRECTS = (301, 302, 303, 307, 308)
+# An empty file that some servers put into archives.
+_COMPLETE = "checkpoint_complete"
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where files can be downloaded, and until when."""
+
+    urls: dict[str, str]
+    expires: datetime
+
+    @property
+    def are_stale(self) -> bool:
+        """Whether they must be asked for anew."""
+        return datetime.now(UTC) > self.expires - _MARGIN
+
+
+async def checkpoint(connection: Connection, path: str, folder: Path) -> None:
+    """Downloads a checkpoint into a folder.
+
+    Raises:
+        NotFound: If there is none.
+        TinkerLightningError: If it cannot be had; the folder may hold a part of it.
+    """
+    if not checkpoints.parse(path)[1].startswith("external_weights/"):
+        return await archive(connection, path, folder)
+
+    async def sign() -> Addresses:
+        url = f"{checkpoints.url(path)}/external_weights_urls"
+        answer = await connection.get(url, ExternalWeightsUrlsResponse)
+        return Addresses(answer.urls, _moment(answer.expires))
+
+    return await files(connection.stream, sign, folder)
+
+
+async def files(stream: Stream, sign: Callable[[], Awaitable[Addresses]], folder: Path) -> None:
+    """Downloads each file that `sign` gives an address for; it is called again when addresses have become stale."""
+    addresses = await sign()
+    if len(addresses.urls) > MAX_FILES:
+        raise MessageTooLarge(f"the server names {len(addresses.urls)} files; more than {MAX_FILES} are not taken")
+    places = {name: _place(folder, name) for name in addresses.urls}
+    left = MAX_BYTES
+    for name, place in places.items():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        for attempt in itertools.count():
+            if addresses.are_stale or attempt:
+                addresses = await sign()
+            if name not in addresses.urls:
+                raise NotFound(f"{name} is no longer among the files that the server gives out")
+            try:
+                left -= await _fetch(stream, addresses.urls[name], place, left)
+                break
+            except (ConnectionDropped, OperationFailed) as error:
+                await _pause(attempt, error)
+
+
+async def archive(connection: Connection, path: str, folder: Path) -> None:
+    """Downloads and unpacks the archive that older generations of servers give out."""
+    packed = folder / ".archive"
+    for attempt in itertools.count():
+        url = await _archive_url(connection, path)
+        try:
+            await _fetch(connection.stream, url, packed, MAX_BYTES)
+            break
+        except (ConnectionDropped, OperationFailed) as error:
+            await _pause(attempt, error)
+    await asyncio.to_thread(unpack, packed, folder)
+    packed.unlink()
+    (folder / _COMPLETE).unlink(missing_ok=True)
+
+
+def unpack(packed: Path, folder: Path) -> None:
+    """Unpacks an archive into a folder, and only there.
+
+    Raises:
+        InvalidMessage: If it is damaged, or something in it would land elsewhere.
+    """
+    size = 0
+    try:
+        with tarfile.open(packed) as tar:
+            for count, member in enumerate(tar):
+                size += member.size
+                if count >= MAX_FILES or size > MAX_BYTES:
+                    raise MessageTooLarge(f"the archive holds more than {MAX_FILES} files or {MAX_BYTES} bytes")
+                tar.extract(member, folder, filter="data")
+    except (tarfile.TarError, EOFError) as error:
+        raise InvalidMessage(f"the archive that the server gave cannot be unpacked: {error}") from error
+
+
+async def _archive_url(connection: Connection, path: str) -> str:
+    whole = checkpoints.url(path)
+    bare = "/".join([*whole.split("/")[:-2], whole.rsplit("/", 1)[1]])  # some know a checkpoint by its name alone
+    try:
+        answer = await connection.send("GET", f"{whole}/archive", understood=_is_redirect)
+    except NotFound:
+        answer = await connection.send("GET", f"{bare}/archive", understood=_is_redirect)
+    url = answer.headers.get("location") if _is_redirect(answer) else connection.json(answer).get("url")
+    if not isinstance(url, str):
+        raise connection.not_a_tinker_server(f"{whole}/archive names no address")
+    return urljoin(f"{connection.url}/", url)
+
+
+async def _fetch(stream: Stream, url: str, place: Path, limit: int) -> int:
+    """Writes what is at an address into a file; returns how many bytes that were."""
+    where = urlsplit(url)._replace(query="", fragment="").geturl()  # the rest lets anyone in
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise InvalidMessage(f"the server keeps this checkpoint at {where}, which is not on the network; copy it there")
+    size = 0
+    try:
+        async with stream(url) as response:
+            if response.status_code == 404:
+                raise NotFound(f"{where}: there is nothing to download")
+            if response.status_code != 200:
+                raise OperationFailed(f"{where}: the download was refused (HTTP {response.status_code})")
+            with place.open("wb") as file:
+                async for piece in response.aiter_bytes():
+                    size += len(piece)
+                    if size > limit:
+                        raise MessageTooLarge(f"{where} has more than the {limit} bytes that are taken")
+                    file.write(piece)
+    except httpx.RequestError as error:
+        raise ConnectionDropped(f"{where}: the download broke off ({str(error) or type(error).__name__})") from error
+    return size
+
+
+async def _pause(attempt: int, error: TinkerLightningError) -> None:
+    """Waits before the next attempt, or gives up."""
+    if attempt + 1 >= _ATTEMPTS:
+        raise error
+    logger.debug("%s; trying again", error)
+    await asyncio.sleep(_PATIENCE.delay(attempt, None))
+
+
+def _place(folder: Path, name: str) -> Path:
+    place = (folder / name).resolve()
+    if not place.is_relative_to(folder.resolve()) or place == folder.resolve() or "\\" in name:
+        raise InvalidMessage(f"the server names {name!r}, which lies outside of the checkpoint; nothing was written")
+    return place
+
+
+def _moment(text: str) -> datetime:
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise InvalidMessage(f"expires: {text!r} is no moment") from error
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+
+
+def _is_redirect(response: httpx.Response) -> bool:
+    return response.status_code in _REDIRECTS

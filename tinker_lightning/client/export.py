@@ -1,0 +1,95 @@
+"""A trained adapter as a PEFT folder on this machine, from any server that gives it out."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinker_lightning import folders
+from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError
+
+if TYPE_CHECKING:
+    import os
+
+    from tinker_lightning.client.backend import TrainingBackend
+
+logger = logging.getLogger("tinker_lightning.client")
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+# How long the server keeps what is being downloaded, should this process die before it can be deleted.
+_KEPT_SECONDS = 86400
+
+
+def export_adapter(backend: TrainingBackend, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Saves a model's adapter as it is now into a folder that peft, transformers and vLLM load; returns the folder.
+
+    The folder appears whole or not at all. What the server saves for the download is deleted there afterwards.
+
+    Args:
+        backend: What is trained: our client, or the official SDK's behind `as_backend`.
+        path: The folder; it must be new or empty.
+        overwrite: Replace a folder that holds an adapter already, with all that is in it.
+
+    Raises:
+        InvalidInput: If the folder holds something, or cannot be written.
+        OperationFailed: If the server gives out something else than a PEFT adapter.
+        TinkerLightningError: If it cannot be saved or downloaded.
+    """
+    client: Any = backend
+    if not all(hasattr(client, name) for name in ("save_weights_external", "download_checkpoint", "delete_checkpoint")):
+        raise InvalidInput(f"{type(backend).__name__} cannot export: it has no way to download what it saves")
+    target = _target(path, overwrite)
+    try:
+        with folders.new_folder(target, overwrite=overwrite) as part:
+            saved = client.save_weights_external(f"export-{uuid.uuid4().hex[:12]}", _KEPT_SECONDS).result().path
+            try:
+                client.download_checkpoint(saved, part)
+            finally:
+                _delete(client, saved)
+            _check(part)
+            _target(path, overwrite)  # it may have been filled meanwhile
+    except TinkerLightningError:
+        raise
+    except OSError as error:
+        if isinstance(error, FileExistsError) and target.is_dir():
+            raise InvalidInput(_taken(target)) from error
+        raise InvalidInput(f"{target} cannot be written: {error}. Choose another folder.") from error
+    return target
+
+
+def _target(path: str | os.PathLike[str], overwrite: bool) -> Path:
+    target = Path(path).expanduser().resolve()
+    if target.exists() and not target.is_dir():
+        raise InvalidInput(f"{target} is a file; give a folder to export to")
+    if target.is_dir() and any(target.iterdir()):
+        if not overwrite:
+            raise InvalidInput(_taken(target))
+        if not (target / CONFIG).exists():
+            raise InvalidInput(
+                f"{target} holds something else than an adapter ({CONFIG} is missing), which overwrite=True would "
+                "remove. Choose another folder."
+            )
+    return target
+
+
+def _taken(target: Path) -> str:
+    return f"{target} is not empty. Choose another folder, or set overwrite=True to replace the adapter in it."
+
+
+def _check(part: Path) -> None:
+    found = sorted(each.name for each in part.iterdir())
+    if CONFIG not in found or not any(name in found for name in WEIGHTS):
+        raise OperationFailed(
+            f"the server gave out {', '.join(found) or 'no files'}, which is no PEFT adapter: that has {CONFIG} and "
+            f"{WEIGHTS[0]}"
+        )
+
+
+def _delete(client: Any, saved: str) -> None:
+    try:
+        client.delete_checkpoint(saved, missing_ok=True)
+    except TinkerLightningError as error:
+        logger.warning("%s could not be deleted and stays on the server for a day: %s", saved, error)
