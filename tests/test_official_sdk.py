@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -317,3 +321,27 @@ def test_custom_and_built_in_losses_give_the_same_gradient(
     custom.forward_backward_custom(DATA, lambda _, logprobs: (-torch.cat(logprobs).sum(), {})).result()
     expected, got = (gathered(trainer, model.model_id) for model in (built_in, custom))
     assert (got - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_its_command_downloads_an_adapter(training: tinker.TrainingClient, served: Any, tmp_path: Path) -> None:
+    steps(training, 2)
+    state, external = training.save_state("state"), training.save_weights_external("external")
+    environment = {**os.environ, "TINKER_BASE_URL": served.url, "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"}
+    paths = [external.result().path, state.result().path]
+    run = served.data_dir / "checkpoints" / str(training.model_id).replace(":", "+")
+    saved = load_file(run / "weights" / "state" / "adapter_model.safetensors")
+    for path in paths:
+        done = subprocess.run(
+            [sys.executable, "-m", "tinker.cli", "checkpoint", "download", path, "--output", str(tmp_path / "got")],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        (folder,) = (tmp_path / "got").iterdir()
+        assert sorted(file.name for file in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+        tensors = load_file(folder / "adapter_model.safetensors")
+        assert tensors.keys() == saved.keys()
+        assert all(torch.equal(tensors[name], saved[name]) for name in saved)
+        shutil.rmtree(tmp_path / "got")
