@@ -10,6 +10,7 @@ Each class also derives from the builtin that fits, so that `except ValueError` 
     │   │   ├── LossNotTensor (TypeError)  it returned something else than a tensor
     │   │   ├── LossNotScalar              it returned a tensor of more than one value
     │   │   ├── LossNotFinite              its value or gradient is NaN or infinite
+    │   │   ├── LossNotTraceable           it cannot be written down for a server to run
     │   │   └── LossWithoutGradient        it does not depend on the log-probabilities
     │   └── InvalidMessage                 bytes that are not the message they claim to be
     │       ├── MessageTooLarge            more bytes than the reader takes
@@ -43,6 +44,7 @@ __all__ = [
     "LossNotFinite",
     "LossNotScalar",
     "LossNotTensor",
+    "LossNotTraceable",
     "LossWithoutGradient",
     "MessageTooLarge",
     "ModelNotFound",
@@ -102,6 +104,10 @@ class LossNotScalar(InvalidLoss):
 
 class LossNotFinite(InvalidLoss):
     """The value or gradient of a custom loss is NaN or infinite."""
+
+
+class LossNotTraceable(InvalidLoss):
+    """A loss function cannot be written down as a graph for a server to run; says where and why."""
 
 
 class LossWithoutGradient(InvalidLoss):
