@@ -11,6 +11,7 @@ import contextvars
 import os
 import threading
 import types
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+    from collections.abc import Awaitable, Callable, Generator
 
 T = TypeVar("T")
 
@@ -46,16 +47,15 @@ class Modes:
             torch.is_autocast_cache_enabled(),
         )
 
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """The calling thread has them inside the block. It is one of ours, where nothing is cast by itself."""
+    def applied(self) -> contextlib.ExitStack:
+        """A block in which the calling thread has them. It is one of ours, where nothing is cast by itself."""
         with contextlib.ExitStack() as stack:
             # Inference mode sets the grad mode too, so it comes first.
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype, cache_enabled=self.autocast_cache))
-            yield
+            return stack.pop_all()
 
 
 def on_thread(call: Callable[[], T], name: str) -> Future[T]:
@@ -83,12 +83,12 @@ def on_loop(awaitable: Awaitable[T]) -> Future[T]:
     Raises:
         RuntimeError: If called on that loop, which would then wait for itself.
     """
-    coroutine = _finished(awaitable)
     loop = _Loop.shared()
+    coroutine = awaitable if isinstance(awaitable, types.CoroutineType) else _awaited(awaitable)
     if threading.current_thread() is loop.thread:
         coroutine.close()
         raise RuntimeError("it was called by an async regularizer, on the event loop that it needs itself")
-    return asyncio.run_coroutine_threadsafe(_in_modes(coroutine, Modes.current()), loop.loop)
+    return asyncio.run_coroutine_threadsafe(_InModes(coroutine, Modes.current()), loop.loop)
 
 
 class _Loop:
@@ -112,35 +112,41 @@ class _Loop:
             return cls._shared
 
 
-async def _finished(awaitable: Awaitable[T]) -> T:
-    try:
-        return await awaitable
-    except (KeyboardInterrupt, SystemExit) as error:
-        # Either would end the loop, and whoever needs it next would wait for ever.
-        raise RuntimeError(f"it raised {type(error).__name__}") from error
+async def _awaited(awaitable: Awaitable[T]) -> T:
+    return await awaitable
 
 
-async def _in_modes(coroutine: Coroutine[Any, Any, T], modes: Modes) -> T:
-    return await _steps(coroutine, modes)
-
-
-@types.coroutine
-def _steps(coroutine: Coroutine[Any, Any, T], modes: Modes) -> Generator[Any, None, T]:
-    """Runs each stretch between two awaits in the modes with which the one before it ended.
+class _InModes(Coroutine[Any, Any, T]):
+    """A coroutine that goes on, after every await, in the modes with which it stopped there.
 
     Coroutines take turns on one thread: without this, a `no_grad` around an await would reach into all the others.
     """
-    raised: BaseException | None = None
-    while True:
-        with modes.applied():
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], modes: Modes) -> None:
+        self._coroutine = coroutine
+        self._modes = modes
+
+    def send(self, value: Any) -> Any:
+        """Runs it up to its next await."""
+        return self._advance(lambda: self._coroutine.send(value))
+
+    def throw(self, *error: Any) -> Any:
+        """Raises at the await where it stands; a cancellation is its own to handle."""
+        return self._advance(lambda: self._coroutine.throw(*error))
+
+    def close(self) -> None:
+        """Ends it."""
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._coroutine.__await__()
+
+    def _advance(self, step: Callable[[], Any]) -> Any:
+        with self._modes.applied():
             try:
-                awaited = coroutine.send(None) if raised is None else coroutine.throw(raised)
-            except StopIteration as done:
-                result: T = done.value
-                return result
-            modes = Modes.current()
-        try:
-            raised = None
-            yield awaited
-        except BaseException as error:  # a cancellation is the coroutine's to handle
-            raised = error
+                awaited = step()
+            except (KeyboardInterrupt, SystemExit) as error:
+                # Either would end the loop, and whoever needs it next would wait for ever.
+                raise RuntimeError(f"it raised {type(error).__name__}") from error
+            self._modes = Modes.current()
+            return awaited

@@ -99,7 +99,7 @@ def flatten(metrics: Mapping[str, Any]) -> dict[str, float]:
     >>> flatten({"loss_total": 3.0, "regularizers": {"sparsity": {"value": 2.0, "weight": 0.5}}})
     {'loss_total': 3.0, 'regularizers/sparsity/value': 2.0, 'regularizers/sparsity/weight': 0.5}
     """
-    flat = {}
+    flat: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, dict):
             flat |= {f"{name}/{inner}": number for inner, number in flatten(value).items()}
