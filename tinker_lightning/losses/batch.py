@@ -155,7 +155,7 @@ def groups(values: Tensor, size: int) -> Tensor:
 
 
 def mean_where(values: Tensor, counted: Tensor) -> Tensor:
-    """The mean of the values that count; 0 if none does.
+    """The mean of the values, or the share of the truths, that count; 0 if none does.
 
     >>> mean_where(torch.tensor([1.0, 2.0, 6.0]), torch.tensor([True, False, True]))
     tensor(3.5000)

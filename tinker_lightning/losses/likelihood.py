@@ -75,7 +75,7 @@ def topk_distillation(
     metrics = {
         "teacher_mass": mean_where(teacher_mass.exp(), counted),
         "student_mass": mean_where(student_mass.detach().exp(), counted),
-        "agreement": mean_where((student.argmax(-1) == teacher.argmax(-1)).to(weights.dtype), counted),
+        "agreement": mean_where(student.argmax(-1) == teacher.argmax(-1), counted),
     }
     if tail == "renormalize":
         student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)

@@ -61,7 +61,7 @@ def ppo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, clip
 def cispo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Loss:
     """`-Σ sg(clip(r))·p·A` (MiniMax 2025, arXiv:2506.13585): the clipped ratio weighs, every token keeps its gradient.
 
-    Metrics and arguments: those of `ppo`.
+    The value says little of progress, for the weights change with the model. Metrics and arguments: those of `ppo`.
 
     >>> from tinker_lightning import Datum
     >>> data = [Datum.from_targets([5], [6], logprobs=[-2.0], advantages=[3.0])]
@@ -111,7 +111,7 @@ def gspo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, cli
     old, advantages, mask = (batch.tokens(name) for name in ("logprobs", "advantages", "sequence_ratio_mask"))
     low, high = _thresholds(batch, clip_low_threshold, clip_high_threshold)
     loss = builtin.gspo(batch.logprobs, old, advantages, mask, low, high, dim=-1).sum()
-    log_ratio = sequence_sums(batch.logprobs - old, (mask != 0).to(mask.dtype), mean=True)[..., None]
+    log_ratio = sequence_sums(batch.logprobs - old, (mask != 0).float(), mean=True)[..., None]
     return loss, _metrics(log_ratio, advantages != 0, low, high)
 
 
@@ -221,20 +221,20 @@ def group_advantages(
         InvalidInput: If the groups are not whole, or have one member whose advantage would always be 0.
     """
     grouped = rewards[None] if group_size is None else groups(rewards, group_size)
-    size = group_size or grouped.shape[-1]
     if isinstance(baseline, str):
         if baseline not in ("leave_one_out", "mean"):
             raise InvalidInput(f"baseline must be 'leave_one_out', 'mean' or a number, got {baseline!r}")
-        if isinstance(size, int) and size < 2:  # of proxies it is known when the graph runs
+        if isinstance(grouped, Tensor) and grouped.shape[-1] < 2:  # a proxy has no size yet
             raise InvalidInput("a group of one has nothing to compare with: sample several responses to each prompt")
         advantages = grouped - grouped.mean(-1, keepdim=True)
         if baseline == "leave_one_out":
+            size = torch.ones_like(grouped).sum(-1, keepdim=True)
             advantages = advantages * size / (size - 1)
     else:
         advantages = grouped - baseline
     if scale:
         advantages = advantages / (grouped.std(-1, keepdim=True) + 1e-4)
-    return advantages.reshape(rewards.shape)
+    return advantages.reshape(-1)
 
 
 def _thresholds(batch: Batch, low: float, high: float) -> tuple[Tensor | float, Tensor | float]:
@@ -252,5 +252,5 @@ def _metrics(
         "action_tokens": counted.sum(),
     }
     if low is not None and high is not None:
-        metrics["clip_fraction"] = mean_where(((ratio < low) | (ratio > high)).to(ratio.dtype), counted)
+        metrics["clip_fraction"] = mean_where((ratio < low) | (ratio > high), counted)
     return metrics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch.nn import functional as F  # noqa: N812
+import torch
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, groups, mean_where, sequence_sums
@@ -18,13 +18,12 @@ def preference_nll(chosen: Tensor, rejected: Tensor, *, margin: float = 0.0, lab
 
     With label smoothing ε a share of the preferences is taken to be wrong: `(1-ε)·(-log σ(x)) + ε·(-log σ(-x))`.
 
-    >>> import torch
     >>> preference_nll(torch.tensor([1.0]), torch.tensor([1.0]))
     tensor([0.6931])
     """
-    # softplus(-x) is -log σ(x); its threshold is where float64 no longer tells the difference.
     x = chosen - rejected - margin
-    return (1 - label_smoothing) * F.softplus(-x, threshold=40) + label_smoothing * F.softplus(x, threshold=40)
+    zero = torch.zeros_like(x)
+    return (1 - label_smoothing) * torch.logaddexp(zero, -x) + label_smoothing * torch.logaddexp(zero, x)
 
 
 def dpo(
@@ -55,7 +54,6 @@ def dpo(
         reference_free: Leaves the reference out. With a margin and by length this is SimPO (Meng et al. 2024,
             arXiv:2405.14734).
 
-    >>> import torch
     >>> from tinker_lightning import Datum
     >>> chosen = Datum.from_targets([5], [6], weights=[1.0], reference_logprobs=[-1.0])
     >>> rejected = Datum.from_targets([5], [7], weights=[1.0], reference_logprobs=[-2.0])
@@ -76,7 +74,7 @@ def dpo(
         "reward_chosen": chosen.mean(),
         "reward_rejected": rejected.mean(),
         "reward_margin": (chosen - rejected).mean(),
-        "reward_accuracy": (chosen > rejected).to(chosen.dtype).mean(),
+        "reward_accuracy": (chosen > rejected).float().mean(),
         "chosen_nll": -mean_where(batch.logprobs.detach()[0::2], weights[0::2] != 0),
     }
 
@@ -103,7 +101,6 @@ def contrastive(
         temperature: Below 1 the hardest wrong response counts most.
         length_normalized: Scores are means by token, not sums, which would favour short responses.
 
-    >>> import torch
     >>> from tinker_lightning import Datum
     >>> data = [Datum.from_targets([5], [token], weights=[1.0]) for token in (6, 7, 8)]
     >>> contrastive(data, [torch.tensor([-1.0])] * 3, group_size=3)[0]
@@ -115,4 +112,4 @@ def contrastive(
     scores = groups(sequence_sums(batch.logprobs, batch.tokens("weights"), mean=length_normalized), group_size)
     loss = -(scores / temperature).log_softmax(-1)[:, 0].mean()
     margin = scores.detach()[:, 0] - scores.detach()[:, 1:].amax(-1)
-    return loss, {"accuracy": (margin > 0).to(margin.dtype).mean(), "score_margin": margin.mean()}
+    return loss, {"accuracy": (margin > 0).float().mean(), "score_margin": margin.mean()}
