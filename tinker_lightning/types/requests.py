@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -77,7 +78,11 @@ class WeightsInfoRequest:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardRequest:
-    """One pass over a batch; with `forward_only` no gradient is added."""
+    """One pass over a batch; with `forward_only` no gradient is added.
+
+    `loss_fn_inputs` of the whole batch and a `scale` of the gradient are not of the protocol: they are for servers that
+    announce `server_losses`.
+    """
 
     model_id: str
     seq_id: int
@@ -85,9 +90,45 @@ class ForwardBackwardRequest:
     loss_fn: str
     loss_fn_config: dict[str, float | str] = field(default_factory=dict)
     forward_only: bool = False
+    loss_fn_inputs: dict[str, TensorData] = field(default_factory=dict)
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         _check_seq_id(self.seq_id)
+        if not math.isfinite(self.scale):
+            raise InvalidInput(f"scale must be a finite number, got {self.scale}")
+
+
+@dataclass(frozen=True, slots=True)
+class CustomLossInput:
+    """An input of an uploaded loss and its number of dimensions."""
+
+    name: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class CreateCustomLossRequest:
+    """Uploads a loss of one datum as a graph; (session_id, custom_loss_seq_id) names it for repeats."""
+
+    type: ClassVar[str] = "create_custom_loss"
+    session_id: str
+    custom_loss_seq_id: int
+    name: str
+    inputs: list[CustomLossInput]
+    graph: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterLossRequest:
+    """Uploads a loss of a whole batch under a name: as graphs, or as a pickled function where that is allowed.
+
+    Not of the protocol; for servers that announce `server_losses`.
+    """
+
+    session_id: str
+    loss: dict[str, Any]
+    pickled: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

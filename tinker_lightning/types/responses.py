@@ -86,6 +86,22 @@ class ForwardBackwardOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class CreateCustomLossResponse:
+    """The id under which passes of the same session find an uploaded loss."""
+
+    type: ClassVar[str] = "create_custom_loss"
+    loss_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LossListing:
+    """The losses that a session can use by name, and what each is."""
+
+    available_loss_functions: list[str]
+    descriptions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class OptimStepResponse:
     """The result of a step."""
 

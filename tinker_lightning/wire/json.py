@@ -73,6 +73,10 @@ def forward_backward_body(request: ForwardBackwardRequest) -> bytes:
     content: dict[str, Any] = {"data": request.data, "loss_fn": request.loss_fn}
     if request.loss_fn_config:
         content["loss_fn_config"] = request.loss_fn_config
+    if request.loss_fn_inputs:
+        content["loss_fn_inputs"] = request.loss_fn_inputs
+    if request.scale != 1.0:
+        content["scale"] = request.scale
     return dumps({key: content, "model_id": request.model_id, "seq_id": request.seq_id})
 
 
@@ -104,6 +108,8 @@ def _encode(value: Any) -> Any:
         return datum
     if isinstance(value, ModelInput):
         return {"chunks": [_encode_chunk(chunk) for chunk in value.chunks]}
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         encoded = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         encoded = {name: field for name, field in encoded.items() if field is not None}

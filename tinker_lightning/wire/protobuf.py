@@ -47,6 +47,10 @@ def encode_forward_backward(request: ForwardBackwardRequest) -> bytes:
         else:
             rest.loss_fn_config[name] = value
             rest.loss_fn_config_v2[name].number = value
+    for name, tensor in request.loss_fn_inputs.items():
+        _fill_tensor(rest.loss_fn_inputs[name], tensor)
+    if request.scale != 1.0:
+        rest.scale = request.scale
     body.write(rest.SerializeToString())
     return body.getvalue()
 
@@ -61,6 +65,12 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
+    inputs = {}
+    for name, tensor in message.loss_fn_inputs.items():
+        try:
+            inputs[name] = _read_tensor(tensor)
+        except InvalidInput as error:
+            raise InvalidMessage(f"loss_fn_inputs: {name}: {error}") from error
     return ForwardBackwardRequest(
         model_id=message.model_id,
         seq_id=message.seq_id,
@@ -68,6 +78,8 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
         loss_fn=message.loss_fn,
         loss_fn_config=config,
         forward_only=message.forward_only,
+        loss_fn_inputs=inputs,
+        scale=message.scale if message.HasField("scale") else 1.0,
     )
 
 

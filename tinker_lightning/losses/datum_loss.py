@@ -1,0 +1,212 @@
+"""A loss of one datum that a server runs: the form of the protocol's `create_custom_loss`.
+
+`fn(logprobs, *inputs)` gets the log-probabilities of a datum's targets and the inputs that its parameters name, and
+returns `(loss, metrics)`. A batch's loss is the sum over its datums.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tinker_lightning.errors import InvalidDatum, InvalidLoss, LossNotTraceable
+from tinker_lightning.losses.graph import Graph, Node, Ref
+from tinker_lightning.losses.graph_run import Limits, Program
+from tinker_lightning.losses.tracing import WAYS_OUT, DependsOn, Recorder, record
+
+# The name of an input that multiplies the loss, on servers that know no other way.
+SCALE = "loss_scale"
+MAX_INPUTS = 16
+_LOGPROBS = "logprobs"
+_INPUT = re.compile(r"[a-z_][a-z0-9_]{0,63}")
+_METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
+
+
+@dataclass(frozen=True, slots=True)
+class LossInput:
+    """An input of a loss: 0 dimensions for a number, 1 for `[T]`, 2 for `[T, K]`."""
+
+    name: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class DatumLoss:
+    """A loss of one datum, as a graph. The first input is `logprobs`."""
+
+    name: str
+    inputs: tuple[LossInput, ...]
+    program: Program
+
+    @classmethod
+    def decode(cls, name: str, inputs: Sequence[LossInput], graph: Any) -> DatumLoss:
+        """A loss from what a client has uploaded.
+
+        Raises:
+            InvalidLoss: If it is none; says where.
+        """
+        _check_inputs(inputs)
+        decoded = Graph.decode(graph, [each.name for each in inputs])
+        _check_output(decoded.output)
+        return cls(name[:200], tuple(inputs), Program(decoded))
+
+    def scaled(self) -> DatumLoss:
+        """The same loss with one input more, by which it is multiplied."""
+        graph, place = self.program.graph, len(self.inputs)
+        # Behind the new placeholder every call moves up by one.
+        calls = [
+            Node(node.op, node.name, node.target, tuple(_moved(node.args, place)), _moved(dict(node.kwargs), place))
+            for node in graph.calls
+        ]
+        loss, metrics = _moved(graph.output, place)
+        calls.append(Node("call_function", "scaled_loss", "operator.mul", (loss, Ref(place))))
+        scaled = Graph.build([*graph.inputs, SCALE], calls, (Ref(place + len(calls)), metrics))
+        return DatumLoss.decode(self.name, [*self.inputs, LossInput(SCALE, 0)], scaled.encode())
+
+    def arguments(self, inputs: Mapping[str, Any], dtype: torch.dtype | None = None) -> list[Tensor]:
+        """The tensors that it reads behind the log-probabilities.
+
+        Args:
+            inputs: A datum's, with `target_tokens` among them.
+            dtype: What floating-point inputs become; None leaves them as they are.
+
+        Raises:
+            InvalidDatum: If one is missing, or has another number of dimensions.
+        """
+        found: list[Tensor] = []
+        for each in self.inputs:
+            name = "target_tokens" if each.name == _LOGPROBS else each.name
+            if name not in inputs:
+                raise InvalidDatum(f"{name}: missing; {self.name} reads it")
+            shape = inputs[name].shape
+            # Protobuf does not tell a number from a vector of one.
+            if len(shape) != each.rank and not (each.rank == 0 and list(shape) == [1]):
+                raise InvalidDatum(
+                    f"{name}: has the shape {list(shape)}, but {self.name} takes {each.rank} dimensions"
+                )
+            if each.name != _LOGPROBS:
+                tensor: Tensor = inputs[name].to_torch()
+                tensor = tensor.reshape(()) if each.rank == 0 else tensor
+                found.append(tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+        return found
+
+    def check(self, logprobs: Tensor, arguments: Sequence[Tensor], limits: Limits = Limits()) -> None:  # noqa: B008
+        """Refuses what can be seen from the shapes alone."""
+        self.program.check([logprobs, *arguments], limits)
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        arguments: Sequence[Tensor],
+        limits: Limits = Limits(),  # noqa: B008  # immutable
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a datum and its metrics.
+
+        Raises:
+            InvalidLoss: If a call of the graph fails or takes too much, or the loss is no scalar.
+        """
+        loss, metrics = self.program([logprobs, *arguments], limits)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise InvalidLoss(f"{self.name} must return a scalar as its loss, got {shape}; use .sum() or .mean()")
+        for name, value in metrics.items():
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise InvalidLoss(f"the metric {name!r} of {self.name} must be a scalar, got {list(value.shape)}")
+        return loss, metrics
+
+
+def trace_datum_loss(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> DatumLoss:
+    """A function of one datum as a graph.
+
+    Args:
+        fn: `fn(logprobs, *inputs)`, which returns `(loss, metrics)`; metrics are called `custom/<name>:sum` or `:mean`.
+        input_ranks: How many dimensions `logprobs` and each input has.
+
+    Raises:
+        LossNotTraceable: If it does what no graph can say; names the line.
+    """
+    name = getattr(fn, "__name__", type(fn).__name__)
+    inputs = _signature(fn, name, input_ranks)
+
+    def body(recorder: Recorder) -> Any:
+        returned = fn(*(recorder.input(each.name) for each in inputs))
+        if not (isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], Mapping)):
+            raise LossNotTraceable(f"{name} must return (loss, metrics), a tensor and a dict. {WAYS_OUT}")
+        loss, metrics = returned
+        for what, value in (("its loss", loss), *((f"metric {key!r}", value) for key, value in metrics.items())):
+            if not isinstance(value, fx.Proxy):
+                raise LossNotTraceable(f"{name} must return {what} as a tensor, got {type(value).__name__}. {WAYS_OUT}")
+        return loss, dict(metrics)
+
+    try:
+        graph = record(fn, body)
+    except DependsOn as blocked:
+        raise blocked.error from None
+    return DatumLoss.decode(name, inputs, graph.encode())
+
+
+def _signature(fn: Callable[..., Any], name: str, input_ranks: Mapping[str, int]) -> list[LossInput]:
+    parameters = list(inspect.signature(fn).parameters.values())
+    for each in parameters:
+        if each.kind not in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) or each.default is not each.empty:
+            raise InvalidLoss(
+                f"{name}: the parameter {each.name} must be a plain one without a default: it names an input that each "
+                "datum has"
+            )
+    names = [each.name for each in parameters]
+    if set(input_ranks) != set(names):
+        raise InvalidLoss(
+            f"{name}: input_ranks must give the number of dimensions of {', '.join(names)}, got "
+            f"{', '.join(map(str, input_ranks)) or 'none'}"
+        )
+    inputs = [LossInput(each, input_ranks[each]) for each in names]
+    _check_inputs(inputs)
+    return inputs
+
+
+def _check_inputs(inputs: Sequence[LossInput]) -> None:
+    if not inputs or inputs[0].name != _LOGPROBS or inputs[0].rank not in (1, 2):
+        raise InvalidLoss("the first input must be logprobs, with 1 dimension ([T]) or 2 ([T, K])")
+    if len(inputs) > MAX_INPUTS:
+        raise InvalidLoss(f"a loss of a datum takes at most {MAX_INPUTS} inputs, got {len(inputs)}")
+    for each in inputs:
+        if not _INPUT.fullmatch(each.name):
+            raise InvalidLoss(f"an input cannot be called {each.name!r:.80}; use small letters, digits and '_'")
+        if each.rank not in (0, 1, 2):
+            raise InvalidLoss(f"{each.name}: an input has 0, 1 or 2 dimensions, not {each.rank!r:.20}")
+
+
+def _check_output(output: Any) -> None:
+    if not (isinstance(output, tuple | list) and len(output) == 2 and isinstance(output[0], Ref)):
+        raise InvalidLoss("the graph must return (loss, metrics)")
+    if not isinstance(output[1], dict):
+        raise InvalidLoss("the graph must return its metrics as a dict")
+    for name, value in output[1].items():
+        if not _METRIC.fullmatch(name):
+            raise InvalidLoss(
+                f"the metric {name!r:.100} must be called custom/<name>:sum or custom/<name>:mean, in small letters; "
+                "the ending says how it is put together over datums"
+            )
+        if not isinstance(value, Ref):
+            raise InvalidLoss(f"the metric {name!r} must be a tensor")
+
+
+def _moved(value: Any, place: int) -> Any:
+    """An argument whose references to `place` and beyond lead one further."""
+    if isinstance(value, Ref):
+        return Ref(value.node + (value.node >= place))
+    if isinstance(value, tuple):
+        return tuple(_moved(part, place) for part in value)
+    if isinstance(value, list):
+        return [_moved(part, place) for part in value]
+    if isinstance(value, dict):
+        return {key: _moved(part, place) for key, part in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_moved(part, place) for part in (value.start, value.stop, value.step)))
+    return value

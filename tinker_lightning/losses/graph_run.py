@@ -1,0 +1,273 @@
+"""Runs a graph with bounded memory and time.
+
+Before a graph runs on tensors it runs on shapes: torch's `meta` device computes what each call would return without
+computing it. So a call that would fill the memory is refused before it is made. Where the size of a value depends on
+values (`x[mask]`), the calls behind it are checked one by one while they run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tinker_lightning.errors import InvalidLoss
+from tinker_lightning.losses.graph import Graph, Ref, refs
+from tinker_lightning.losses.graph_functions import is_mask
+from tinker_lightning.losses.graph_numbers import number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tinker_lightning.losses.graph import Node
+    from tinker_lightning.losses.graph_functions import Function
+
+_META = torch.device("meta")
+_MAX_RANK = 12
+_KEPT_PLANS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one run of a graph may take.
+
+    Args:
+        elements: Of one value.
+        total: Read and written by all calls together, which also bounds what the backward takes.
+        seconds: Until the last call must have begun.
+    """
+
+    elements: int = 1 << 23
+    total: int = 1 << 27
+    seconds: float = 20.0
+
+
+class Program:
+    """A graph that can be run. Used by one thread at a time."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._plans: OrderedDict[Any, int] = OrderedDict()
+        self._last_use = _last_uses(graph)
+
+    def check(self, values: Sequence[Any], limits: Limits = Limits()) -> None:  # noqa: B008  # immutable
+        """Runs the graph on the shapes of these values, as far as shapes alone can tell.
+
+        Raises:
+            InvalidLoss: If a call cannot take its arguments, or takes more than the limits; names the node.
+        """
+        self._plan(values, limits)
+
+    def __call__(self, values: Sequence[Any], limits: Limits = Limits()) -> Any:  # noqa: B008  # immutable
+        """What the graph returns for these values: tensors, and numbers.
+
+        Raises:
+            InvalidLoss: If a call fails, or takes more than the limits; names the node.
+        """
+        checked = self._plan(values, limits)
+        devices = {value.device for value in values if isinstance(value, Tensor)}
+        device = devices.pop() if devices else torch.device("cpu")
+        environment: list[Any] = [*values, *(None for _ in self.graph.calls)]
+        meter = _Meter(limits)
+        deadline = time.monotonic() + limits.seconds
+        for i, (node, function) in enumerate(zip(self.graph.calls, self.graph.functions, strict=True)):
+            if time.monotonic() > deadline:
+                raise InvalidLoss(f"node {node.name!r}: the loss has run for {limits.seconds:g} s and was stopped")
+            args, kwargs = _resolve(node, function, environment, device)
+            if i >= checked and not _check_dynamic(node, function, args, kwargs, meter):
+                _attempt(node, function, _shape_of(args), _shape_of(kwargs), meter)
+            environment[len(values) + i] = _call(node, function, args, kwargs)
+            for place in self._last_use[i]:
+                environment[place] = None
+        return _fill(self.graph.output, environment)
+
+    def _plan(self, values: Sequence[Any], limits: Limits) -> int:
+        """How many calls from the start are known to stay within the limits for values of these shapes."""
+        key = (limits, *(_signature(value) for value in values))
+        if key in self._plans:
+            self._plans.move_to_end(key)
+            return self._plans[key]
+        environment: list[Any] = [*(_shape_of(value) for value in values), *(None for _ in self.graph.calls)]
+        meter = _Meter(limits)
+        checked = 0
+        deadline = time.monotonic() + limits.seconds
+        for i, (node, function) in enumerate(zip(self.graph.calls, self.graph.functions, strict=True)):
+            if time.monotonic() > deadline:
+                raise InvalidLoss(f"node {node.name!r}: checking the loss took {limits.seconds:g} s and was stopped")
+            args, kwargs = _resolve(node, function, environment, _META)
+            if _check_dynamic(node, function, args, kwargs, meter):
+                break
+            environment[len(values) + i] = _attempt(node, function, args, kwargs, meter)
+            checked += 1
+        self._plans[key] = checked
+        if len(self._plans) > _KEPT_PLANS:
+            self._plans.popitem(last=False)
+        return checked
+
+
+class _Meter:
+    """Counts elements against the limits."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._total = 0
+
+    def size(self, node: Node, value: Any) -> None:
+        """Refuses a value that is too large or of another kind than graphs go on with."""
+        if isinstance(value, Tensor):
+            if value.ndim > _MAX_RANK:
+                raise InvalidLoss(f"node {node.name!r}: a tensor of {value.ndim} dimensions; {_MAX_RANK} are taken")
+            self.elements(node, value.numel())
+        elif isinstance(value, tuple | list):
+            for part in value:
+                self.size(node, part)
+        elif value is not None and not isinstance(value, torch.dtype | torch.device):
+            try:
+                number(value)
+            except InvalidLoss as error:
+                raise InvalidLoss(f"node {node.name!r}: {error}") from error
+
+    def elements(self, node: Node, count: int) -> None:
+        """Refuses a tensor of so many elements."""
+        if count > self._limits.elements:
+            raise InvalidLoss(
+                f"node {node.name!r}: {node.target} would make a tensor of {count:.3g} elements; at most "
+                f"{self._limits.elements:.3g} are taken"
+            )
+
+    def add(self, node: Node, work: int) -> None:
+        """Counts what a call reads, computes and writes."""
+        self._total += work
+        if self._total > self._limits.total:
+            raise InvalidLoss(
+                f"node {node.name!r}: up to here the loss reads and writes {self._total:.3g} elements; at most "
+                f"{self._limits.total:.3g} are taken. Use a smaller batch, or fewer operations on large tensors."
+            )
+
+
+def _attempt(node: Node, function: Function, args: Any, kwargs: Any, meter: _Meter) -> Any:
+    """What a call returns, as shapes."""
+    if function.inside is not None:
+        meter.elements(node, _estimate(node, function.inside, args, kwargs))
+    if function.work is not None:
+        meter.add(node, _estimate(node, function.work, args, kwargs))
+    result = _call(node, function, args, kwargs)
+    meter.size(node, result)
+    meter.add(node, sum(tensor.numel() for tensor in _tensors([args, list(kwargs.values()), result])))
+    return result
+
+
+def _check_dynamic(node: Node, function: Function, args: Any, kwargs: Any, meter: _Meter) -> bool:
+    """Whether only a run can tell what a call returns; then it is no more than what it is given, place by place."""
+    if not (function.is_dynamic or (node.target == "operator.getitem" and len(args) == 2 and is_mask(args[1]))):
+        return False
+    given = list(_tensors([args, list(kwargs.values())]))
+    # A mask that is broadcast against a smaller tensor picks from what that becomes.
+    picked = max((tensor.numel() for tensor in given), default=0)
+    if node.target != "operator.getitem":
+        try:
+            picked = max(picked, torch.broadcast_shapes(*(tensor.shape for tensor in given)).numel())
+        except RuntimeError as error:
+            raise _blamed(node, error) from error
+    rank = max((tensor.ndim for tensor in given), default=0)
+    meter.add(node, picked * (rank + 2))
+    return True
+
+
+def _estimate(node: Node, estimate: Callable[..., int], args: Any, kwargs: Any) -> int:
+    try:
+        return estimate(*args, **kwargs)
+    except InvalidLoss as error:
+        raise InvalidLoss(f"node {node.name!r}: {error}") from error
+    except Exception as error:
+        raise _blamed(node, error) from error
+
+
+def _call(node: Node, function: Function, args: Any, kwargs: Any) -> Any:
+    try:
+        return function.call(*args, **kwargs)
+    except InvalidLoss as error:
+        raise InvalidLoss(f"node {node.name!r}: {error}") from error
+    except NotImplementedError as error:
+        raise InvalidLoss(
+            f"node {node.name!r}: how large the result of {node.target} is depends on values, so that it cannot be "
+            "checked before it runs; write it with torch.where and sums"
+        ) from error
+    except Exception as error:
+        raise _blamed(node, error) from error
+
+
+def _blamed(node: Node, error: Exception) -> InvalidLoss:
+    reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+    return InvalidLoss(f"node {node.name!r}: {node.target} failed: {reason}")
+
+
+def _resolve(
+    node: Node, function: Function, environment: list[Any], device: torch.device
+) -> tuple[list[Any], dict[str, Any]]:
+    """A call's arguments; devices become the one where the run takes place."""
+    args = [_fill(arg, environment, device) for arg in node.args]
+    kwargs = {key: _fill(arg, environment, device) for key, arg in node.kwargs.items()}
+    if function.is_factory:
+        kwargs["device"] = device
+    return args, kwargs
+
+
+def _fill(value: Any, environment: list[Any], device: torch.device | None = None) -> Any:
+    if isinstance(value, Ref):
+        value = environment[value.node]
+        return device if isinstance(value, torch.device) and device is not None else value
+    if isinstance(value, tuple):
+        return tuple(_fill(part, environment, device) for part in value)
+    if isinstance(value, list):
+        return [_fill(part, environment, device) for part in value]
+    if isinstance(value, dict):
+        return {key: _fill(part, environment, device) for key, part in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_fill(part, environment, device) for part in (value.start, value.stop, value.step)))
+    return device if isinstance(value, torch.device) and device is not None else value
+
+
+def _shape_of(value: Any) -> Any:
+    """A value with its tensors' shapes and dtypes, but none of their memory."""
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device=_META)
+    if isinstance(value, tuple):
+        return tuple(_shape_of(part) for part in value)
+    if isinstance(value, list):
+        return [_shape_of(part) for part in value]
+    if isinstance(value, dict):
+        return {key: _shape_of(part) for key, part in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_shape_of(part) for part in (value.start, value.stop, value.step)))
+    return _META if isinstance(value, torch.device) else value
+
+
+def _signature(value: Any) -> Any:
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else (type(value), value)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _last_uses(graph: Graph) -> list[list[int]]:
+    """For each call the places that nothing behind it needs."""
+    last: dict[int, int] = {}
+    for i, node in enumerate(graph.calls):
+        for place in refs([list(node.args), list(node.kwargs.values())]):
+            last[place] = i
+    kept = set(refs(graph.output))
+    freed: list[list[int]] = [[] for _ in graph.calls]
+    for place, i in last.items():
+        if place not in kept:
+            freed[i].append(place)
+    return freed
