@@ -54,6 +54,11 @@ def _parser() -> argparse.ArgumentParser:
         help="what clients must send as X-API-Key; the official SDK wants it to begin with tml-",
     )
     serve.add_argument("--data-dir", type=Path, metavar="DIR", help="where checkpoints are kept")
+    serve.add_argument(
+        "--allow-pickled-losses",
+        action="store_true",
+        help="run pickled loss functions that clients send, which is any code; needs --api-key",
+    )
     serve.set_defaults(run=_serve)
     return parser
 
@@ -67,4 +72,11 @@ def _serve(options: argparse.Namespace) -> None:
             "python -m pip install 'tinker-lightning[embedded]'"
         ) from error
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    serve(options.model, host=options.host, port=options.port, api_key=options.api_key, data_dir=options.data_dir)
+    serve(
+        options.model,
+        host=options.host,
+        port=options.port,
+        api_key=options.api_key,
+        data_dir=options.data_dir,
+        allow_pickled_losses=options.allow_pickled_losses,
+    )

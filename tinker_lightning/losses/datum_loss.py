@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -19,6 +19,9 @@ from tinker_lightning.errors import InvalidDatum, InvalidLoss, LossNotTraceable
 from tinker_lightning.losses.graph import Graph, Node, Ref
 from tinker_lightning.losses.graph_run import Limits, Program
 from tinker_lightning.losses.tracing import WAYS_OUT, DependsOn, Recorder, record
+
+if TYPE_CHECKING:
+    from tinker_lightning.types import TensorData
 
 # The name of an input that multiplies the loss, on servers that know no other way.
 SCALE = "loss_scale"
@@ -69,36 +72,60 @@ class DatumLoss:
         scaled = Graph.build([*graph.inputs, SCALE], calls, (Ref(place + len(calls)), metrics))
         return DatumLoss.decode(self.name, [*self.inputs, LossInput(SCALE, 0)], scaled.encode())
 
-    def arguments(self, inputs: Mapping[str, Any], dtype: torch.dtype | None = None) -> list[Tensor]:
-        """The tensors that it reads behind the log-probabilities.
+    def select(self, inputs: Mapping[str, TensorData]) -> list[TensorData]:
+        """What it reads of a datum behind the log-probabilities, not yet as dense tensors.
 
         Args:
             inputs: A datum's, with `target_tokens` among them.
-            dtype: What floating-point inputs become; None leaves them as they are.
 
         Raises:
             InvalidDatum: If one is missing, or has another number of dimensions.
         """
-        found: list[Tensor] = []
+        found: list[TensorData] = []
         for each in self.inputs:
             name = "target_tokens" if each.name == _LOGPROBS else each.name
             if name not in inputs:
                 raise InvalidDatum(f"{name}: missing; {self.name} reads it")
-            shape = inputs[name].shape
+            tensor = inputs[name]
             # Protobuf does not tell a number from a vector of one.
-            if len(shape) != each.rank and not (each.rank == 0 and list(shape) == [1]):
+            if len(tensor.shape) != each.rank and not (each.rank == 0 and tensor.shape == [1]):
                 raise InvalidDatum(
-                    f"{name}: has the shape {list(shape)}, but {self.name} takes {each.rank} dimensions"
+                    f"{name}: has the shape {tensor.shape}, but {self.name} takes {each.rank} dimensions"
                 )
             if each.name != _LOGPROBS:
-                tensor: Tensor = inputs[name].to_torch()
-                tensor = tensor.reshape(()) if each.rank == 0 else tensor
-                found.append(tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+                found.append(tensor)
         return found
 
-    def check(self, logprobs: Tensor, arguments: Sequence[Tensor], limits: Limits = Limits()) -> None:  # noqa: B008
-        """Refuses what can be seen from the shapes alone."""
-        self.program.check([logprobs, *arguments], limits)
+    def check(
+        self,
+        shape: Sequence[int],
+        selected: Sequence[TensorData],
+        dtype: torch.dtype,
+        limits: Limits = Limits(),  # noqa: B008  # immutable
+    ) -> None:
+        """Refuses what can be seen from the shapes alone; `shape` is that of the log-probabilities.
+
+        Raises:
+            InvalidLoss: If a call of the graph cannot take its arguments, or takes too much.
+        """
+        shapes = [(each.shape if rank else [], each.dtype) for each, rank in zip(selected, self._ranks, strict=True)]
+        arguments = [
+            torch.empty(each, dtype=torch.int64 if kind == "int64" else dtype, device="meta") for each, kind in shapes
+        ]
+        self.program.check([torch.empty(shape, dtype=dtype, device="meta"), *arguments], limits)
+
+    def tensors(self, selected: Sequence[TensorData], dtype: torch.dtype) -> list[Tensor]:
+        """What was selected, as tensors; floating-point ones in that dtype."""
+        tensors = []
+        for each, rank in zip(selected, self._ranks, strict=True):
+            tensor = each.to_torch()
+            tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
+            tensors.append(tensor if rank else tensor.reshape(()))
+        return tensors
+
+    @property
+    def _ranks(self) -> list[int]:
+        return [each.rank for each in self.inputs[1:]]
 
     def __call__(
         self,

@@ -80,6 +80,11 @@ class Graph:
     functions: tuple[Function, ...]
     output: Any
 
+    @property
+    def size(self) -> int:
+        """How many values it holds, which is about what it takes in memory."""
+        return len(self.inputs) + sum(_count([list(node.args), list(node.kwargs.values())]) for node in self.calls)
+
     @classmethod
     def build(cls, inputs: Sequence[str], calls: Sequence[Node], output: Any) -> Graph:
         """A graph of nodes that were made here; what they call is looked up.
@@ -282,6 +287,12 @@ def encode_value(value: Any, names: Sequence[str]) -> Any:
         if isinstance(value, kind):
             return {kind.__name__: str(value).removeprefix("torch.")}
     raise InvalidLoss(f"{type(value).__name__} has no place in a graph; use numbers, text, tensors, and lists of them")
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, tuple | list):
+        return 1 + sum(_count(part) for part in value)
+    return 1 + sum(_count(part) for part in value.values()) if isinstance(value, dict) else 1
 
 
 def refs(value: Any) -> Iterator[int]:

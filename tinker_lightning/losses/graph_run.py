@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.losses.graph import Graph, Ref, refs
+from tinker_lightning.losses.graph import Graph, Node, Ref, refs
 from tinker_lightning.losses.graph_functions import is_mask
 from tinker_lightning.losses.graph_numbers import number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from tinker_lightning.losses.graph import Node
     from tinker_lightning.losses.graph_functions import Function
 
 _META = torch.device("meta")
@@ -93,6 +92,8 @@ class Program:
             return self._plans[key]
         environment: list[Any] = [*(_shape_of(value) for value in values), *(None for _ in self.graph.calls)]
         meter = _Meter(limits)
+        for target, value in zip(self.graph.inputs, values, strict=True):
+            meter.size(Node("placeholder", target, target), value)
         checked = 0
         deadline = time.monotonic() + limits.seconds
         for i, (node, function) in enumerate(zip(self.graph.calls, self.graph.functions, strict=True)):

@@ -11,7 +11,16 @@ from starlette.routing import Mount
 
 from tinker_lightning.errors import InvalidInput, TinkerLightningError
 from tinker_lightning.server.http import ApiKey, on_crash, on_error, on_http_error
-from tinker_lightning.server.routes import checkpoints, downloads, extensions, futures, handshake, sampling, training
+from tinker_lightning.server.routes import (
+    checkpoints,
+    downloads,
+    extensions,
+    futures,
+    handshake,
+    losses,
+    sampling,
+    training,
+)
 from tinker_lightning.server.signing import Signer
 
 if TYPE_CHECKING:
@@ -28,7 +37,7 @@ def create_app(trainer: EmbeddedTrainer, *, api_key: str | None = None, extended
     """
     if api_key == "":
         raise InvalidInput("api_key is empty, so that everyone would have it; pass a key, or None for no key at all")
-    parts = (handshake, training, sampling, futures, downloads, checkpoints)
+    parts = (handshake, training, losses, sampling, futures, downloads, checkpoints)
     app = Starlette(
         routes=[
             Mount("/api/v1", routes=[route for part in parts for route in part.routes]),

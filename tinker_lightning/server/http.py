@@ -73,10 +73,10 @@ def content_type(request: Request, *accepted: str) -> str:
     return given
 
 
-async def read_body(request: Request) -> bytes:
-    """The body, unfolded, never more than `MAX_BODY_BYTES` of it, or `MAX_JSON_BYTES`."""
+async def read_body(request: Request, limit: int | None = None) -> bytes:
+    """The body, unfolded, never more than `limit` of it; if none is given, `MAX_BODY_BYTES`, or `MAX_JSON_BYTES`."""
     is_json = JSON in request.headers.get("content-type", "").lower()
-    limit = min(MAX_JSON_BYTES, MAX_BODY_BYTES) if is_json else MAX_BODY_BYTES
+    limit = limit or (min(MAX_JSON_BYTES, MAX_BODY_BYTES) if is_json else MAX_BODY_BYTES)
     encoding = request.headers.get("content-encoding", "").strip().lower() or "identity"
     if encoding not in ("identity", "zstd"):
         raise UnsupportedMediaType(f"content encoding {encoding} is not taken here; send zstd or none")

@@ -28,11 +28,13 @@ def serve(
     port: int = 8000,
     api_key: str | None = None,
     data_dir: Path | None = None,
+    allow_pickled_losses: bool = False,
 ) -> None:
     """Loads the models, serves them, and prints the URL once clients can connect.
 
     Raises:
-        InvalidInput: If others could reach the server and there is no API key, or the port or folder cannot be had.
+        InvalidInput: If others could reach the server, or send it code, and there is no API key; or the port or folder
+            cannot be had.
         ModelNotFound: If there is no such model.
     """
     if not is_loopback(host) and not api_key:
@@ -40,7 +42,12 @@ def serve(
             f"--host {host} can be reached from other machines, so an API key is needed: pass --api-key KEY (clients "
             "set TINKER_API_KEY to it), or leave --host out to serve this machine only."
         )
-    trainer = EmbeddedTrainer(models, data_dir=data_dir)
+    if allow_pickled_losses and not api_key:
+        raise InvalidInput(
+            "--allow-pickled-losses lets whoever reaches the server run any code on this machine, so an API key is "
+            "needed: pass --api-key KEY too."
+        )
+    trainer = EmbeddedTrainer(models, data_dir=data_dir, allow_pickled_losses=allow_pickled_losses)
     try:
         trainer.store.root.mkdir(parents=True, exist_ok=True)
         trainer.store.listing()  # which removes what has expired

@@ -13,6 +13,7 @@ import torch
 
 from tinker_lightning.server.checkpoints import CheckpointStore
 from tinker_lightning.server.engine.catalog import Catalog
+from tinker_lightning.server.loss_registry import LossRegistry
 from tinker_lightning.server.registry import Registry, Session
 from tinker_lightning.server.sampling import Sampling
 from tinker_lightning.server.scheduler import GAP_TIMEOUT, Operation, Scheduler
@@ -41,6 +42,8 @@ class EmbeddedTrainer:
         data_dir: Where checkpoints are kept.
         dtype: What the models compute in; float64 is for checking numerics.
         gap_timeout: How many seconds a model's requests wait for one that is missing in their order.
+        allow_pickled_losses: Whether to run pickled functions that clients send. Whoever can send one can do with this
+            process what they like.
     """
 
     def __init__(
@@ -50,12 +53,14 @@ class EmbeddedTrainer:
         data_dir: Path | str | None = None,
         dtype: torch.dtype = torch.float32,
         gap_timeout: float = GAP_TIMEOUT,
+        allow_pickled_losses: bool = False,
     ) -> None:
         self.catalog = Catalog(models, dtype=dtype)
         self.store = CheckpointStore(Path(data_dir or default_data_dir()).expanduser().absolute() / "checkpoints")
         self.registry = Registry()
         self.scheduler = Scheduler(gap_timeout)
-        self.training = Training(self.registry, self.catalog, self.store, self.scheduler)
+        self.losses = LossRegistry(allow_pickled_losses)
+        self.training = Training(self.registry, self.catalog, self.store, self.scheduler, self.losses)
         self.sampling = Sampling(self.registry, self.catalog, self.store, self.scheduler)
         self._closing = False
         self._waiters: set[Callable[[], object]] = set()
@@ -73,8 +78,12 @@ class EmbeddedTrainer:
         """Ends a session; its memory is freed behind what it still has to do."""
         session = self.registry.session(session_id)
         session.finished = True
-        free = Operation(f"{session_id}:finish", "finish", lambda: self.registry.free(session), session=session_id)
-        self.scheduler.submit(free)
+
+        def free() -> None:
+            self.registry.free(session)
+            self.losses.free(session_id)
+
+        self.scheduler.submit(Operation(f"{session_id}:finish", "finish", free, session=session_id))
 
     @contextmanager
     def waking(self, wake: Callable[[], object]) -> Iterator[None]:

@@ -6,9 +6,14 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.losses.batch_loss import BatchLoss
 from tinker_lightning.server.checkpoints import CheckpointStore, CheckpointSummary, TinkerPath
 from tinker_lightning.server.engine.adapter import Adapter
+from tinker_lightning.server.engine.batch_pass import run_batch_pass
+from tinker_lightning.server.engine.losses import BoundGraph
 from tinker_lightning.server.engine.passes import run_pass
+from tinker_lightning.server.engine.python_loss import PythonLoss
+from tinker_lightning.server.loss_registry import CUSTOM, LossRegistry
 from tinker_lightning.server.registry import Model, Registry, Sampler
 from tinker_lightning.server.scheduler import Operation, Scheduler
 from tinker_lightning.types import AdamParams, ForwardBackwardOutput, LoraConfig, OptimStepResponse
@@ -27,8 +32,16 @@ if TYPE_CHECKING:
 class Training:
     """Turns requests into operations; each returns at once, and its result comes with the operation."""
 
-    def __init__(self, registry: Registry, catalog: Catalog, store: CheckpointStore, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        catalog: Catalog,
+        store: CheckpointStore,
+        scheduler: Scheduler,
+        losses: LossRegistry,
+    ) -> None:
         self._registry = registry
+        self._losses = losses
         self._catalog = catalog
         self._store = store
         self._scheduler = scheduler
@@ -68,10 +81,27 @@ class Training:
 
     def forward_backward(self, request: rq.ForwardBackwardRequest) -> Operation:
         """A pass, with or without a gradient."""
+        config = dict(request.loss_fn_config)
+        loss_id = config.pop("loss_id", None) if request.loss_fn == CUSTOM else None
+        session_id = self._registry.model(request.model_id).session_id
+        # Looked up now and not when its turn comes: another loss may have the name by then.
+        found = self._losses.find(session_id, request.loss_fn, loss_id)
 
         def run(base: BaseModel, adapter: Adapter) -> ForwardBackwardOutput:
-            config, forward_only = request.loss_fn_config, request.forward_only
-            return run_pass(base, adapter, request.data, request.loss_fn, config, forward_only=forward_only)
+            loss = found()
+            options: Any = {"forward_only": request.forward_only, "scale": request.scale}
+            if isinstance(loss, BatchLoss | PythonLoss):
+                return run_batch_pass(base, adapter, request.data, loss, config, request.loss_fn_inputs, **options)
+            if request.loss_fn_inputs:
+                raise InvalidInput(
+                    f"loss_fn_inputs: {request.loss_fn} reads them from each datum; inputs of the whole batch are for "
+                    "losses that were registered under a name"
+                )
+            if loss is None:
+                return run_pass(base, adapter, request.data, request.loss_fn, config, **options)
+            if config:
+                raise InvalidInput(f"loss_fn_config: {next(iter(config))} is not known; a custom loss takes loss_id")
+            return run_pass(base, adapter, request.data, BoundGraph(loss), {}, **options)
 
         kind = "forward" if request.forward_only else "forward_backward"
         tokens = sum(datum.model_input.length for datum in request.data if datum.model_input.is_text)

@@ -1,4 +1,4 @@
-"""Reads what a built-in loss needs from a datum, and applies it: names, shapes, defaults, metrics."""
+"""Reads what a loss needs from a datum, and applies it: built-in losses, and graphs that clients have uploaded."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss, LossNotFinite, LossWithoutGradient
 from tinker_lightning.losses import builtin
 
 if TYPE_CHECKING:
+    from tinker_lightning.losses.datum_loss import DatumLoss
     from tinker_lightning.types import Datum
 
 
@@ -41,6 +42,21 @@ LOSSES: Mapping[str, LossSpec] = {
     "dro": LossSpec(builtin.dro, _POLICY, {"beta": 0.05}),
     "gspo": LossSpec(builtin.gspo, (*_POLICY, "sequence_ratio_mask"), _CLIP),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The loss of one datum.
+
+    Args:
+        value: The loss.
+        term: What the backward starts from: its gradient by the log-probabilities is the loss's.
+        metrics: Sums, to be added up over datums.
+    """
+
+    value: float
+    term: Tensor
+    metrics: dict[str, float]
 
 
 class BoundLoss:
@@ -92,7 +108,16 @@ class BoundLoss:
             raise InvalidDatum(f"{name}: the entry at {at} is {tensor.values[tuple(at)]}; it must be finite")
         return tensor.to_torch().to(dtype)
 
-    def metrics(self, logprobs: Tensor, arguments: list[Any]) -> dict[str, float]:
+    def evaluate(self, logprobs: Tensor, arguments: list[Any]) -> Evaluated:
+        """The loss of a datum."""
+        value = self.spec.formula(logprobs, *arguments).sum()
+        return Evaluated(value.item(), value, self._metrics(logprobs.detach(), arguments))
+
+    def reduce(self, metrics: Mapping[str, float], _: int) -> dict[str, float]:
+        """The metrics of a batch from their sums over its datums."""
+        return dict(metrics)
+
+    def _metrics(self, logprobs: Tensor, arguments: list[Any]) -> dict[str, float]:
         """What helps to watch a run, of one datum: sums, to be added up over datums."""
         if self.name == "cross_entropy":
             return {"weights:sum": float(arguments[0].sum())}
@@ -106,3 +131,67 @@ class BoundLoss:
             low, high = (torch.as_tensor(bound, dtype=ratio.dtype) for bound in arguments[-2:])
             metrics["clipped_tokens:sum"] = float((counted & ((ratio < low) | (ratio > high))).sum())
         return metrics
+
+
+class BoundGraph:
+    """A loss that a client has uploaded for single datums, ready for those of one request."""
+
+    def __init__(self, loss: DatumLoss) -> None:
+        self.name = loss.name
+        self._loss = loss
+
+    def read(self, datum: Datum, *, dtype: torch.dtype, forward_only: bool) -> list[Any]:
+        """The inputs behind the log-probabilities, from one datum; not yet dense, for sparse ones can be any size.
+
+        Raises:
+            InvalidInput: If one is missing, or the loss cannot take it.
+        """
+        del forward_only
+        selected = self._loss.select(datum.loss_fn_inputs)
+        # On shapes alone, so that what cannot work is refused before the model has run.
+        self._loss.check(datum.loss_fn_inputs["target_tokens"].shape, selected, dtype)
+        return selected
+
+    def evaluate(self, logprobs: Tensor, arguments: list[Any]) -> Evaluated:
+        """The loss of a datum. Its own graph is gone when this returns; what remains is linear in the gradient.
+
+        Raises:
+            InvalidLoss: If a call of the graph fails or takes too much, or there is no gradient.
+        """
+        leaf = logprobs.detach().requires_grad_(torch.is_grad_enabled())
+        loss, metrics = self._loss(leaf, self._loss.tensors(arguments, logprobs.dtype))
+        numbers = {name: float(value.detach()) for name, value in metrics.items()}
+        if not torch.is_grad_enabled():
+            return Evaluated(loss.item(), loss, numbers)
+        gradient = loss_gradient(loss, leaf)
+        # As a client's own custom loss does it: the linear loss that has the same gradient.
+        return Evaluated(loss.item(), (gradient * logprobs).sum(), numbers)
+
+    def reduce(self, metrics: Mapping[str, float], datums: int) -> dict[str, float]:
+        """The metrics of a batch from their sums over its datums."""
+        return {name: value / datums if name.endswith(":mean") else value for name, value in metrics.items()}
+
+
+def loss_gradient(loss: Tensor, leaf: Tensor) -> Tensor:
+    """The gradient of a loss by what it was computed from.
+
+    Raises:
+        InvalidLoss: If there is none, or it is not finite.
+    """
+    if not loss.requires_grad:
+        raise LossWithoutGradient(
+            "the loss does not depend on what it is given of the model, so there is nothing to train; look for a "
+            "detach() or torch.no_grad() in between"
+        )
+    try:
+        gradient: Tensor | None = torch.autograd.grad(loss, leaf, allow_unused=True)[0]
+    except RuntimeError as error:  # what is changed in place after it was used has no gradient
+        raise InvalidLoss(f"the loss has no gradient: {str(error).partition(chr(10))[0][:300]}") from error
+    if gradient is None:
+        return torch.zeros_like(leaf)
+    if not torch.isfinite(gradient).all():
+        raise LossNotFinite(
+            f"the loss is {loss.item()}, but its gradient has NaN or infinite entries. Look for a square root or a "
+            "norm of zero, or 0 * inf behind a torch.where."
+        )
+    return gradient

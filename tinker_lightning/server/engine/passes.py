@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tinker_lightning.errors import InvalidDatum, InvalidInput, OperationFailed
+from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss, OperationFailed
 from tinker_lightning.server.engine.batching import group_by_length
-from tinker_lightning.server.engine.losses import BoundLoss
+from tinker_lightning.server.engine.losses import BoundGraph, BoundLoss
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from tinker_lightning.server.engine.adapter import Adapter
     from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.losses import Evaluated
     from tinker_lightning.types import Datum, ModelInput
 
 # How many positions, padding included, go through the model at once. Activations take about 2.5 MB each on a model of
@@ -45,19 +46,22 @@ def run_pass(
     base: BaseModel,
     adapter: Adapter,
     data: Sequence[Datum],
-    loss_fn: str,
+    loss_fn: str | BoundGraph,
     loss_fn_config: Mapping[str, float | str],
     *,
     forward_only: bool = False,
+    scale: float = 1.0,
     token_budget: int = TOKEN_BUDGET,
 ) -> ForwardBackwardOutput:
     """The log-probabilities of every target and the summed loss; adds the loss's gradient unless `forward_only`.
+
+    `scale` multiplies the gradient and nothing else.
 
     Raises:
         InvalidInput: If a datum cannot be used; names the datum and its field. Nothing was computed.
         OperationFailed: If the loss or its gradient is not finite. The adapter is as it was.
     """
-    loss = BoundLoss(loss_fn, loss_fn_config)
+    loss = BoundLoss(loss_fn, loss_fn_config) if isinstance(loss_fn, str) else loss_fn
     dtype = next(iter(adapter.weights.tensors.values())).dtype
     if not data:
         raise InvalidInput("data: the batch is empty; send at least one datum")
@@ -68,23 +72,31 @@ def run_pass(
     total = 0.0
     with base.lora.use(adapter.weights) as parameters, torch.no_grad() if forward_only else nullcontext():
         for batch in group_by_length([len(example.tokens_T) for example in examples], token_budget):
-            values: list[Tensor] = []
+            terms: list[Tensor] = []
             logprobs_B = _logprobs(base, [examples[i] for i in batch])
             for i, logprobs in zip(batch, logprobs_B, strict=True):
-                value = loss.spec.formula(logprobs, *examples[i].arguments).sum()
-                if not torch.isfinite(value):
-                    raise OperationFailed(f"datum {i}: its {loss_fn} is {value.item()}; nothing of the batch was added")
-                values.append(value)
-                total += value.item()
-                detached = logprobs.detach()
-                outputs[i] = {"logprobs": TensorData.from_torch(detached)}
-                metrics.update(loss.metrics(detached, examples[i].arguments))
+                evaluated = _evaluate(i, loss, logprobs, examples[i].arguments)
+                terms.append(evaluated.term if scale == 1 else evaluated.term * scale)
+                total += evaluated.value
+                outputs[i] = {"logprobs": TensorData.from_torch(logprobs.detach())}
+                metrics.update(evaluated.metrics)
             if not forward_only:
-                torch.autograd.backward(values)
+                torch.autograd.backward(terms)
         if not forward_only:
             adapter.add_gradient(parameters)
-    metrics["tokens:sum"] = sum(len(example.tokens_T) for example in examples)
-    return ForwardBackwardOutput(outputs, {"loss:sum": total, **metrics})
+    tokens = sum(len(example.tokens_T) for example in examples)
+    reduced = loss.reduce(metrics, len(examples))
+    return ForwardBackwardOutput(outputs, {"loss:sum": total, **reduced, "tokens:sum": tokens})
+
+
+def _evaluate(index: int, loss: BoundLoss | BoundGraph, logprobs: Tensor, arguments: list[Any]) -> Evaluated:
+    try:
+        evaluated = loss.evaluate(logprobs, arguments)
+    except InvalidLoss as error:
+        raise type(error)(f"datum {index}: {loss.name}: {error}") from error
+    if not math.isfinite(evaluated.value):
+        raise OperationFailed(f"datum {index}: its {loss.name} is {evaluated.value}; nothing of the batch was added")
+    return evaluated
 
 
 def _logprobs(base: BaseModel, examples: Sequence[_Example]) -> list[Tensor]:
@@ -105,24 +117,50 @@ def _logprobs(base: BaseModel, examples: Sequence[_Example]) -> list[Tensor]:
 
 
 def _read(
-    index: int, datum: Datum, base: BaseModel, loss: BoundLoss, dtype: torch.dtype, *, forward_only: bool
+    index: int, datum: Datum, base: BaseModel, loss: BoundLoss | BoundGraph, dtype: torch.dtype, *, forward_only: bool
 ) -> _Example:
     try:
         tokens = read_tokens("model_input", datum.model_input, base)
-        targets = datum.loss_fn_inputs.get("target_tokens")
-        if targets is None:
-            raise InvalidDatum("target_tokens: missing; every loss needs the tokens to predict")
-        if not math.prod(targets.shape):
-            raise InvalidDatum(f"target_tokens: has the shape {targets.shape}, so there is nothing to predict")
-        if len(targets.shape) == 2 and targets.shape[1] > base.vocab_size:
-            # Checked before it is made dense: a few bytes of sparse rows can claim any width.
-            raise InvalidDatum(f"target_tokens: {targets.shape[1]} alternatives are more than the vocabulary has")
-        targets_TK = targets.to_torch()
-        _check_range("target_tokens", targets_TK, base.vocab_size)
+        targets = _read_targets(datum, base)
         arguments = loss.read(datum, dtype=dtype, forward_only=forward_only)
     except InvalidInput as error:
         raise InvalidDatum(f"datum {index}: {error}") from error
-    return _Example(tokens, targets_TK.reshape(len(tokens), -1), targets.shape, arguments)
+    return _Example(tokens, targets.reshape(len(tokens), -1), list(targets.shape), arguments)
+
+
+def read_targets(data: Sequence[Datum], lengths: Sequence[int], base: BaseModel) -> list[Tensor]:
+    """The targets of datums that are to be stacked.
+
+    Raises:
+        InvalidDatum: If a datum has none, ids outside the vocabulary, or another number of alternatives than others.
+    """
+    found: list[Tensor] = []
+    for i, (datum, length) in enumerate(zip(data, lengths, strict=True)):
+        try:
+            targets = _read_targets(datum, base)
+        except InvalidInput as error:
+            raise InvalidDatum(f"datum {i}: {error}") from error
+        if len(targets) != length or (found and targets.shape[1:] != found[0].shape[1:]):
+            raise InvalidDatum(
+                f"datum {i}: target_tokens has the shape {list(targets.shape)}; give as many alternatives for each of "
+                f"its {length} tokens as datum 0 has"
+            )
+        found.append(targets)
+    return found
+
+
+def _read_targets(datum: Datum, base: BaseModel) -> Tensor:
+    targets = datum.loss_fn_inputs.get("target_tokens")
+    if targets is None:
+        raise InvalidDatum("target_tokens: missing; every loss needs the tokens to predict")
+    if not math.prod(targets.shape):
+        raise InvalidDatum(f"target_tokens: has the shape {targets.shape}, so there is nothing to predict")
+    if len(targets.shape) == 2 and targets.shape[1] > base.vocab_size:
+        # Checked before it is made dense: a few bytes of sparse rows can claim any width.
+        raise InvalidDatum(f"target_tokens: {targets.shape[1]} alternatives are more than the vocabulary has")
+    dense = targets.to_torch()
+    _check_range("target_tokens", dense, base.vocab_size)
+    return dense
 
 
 def read_tokens(name: str, model_input: ModelInput, base: BaseModel) -> Tensor:

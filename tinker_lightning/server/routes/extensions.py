@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
 
 from tinker_lightning.server.http import answer
-from tinker_lightning.server.routes import sampling, trainer_of, training
+from tinker_lightning.server.routes import losses, sampling, trainer_of, training
 from tinker_lightning.server.routes.futures import answer_result
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tinker_lightning.server.engine.base import BaseModel
 
 # The names under which clients find them in get_server_capabilities.
-NAMES = ("submit_and_wait", "tokenizer_files")
+NAMES = ("server_losses", "submit_and_wait", "tokenizer_files")
 
 
 async def tokenizer(request: Request) -> Response:
@@ -41,6 +41,7 @@ routes = [
     # The same submissions, but each is answered with its result: one round trip instead of two.
     *(
         Route(path, answer_result(submit), methods=["POST"])
-        for path, submit in {**training.submissions, **sampling.submissions}.items()
+        for path, submit in {**training.submissions, **losses.submissions, **sampling.submissions}.items()
     ),
+    *losses.extensions,
 ]

@@ -25,7 +25,7 @@ CLIENT_CONFIG = {
     "fwdbwd_max_chunk_bytes_count": MAX_JSON_BYTES // 2,
     "fwdbwd_dispatch_bytes_semaphore_size": 2 * MAX_BODY_BYTES,
     "sample_use_retrieve_futures": False,
-    "custom_loss_server_side": False,
+    "custom_loss_server_side": True,
     "create_model_via_load_weights": False,
 }
 

@@ -1,0 +1,216 @@
+"""Passes with a loss of the whole batch: on its logits, or on the log-probabilities of its targets, stacked.
+
+Shapes: B datums, T positions of the longest, V vocabulary, D hidden width, K alternatives per position.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+
+from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss, LossNotFinite
+from tinker_lightning.losses.batch_loss import check_diagnostic
+from tinker_lightning.losses.graph_run import Limits
+from tinker_lightning.server.engine.batching import group_by_length
+from tinker_lightning.server.engine.inputs import stack_inputs
+from tinker_lightning.server.engine.losses import loss_gradient
+from tinker_lightning.server.engine.passes import TOKEN_BUDGET, read_targets, read_tokens
+from tinker_lightning.types import ForwardBackwardOutput, TensorData
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from tinker_lightning.losses.batch_loss import LossFnOutput, Setting, Source
+    from tinker_lightning.server.engine.adapter import Adapter
+    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.types import Datum
+
+# A loss on logits sees those of the whole batch at once, and keeps several tensors of their size: a gigabyte each.
+MAX_LOGITS = 1 << 28
+
+
+class StackedLoss(Protocol):
+    """A loss of a batch: a graph that was uploaded, or a Python function of this process."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+
+    @property
+    def source(self) -> Source:
+        """What it is computed from."""
+
+    def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
+        """All settings, with those of a call."""
+
+    def inputs(self, present: Iterable[str]) -> tuple[str, ...]:
+        """The names of the inputs that it reads, of those that are there."""
+
+    def check(
+        self,
+        sources: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        hyperparameters: Mapping[str, Setting],
+        limits: Limits,
+    ) -> None:
+        """Refuses what can be seen from shapes alone."""
+
+    def __call__(
+        self,
+        sources: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        hyperparameters: Mapping[str, Setting],
+        limits: Limits,
+    ) -> LossFnOutput:
+        """The loss."""
+
+
+def run_batch_pass(
+    base: BaseModel,
+    adapter: Adapter,
+    data: Sequence[Datum],
+    loss: StackedLoss,
+    loss_fn_config: Mapping[str, float | str],
+    loss_fn_inputs: Mapping[str, TensorData],
+    *,
+    forward_only: bool = False,
+    scale: float = 1.0,
+    token_budget: int = TOKEN_BUDGET,
+) -> ForwardBackwardOutput:
+    """The loss of a batch and what it returns; adds `scale` times its gradient unless `forward_only`.
+
+    Raises:
+        InvalidInput: If a datum, an input or a setting cannot be used, or the loss cannot be trained on. The adapter
+            is as it was.
+        OperationFailed: If the gradient is not finite.
+    """
+    if not data:
+        raise InvalidInput("data: the batch is empty; send at least one datum")
+    settings = loss.settings(loss_fn_config)
+    dtype = next(iter(adapter.weights.tensors.values())).dtype
+    tokens_B = [_read(i, datum, base) for i, datum in enumerate(data)]
+    lengths = [len(tokens) for tokens in tokens_B]
+    targets_B = read_targets(data, lengths, base) if loss.source == "logprobs" else []
+    shape = [len(data), max(lengths), *(targets_B[0].shape[1:] if targets_B else [base.vocab_size])]
+    if math.prod(shape) > MAX_LOGITS:
+        raise InvalidInput(f"data: {shape} logits are more than {MAX_LOGITS} at once. Send fewer or shorter datums.")
+    limits = _limits(math.prod(shape))
+    names = loss.inputs({*loss_fn_inputs, *(name for datum in data for name in datum.loss_fn_inputs)})
+    inputs = stack_inputs(data, loss_fn_inputs, names, lengths, dtype, limits.elements)
+    mask_BT = pad_sequence([torch.ones(length, dtype=dtype) for length in lengths], batch_first=True)
+    loss.check(_sources(loss.source, torch.empty(shape, dtype=dtype, device="meta"), mask_BT), inputs, settings, limits)
+
+    with base.lora.use(adapter.weights) as parameters, torch.no_grad() if forward_only else nullcontext():
+        hidden_B = _hidden_states(base, tokens_B, token_budget)
+        if loss.source == "logits":
+            model_output = base.head(pad_sequence(hidden_B, batch_first=True)).to(dtype)
+        else:
+            model_output = _target_logprobs(base, hidden_B, targets_B)
+        leaf = model_output.detach().requires_grad_(not forward_only)
+        output = loss(_sources(loss.source, leaf, mask_BT), inputs, settings, limits)
+        value = _scalar(loss.name, output.loss)
+        if not forward_only:
+            gradient = loss_gradient(output.loss, leaf)
+            returned = output.logprobs.detach() if isinstance(output.logprobs, Tensor) else output.logprobs
+            diagnostics = _numbers(loss.name, output.diagnostics)
+            del output, leaf  # the loss's own graph, before the model's backward needs the memory
+            model_output.backward(gradient if scale == 1 else gradient * scale)
+            adapter.add_gradient(parameters)
+        else:
+            returned, diagnostics = output.logprobs, _numbers(loss.name, output.diagnostics)
+    if returned is None and loss.source == "logprobs":
+        returned = model_output.detach()
+    metrics = {**diagnostics, "loss:sum": value, "tokens:sum": float(sum(lengths))}
+    return ForwardBackwardOutput(_per_datum(returned, lengths), metrics)
+
+
+def _limits(elements: int) -> Limits:
+    """What a loss may take grows with what it is given."""
+    return Limits(elements=max(1 << 23, 2 * elements), total=max(1 << 27, 64 * elements), seconds=60.0)
+
+
+def _sources(source: Source, model_output: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
+    if source == "logits":
+        return {"model_outputs": model_output, "attention_mask": mask_BT.clone()}
+    return {"logprobs": model_output}
+
+
+def _read(index: int, datum: Datum, base: BaseModel) -> Tensor:
+    try:
+        return read_tokens("model_input", datum.model_input, base)
+    except InvalidInput as error:
+        raise InvalidDatum(f"datum {index}: {error}") from error
+
+
+def _hidden_states(base: BaseModel, tokens_B: Sequence[Tensor], token_budget: int) -> list[Tensor]:
+    """The hidden states of each datum, `[T, D]`.
+
+    If they do not fit into one pass, activations are not kept but computed again in the backward.
+    """
+    batches = group_by_length([len(tokens) for tokens in tokens_B], token_budget)
+    hidden_B: list[Tensor] = [torch.empty(0)] * len(tokens_B)
+    for batch in batches:
+        tokens_BT = pad_sequence([tokens_B[i] for i in batch], batch_first=True)
+        if len(batches) > 1 and torch.is_grad_enabled():
+            hidden_BTD = checkpoint(base.hidden_states, tokens_BT, use_reentrant=False, preserve_rng_state=False)
+        else:
+            hidden_BTD = base.hidden_states(tokens_BT)
+        for i, hidden_TD in zip(batch, hidden_BTD, strict=True):
+            hidden_B[i] = hidden_TD[: len(tokens_B[i])]
+    return hidden_B
+
+
+def _target_logprobs(base: BaseModel, hidden_B: Sequence[Tensor], targets_B: Sequence[Tensor]) -> Tensor:
+    """`[B, T]` or `[B, T, K]`, zero behind the end of shorter datums."""
+    targets_NK = torch.cat([targets.reshape(len(targets), -1) for targets in targets_B])
+    parts = base.target_logprobs(torch.cat(list(hidden_B)), targets_NK).split([len(targets) for targets in targets_B])
+    return pad_sequence(
+        [part.reshape(targets.shape) for part, targets in zip(parts, targets_B, strict=True)], batch_first=True
+    )
+
+
+def _scalar(name: str, loss: Any) -> float:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        shape = f"a tensor of {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise InvalidLoss(f"{name} must return one real number as its loss, got {shape}; use .sum() or .mean()")
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise LossNotFinite(
+            f"{name} is {value}. Look for a division by zero, the log of zero, or an exp that overflows; padding has "
+            "attention_mask 0, but logits like any other position."
+        )
+    return value
+
+
+def _numbers(loss: str, diagnostics: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {}
+    for name, value in diagnostics.items():
+        check_diagnostic(name)
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise InvalidLoss(
+                f"{loss}: the diagnostic {name!r} has the shape {list(value.shape)}; use .sum() or .mean()"
+            )
+        try:
+            number = float(value.detach()) if isinstance(value, Tensor) else float(value)
+        except (TypeError, ValueError) as error:
+            raise InvalidLoss(f"{loss}: the diagnostic {name!r} is no number, but {type(value).__name__}") from error
+        # The protocol wants every metric's name to say how chunks are put together. Here there is only one.
+        numbers[name if ":" in name else f"{name}:unique"] = number
+    return numbers
+
+
+def _per_datum(logprobs: Any, lengths: Sequence[int]) -> list[dict[str, TensorData]]:
+    """What the loss returns for each datum, without padding; nothing where it is not by datum."""
+    if not isinstance(logprobs, Tensor) or not logprobs.ndim or logprobs.shape[0] != len(lengths):
+        return [{} for _ in lengths]
+    by_token = logprobs.ndim > 1 and logprobs.shape[1] == max(lengths)
+    return [
+        {"logprobs": TensorData.from_torch(row[:length] if by_token else row.reshape(-1))}
+        for row, length in zip(logprobs.to(torch.float32), lengths, strict=True)
+    ]

@@ -1,0 +1,83 @@
+"""The inputs of a loss of a whole batch: those of its datums, stacked, and those that were given once."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.types.datum import PER_TOKEN
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tinker_lightning.types import Datum, TensorData
+
+
+def stack_inputs(
+    data: Sequence[Datum],
+    once: Mapping[str, TensorData],
+    names: Sequence[str],
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    max_elements: int,
+) -> dict[str, Tensor]:
+    """The named inputs, with a row for each datum; those given once for the batch stay as they are.
+
+    Where datums have one row for each token they become `[B, T, ...]`, with zeros behind the end of shorter ones; where
+    they have one number, `[B]`; other inputs must have the same shape in all datums.
+
+    Raises:
+        InvalidInput: If one is missing in a datum, is given twice, or the datums' shapes do not fit each other.
+    """
+    inputs = {}
+    for name in names:
+        holders = [i for i, datum in enumerate(data) if name in datum.loss_fn_inputs]
+        if name in once:
+            if holders:
+                raise InvalidInput(f"loss_fn_inputs: {name} is given for the batch, and by datum {holders[0]} too")
+            _check_size(name, math.prod(once[name].shape), max_elements)
+            inputs[name] = _tensor(once[name], dtype)
+            continue
+        if len(holders) < len(data):
+            lacking = next(i for i in range(len(data)) if i not in holders)
+            raise InvalidDatum(f"datum {lacking}: {name}: missing; datum {holders[0]} has it, and the loss reads it")
+        inputs[name] = _stacked(name, [datum.loss_fn_inputs[name] for datum in data], lengths, dtype, max_elements)
+    return inputs
+
+
+def _stacked(
+    name: str, tensors: Sequence[TensorData], lengths: Sequence[int], dtype: torch.dtype, max_elements: int
+) -> Tensor:
+    shapes = [tensor.shape for tensor in tensors]
+    by_token = all(shape[:1] == [length] for shape, length in zip(shapes, lengths, strict=True))
+    rows = max(lengths) if by_token else math.prod(shapes[0][:1])
+    # Before anything is made dense: a few bytes of sparse rows can claim any size.
+    _check_size(name, len(tensors) * max(rows * math.prod(shape[1:]) for shape in shapes), max_elements)
+    # Protobuf does not tell a number from a vector of one.
+    if name not in PER_TOKEN and all(math.prod(shape) == 1 and len(shape) < 2 for shape in shapes):
+        return torch.stack([_tensor(tensor, dtype).reshape(()) for tensor in tensors])
+    trailing = [shape[1:] for shape in shapes]
+    if by_token and all(shape == trailing[0] for shape in trailing):
+        return pad_sequence([_tensor(tensor, dtype) for tensor in tensors], batch_first=True)
+    if all(shape == shapes[0] for shape in shapes):
+        return torch.stack([_tensor(tensor, dtype) for tensor in tensors])
+    i = next(i for i, shape in enumerate(shapes) if shape != shapes[0])
+    raise InvalidDatum(
+        f"datum {i}: {name} has the shape {shapes[i]}, but that of datum 0 {shapes[0]}. Give one row for each token, "
+        "or the same shape with every datum."
+    )
+
+
+def _tensor(tensor: TensorData, dtype: torch.dtype) -> Tensor:
+    dense = tensor.to_torch()
+    return dense.to(dtype) if dense.is_floating_point() else dense
+
+
+def _check_size(name: str, elements: int, max_elements: int) -> None:
+    if elements > max_elements:
+        raise InvalidInput(f"loss_fn_inputs: {name}: {elements} values are more than the {max_elements} that are taken")

@@ -1,0 +1,96 @@
+"""A loss of a whole batch that is a Python function of this process, run as it is and without bounds."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tinker_lightning.errors import InvalidInput, InvalidLoss, TinkerLightningError
+from tinker_lightning.losses.batch_loss import LossFnOutput, Setting, Source, check_name
+from tinker_lightning.losses.tracing_batch import read_hyperparameters
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from tinker_lightning.losses.graph_run import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class PythonLoss:
+    """A function with the signature of its source, under a name."""
+
+    name: str
+    source: Source
+    function: Callable[..., Any]
+    defaults: Mapping[str, Setting]
+    description: str
+
+    @classmethod
+    def of(cls, name: str, source: Source, function: Any) -> PythonLoss:
+        """A function that was looked at.
+
+        Raises:
+            InvalidLoss: If it has not the parameters of a loss.
+        """
+        check_name(name)
+        if not callable(function):
+            raise InvalidLoss(f"{name} must be a function, got {type(function).__name__}")
+        description = (inspect.getdoc(function) or "").partition("\n")[0]
+        return cls(name, source, function, read_hyperparameters(function, source), description[:200])
+
+    def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
+        """All settings, with those of a call."""
+        values = dict(self.defaults)
+        for name, value in given.items():
+            if name not in values:
+                known = ", ".join(values) or "no settings at all"
+                raise InvalidInput(f"loss_fn_config: {self.name} does not know {name!r}; it takes {known}")
+            default = values[name]
+            if isinstance(default, int) and isinstance(value, float) and value.is_integer():
+                value = type(default)(value)  # the wire knows numbers only as floats
+            values[name] = value
+        return values
+
+    def inputs(self, present: Iterable[str]) -> tuple[str, ...]:
+        """All inputs that are there: only the function knows which it reads."""
+        return tuple(present)
+
+    def check(self, *_: Any) -> None:
+        """Nothing can be told before it runs."""
+
+    def __call__(
+        self,
+        sources: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        hyperparameters: Mapping[str, Setting],
+        limits: Limits,
+    ) -> LossFnOutput:
+        """What the function returns.
+
+        Raises:
+            InvalidLoss: If it raises, or returns something else than a loss.
+        """
+        del limits
+        try:
+            if self.source == "logits":
+                given = (sources["model_outputs"], dict(inputs), sources["attention_mask"])
+                returned = self.function(*given, **hyperparameters)
+            else:
+                returned = self.function(dict(inputs), sources["logprobs"], **hyperparameters)
+        except KeyError as error:
+            raise InvalidInput(f"loss_fn_inputs: {error.args[0]}: missing; {self.name} reads it") from error
+        except TinkerLightningError:
+            raise
+        except Exception as error:
+            raise InvalidLoss(f"{self.name} raised {type(error).__name__}: {error}") from error
+        if self.source == "logprobs" and isinstance(returned, tuple) and len(returned) == 2:
+            return LossFnOutput(returned[0], None, returned[1])
+        # By its fields, for a function that was pickled elsewhere may return a class of its own.
+        if all(hasattr(returned, field) for field in ("loss", "logprobs", "diagnostics")):
+            return LossFnOutput(returned.loss, returned.logprobs, returned.diagnostics or {})
+        wanted = "a LossFnOutput" if self.source == "logits" else "(loss, metrics)"
+        raise InvalidLoss(f"{self.name} must return {wanted}, but returned {type(returned).__name__}")
