@@ -1,87 +1,127 @@
-"""Starts the embedded trainer and fine-tunes its `tiny` model on it with a custom loss, through the official SDK.
+"""Teaches SmolLM2-135M to take the orders in a café: what guests say becomes a ticket that a program can read.
 
-Run it with `python examples/quickstart.py`. No account, no GPU and no download are needed.
+Run it with `tox -e demo`, or `python examples/quickstart.py [FOLDER]`. It needs no account and no GPU, for the trainer
+runs in this process; give `base_url` the address of a Tinker server, and the same code trains there.
 """
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
+import csv
+import json
+import math
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-import tinker
+import lightning.pytorch as pl
 import torch
-from tinker import types
+import wandb
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.utils.data import DataLoader
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tinker_lightning import Datum, RemoteModule, SamplingParams, collate
 
-LESSONS = (
-    ("What is the capital of France?", "Paris."),
-    ("What is the capital of Italy?", "Rome."),
-    ("What is the capital of Japan?", "Tokyo."),
-)
-STEPS = 120
-
-
-@contextlib.contextmanager
-def embedded_trainer(model: str) -> Iterator[str]:
-    """Runs `tinker-lightning serve` in a process of its own and yields its URL."""
-    command = [sys.executable, "-m", "tinker_lightning", "serve", "--model", model, "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
-        announcement = process.stdout.readline().strip()
-        if not announcement:
-            raise SystemExit(f"the server did not start; `{' '.join(command)}` says why")
-        print(announcement)
-        try:
-            yield announcement.rsplit(" ", 1)[-1]
-        finally:
-            process.terminate()
+DATA = Path(__file__).parent / "data"
 
 
-def lesson(tokenizer: Any, question: str, answer: str) -> types.Datum:
-    """Position i of the input predicts target i; only the answer counts."""
-    prompt = tokenizer.encode(f"Q: {question}\nA: ")
-    reply = [*tokenizer.encode(answer), tokenizer.eos_token_id]
-    tokens, weights = prompt + reply, [0.0] * len(prompt) + [1.0] * len(reply)
-    inputs: dict[str, Any] = {"target_tokens": tokens[1:], "weights": weights[1:]}
-    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+class Barista(RemoteModule):
+    def loss(self, data: list[Datum], logprobs: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The mean over tokens, and beside it each ticket's least likely token, for one wrong token spoils a ticket.
+
+        It counts until it has half of the probability: from there on greedy sampling is certain to take it.
+        """
+        tickets = [p[datum.loss_fn_inputs["weights"].to_torch() > 0] for datum, p in zip(data, logprobs, strict=True)]
+        nll = -torch.cat(tickets).mean()
+        weakest = torch.stack([ticket.min() for ticket in tickets])
+        doubt = (math.log(0.5) - weakest).relu().mean()
+        return nll + 0.1 * doubt, {"train_nll": nll, "train_doubt": doubt}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        steps = int(self.trainer.estimated_stepping_batches)
+        warmup = LinearLR(optimizer, start_factor=0.25, total_iters=steps // 8)
+        cosine = CosineAnnealingLR(optimizer, T_max=steps - steps // 8)
+        schedule = SequentialLR(optimizer, [warmup, cosine], milestones=[steps // 8])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def sampling_params(self) -> SamplingParams:
+        return SamplingParams(max_tokens=40, temperature=0)
 
 
-def focal_loss(data: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-    """Cross-entropy that cares most about the tokens the model is least sure of (Lin et al. 2017)."""
-    weights = torch.cat([datum.loss_fn_inputs["weights"].to_torch() for datum in data])
-    logp = torch.cat(logprobs)
-    nll = -(weights * logp).sum() / weights.sum()
-    loss = -(weights * (1 - logp.exp()) ** 2 * logp).sum() / weights.sum()
-    return loss, {"nll": nll.item()}
+def main(folder: Path | str = "runs/quickstart", model: str = "smollm2-135m") -> None:
+    pl.seed_everything(0)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    table = CSVLogger(folder, name="")
+    trainer = pl.Trainer(
+        strategy="tinker",
+        max_epochs=3,
+        accumulate_grad_batches=4,
+        val_check_interval=0.5,
+        logger=[table, WandbLogger(save_dir=folder, offline=True, settings=wandb.Settings(silent=True))],
+        log_every_n_steps=1,
+        callbacks=[ModelCheckpoint(monitor="val_loss", filename="best")],
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        inference_mode=False,
+    )
+    with Barista(model, rank=16, learning_rate=1e-3, base_url="embedded") as barista:
+        tokenizer = barista.lm.backend.get_tokenizer()
+        lessons, orders = read_chats("train"), read_chats("validation")
+        train_loader = loader(lessons, tokenizer, batch_size=2, shuffle=True)
+        val_loader = loader(orders, tokenizer, batch_size=16)
+
+        orders = orders[:8]
+        prompts = tokenizer.apply_chat_template([o[:-1] for o in orders], tokenize=False, add_generation_prompt=True)
+        before = trainer.predict(barista, DataLoader(prompts, batch_size=8))
+        trainer.validate(barista, val_loader)
+        trainer.fit(barista, train_loader, val_loader)
+        after = trainer.predict(barista, DataLoader(prompts, batch_size=8))
+
+    show(orders, before, after)
+    plot(Path(table.log_dir))
+    print(f"\nThe loss curve, the table behind it and the best checkpoint are in {table.log_dir}.")
 
 
-def main() -> None:
-    with embedded_trainer("tiny") as url, tinker.ServiceClient(base_url=url, api_key="tml-local") as service:
-        client = service.create_lora_training_client(base_model="tiny", rank=16, seed=0)
-        tokenizer = client.get_tokenizer()
-        data = [lesson(tokenizer, question, answer) for question, answer in LESSONS]
-        first = last = float("nan")
-        for step in range(STEPS):
-            passed = client.forward_backward_custom(data, focal_loss)
-            stepped = client.optim_step(types.AdamParams(learning_rate=5e-3 * (1 - step / STEPS)))
-            last = passed.result().metrics["nll"]
-            first = last if step == 0 else first
-            if step % 20 == 0 or step == STEPS - 1:
-                norm = (stepped.result().metrics or {})["grad_norm"]
-                print(f"step {step:3d}  nll {last:6.3f}  grad_norm {norm:8.4f}  {'█' * round(10 * last)}")
-        assert last < first / 2, "the loss did not fall"
+def read_chats(part: str) -> list[list[dict[str, str]]]:
+    """Conversations in the usual form, one a line: `{"messages": [{"role": ..., "content": ...}, ...]}`."""
+    lines = (DATA / f"orders_{part}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["messages"] for line in lines]
 
-        sampler = client.save_weights_and_get_sampling_client()
-        for question, _ in LESSONS:
-            prompt = types.ModelInput.from_ints(tokenizer.encode(f"Q: {question}\nA: "))
-            greedy = types.SamplingParams(max_tokens=16, temperature=0)
-            (answer,) = sampler.sample(prompt, num_samples=1, sampling_params=greedy).result().sequences
-            print(f"Q: {question}  A: {tokenizer.decode(answer.tokens, skip_special_tokens=True)}")
+
+def loader(chats: list[list[dict[str, str]]], tokenizer: Any, **options: Any) -> DataLoader[Any]:
+    data: Any = [Datum.from_chat(chat, tokenizer) for chat in chats]
+    return DataLoader(data, collate_fn=collate, **options)
+
+
+def show(orders: list[list[dict[str, str]]], before: Any, after: Any) -> None:
+    answers = [[" ".join(answer["text"].split()) for answer in batches[0]] for batches in (before, after)]
+    for (_, order, _), old, new in zip(orders, *answers, strict=True):
+        print(f"\n{order['content']}\n  before  {old if len(old) < 90 else old[:89] + '…'}\n  after   {new}")
+    right = [sum(order[-1]["content"] == text for order, text in zip(orders, texts, strict=True)) for texts in answers]
+    print(f"\nTickets that are right: {right[0]} of {len(orders)} before, {right[1]} of {len(orders)} after.")
+
+
+def plot(folder: Path) -> None:
+    with (folder / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    train = [(int(row["step"]), float(row["train_nll"])) for row in rows if row["train_nll"]]
+    # A validation is logged under the last step before it; the first one was before training.
+    first, *later = [(int(row["step"]), float(row["val_loss"])) for row in rows if row["val_loss"]]
+    validation = [first, *((step + 1, loss) for step, loss in later)]
+    figure = Figure(figsize=(7, 3.8), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(*zip(*train, strict=True), ".-", color="tab:blue", alpha=0.8, label="training, one batch of two tickets")
+    axes.plot(*zip(*validation, strict=True), "o-", color="tab:orange", label="validation, 16 tickets never trained on")
+    axes.set(title="A chat model learns to take orders", xlabel="optimizer steps made", ylabel="loss per token (nats)")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(folder / "loss.png", dpi=120)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
