@@ -1,0 +1,188 @@
+"""Fabric and Accelerate wrap models, optimizers and loaders; a remote model behind their wrappers stays what it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from lightning import Fabric
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tinker_lightning import Datum, RemoteAdamW, RemoteLM, collate
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.testing import embedded_service
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tinker_lightning.client import ServiceClient
+
+DATA: Any = [Datum.from_tokens(list(text)) for text in (b"hello world, this is a text", b"a short one")]
+FRAMEWORKS = ["plain torch", "Fabric", "Accelerate"]
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[ServiceClient]:
+    with embedded_service() as service:
+        yield service
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    """Accelerate keeps its settings for the whole process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+class Setup:
+    """A remote model under a framework, with the framework's words for what every loop does."""
+
+    def __init__(self, framework: str, remote: RemoteLM, adamw: RemoteAdamW) -> None:
+        self.remote, self.adamw = remote, adamw
+        self.model: Any = remote
+        self.optimizer: Any = adamw
+        self.backward: Callable[[Tensor], None] = lambda loss: loss.backward()
+        self.clips: list[Callable[[], object]] = [
+            lambda: nn.utils.clip_grad_norm_(remote.parameters(), 1.0),
+            lambda: nn.utils.clip_grad_norm_(remote.parameters(), 1.0, foreach=False),
+            lambda: nn.utils.clip_grad_value_(remote.parameters(), 1.0),
+        ]
+        if framework == "Fabric":
+            fabric = Fabric(accelerator="cpu", devices=1)
+            self.model, self.optimizer = fabric.setup(remote, adamw)
+            self.backward = fabric.backward
+            self.clips = [
+                lambda: fabric.clip_gradients(self.model, self.optimizer, max_norm=1.0),
+                lambda: fabric.clip_gradients(self.model, self.optimizer, clip_val=1.0),
+            ]
+        elif framework == "Accelerate":
+            accelerator = Accelerator(cpu=True)
+            self.model, self.optimizer = accelerator.prepare(remote, adamw)
+            self.backward = accelerator.backward
+            self.clips = [
+                lambda: accelerator.clip_grad_norm_(self.model.parameters(), 1.0),
+                lambda: accelerator.clip_grad_value_(self.model.parameters(), 1.0),
+            ]
+
+    def loss(self) -> Tensor:
+        return -torch.cat(self.model(DATA)).mean()
+
+    def logprobs(self) -> list[list[float]]:
+        with torch.no_grad():
+            return [logprobs.tolist() for logprobs in self.model(DATA)]
+
+
+@pytest.fixture
+def new(service: ServiceClient) -> Callable[..., Setup]:
+    """Sets up models that begin alike."""
+
+    def new(framework: str, **adam: Any) -> Setup:
+        remote = RemoteLM(service.create_lora_training_client("tiny", rank=4, seed=1))
+        return Setup(framework, remote, RemoteAdamW(remote.parameters(), lr=1e-2, **adam))
+
+    return new
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_clipping_here_raises_and_costs_nothing(new: Callable[..., Setup], framework: str) -> None:
+    """The gradient is on the server: a clip here would be one of nothing."""
+    setup, untouched = new(framework), new(framework)
+    for each in (setup, untouched):
+        each.backward(each.loss())
+    for clip in setup.clips:
+        with pytest.raises(InvalidInput, match=r"that gradient is on the server .* grad_clip_norm"):
+            clip()
+    for each in (setup, untouched):
+        each.optimizer.step()
+    assert setup.logprobs() == untouched.logprobs()
+
+
+def test_the_server_clips_the_same_whoever_asks(new: Callable[..., Setup]) -> None:
+    found = {}
+    for framework, norm in [*((name, 1e-3) for name in FRAMEWORKS), ("unclipped", 0.0)]:
+        setup = new(framework, grad_clip_norm=norm, eps=1e-2)  # an eps with which the size of a gradient counts
+        for _ in range(2):
+            setup.backward(setup.loss())
+            setup.optimizer.step()
+            setup.optimizer.zero_grad()
+        assert (setup.adamw.sent[0].optim.result().metrics or {})["grad_norm"] > 0.1
+        found[framework] = setup.logprobs()
+    assert found["Fabric"] == found["plain torch"]
+    assert found["Accelerate"] == found["plain torch"]
+    assert found["unclipped"] != found["plain torch"]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_zero_grad_drops_the_window(new: Callable[..., Setup], framework: str) -> None:
+    setup = new(framework)
+    before = setup.logprobs()
+    setup.backward(setup.loss())
+    setup.optimizer.zero_grad()
+    setup.optimizer.step()
+    assert setup.adamw.sent == []
+    assert setup.logprobs() == before
+
+
+def test_what_is_behind_the_wrappers_can_be_reached(new: Callable[..., Setup]) -> None:
+    fabric = new("Fabric")
+    assert isinstance(fabric.optimizer, RemoteAdamW)
+    assert fabric.model.backend is fabric.remote.backend
+    assert [p.tolist() for p in fabric.model(fabric.model.send(DATA))] == fabric.logprobs()
+    accelerate = new("Accelerate")
+    assert accelerate.model is accelerate.remote
+    assert accelerate.optimizer.optimizer is accelerate.adamw
+
+
+def test_loaders_give_the_very_datums() -> None:
+    loader = DataLoader(DATA, batch_size=2, collate_fn=collate)
+    for prepared in (
+        Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader),
+        Accelerator(cpu=True).prepare(loader),
+    ):
+        (batch,) = list(prepared)
+        assert all(given is got for given, got in zip(DATA, batch, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])
+def test_precision_is_of_what_runs_here(new: Callable[..., Setup], precision: Any) -> None:
+    """The server computes in its own; what comes from it is not rounded."""
+    setup = new("plain torch")
+    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
+    model, optimizer = fabric.setup(setup.remote, setup.adamw)
+    logprobs = model(DATA)
+    assert {p.dtype for p in logprobs} == {torch.float32}
+    assert [p.tolist() for p in logprobs] == setup.logprobs()
+    fabric.backward(-torch.cat(logprobs).mean())
+    optimizer.step()
+    assert (setup.adamw.sent[0].optim.result().metrics or {})["grad_norm"] > 0
+
+
+def test_a_loss_that_is_scaled_for_half_precision_is_refused(new: Callable[..., Setup]) -> None:
+    setup = new("plain torch")
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(setup.loss()).backward()
+    with pytest.raises(InvalidInput, match="that gradient is on the server"):
+        scaler.step(setup.optimizer)
+    assert setup.adamw.sent == []
+
+
+@pytest.mark.parametrize("framework", ["Fabric", "Accelerate"])
+def test_local_parameters_in_groups_of_their_own_are_clipped_here(service: ServiceClient, framework: str) -> None:
+    """R5.2: each side is clipped where its gradient is."""
+    remote = RemoteLM(service.create_lora_training_client("tiny", rank=4, seed=1))
+    local = nn.Linear(1, 1)
+    groups = [{"params": remote.parameters(), "grad_clip_norm": 0.5}, {"params": local.parameters()}]
+    adamw = RemoteAdamW(groups, lr=1e-2)
+    setup = Setup(framework, remote, adamw)
+    setup.backward(setup.loss() + 100 * local(torch.ones(1)).sum())
+    norm = nn.utils.clip_grad_norm_(local.parameters(), 1.0)
+    assert norm > 100
+    assert torch.stack([p.grad.norm() for p in local.parameters() if p.grad is not None]).norm() == pytest.approx(1.0)
+    before = local.weight.item()
+    setup.optimizer.step()
+    assert len(adamw.sent) == 1
+    assert local.weight.item() != before
