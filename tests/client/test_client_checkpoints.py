@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 
-from tests.client.conftest import recording
+from tests.client.conftest import QUICK, recording
+from tinker_lightning.client import ServiceClient
 from tinker_lightning.errors import ClientClosed, InvalidInput, NotFound
 from tinker_lightning.server import create_app
 from tinker_lightning.testing import embedded_service
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from tests.client.conftest import Backend, Recorded
-    from tinker_lightning.client import ServiceClient
     from tinker_lightning.server import EmbeddedTrainer
 
 
@@ -46,6 +47,24 @@ def test_deleting_what_is_gone_is_an_error_unless_that_is_fine(backend: Backend)
     for unknown in ("tinker://no-such-run/weights/one", f"tinker://{model.model_id}/external_weights/none"):
         model.delete_checkpoint(unknown, missing_ok=True)
         assert model.checkpoint_exists(unknown) is False
+
+
+def test_a_deletion_whose_answer_is_lost_is_done(shared: EmbeddedTrainer) -> None:
+    class Lossy(httpx.ASGITransport):
+        lost = 0
+
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            response = await super().handle_async_request(request)
+            if request.method == "DELETE" and not Lossy.lost:
+                Lossy.lost += 1
+                raise httpx.ReadError("the answer was lost", request=request)
+            return response
+
+    with ServiceClient("http://embedded", transport=Lossy(create_app(shared)), patience=QUICK) as service:
+        path = service.create_lora_training_client("tiny", rank=4).save_state("one").result().path
+        service.delete_checkpoint(path)
+        assert Lossy.lost == 1
+        assert not service.checkpoint_exists(path)
 
 
 @pytest.mark.parametrize(

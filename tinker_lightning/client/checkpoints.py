@@ -77,5 +77,13 @@ async def delete(connection: Connection, path: str, *, missing_ok: bool) -> None
     Raises:
         NotFound: If there is none and `missing_ok` is not set.
     """
-    with contextlib.suppress(*([NotFound] if missing_ok else [])):
+    # Looked for first: a repeat whose answer was lost does not find it any more, and that is no error.
+    if not missing_ok and not await exists(connection, path):
+        raise missing(path)
+    with contextlib.suppress(NotFound):
         await connection.send("DELETE", url(path))
+
+
+def missing(path: str) -> NotFound:
+    """The error for a checkpoint that is not there."""
+    return NotFound(f"{path}: there is no such checkpoint; pass missing_ok=True if that is fine")

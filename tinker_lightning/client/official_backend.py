@@ -212,7 +212,9 @@ class OfficialTrainingClient:
     def delete_checkpoint(self, path: str, *, missing_ok: bool = False) -> None:
         """Removes what was saved under a `tinker://` path."""
         checkpoint = checkpoints.parse(path)
-        with contextlib.suppress(*([NotFound] if missing_ok else [])):
+        if not missing_ok and not self.checkpoint_exists(path):
+            raise checkpoints.missing(path)
+        with contextlib.suppress(NotFound):
             self._calls.translated("delete_checkpoint", lambda: self._rest.delete_checkpoint(*checkpoint).result())
 
     @property
