@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import warnings
-from concurrent.futures import CancelledError, Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import tinker
@@ -20,19 +19,11 @@ from tinker_lightning.client import checkpoints, download, official
 from tinker_lightning.client import official_convert as convert
 from tinker_lightning.client.custom import CustomLosses, CustomLossFuture
 from tinker_lightning.client.export import export_adapter
-from tinker_lightning.client.futures import TinkerFuture, Unread
+from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.loop import BackgroundLoop
+from tinker_lightning.client.official_calls import Calls
 from tinker_lightning.custom_loss import SURROGATE
-from tinker_lightning.errors import (
-    ClientClosed,
-    InvalidInput,
-    NotATinkerServer,
-    NotFound,
-    OperationFailed,
-    ServerUnreachable,
-    TinkerLightningError,
-    Unauthorized,
-)
+from tinker_lightning.errors import InvalidInput, NotFound
 from tinker_lightning.types import (
     AdamParams,
     ForwardBackwardOutput,
@@ -47,14 +38,11 @@ from tinker_lightning.types.responses import ModelData, SaveWeightsExternalRespo
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from tinker_lightning.custom_loss import LossFn
     from tinker_lightning.losses.regularizer import Regularizer
-
-T = TypeVar("T")
-F = TypeVar("F", bound=TinkerFuture[Any])
 
 
 class OfficialTrainingClient:
@@ -63,7 +51,7 @@ class OfficialTrainingClient:
     def __init__(self, client: tinker.TrainingClient) -> None:
         self.client = client
         self.model_id = str(client.model_id)
-        self._calls = _Calls(self.model_id)
+        self._calls = Calls(self.model_id)
         self._custom = CustomLosses(
             self.model_id,
             lambda data: self._pass("forward", data, SURROGATE, None),
@@ -248,7 +236,7 @@ class OfficialSamplingClient:
 
     def __init__(self, client: tinker.SamplingClient) -> None:
         self.client = client
-        self._calls = _Calls(None)
+        self._calls = Calls(None)
 
     def sample(
         self, prompt: Any, num_samples: int, sampling_params: Any, include_prompt_logprobs: bool = False
@@ -277,73 +265,3 @@ class OfficialSamplingClient:
     def get_tokenizer(self) -> Any:
         """The tokenizer of the base model."""
         return self._calls.translated("get_tokenizer", self.client.get_tokenizer)
-
-
-class _Calls:
-    """Calls of one client of the SDK: their results as our futures, their errors as ours, and none lost."""
-
-    def __init__(self, model_id: str | None) -> None:
-        self._model_id = model_id
-        self._unread = Unread()
-
-    def check(self) -> None:
-        """Raises the first failure that nobody has read."""
-        self._unread.raise_first()
-
-    def watched(self, future: F) -> F:
-        """A future that the user gets; its failure is raised at the next call if nobody reads it."""
-        self._unread.add(future)
-        return future
-
-    def submit(self, operation: str, send: Callable[[], Any], convert: Callable[[Any], T]) -> TinkerFuture[T]:
-        """Sends with the SDK; the result converted."""
-        return self.watched(self.future(operation, send, convert))
-
-    def future(self, operation: str, send: Callable[[], Any], convert: Callable[[Any], T]) -> TinkerFuture[T]:
-        """As `submit`, for a future that the user does not get."""
-        sent = self.translated(operation, send)
-        source: Future[Any] = sent if isinstance(sent, Future) else sent.future()
-        converted: Future[T] = Future()
-        converted.set_running_or_notify_cancel()
-
-        def settle(_: object) -> None:
-            try:
-                converted.set_result(convert(source.result()))
-            except Exception as error:
-                converted.set_exception(self._error(operation, error))
-
-        source.add_done_callback(settle)
-        return TinkerFuture(converted, operation if self._model_id is None else f"{operation} of {self._model_id}")
-
-    def translated(self, operation: str, action: Callable[[], T]) -> T:
-        """What an action returns; its errors are ours."""
-        try:
-            return action()
-        except Exception as error:
-            raise self._error(operation, error) from error
-
-    def _error(self, operation: str, error: Exception) -> TinkerLightningError:
-        request_id = getattr(error, "request_id", None)
-        where = operation if self._model_id is None else f"{operation} of {self._model_id}"
-        if request_id is not None:
-            where += f", request {request_id}"
-        ours = _kind(error)(f"{where}: {error or type(error).__name__}")
-        ours.operation, ours.model_id, ours.request_id = operation, self._model_id, request_id
-        ours.__cause__ = error
-        return ours
-
-
-def _kind(error: Exception) -> type[TinkerLightningError]:
-    if isinstance(error, tinker.RequestFailedError) and error.category == sdk.RequestErrorCategory.User:
-        return InvalidInput
-    kinds: dict[type[Exception], type[TinkerLightningError]] = {
-        tinker.AuthenticationError: Unauthorized,
-        tinker.PermissionDeniedError: Unauthorized,
-        tinker.NotFoundError: NotFound,
-        tinker.BadRequestError: InvalidInput,
-        tinker.UnprocessableEntityError: InvalidInput,
-        tinker.APIConnectionError: ServerUnreachable,
-        tinker.APIResponseValidationError: NotATinkerServer,
-        CancelledError: ClientClosed,
-    }
-    return next((ours for theirs, ours in kinds.items() if isinstance(error, theirs)), OperationFailed)
