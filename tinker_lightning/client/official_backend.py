@@ -19,7 +19,6 @@ from tinker_lightning.client import checkpoints, download, official
 from tinker_lightning.client import official_convert as convert
 from tinker_lightning.client.custom import CustomLosses, CustomLossFuture
 from tinker_lightning.client.export import export_adapter
-from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.loop import BackgroundLoop
 from tinker_lightning.client.official_calls import Calls
 from tinker_lightning.custom_loss import SURROGATE
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.custom_loss import LossFn
     from tinker_lightning.losses.regularizer import Regularizer
 
