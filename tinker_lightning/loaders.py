@@ -93,6 +93,31 @@ class ResumableLoader:
         self._resume = state
 
 
+class SecludedLoader:
+    """A loader whose random numbers are its own, so that an evaluation leaves those of the training as they were.
+
+    What the loader has else is reached through this one.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    __getattr__ = ResumableLoader.__getattr__
+    worker_init_fn = ResumableLoader.worker_init_fn
+
+    def __iter__(self) -> Iterator[Any]:
+        with rng.kept():
+            source = _Source(self.loader, _seed(_start(self.loader)))
+        try:
+            while True:
+                yield source.draw()
+        except StopIteration:
+            return
+
+
 class Run:
     """One pass over a loader, from its start or from a place in its midst."""
 

@@ -112,6 +112,7 @@ class RemoteModule(pl.LightningModule):
         self.lm.handle.remote.max_steps_in_flight = max_steps_in_flight
         self.in_trainer: pl.Trainer | None = None
         self._ahead: tuple[Any, list[Any]] | None = None
+        self._window: list[dict[str, Any]] | None = None
         self._sampler: Any = None
         self._tokenizer: Any = None
 
@@ -240,6 +241,12 @@ class RemoteModule(pl.LightningModule):
         del outputs, batch, batch_idx
         self._late.log(wait=False)
 
+    def on_train_start(self) -> None:
+        """Takes up the window of a checkpoint; Lightning has zeroed the gradients since it was loaded."""
+        if self._window is not None and self.trainer.ckpt_path is not None:
+            self.lm.handle.remote.window = window_from(self._window)
+        self._window = None
+
     def on_train_end(self) -> None:
         """Waits for the last steps, and logs them."""
         self.drain()
@@ -292,7 +299,8 @@ class RemoteModule(pl.LightningModule):
             with _naming(state["path"]):
                 remote.backend.load_state_with_optimizer(state["path"]).result()  # type: ignore[attr-defined]
         remote.drop()
-        remote.window = window_from(state["window"])
+        self._window = state["window"]
+        remote.window = window_from(self._window)
         remote.steps = state["steps"]
         self._saved = (remote.steps, state["path"])
 

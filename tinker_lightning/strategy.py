@@ -12,13 +12,15 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from tinker_lightning import rng
-from tinker_lightning.loaders import ResumableLoader
+from tinker_lightning.loaders import ResumableLoader, SecludedLoader
 from tinker_lightning.module import RemoteModule
+from tinker_lightning.progress import resume_at_validation
 from tinker_lightning.states import References
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import torch
     from lightning.fabric.plugins import CheckpointIO
     from lightning.fabric.utilities.types import _PATH
     from lightning.pytorch.accelerators import Accelerator
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinker_lightning")
 
-# Where a checkpoint file keeps the random numbers.
-RNG_KEY = "tinker_rng"
+# Where a checkpoint file keeps the random numbers and the loggers' step.
+KEY = "tinker_strategy"
 # How long a trainer that was interrupted waits for what it has sent.
 _LAST_WAIT = 5.0
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -63,7 +65,8 @@ class TinkerStrategy(SingleDeviceStrategy):
         self.look_ahead = look_ahead
         self.release_states = release_states
         self._sent: dict[int, tuple[list[Any], Pass]] = {}
-        self._random: dict[str, Any] | None = None
+        self._resumed: dict[str, Any] | None = None
+        self._ahead_of_steps: int | None = None
         self._references = References(self._delete_state, self._checkpoint_folders)
 
     @property
@@ -79,10 +82,12 @@ class TinkerStrategy(SingleDeviceStrategy):
     # Data.
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """A training loader that can be looked into ahead, and that resumes; others as they are."""
+        """A training loader that can be looked into ahead, and that resumes; others disturb none of its numbers."""
         module = self.lightning_module
-        if module is None or not module.trainer.training or isinstance(dataloader, ResumableLoader):
+        if module is None or isinstance(dataloader, ResumableLoader | SecludedLoader):
             return dataloader
+        if not module.trainer.training:
+            return SecludedLoader(dataloader)
         progress: Any = module.trainer.fit_loop.epoch_loop.batch_progress
         return ResumableLoader(
             dataloader,
@@ -93,15 +98,28 @@ class TinkerStrategy(SingleDeviceStrategy):
     def on_train_start(self) -> None:
         """Puts the random numbers where the checkpoint had them; everything that draws before has drawn."""
         self._sent = {}
-        if self._random is not None:
-            rng.restore(self._random)
-            self._random = None
+        if self._resumed is not None:
+            rng.restore(self._resumed["rng"])
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """The batch as it is; the first one after a resume is logged under the step that it would have had."""
+        module = self.lightning_module
+        if self._resumed is not None and module is not None and not module.trainer.sanity_checking:
+            logged, self._resumed = self._resumed["logged"], None
+            loop = module.trainer.fit_loop.epoch_loop
+            if logged is not None:
+                # Lightning counts a step again, or does not count it, depending on where it was saved.
+                is_counted = module.trainer.training or loop._should_accumulate()
+                loop._batches_that_stepped = logged if is_counted else logged - 1
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     # Looking ahead.
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """A step whose forward pass may have been asked for at the start of its window."""
         module = self.lightning_module
+        if module is not None:
+            self._ahead_of_steps = module.trainer.fit_loop.epoch_loop._batches_that_stepped - module.trainer.global_step
         if not self.look_ahead or not isinstance(module, RemoteModule) or not args:
             return super().training_step(*args, **kwargs)
         number = module.trainer.fit_loop.epoch_loop.total_batch_idx
@@ -154,7 +172,9 @@ class TinkerStrategy(SingleDeviceStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Writes a file, with the random numbers; the state of a file that it replaces is released."""
-        checkpoint[RNG_KEY] = rng.capture()
+        checkpoint[KEY] = {"rng": rng.capture(), "logged": self._logged()}
+        if self.lightning_module is not None:
+            resume_at_validation(checkpoint, self.lightning_module.trainer)
         replaced = self._references.named_by(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self._references.wrote(filepath)
@@ -169,8 +189,15 @@ class TinkerStrategy(SingleDeviceStrategy):
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a file; its random numbers are put back when training starts."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._random = checkpoint.get(RNG_KEY)
+        self._resumed = checkpoint.get(KEY)
         return checkpoint
+
+    def _logged(self) -> int | None:
+        """The step that loggers write next; None where it is not known to go with the optimizer's."""
+        module = self.lightning_module
+        if module is None or self._ahead_of_steps is None or not module.automatic_optimization:
+            return None
+        return module.trainer.global_step + self._ahead_of_steps
 
     def _release(self, state: str | None) -> None:
         if self.release_states:
@@ -191,7 +218,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         """After an interruption, waits a few seconds for what was sent; Lightning raises what interrupted it."""
         module = self.lightning_module
         self._sent = {}
-        self._random = None
+        self._resumed = None
         if isinstance(module, RemoteModule) and module.trainer.state.status == TrainerStatus.INTERRUPTED:
             module.settle(_LAST_WAIT)
         super().teardown()
