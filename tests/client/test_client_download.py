@@ -11,6 +11,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
+from tinker.types import SaveWeightsExternalRequest
 
 from tests.client.conftest import DATA, recording
 from tinker_lightning import AdamParams
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
+    from tests.client.conftest import Recorded
     from tinker_lightning.server import EmbeddedTrainer
 
 FILES = ["adapter_config.json", "adapter_model.safetensors"]
@@ -197,3 +199,12 @@ def test_what_cannot_be_deleted_afterwards_is_said_and_expires(
     assert "stays on the server for a day" in caplog.text
     (summary,) = shared.store.listing(model.model_id)
     assert summary.expires_at is not None
+
+
+def test_what_is_asked_is_what_the_sdk_asks(recorded: Recorded) -> None:
+    model = recorded.service.create_lora_training_client("tiny", rank=4)
+    model.save_weights_external("one", ttl_seconds=7200).result()
+    probe, request = [each for each in recorded.record.requests if each.path.endswith("/save_weights_external")]
+    theirs = SaveWeightsExternalRequest(model_id=model.model_id, path="one", seq_id=1, ttl_seconds=7200)
+    assert request.message == theirs.model_dump(mode="json", exclude_none=True)
+    assert probe.message == {}
