@@ -121,6 +121,15 @@ def test_alternatives_without_weight_are_as_if_absent(tail: str) -> None:
     assert not gradient.reshape(4, 5)[:, 3:].any()
 
 
+@pytest.mark.parametrize("tail", ["bucket", "renormalize", "ignore"])
+def test_a_position_counts_by_its_weight(tail: str) -> None:
+    data, logprobs = distillation()
+    half = [Datum(d.model_input, {**d.loss_fn_inputs, "weights": 0.5 * entry(d, "weights")}) for d in data]
+    loss = partial(topk_distillation, tail=tail)  # type: ignore[arg-type]
+    value, gradient = value_and_gradient(loss, data, logprobs)
+    assert_same(value_and_gradient(loss, half, logprobs), (value / 2, gradient / 2))
+
+
 def test_distillation_tells_how_much_the_best_tokens_hold() -> None:
     data = [Datum.from_targets([1], [[5, 6]], weights=[[1, 1]], teacher_logprobs=torch.tensor([[0.5, 0.25]]).log())]
     _, metrics = topk_distillation(data, [torch.tensor([[0.1, 0.2]]).log()])

@@ -184,6 +184,17 @@ def test_what_stands_on_the_prompt_does_not_matter_to_grpo(filler: float) -> Non
     assert_same(value_and_gradient(grpo, filled, logprobs), value_and_gradient(grpo, data, logprobs))
 
 
+@pytest.mark.parametrize("reduction", ["sequence", "token", "sum"])
+def test_a_response_that_was_cut_away_counts_nothing(reduction: Any) -> None:
+    data, logprobs = batch(lengths=(4, 4))
+    cut = Datum(data[1].model_input, {**data[1].loss_fn_inputs, "weights": torch.zeros(4)})
+    loss = partial(grpo, reduction=reduction)
+    value, gradient = value_and_gradient(loss, [data[0], cut], logprobs)
+    alone, expected = value_and_gradient(loss, data[:1], logprobs[:1])
+    share = 2 if reduction == "sequence" else 1  # its empty sequence is still one of two
+    assert_same((value, gradient), (alone / share, torch.cat([expected / share, torch.zeros(4)])))
+
+
 @pytest.mark.parametrize("group_size", [None, 2, 3])
 def test_reinforce_compares_each_reward_with_those_of_its_group(group_size: int | None) -> None:
     def expected(data: list[Datum], logprobs: list[Tensor]) -> Tensor:
