@@ -7,6 +7,7 @@ from tinker_lightning.types import AdamParams, Datum, ModelInput, SamplingParams
 if TYPE_CHECKING:
     from tinker_lightning.client import connect
     from tinker_lightning.losses.regularizer import Regularizer
+    from tinker_lightning.losses.server_loss import LossFnOutput, custom_loss
     from tinker_lightning.module import RemoteModule
     from tinker_lightning.optim import RemoteAdamW
     from tinker_lightning.remote import RemoteLM
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AdamParams",
     "Datum",
+    "LossFnOutput",
     "ModelInput",
     "Regularizer",
     "RemoteAdamW",
@@ -23,15 +25,18 @@ __all__ = [
     "TensorData",
     "collate",
     "connect",
+    "custom_loss",
 ]
 
 # Loaded when first asked for, so that a server or a data script does not import what it never uses.
 _LAZY = {
+    "LossFnOutput": "tinker_lightning.losses.server_loss",
     "Regularizer": "tinker_lightning.losses.regularizer",
     "RemoteAdamW": "tinker_lightning.optim",
     "RemoteLM": "tinker_lightning.remote",
     "RemoteModule": "tinker_lightning.strategy",  # which also makes Trainer(strategy="tinker") known
     "connect": "tinker_lightning.client",
+    "custom_loss": "tinker_lightning.losses.server_loss",
 }
 
 

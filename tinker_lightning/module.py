@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from tinker_lightning import custom_loss, guard
+from tinker_lightning import guard, surrogate
 from tinker_lightning.client import connect
 from tinker_lightning.client.official import to_model_input
 from tinker_lightning.errors import (
@@ -170,7 +170,7 @@ class RemoteModule(pl.LightningModule):
         loss_fn: Any = self.loss
         if isinstance(loss_fn, str):
             return self.lm.server_loss(data, loss_fn, self.loss_config)
-        loss, metrics = custom_loss.loss_and_metrics(loss_fn(data, self.lm(data)))
+        loss, metrics = surrogate.loss_and_metrics(loss_fn(data, self.lm(data)))
         self.log("train_loss", loss.detach(), prog_bar=True, batch_size=len(data))
         if metrics:
             self.log_dict(metrics, batch_size=len(data))
@@ -234,7 +234,7 @@ class RemoteModule(pl.LightningModule):
     def on_after_backward(self) -> None:
         """Refuses a loss that would silently train nothing."""
         if self.automatic_optimization and self.lm.handle.grad is None:
-            raise LossWithoutGradient(custom_loss.WITHOUT_GRADIENT)
+            raise LossWithoutGradient(surrogate.WITHOUT_GRADIENT)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs what has come back from the server, under the steps it belongs to."""

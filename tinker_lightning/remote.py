@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from tinker_lightning import custom_loss
+from tinker_lightning import surrogate
 from tinker_lightning.client.official import loss_name, to_datums
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.window import Call, Pass, Remote, ServerCall
@@ -101,12 +101,12 @@ class RemoteLM(nn.Module):
     def send(self, data: Sequence[Any]) -> Pass:
         """Sends a forward pass without waiting for it; `model(that)` waits. For several passes at once."""
         datums = to_datums(data)
-        return Pass(data, datums, self.backend.forward(custom_loss.forward_datums(datums), custom_loss.SURROGATE))
+        return Pass(data, datums, self.backend.forward(surrogate.forward_datums(datums), surrogate.SURROGATE))
 
     def forward(self, data: Sequence[Any] | Pass) -> list[Tensor]:
         """One tensor of log-probabilities per datum, shaped like its targets."""
         sent = data if isinstance(data, Pass) else self.handle.remote.take(data) or self.send(data)
-        logprobs = [leaf.detach() for leaf in custom_loss.leaves(sent.future.result(), sent.datums)]
+        logprobs = [leaf.detach() for leaf in surrogate.leaves(sent.future.result(), sent.datums)]
         if not torch.is_grad_enabled():
             return logprobs
         return list(_Join.apply(self.handle, Call(sent.datums), *logprobs))  # type: ignore[no-untyped-call]

@@ -55,7 +55,9 @@ def embedded_service(
         transport: httpx.AsyncBaseTransport = httpx.ASGITransport(create_app(trainer))
         if wrap is not None:
             transport = wrap(transport)
-        yield stack.enter_context(ServiceClient("http://embedded", transport=transport, patience=patience))
+        register = trainer.losses.register_function
+        client = ServiceClient("http://embedded", transport=transport, patience=patience, in_process=register)
+        yield stack.enter_context(client)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tinker_lightning import custom_loss
+from tinker_lightning import surrogate
 from tinker_lightning.client.backend import TrainingBackend, as_backend
 from tinker_lightning.client.futures import TinkerFuture, Unread
 from tinker_lightning.errors import InvalidLoss, LossNotFinite
@@ -41,7 +41,7 @@ class Call:
 
     def arguments(self) -> tuple[Any, ...]:
         """What `forward_backward` is called with."""
-        return custom_loss.linear_datums(self.datums, self.gradients or []), custom_loss.SURROGATE
+        return surrogate.linear_datums(self.datums, self.gradients or []), surrogate.SURROGATE
 
 
 @dataclass(eq=False, slots=True)

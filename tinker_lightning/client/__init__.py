@@ -4,12 +4,14 @@ from tinker_lightning.client.backend import TrainingBackend, as_backend, as_samp
 from tinker_lightning.client.custom import CustomLossFuture
 from tinker_lightning.client.entry import connect
 from tinker_lightning.client.futures import TinkerFuture
+from tinker_lightning.client.loss_handle import LossHandle
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.service import ServiceClient
 from tinker_lightning.client.training import TrainingClient
 
 __all__ = [
     "CustomLossFuture",
+    "LossHandle",
     "SamplingClient",
     "ServiceClient",
     "TinkerFuture",

@@ -9,7 +9,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tinker_lightning import custom_loss
+from tinker_lightning import surrogate
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.official import batch, to_datums
 from tinker_lightning.errors import InvalidLoss, OperationFailed, TinkerLightningError
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinker_lightning.custom_loss import Evaluation, LossFn
     from tinker_lightning.losses.regularizer import Regularizer
+    from tinker_lightning.surrogate import Evaluation, LossFn
     from tinker_lightning.types import Datum
 
     Send: TypeAlias = Callable[[list[Datum]], TinkerFuture[ForwardBackwardOutput]]
@@ -63,7 +63,7 @@ class CustomLosses:
         evaluate = _evaluation(loss_fn, as_regularizers(regularizers), self._steps, grad_norms, timeout)
         given = batch(data)
         datums = to_datums(given)
-        forward = self._forward(custom_loss.forward_datums(datums))
+        forward = self._forward(surrogate.forward_datums(datums))
         future = CustomLossFuture(self._model_id, given, datums, evaluate, forward, self._backward)
         with self._lock:
             self._waiting.append(future)
@@ -144,7 +144,7 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
             if self._settle_failure(self._forward._source) or self._evaluation is not None or self.done():
                 return
             try:
-                leaves = custom_loss.leaves(self._forward.result(), self._datums)
+                leaves = surrogate.leaves(self._forward.result(), self._datums)
                 self._evaluation = self._evaluate(self._data, leaves)
             except Exception as error:
                 if isinstance(error, TinkerLightningError) and error.operation is None:
@@ -158,14 +158,14 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
             if self._sent or evaluation is None or self.done():
                 return
             try:
-                linear = custom_loss.linear_datums(self._datums, evaluation.gradients)
+                linear = surrogate.linear_datums(self._datums, evaluation.gradients)
                 backward = self._send_backward(linear)
             except Exception as error:
                 self._fail(error)
                 return
             self._sent = True  # not before: what an interrupt has kept from being sent is sent by the next step
             self._data, self._datums = [], []  # a future may be kept for long, and needs them no more
-        merged = backward.then(lambda output: custom_loss.with_metrics(output, evaluation))
+        merged = backward.then(lambda output: surrogate.with_metrics(output, evaluation))
         merged._source.add_done_callback(self._settle)
 
     def give_up(self) -> None:
@@ -226,7 +226,7 @@ def _evaluation(
         raise InvalidLoss(f"loss_fn must be a function of (data, logprobs), got {type(loss_fn).__name__}{beside}")
 
     if loss_fn is not None and not regularizers:
-        return partial(custom_loss.evaluate, loss_fn)
+        return partial(surrogate.evaluate, loss_fn)
 
     def evaluate(data: list[Any], logprobs: list[Tensor]) -> Evaluation:
         def composed() -> tuple[Tensor, dict[str, Any]]:
@@ -234,6 +234,6 @@ def _evaluation(
                 data, logprobs, loss_fn, regularizers, step=step, grad_norms=grad_norms, timeout=timeout
             )
 
-        return custom_loss.differentiate(composed, logprobs)
+        return surrogate.differentiate(composed, logprobs)
 
     return evaluate

@@ -55,4 +55,9 @@ def _embedded() -> ServiceClient:
         ) from error
     trainer = EmbeddedTrainer()
     transport = httpx.ASGITransport(create_app(trainer))
-    return ServiceClient("http://embedded", transport=transport, on_close=trainer.close)
+    return ServiceClient(
+        "http://embedded",
+        transport=transport,
+        on_close=trainer.close,
+        in_process=trainer.losses.register_function,
+    )

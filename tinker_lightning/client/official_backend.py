@@ -21,8 +21,8 @@ from tinker_lightning.client.custom import CustomLosses, CustomLossFuture
 from tinker_lightning.client.export import export_adapter
 from tinker_lightning.client.loop import BackgroundLoop
 from tinker_lightning.client.official_calls import Calls
-from tinker_lightning.custom_loss import SURROGATE
 from tinker_lightning.errors import InvalidInput, NotFound
+from tinker_lightning.surrogate import SURROGATE
 from tinker_lightning.types import (
     AdamParams,
     ForwardBackwardOutput,
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tinker_lightning.client.futures import TinkerFuture
-    from tinker_lightning.custom_loss import LossFn
     from tinker_lightning.losses.regularizer import Regularizer
+    from tinker_lightning.surrogate import LossFn
 
 
 class OfficialTrainingClient:

@@ -13,6 +13,7 @@ from tinker_lightning.client import checkpoints, download, tokenizer
 from tinker_lightning.client.connection import Connection
 from tinker_lightning.client.credentials import Credentials
 from tinker_lightning.client.loop import BackgroundLoop
+from tinker_lightning.client.losses import Losses
 from tinker_lightning.client.operations import Operation, perform
 from tinker_lightning.client.patience import Patience
 from tinker_lightning.client.sampling import SamplingClient
@@ -25,14 +26,16 @@ from tinker_lightning.types import responses as rs
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Mapping
     from concurrent.futures import Future
     from pathlib import Path
     from types import TracebackType
 
     import httpx
 
-    from tinker_lightning.client.futures import Unread
+    from tinker_lightning.client.futures import TinkerFuture, Unread
+    from tinker_lightning.client.loss_handle import LossHandle
+    from tinker_lightning.losses.batch_loss import Source
 
 T = TypeVar("T")
 C = TypeVar("C", TrainingClient, SamplingClient)
@@ -49,6 +52,7 @@ class ServiceClient:
         transport: How requests get there; None for the network. The seam for tests.
         patience: How long failing requests are tried again.
         on_close: Called when the client was closed.
+        in_process: Registers a Python function as a loss, where the trainer runs in this process.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class ServiceClient:
         transport: httpx.AsyncBaseTransport | None = None,
         patience: Patience = Patience(300.0),  # noqa: B008  # immutable
         on_close: Callable[[], None] | None = None,
+        in_process: Callable[[str, Callable[..., Any], Source], None] | None = None,
     ) -> None:
         self.url = url
         self._pid = os.getpid()
@@ -69,6 +74,7 @@ class ServiceClient:
         self._closed = False
         # Also for a client that nobody closes: its threads end with it.
         self._release = weakref.finalize(self, _release, self._pid, self._loop, on_close)
+        self.losses = Losses(self, in_process)
         # What each client has not read yet, kept for those that are gone.
         self._unread: list[tuple[weakref.ref[TrainingClient | SamplingClient], Unread]] = []
 
@@ -144,6 +150,27 @@ class ServiceClient:
         """Downloads the adapter that was saved under a `tinker://` path into a folder that exists."""
         self.check_usable()
         self._wait(download.checkpoint(self.session.connection, path, folder))
+
+    def create_custom_loss(self, fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> TinkerFuture[LossHandle]:
+        """A loss of one datum, `fn(logprobs, *inputs) -> (loss, metrics)`, traced and uploaded.
+
+        A future of the handle to pass to `forward_backward`, which then costs one pass. Where the server does not run
+        such losses, the handle is computed here and costs two.
+
+        Args:
+            fn: The function. Metrics are called `custom/<name>:sum` or `custom/<name>:mean`.
+            input_ranks: The number of dimensions of `logprobs` and of each input: 0, 1 for `[T]`, 2 for `[T, K]`.
+
+        Raises:
+            LossNotTraceable: If the function does what cannot be traced; names the line.
+        """
+        self._check()
+        return self.losses.create(fn, input_ranks)
+
+    def list_loss_functions(self) -> dict[str, Any]:
+        """The losses that passes can name, under `available_loss_functions`, and what each is, under `descriptions`."""
+        self._check()
+        return self.losses.listing()
 
     def close(self, status: Literal["success", "errored", "interrupted"] = "success") -> None:
         """Ends the session, and raises the first failure that nobody has read. Closing again does nothing."""

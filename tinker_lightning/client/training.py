@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tinker_lightning.client import chunking, official
+from tinker_lightning import surrogate
+from tinker_lightning.client import chunking, loss_handle, official, server_pass
 from tinker_lightning.client.connection import PROTOBUF
 from tinker_lightning.client.custom import CustomLosses, CustomLossFuture
 from tinker_lightning.client.export import export_adapter
 from tinker_lightning.client.futures import TinkerFuture, Unread
-from tinker_lightning.client.operations import Operation, perform
-from tinker_lightning.custom_loss import SURROGATE
+from tinker_lightning.client.loss_handle import LossHandle
+from tinker_lightning.client.operations import Operation
+from tinker_lightning.client.server_pass import ServerPass
+from tinker_lightning.client.turns import Turns, perform_all
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.surrogate import SURROGATE
 from tinker_lightning.types import (
     AdamParams,
     ForwardBackwardOutput,
@@ -35,8 +39,9 @@ if TYPE_CHECKING:
     from tinker_lightning.client.sampling import SamplingClient
     from tinker_lightning.client.service import ServiceClient
     from tinker_lightning.client.session import Session
-    from tinker_lightning.custom_loss import LossFn
     from tinker_lightning.losses.regularizer import Regularizer
+    from tinker_lightning.losses.server_loss import ServerLoss
+    from tinker_lightning.surrogate import LossFn
     from tinker_lightning.types import Datum
 
 T = TypeVar("T")
@@ -61,21 +66,58 @@ class TrainingClient:
             lambda data: self._pass(data, SURROGATE, None, forward_only=True),
             lambda data: self._pass(data, SURROGATE, None, forward_only=False),
         )
-        self._turns = _Turns()
+        self._turns = Turns()
 
     def forward(
-        self, data: Sequence[Any], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
+        self,
+        data: Sequence[Any],
+        loss_fn: str | LossHandle | ServerLoss,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        loss_fn_inputs: Mapping[str, Any] | None = None,
     ) -> TinkerFuture[ForwardBackwardOutput]:
-        """The log-probabilities of every target, and the loss; no gradient."""
+        """The log-probabilities of every target, and the loss; no gradient.
+
+        Args:
+            data: The datums.
+            loss_fn: A loss of the server's: its name, or what `custom_loss` or `create_custom_loss` gave.
+            loss_fn_config: Its settings.
+            loss_fn_inputs: Inputs of the loss given once for the batch, in place of with each datum.
+        """
         self._check()
-        return self._watched(self._pass(official.to_datums(data), loss_fn, loss_fn_config, forward_only=True))
+        datums = official.to_datums(data)
+        if isinstance(loss_fn, LossHandle) and loss_fn.loss_id is None:
+            datums = server_pass.spread(datums, loss_fn_inputs or {})
+            forward = self._pass(surrogate.forward_datums(datums), SURROGATE, None, forward_only=True)
+            return self._watched(forward.then(lambda output: loss_handle.with_loss(output, datums, loss_fn)))
+        prepared = server_pass.prepare(self._service, datums, loss_fn, loss_fn_config, loss_fn_inputs, 1.0)
+        return self._watched(self._server_pass(prepared, forward_only=True))
 
     def forward_backward(
-        self, data: Sequence[Any], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
+        self,
+        data: Sequence[Any],
+        loss_fn: str | LossHandle | ServerLoss,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        loss_fn_inputs: Mapping[str, Any] | None = None,
+        scale: float = 1.0,
     ) -> TinkerFuture[ForwardBackwardOutput]:
-        """A pass with one of the server's losses; its gradient is added to what waits for the next step."""
+        """A pass with one of the server's losses; its gradient is added to what waits for the next step.
+
+        Args:
+            data: The datums.
+            loss_fn: A loss of the server's: its name, or what `custom_loss` or `create_custom_loss` gave.
+            loss_fn_config: Its settings.
+            loss_fn_inputs: Inputs of the loss given once for the batch, in place of with each datum.
+            scale: What the gradient is multiplied by; the metrics are those of the loss itself.
+        """
         self._check()
-        return self._watched(self._pass(official.to_datums(data), loss_fn, loss_fn_config, forward_only=False))
+        datums = official.to_datums(data)
+        if isinstance(loss_fn, LossHandle) and loss_fn.loss_id is None:
+            datums = server_pass.spread(datums, loss_fn_inputs or {})
+            return self._watched(self._custom.add(datums, loss_handle.times(loss_fn, scale)))
+        prepared = server_pass.prepare(self._service, datums, loss_fn, loss_fn_config, loss_fn_inputs, scale)
+        return self._watched(self._server_pass(prepared, forward_only=False))
 
     def forward_backward_custom(
         self,
@@ -251,21 +293,31 @@ class TrainingClient:
         *,
         forward_only: bool,
     ) -> TinkerFuture[ForwardBackwardOutput]:
+        return self._server_pass(ServerPass(data, loss_fn, dict(loss_fn_config or {})), forward_only=forward_only)
+
+    def _server_pass(self, asked: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
         session = self._service.session
         name = "forward" if forward_only else "forward_backward"
         limits = session.config.fwdbwd_max_chunk_len, session.config.fwdbwd_max_chunk_bytes_count
-        chunks = chunking.split(data, *limits)
-        loss, settings = official.loss_name(loss_fn), dict(loss_fn_config or {})
+        chunks = chunking.split(asked.data, *limits)
+        if asked.whole and len(chunks) > 1:
+            raise InvalidInput(
+                f"data: {len(asked.data)} datums do not fit into one request, and {asked.loss} sees the whole batch at "
+                "once. Send a smaller batch."
+            )
 
         def operation(number: int, chunk: list[Datum]) -> Operation[ForwardBackwardOutput]:
-            request = rq.ForwardBackwardRequest(self.model_id, number, chunk, loss, settings, forward_only)
+            request = rq.ForwardBackwardRequest(
+                self.model_id, number, chunk, asked.loss, asked.config, forward_only, asked.inputs, asked.scale
+            )
             body = protobuf.encode_forward_backward(request)
             return Operation(name, "forward_backward", body, ForwardBackwardOutput, self.model_id, number, PROTOBUF)
 
         with self._lock:
             first = self._last_number + 1
             operations = [operation(number, chunk) for number, chunk in enumerate(chunks, first)]
-            return self._start(session, operations, chunking.combine)
+            future = self._start(session, operations, chunking.combine)
+        return future if asked.finish is None else future.then(asked.finish)
 
     def _submit(self, name: str, endpoint: str, result: type[T], request: Callable[[int], Any]) -> TinkerFuture[T]:
         session = self._service.session
@@ -283,41 +335,10 @@ class TrainingClient:
         The session is given, not looked up later: what was submitted before `close()` is still sent.
         """
         self._last_number += len(operations)
-        result = _perform_all(session, self._turns, operations, combine)
+        result = perform_all(session, self._turns, operations, combine)
         return TinkerFuture(self._service.run(result), str(operations[0]), self._service)
 
     def _watched(self, future: F) -> F:
         """A future that the user gets; its failure is raised at the next call if nobody reads it."""
         self.unread.add(future)
         return future
-
-
-class _Turns:
-    """Where the server does not order by number, a request is posted when the one before it was answered."""
-
-    def __init__(self) -> None:
-        self._last: asyncio.Event | None = None
-
-    def next(self) -> tuple[asyncio.Event | None, asyncio.Event]:
-        """What to wait for before a request is posted, and what to set when it was."""
-        before, self._last = self._last, asyncio.Event()
-        return before, self._last
-
-
-# No method, for the traceback of a failure that is kept for the user would keep the client too.
-async def _perform_all(
-    session: Session, turns: _Turns, operations: list[Operation[T]], combine: Callable[[list[T]], T]
-) -> T:
-    if session.config.parallel_fwdbwd_chunks:
-        return combine(list(await asyncio.gather(*(perform(session, operation) for operation in operations))))
-    # No await stands before this line, so that operations queue up in the order they were handed over.
-    results = [asyncio.create_task(_in_turn(session, operation, *turns.next())) for operation in operations]
-    return combine(list(await asyncio.gather(*results)))
-
-
-async def _in_turn(
-    session: Session, operation: Operation[T], previous: asyncio.Event | None, posted: asyncio.Event
-) -> T:
-    if previous is not None:
-        await previous.wait()
-    return await perform(session, operation, on_submitted=posted.set)

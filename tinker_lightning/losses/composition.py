@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tinker_lightning import custom_loss
+from tinker_lightning import surrogate
 from tinker_lightning.errors import (
     InvalidInput,
     InvalidLoss,
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinker_lightning.custom_loss import LossFn
     from tinker_lightning.losses.regularizer import Regularizer
+    from tinker_lightning.surrogate import LossFn
 
 
 def evaluate(
@@ -68,14 +68,14 @@ def evaluate(
     if not terms:
         if base is None:
             raise InvalidLoss("there is nothing to train on: give a loss function, a regularizer, or both")
-        return custom_loss.loss_and_metrics(base(data, logprobs), needs_gradient=torch.is_grad_enabled())
+        return surrogate.loss_and_metrics(base(data, logprobs), needs_gradient=torch.is_grad_enabled())
 
     weights = [term.weight_at(step) for term in terms]
     base_loss, returned = _run(data, logprobs, base, terms, timeout)
     contributions, telemetry = [], {}
     for term, weight in zip(terms, weights, strict=True):
         with _blaming(term):
-            value, metrics = custom_loss.loss_and_metrics(returned[term.name], needs_gradient=False)
+            value, metrics = surrogate.loss_and_metrics(returned[term.name], needs_gradient=False)
             value = value.reshape(())
             _check_names(metrics, "value", "weight", "contribution", "grad_norm")
             contributions.append(weight * value)
@@ -124,7 +124,7 @@ def _run(
                 running[term.name] = _start(term, data, logprobs)
         base_loss = None
         if base is not None:
-            base_loss = custom_loss.loss_and_metrics(base(data, logprobs), needs_gradient=torch.is_grad_enabled())
+            base_loss = surrogate.loss_and_metrics(base(data, logprobs), needs_gradient=torch.is_grad_enabled())
             _check_names(base_loss[1], "value")
         for term in terms:
             if term.name not in running:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinker_lightning import Datum, ModelInput, TensorData, custom_loss
+from tinker_lightning import Datum, ModelInput, TensorData, surrogate
 from tinker_lightning.errors import (
     InvalidDatum,
     InvalidLoss,
@@ -39,8 +39,8 @@ def logprobs() -> list[Tensor]:
     return [torch.linspace(-n, -1, n).requires_grad_() for n in LENGTHS]
 
 
-def evaluate(loss: Callable[[list[Any], list[Tensor]], Any]) -> custom_loss.Evaluation:
-    return custom_loss.evaluate(loss, datums(), logprobs())
+def evaluate(loss: Callable[[list[Any], list[Tensor]], Any]) -> surrogate.Evaluation:
+    return surrogate.evaluate(loss, datums(), logprobs())
 
 
 def test_the_gradient_of_each_datum_keeps_its_shape() -> None:  # R1.3
@@ -70,8 +70,8 @@ def test_local_parameters_get_their_gradients() -> None:  # R5.2
 def test_the_callers_grad_mode_does_not_matter(mode: Any) -> None:
     output = ForwardBackwardOutput([{"logprobs": TensorData(np.full(n, -1.0))} for n in LENGTHS])
     with mode():
-        leaves = custom_loss.leaves(output, datums())
-        evaluation = custom_loss.evaluate(lambda _, lp: ((lp[0] ** 2).sum(), {}), datums(), leaves)
+        leaves = surrogate.leaves(output, datums())
+        evaluation = surrogate.evaluate(lambda _, lp: ((lp[0] ** 2).sum(), {}), datums(), leaves)
     assert evaluation.gradients[0].tolist() == [-2.0] * 3
 
 
@@ -152,7 +152,7 @@ def test_metrics_become_strings_and_floats() -> None:  # R1.7
         "b": np.bool_(True),
         "g": torch.ones((), requires_grad=True),
     }
-    metrics = custom_loss.numbers(given)
+    metrics = surrogate.numbers(given)
     assert metrics == {"t": 3.0, "1": 2.0, "n": 0.5, "b": 1.0, "g": 1.0}
     assert all(type(value) is float for value in metrics.values())
 
@@ -160,20 +160,20 @@ def test_metrics_become_strings_and_floats() -> None:  # R1.7
 def test_the_forward_needs_targets_only() -> None:  # R1.1
     spans = [ProvenanceSpan("prompt", "a", 0, 2)]
     inputs: dict[str, Any] = {"target_tokens": [[1, 2], [3, 4]], "reference": TensorData([0.5])}
-    (reduced,) = custom_loss.forward_datums([Datum(ModelInput.from_ints([1, 2]), inputs, spans, spans)])
+    (reduced,) = surrogate.forward_datums([Datum(ModelInput.from_ints([1, 2]), inputs, spans, spans)])
     assert set(reduced.loss_fn_inputs) == {"target_tokens", "weights"}
     assert reduced.loss_fn_inputs["weights"] == TensorData(np.zeros((2, 2), np.float32))
     assert reduced.model_input_spans == tuple(spans)
-    kept = custom_loss.forward_datums(datums())
+    kept = surrogate.forward_datums(datums())
     assert kept[0].loss_fn_inputs["weights"] == TensorData(np.ones(3, np.float32))
     with pytest.raises(InvalidDatum, match="datum 1: target_tokens: missing"):
-        custom_loss.forward_datums([datums()[0], Datum(ModelInput.from_ints([1]), {})])
+        surrogate.forward_datums([datums()[0], Datum(ModelInput.from_ints([1]), {})])
 
 
 def test_linear_datums_carry_minus_the_gradient_and_nothing_else() -> None:  # R1.4
     gradients = [torch.full((n,), float(n)) for n in LENGTHS]
     data = datums(reference=TensorData([0.5]))
-    for n, datum, linear in zip(LENGTHS, data, custom_loss.linear_datums(data, gradients), strict=True):
+    for n, datum, linear in zip(LENGTHS, data, surrogate.linear_datums(data, gradients), strict=True):
         assert linear.model_input is datum.model_input
         assert linear.loss_fn_inputs["target_tokens"] is datum.loss_fn_inputs["target_tokens"]
         assert linear.loss_fn_inputs["weights"] == TensorData(np.full(n, -n, np.float32))
@@ -183,7 +183,7 @@ def test_linear_datums_carry_minus_the_gradient_and_nothing_else() -> None:  # R
 def test_leaves_have_the_shape_of_the_targets() -> None:  # R1.1, R1.2
     data = [Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [[1, 2], [3, 4]]})]
     flat = ForwardBackwardOutput([{"logprobs": TensorData([-1.0, -2.0, -3.0, -4.0])}])
-    (leaf,) = custom_loss.leaves(flat, data)
+    (leaf,) = surrogate.leaves(flat, data)
     assert leaf.tolist() == [[-1.0, -2.0], [-3.0, -4.0]]
     assert leaf.is_leaf
     assert leaf.requires_grad
@@ -194,19 +194,19 @@ def test_an_answer_that_does_not_fit_is_the_servers_fault() -> None:
     data = datums()
     fitting: list[dict[str, TensorData]] = [{"logprobs": TensorData(np.zeros(n))} for n in LENGTHS]
     with pytest.raises(OperationFailed, match="answered for 2 datums, but 3 were sent"):
-        custom_loss.leaves(ForwardBackwardOutput(fitting[:2]), data)
+        surrogate.leaves(ForwardBackwardOutput(fitting[:2]), data)
     with pytest.raises(OperationFailed, match="datum 1: the server sent no logprobs, only loss"):
-        custom_loss.leaves(ForwardBackwardOutput([fitting[0], {"loss": TensorData([1.0])}, fitting[2]]), data)
+        surrogate.leaves(ForwardBackwardOutput([fitting[0], {"loss": TensorData([1.0])}, fitting[2]]), data)
     with pytest.raises(OperationFailed, match=r"datum 0: the server sent logprobs of shape \[1\] for targets of \[3\]"):
-        custom_loss.leaves(ForwardBackwardOutput([fitting[1], fitting[1], fitting[2]]), data)
+        surrogate.leaves(ForwardBackwardOutput([fitting[1], fitting[1], fitting[2]]), data)
 
 
 def test_the_result_has_the_losss_value_and_metrics() -> None:  # R1.6, R1.7
     backward = ForwardBackwardOutput([{}], {"loss:sum": 4.0, "tokens:sum": 9.0}, "kind")
-    evaluation = custom_loss.Evaluation(1.5, {"mine": 2.0, "tokens:sum": 7.0}, [])
-    result = custom_loss.with_metrics(backward, evaluation)
+    evaluation = surrogate.Evaluation(1.5, {"mine": 2.0, "tokens:sum": 7.0}, [])
+    result = surrogate.with_metrics(backward, evaluation)
     assert result.metrics == {"loss:sum": 1.5, "surrogate_loss:sum": 4.0, "tokens:sum": 7.0, "mine": 2.0}
     assert result.loss_fn_output_type == "kind"
     assert backward.metrics == {"loss:sum": 4.0, "tokens:sum": 9.0}
-    bare = custom_loss.with_metrics(ForwardBackwardOutput([{}]), evaluation)  # servers may give no metrics at all
+    bare = surrogate.with_metrics(ForwardBackwardOutput([{}]), evaluation)  # servers may give no metrics at all
     assert bare.metrics == {"loss:sum": 1.5, "tokens:sum": 7.0, "mine": 2.0}

@@ -1,0 +1,138 @@
+"""The losses that a client brings to its server."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlencode
+
+from tinker_lightning.client.futures import TinkerFuture
+from tinker_lightning.client.loss_handle import LossHandle
+from tinker_lightning.client.operations import Operation, perform
+from tinker_lightning.errors import InvalidLoss
+from tinker_lightning.losses.datum_loss import trace_datum_loss
+from tinker_lightning.types import requests as rq
+from tinker_lightning.types import responses as rs
+from tinker_lightning.wire import json as wire_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from tinker_lightning.client.service import ServiceClient
+    from tinker_lightning.losses.batch_loss import BatchLoss, Source
+    from tinker_lightning.losses.server_loss import ServerLoss
+
+T = TypeVar("T")
+
+# The protocol's, with what each is; a server may have fewer.
+BUILT_IN: dict[str, str] = {
+    "cross_entropy": "-Σ w·p: the weighted negative log-likelihood of the targets",
+    "importance_sampling": "-Σ r·A: the policy gradient, corrected for the policy that sampled",
+    "ppo": "-Σ min(r·A, clip(r)·A): clipped policy gradient",
+    "cispo": "-Σ sg(clip(r))·p·A: clipped weights, every token keeps its gradient",
+    "dro": "-Σ (p·A - β/2·(p - q)²): a quadratic pull towards the sampling policy",
+    "gspo": "clipped policy gradient with one ratio for each sequence",
+}
+
+
+class Losses:
+    """Uploads losses, and knows those that were uploaded.
+
+    Args:
+        service: The way to the server.
+        in_process: Registers a Python function as a loss, where the trainer runs in this process.
+    """
+
+    def __init__(
+        self,
+        service: ServiceClient,
+        in_process: Callable[[str, Callable[..., Any], Source], None] | None = None,
+    ) -> None:
+        self.by_name: dict[str, ServerLoss] = {}  # those of custom_loss
+        self._service = service
+        self._in_process = in_process
+        self._handles: dict[str, TinkerFuture[LossHandle]] = {}
+
+    def create(self, fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> TinkerFuture[LossHandle]:
+        """A loss of one datum, traced, and uploaded once.
+
+        Raises:
+            LossNotTraceable: If the function does what cannot be traced; names the line.
+        """
+        loss, session = trace_datum_loss(fn, input_ranks), self._service.session
+        key = repr((loss.inputs, loss.program.graph.encode()))
+        if key in self._handles:
+            return self._handles[key]
+        what = f"create_custom_loss {loss.name}"
+        handle = LossHandle(loss.name, session.session_id, loss)
+        if not session.config.custom_loss_server_side:
+            self._handles[key] = TinkerFuture(self._service.run(_given(handle)), what)
+            return self._handles[key]
+        by_input = not session.extensions.server_losses
+        sent = loss.scaled() if by_input else loss
+        request = rq.CreateCustomLossRequest(
+            session.session_id,
+            self._service.count("custom loss"),
+            loss.name,
+            [rq.CustomLossInput(each.name, each.rank) for each in sent.inputs],
+            sent.program.graph.encode(),
+        )
+        operation = Operation(
+            "create_custom_loss", "create_custom_loss", wire_json.dumps(request), rs.CreateCustomLossResponse
+        )
+        created = TinkerFuture(self._service.run(perform(session, operation)), what, self._service)
+        self._handles[key] = created.then(lambda made: replace(handle, loss_id=made.loss_id, by_input=by_input))
+        return self._handles[key]
+
+    def register(self, loss: BatchLoss) -> str:
+        """Uploads the graphs of a loss of a batch; returns its id."""
+        return self._register(loss.name, rq.RegisterLossRequest(self._service.session.session_id, loss.encode()))
+
+    def register_function(self, name: str, function: Callable[..., Any], source: Source) -> str:
+        """Hands a function over as it is: to a trainer in this process, or pickled; returns the loss's id.
+
+        Raises:
+            InvalidLoss: If it cannot be pickled, or the server takes no pickled functions.
+        """
+        self._service.check_usable()
+        if self._in_process is not None:
+            self._in_process(name, function, source)
+            return name
+        try:
+            import cloudpickle
+        except ImportError as error:
+            raise InvalidLoss(
+                f"to send {name} as it is, cloudpickle is needed here and on the server, and it is not installed: "
+                "python -m pip install cloudpickle. A loss that can be traced does without."
+            ) from error
+        try:
+            pickled: bytes = cloudpickle.dumps(function)
+        except Exception as error:
+            raise InvalidLoss(f"{name} cannot be pickled: {error}. Use only what pickle knows, or trace it.") from error
+        message = {"name": name, "source": source}
+        return self._register(name, rq.RegisterLossRequest(self._service.session.session_id, message, pickled))
+
+    def listing(self) -> dict[str, Any]:
+        """The names that passes can use, and what each is."""
+        session = self._service.session
+        if not session.extensions.server_losses:
+            return {"available_loss_functions": list(BUILT_IN), "descriptions": dict(BUILT_IN)}
+        query = urlencode({"session_id": session.session_id})
+        listed = self._service.fetch(f"/ext/v1/losses?{query}", rs.LossListing)
+        return {
+            "available_loss_functions": listed.available_loss_functions,
+            "descriptions": {name: BUILT_IN.get(name, text) for name, text in listed.descriptions.items()},
+        }
+
+    def _register(self, name: str, request: rq.RegisterLossRequest) -> str:
+        if not self._service.session.extensions.server_losses:
+            raise InvalidLoss(
+                f"the server at {self._service.url} takes no losses of a whole batch, so that {name} cannot run there. "
+                "Use a loss of one datum (create_custom_loss), or leave it here: forward_backward_custom runs any "
+                "Python."
+            )
+        return self._service.call("/ext/v1/losses", request, rs.CreateCustomLossResponse).loss_id
+
+
+async def _given(value: T) -> T:
+    return value

@@ -1,0 +1,169 @@
+"""A pass with a loss of the server's: how it says which one, with what inputs, and by what factor.
+
+A loss is a name (built in, or registered by `custom_loss`), a `ServerLoss`, or the `LossHandle` of a loss of one datum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from tinker_lightning.client.loss_handle import LossHandle
+from tinker_lightning.client.losses import BUILT_IN
+from tinker_lightning.client.official import loss_name
+from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
+from tinker_lightning.losses.datum_loss import SCALE
+from tinker_lightning.losses.scaling import scaled
+from tinker_lightning.losses.server_loss import ServerLoss
+from tinker_lightning.types import Datum, ForwardBackwardOutput, TensorData
+
+if TYPE_CHECKING:
+    from tinker_lightning.client.service import ServiceClient
+
+_CUSTOM = "custom"
+# How our server ends the names of diagnostics that have no ending of the protocol's.
+_NO_ENDING = ":unique"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPass:
+    """What a pass with a loss of the server's sends.
+
+    Args:
+        data: The datums.
+        loss: The loss's name.
+        config: Its settings.
+        inputs: Its inputs that are the batch's.
+        scale: What the server is to multiply the gradient by.
+        whole: Whether the batch must not be split: the loss is not a sum over datums.
+        finish: What becomes of the result.
+    """
+
+    data: list[Datum]
+    loss: str
+    config: dict[str, float | str] = field(default_factory=dict)
+    inputs: dict[str, TensorData] = field(default_factory=dict)
+    scale: float = 1.0
+    whole: bool = False
+    finish: Callable[[ForwardBackwardOutput], ForwardBackwardOutput] | None = None
+
+
+def prepare(
+    service: ServiceClient,
+    data: list[Datum],
+    loss_fn: Any,
+    config: Mapping[str, float | str] | None,
+    inputs: Mapping[str, Any] | None,
+    scale: float,
+) -> ServerPass:
+    """A pass with a loss of the server's, in the words that this server knows.
+
+    Raises:
+        InvalidInput: If the loss, an input or a factor is none that the server can use.
+    """
+    extended = service.session.extensions.server_losses
+    if isinstance(loss_fn, LossHandle):
+        return _datum_pass(service, spread(data, inputs or {}), loss_fn, config, scale, extended=extended)
+    own = loss_fn if isinstance(loss_fn, ServerLoss) else service.losses.by_name.get(loss_name(loss_fn))
+    if own is not None:
+        if own.server is not service.losses:
+            raise InvalidLoss(f"{own.name} was registered with another client; register it with this one too")
+        loss_id, settings = own.resolve(config or {})
+        return _batch_pass(data, loss_id, settings, inputs, scale)
+    name = loss_name(loss_fn)
+    if name not in BUILT_IN and name != _CUSTOM and extended:
+        return _batch_pass(data, name, dict(config or {}), inputs, scale)
+    data = spread(data, inputs or {})
+    if extended:
+        return ServerPass(data, name, dict(config or {}), scale=scale)
+    return ServerPass(*_plainly_scaled(data, name, config or {}, scale))
+
+
+def _batch_pass(
+    data: list[Datum], loss: str, config: dict[str, float | str], inputs: Mapping[str, Any] | None, scale: float
+) -> ServerPass:
+    tensors = {}
+    for name, value in (inputs or {}).items():
+        try:
+            tensors[name] = TensorData.of(value)
+        except InvalidInput as error:
+            raise InvalidInput(f"loss_fn_inputs: {name}: {error}") from error
+    return ServerPass(data, loss, config, tensors, scale, whole=True, finish=_with_own_names)
+
+
+def _datum_pass(
+    service: ServiceClient,
+    data: list[Datum],
+    handle: LossHandle,
+    config: Mapping[str, float | str] | None,
+    scale: float,
+    *,
+    extended: bool,
+) -> ServerPass:
+    if config:
+        setting = next(iter(config))
+        raise InvalidInput(f"{handle.name} is a loss of one datum, without settings; give {setting} with each datum")
+    if handle.session_id != service.session.session_id:
+        raise InvalidLoss(f"{handle.name} was created in another session; create it with this client too")
+    for i, datum in enumerate(data):
+        try:
+            handle.loss.select(datum.loss_fn_inputs)
+        except InvalidDatum as error:
+            raise InvalidDatum(f"datum {i}: {error}") from error
+    settings: dict[str, float | str] = {"loss_id": handle.loss_id or ""}
+    if not handle.by_input:
+        return ServerPass(data, _CUSTOM, settings, scale=scale if extended else 1.0)
+    factor = TensorData(np.float32(scale))
+    data = [_with(datum, {SCALE: factor}) for datum in data]
+
+    def unscaled(output: ForwardBackwardOutput) -> ForwardBackwardOutput:
+        if scale == 0 or "loss:sum" not in output.metrics:
+            return output
+        metrics = {**output.metrics, "loss:sum": output.metrics["loss:sum"] / scale}
+        return ForwardBackwardOutput(output.loss_fn_outputs, metrics, output.loss_fn_output_type)
+
+    return ServerPass(data, _CUSTOM, settings, finish=unscaled)
+
+
+def spread(data: list[Datum], inputs: Mapping[str, Any]) -> list[Datum]:
+    """Datums with their rows of inputs that were given once for the batch; rows are cut to the datum's length.
+
+    Raises:
+        InvalidInput: If an input has not one row for each datum, or a datum has it already.
+    """
+    if not inputs:
+        return data
+    rows: list[dict[str, TensorData]] = [{} for _ in data]
+    for name, value in inputs.items():
+        if isinstance(value, TensorData):
+            value = value.to_numpy()
+        if not isinstance(value, Sequence | np.ndarray | Tensor) or len(value) != len(data):
+            raise InvalidInput(f"loss_fn_inputs: {name} must have one row for each of the {len(data)} datums")
+        for i, row in enumerate(value):
+            if name in data[i].loss_fn_inputs:
+                raise InvalidInput(f"loss_fn_inputs: {name} is given for the batch, and by datum {i} too")
+            array = TensorData.of(row).to_numpy()
+            rows[i][name] = TensorData(array[: data[i].model_input.length] if array.ndim else array)
+    return [_with(datum, row) for datum, row in zip(data, rows, strict=True)]
+
+
+def _plainly_scaled(
+    data: list[Datum], loss: str, config: Mapping[str, float | str], scale: float
+) -> tuple[list[Datum], str, dict[str, float | str]]:
+    datums, settings = scaled(data, loss, config, scale)
+    return datums, loss, settings
+
+
+def _with(datum: Datum, inputs: Mapping[str, TensorData]) -> Datum:
+    return Datum(
+        datum.model_input, {**datum.loss_fn_inputs, **inputs}, datum.model_input_spans, datum.loss_fn_input_spans
+    )
+
+
+def _with_own_names(output: ForwardBackwardOutput) -> ForwardBackwardOutput:
+    metrics = {name.removesuffix(_NO_ENDING): value for name, value in output.metrics.items()}
+    return ForwardBackwardOutput(output.loss_fn_outputs, metrics, output.loss_fn_output_type)

@@ -1,0 +1,147 @@
+"""`@custom_loss`: a Python function of a batch that a server runs under a name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tinker_lightning.errors import InvalidInput, InvalidLoss
+from tinker_lightning.losses.batch_loss import SOURCES, LossFnOutput, check_name, settings
+from tinker_lightning.losses.tracing_batch import trace_batch_loss
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from tinker_lightning.losses.batch_loss import BatchLoss, Setting, Source
+
+__all__ = ["LossFnOutput", "ServerLoss", "custom_loss"]
+
+
+class LossServer(Protocol):
+    """Where losses are kept: `ServiceClient.losses`."""
+
+    by_name: dict[str, ServerLoss]
+
+    def register(self, loss: BatchLoss) -> str:
+        """Uploads graphs; returns the loss's id."""
+
+    def register_function(self, name: str, function: Callable[..., Any], source: Source) -> str:
+        """Hands a function over as it is; returns the loss's id."""
+
+
+class ServerLoss:
+    """A loss that a server keeps. Call it to compute it here; pass it, or its name, to `forward_backward`."""
+
+    def __init__(
+        self,
+        server: LossServer,
+        name: str,
+        function: Callable[..., Any],
+        source: Source,
+        fixed: Mapping[str, Setting],
+        *,
+        trace: bool,
+    ) -> None:
+        self.name = name
+        self.server = server
+        self.source = source
+        self._function = function
+        self._fixed = dict(fixed)
+        self._uploaded: dict[tuple[tuple[str, Setting], ...], tuple[str, BatchLoss]] = {}
+        self._python: str | None = None
+        if trace:
+            self._upload(self._fixed)
+        else:
+            self._python = server.register_function(name, _bound(function, self._fixed), source)
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns."""
+        return self._function(*args, **{**self._fixed, **kwargs})
+
+    def resolve(self, config: Mapping[str, Any]) -> tuple[str, dict[str, float | str]]:
+        """The id of the loss for a call with these settings, and those that the call still has to carry.
+
+        A setting by which the function decides what to compute makes another graph, which is uploaded at its first use.
+        """
+        if self._python is not None:
+            return self._python, dict(config)
+        _, first = self._uploaded[_key(self._fixed)]
+        if unknown := [name for name in config if name not in first.hyperparameters]:
+            known = ", ".join(first.hyperparameters) or "no settings at all"
+            raise InvalidInput(f"loss_fn_config: {self.name} does not know {unknown[0]!r}; it takes {known}")
+        decided = {name: value for name, value in config.items() if first.hyperparameters[name].fixed}
+        loss_id, loss = self._uploaded.get(_key({**self._fixed, **decided})) or self._upload({**self._fixed, **decided})
+        carried = {name: value for name, value in config.items() if name not in decided}
+        settings(self.name, loss.hyperparameters, carried)
+        return loss_id, carried
+
+    def _upload(self, fixed: Mapping[str, Setting]) -> tuple[str, BatchLoss]:
+        loss = trace_batch_loss(self._function, self.name, self.source, fixed)
+        self._uploaded[_key(fixed)] = self.server.register(loss), loss
+        return self._uploaded[_key(fixed)]
+
+
+def custom_loss(
+    client: Any,
+    name: str | None = None,
+    *,
+    on: Source = "logits",
+    trace: bool = True,
+    **fixed: Setting,
+) -> Callable[[Callable[..., Any]], ServerLoss]:
+    """Makes a function a loss that the server runs; training refers to it by name.
+
+    On logits it takes `(model_outputs, loss_fn_inputs, attention_mask, **hyperparameters)`: logits `[B, T, V]`, a dict
+    of tensors, a mask `[B, T]` of what is no padding; it returns a `LossFnOutput`. On log-probabilities it takes
+    `(data, logprobs, **hyperparameters)`, as the losses of `tinker_lightning.losses` do: a dict of tensors `[B, T]`,
+    and the log-probabilities of the targets; it returns `(loss, metrics)`.
+
+    The function is traced here and sent as data, not as code. A traced function is the same at every call: what Python
+    decides, it decides now.
+
+    Args:
+        client: The client that `connect()` gives.
+        name: What to call the loss; the function's name if not given.
+        on: What the loss is computed from.
+        trace: If False the function itself is handed over: to a trainer in this process as it is, elsewhere pickled,
+            which only a server takes that was started with `--allow-pickled-losses`.
+        **fixed: Values of hyperparameters that are not to change from call to call.
+
+    Raises:
+        LossNotTraceable: If the function does what cannot be traced; names the line.
+        InvalidLoss: If the server refuses it.
+        ServerUnreachable: If there is no server.
+    """
+    server: LossServer | None = getattr(client, "losses", None)
+    if server is None:
+        raise InvalidInput(
+            f"custom_loss takes the client that connect() gives, got {type(client).__name__}: "
+            "client = connect(url); @custom_loss(client, name='my_loss')"
+        )
+    if on not in SOURCES:
+        raise InvalidInput(f"on must be one of {', '.join(SOURCES)}, got {on!r}")
+
+    def decorate(function: Callable[..., Any]) -> ServerLoss:
+        if not callable(function):
+            raise InvalidLoss(f"custom_loss decorates functions, got {type(function).__name__}")
+        called = str(name or getattr(function, "__name__", type(function).__name__))
+        check_name(called)
+        loss = ServerLoss(server, called, function, on, fixed, trace=trace)
+        server.by_name[called] = loss
+        return loss
+
+    return decorate
+
+
+def _bound(function: Callable[..., Any], fixed: Mapping[str, Setting]) -> Callable[..., Any]:
+    if not fixed:
+        return function
+    if unknown := [key for key in fixed if key not in inspect.signature(function).parameters]:
+        raise InvalidLoss(f"the function has no hyperparameter {unknown[0]!r}")
+    return functools.partial(function, **fixed)
+
+
+def _key(fixed: Mapping[str, Setting]) -> tuple[tuple[str, Setting], ...]:
+    return tuple(sorted(fixed.items()))
