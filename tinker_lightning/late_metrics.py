@@ -10,6 +10,9 @@ import torch
 
 from tinker_lightning.window import Step
 
+LOSS = "train_loss"
+_SUM = "loss:sum"
+
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
@@ -38,9 +41,21 @@ class LateMetrics:
             entry.sent.optim.wait()
             if entry.sent.optim.failed:
                 continue
-            metrics = {name: float(value) for name, value in (entry.sent.optim.result().metrics or {}).items()}
+            metrics = _metrics(entry.sent)
             if entry.to_loggers and metrics:
                 # Directly: `self.log` has no step of its own, and is refused after the last one.
                 for logger in entry.trainer.loggers:
                     logger.log_metrics(metrics, step=entry.step)
             entry.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+            if LOSS in metrics:
+                entry.trainer.progress_bar_metrics[LOSS] = metrics[LOSS]
+
+
+def _metrics(sent: Step) -> dict[str, float]:
+    """What the step says of itself, and the losses that ran on the server: the mean over its window, as scaled."""
+    metrics: dict[str, float] = {}
+    if sent.losses:
+        outputs = [loss.result().metrics for loss in sent.losses]
+        metrics |= {name: float(value) for name, value in outputs[-1].items() if name != _SUM}
+        metrics[LOSS] = sum(float(output.get(_SUM, 0.0)) for output in outputs)
+    return metrics | {name: float(value) for name, value in (sent.optim.result().metrics or {}).items()}

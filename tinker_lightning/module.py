@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,28 +16,32 @@ import torch
 from torch import Tensor
 
 from tinker_lightning import guard, surrogate
+from tinker_lightning.batches import datums_of, prompt_of, weights_of
 from tinker_lightning.client import connect
-from tinker_lightning.client.official import to_model_input
+from tinker_lightning.client.export import export_adapter
 from tinker_lightning.errors import (
-    InvalidDatum,
     InvalidInput,
     LossWithoutGradient,
     NotFound,
     TinkerLightningError,
 )
+from tinker_lightning.hyperparameters import not_plain
 from tinker_lightning.late_metrics import LateMetrics
+from tinker_lightning.losses import composition
 from tinker_lightning.metrics import TokenNLL, TokenPerplexity
 from tinker_lightning.optim import RemoteAdamW
 from tinker_lightning.remote import RemoteLM
 from tinker_lightning.states import STATE_KEY, window_from, window_state
-from tinker_lightning.types import ModelInput, SamplingParams
+from tinker_lightning.types import SamplingParams
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import TracebackType
 
     from torch.optim import Optimizer
 
     from tinker_lightning.client import ServiceClient
+    from tinker_lightning.losses.regularizer import Regularizer
     from tinker_lightning.window import Pass, Remote, Step
 
 
@@ -68,6 +71,9 @@ class RemoteModule(pl.LightningModule):
     loss_config: Mapping[str, float | str] = MappingProxyType({})
     """The settings of a loss that is the server's, for example `{"clip_low_threshold": 0.9}`."""
 
+    regularizers: Sequence[Regularizer | Mapping[str, Any]] = ()
+    """Terms added to the loss, each with a weight and telemetry of its own; with `loss = None` only they count."""
+
     def __init__(
         self,
         model: Any = None,
@@ -87,7 +93,7 @@ class RemoteModule(pl.LightningModule):
     ) -> None:
         super().__init__()
         # Clients, functions and keys have no place in a file; they are given again when it is loaded.
-        self.save_hyperparameters(ignore=["api_key", *_arguments_that_are_not_plain(self)])
+        self.save_hyperparameters(ignore=["api_key", *not_plain(self)])
         self._api_key = api_key
         self._service: ServiceClient | None = None
         self._resume_from: str | None = None
@@ -129,7 +135,7 @@ class RemoteModule(pl.LightningModule):
         It may also be the name of one of the server's losses: `loss = "cross_entropy"`, with `loss_config` for its
         settings. That takes one pass instead of two, and nothing is waited for; its value is logged late.
         """
-        weights = torch.cat([_weights(datum).flatten() for datum in data])
+        weights = torch.cat([weights_of(datum).flatten() for datum in data])
         return -(torch.cat([p.flatten() for p in logprobs]) * weights).sum() / weights.sum(), {}
 
     def datums(self, batch: Any) -> list[Any]:
@@ -140,16 +146,7 @@ class RemoteModule(pl.LightningModule):
         Raises:
             InvalidDatum: If the batch is empty or no list of datums.
         """
-        if _is_datum(batch):
-            return [batch]
-        if not isinstance(batch, Sequence) or not all(_is_datum(datum) for datum in batch):
-            raise InvalidDatum(
-                f"a batch must be a list of datums, got {type(batch).__name__}. Give the DataLoader "
-                "collate_fn=tinker_lightning.collate, or override datums(self, batch) to build them."
-            )
-        if not batch:
-            raise InvalidDatum("the batch has no datums; drop empty batches in the loader")
-        return list(batch)
+        return datums_of(batch)
 
     # What Lightning calls.
 
@@ -168,12 +165,16 @@ class RemoteModule(pl.LightningModule):
         del batch_idx
         data = self.datums(batch)
         loss_fn: Any = self.loss
-        if isinstance(loss_fn, str):
+        if isinstance(loss_fn, str) and not self.regularizers:
             return self.lm.server_loss(data, loss_fn, self.loss_config)
-        loss, metrics = surrogate.loss_and_metrics(loss_fn(data, self.lm(data)))
-        self.log("train_loss", loss.detach(), prog_bar=True, batch_size=len(data))
+        base = None if isinstance(loss_fn, str) else loss_fn
+        loss, metrics = composition.evaluate(data, self.lm(data), base, self.regularizers, step=self.global_step)
+        if isinstance(loss_fn, str):
+            loss = loss + self.lm.server_loss(data, loss_fn, self.loss_config)
+        else:
+            self.log("train_loss", loss.detach(), prog_bar=True, batch_size=len(data))
         if metrics:
-            self.log_dict(metrics, batch_size=len(data))
+            self.log_dict(composition.flatten(metrics), batch_size=len(data))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -193,7 +194,7 @@ class RemoteModule(pl.LightningModule):
         """
         del batch_idx
         tokenizer = self._tokenizer
-        prompts = [_prompt(item, tokenizer) for item in (batch if isinstance(batch, Sequence) else [batch])]
+        prompts = [prompt_of(item, tokenizer) for item in (batch if isinstance(batch, Sequence) else [batch])]
         futures = [self._sampler.sample(prompt, 1, self.sampling_params()) for prompt in prompts]
         sequences = [future.result().sequences[0] for future in futures]
         return [
@@ -312,6 +313,11 @@ class RemoteModule(pl.LightningModule):
         self.lm.handle.remote.unread.wait()
         self.lm.handle.remote.unread.raise_first()
 
+    def export_adapter(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+        """The trained adapter as a PEFT folder on this machine, as transformers and vLLM load it."""
+        self.drain()
+        return export_adapter(self.lm.backend, path, overwrite=overwrite)
+
     def settle(self, timeout: float) -> None:
         """Waits a while for what was sent, after something went wrong; what fails or takes longer is left alone."""
         with contextlib.suppress(TinkerLightningError):
@@ -361,7 +367,7 @@ class RemoteModule(pl.LightningModule):
         data = self.datums(batch)
         for datum, logprobs in zip(data, self.lm(data), strict=True):
             for metric in (nll, perplexity):
-                metric.update(logprobs, _weights(datum))
+                metric.update(logprobs, weights_of(datum))
         self.log(f"{stage}_loss", nll, prog_bar=True, batch_size=len(data))
         self.log(f"{stage}_perplexity", perplexity, batch_size=len(data))
 
@@ -392,43 +398,3 @@ def _naming(path: str) -> Iterator[None]:
             "expired, or the module is connected to another server. Resume from another checkpoint; the file itself "
             "was not changed."
         ) from error
-
-
-def _arguments_that_are_not_plain(module: RemoteModule) -> list[str]:
-    """What the constructors of a module, subclasses' included, were given that is no plain data."""
-    names: list[str] = []
-    frame = inspect.currentframe()
-    while (frame := frame and frame.f_back) is not None:
-        if frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is module:
-            for name, value in frame.f_locals.items():
-                given = value.items() if isinstance(value, Mapping) else [(name, value)]
-                names += [key for key, item in given if not _is_plain(item)]
-    return names
-
-
-def _weights(datum: Any) -> Tensor:
-    weights = datum.loss_fn_inputs.get("weights")
-    if weights is None:
-        return torch.ones(datum.loss_fn_inputs["target_tokens"].shape)
-    tensor: Tensor = weights.to_torch()
-    return tensor
-
-
-def _is_datum(value: Any) -> bool:
-    return hasattr(value, "model_input") and hasattr(value, "loss_fn_inputs")
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, str | int | float | bool)
-
-
-def _prompt(item: Any, tokenizer: Any) -> ModelInput:
-    if _is_datum(item):
-        return to_model_input(item.model_input)
-    if isinstance(item, str):
-        return ModelInput.from_ints(tokenizer.encode(item))
-    return to_model_input(item) if hasattr(item, "chunks") else ModelInput.from_ints(item)
