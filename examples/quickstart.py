@@ -66,7 +66,7 @@ def main(folder: Path | str = "runs/quickstart", model: str = "smollm2-135m") ->
         callbacks=[ModelCheckpoint(monitor="val_loss", filename="best")],
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        inference_mode=False,
+        inference_mode=False,  # the validation before the fit leaves metrics that the fit uses again
     )
     with Barista(model, rank=16, learning_rate=1e-3, base_url="embedded") as barista:
         tokenizer = barista.lm.backend.get_tokenizer()
@@ -109,15 +109,16 @@ def plot(folder: Path) -> None:
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     train = [(int(row["step"]), float(row["train_nll"])) for row in rows if row["train_nll"]]
-    # A validation is logged under the last step before it; the first one was before training.
+    # A validation stands under the last step before it; only the first one came before any.
     first, *later = [(int(row["step"]), float(row["val_loss"])) for row in rows if row["val_loss"]]
     validation = [first, *((step + 1, loss) for step, loss in later)]
-    figure = Figure(figsize=(7, 3.8), layout="constrained")
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
-    axes.plot(*zip(*train, strict=True), ".-", color="tab:blue", alpha=0.8, label="training, one batch of two tickets")
-    axes.plot(*zip(*validation, strict=True), "o-", color="tab:orange", label="validation, 16 tickets never trained on")
-    axes.set(title="A chat model learns to take orders", xlabel="optimizer steps made", ylabel="loss per token (nats)")
-    axes.set_ylim(bottom=0)
+    axes.semilogy(*zip(*train, strict=True), ".-", alpha=0.6, label="training (the last 2 lessons of each step)")
+    axes.semilogy(*zip(*validation, strict=True), "o-", linewidth=2, label="validation (16 orders not in the lessons)")
+    axes.set(title="A chat model learns to take orders", xlabel="optimizer steps", ylabel="loss (nats per token)")
+    axes.set_xticks(range(0, validation[-1][0] + 1, 4))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     figure.savefig(folder / "loss.png", dpi=120)
