@@ -55,7 +55,7 @@ def _metrics(sent: Step) -> dict[str, float]:
     """What the step says of itself, and the losses that ran on the server: the mean over its window, as scaled."""
     metrics: dict[str, float] = {}
     if sent.losses:
-        outputs = [loss.result().metrics for loss in sent.losses]
-        metrics |= {name: float(value) for name, value in outputs[-1].items() if name != _SUM}
-        metrics[LOSS] = sum(float(output.get(_SUM, 0.0)) for output in outputs)
+        outputs = [(loss.result().metrics, scale) for loss, scale in sent.losses]
+        metrics |= {name: float(value) for name, value in outputs[-1][0].items() if name != _SUM}
+        metrics[LOSS] = sum(scale * float(output.get(_SUM, 0.0)) for output, scale in outputs)
     return metrics | {name: float(value) for name, value in (sent.optim.result().metrics or {}).items()}

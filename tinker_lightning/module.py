@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import uuid
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from tinker_lightning import guard, surrogate
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
     from tinker_lightning.client import ServiceClient
     from tinker_lightning.losses.regularizer import Regularizer
     from tinker_lightning.window import Pass, Remote, Step
+
+
+# How long something that was told to end waits for the server, in seconds.
+LAST_WAIT = 5.0
 
 
 class RemoteModule(pl.LightningModule):
@@ -97,7 +102,6 @@ class RemoteModule(pl.LightningModule):
         self._api_key = api_key
         self._service: ServiceClient | None = None
         self._resume_from: str | None = None
-        self._saved: tuple[int, str] | None = None
         # Empty for a client that was given: then the model is the client's, whatever the environment names.
         named = os.environ.get("TINKER_BASE_MODEL", "") if model is None else model
         self._base_model = named if isinstance(named, str) else ""
@@ -111,6 +115,7 @@ class RemoteModule(pl.LightningModule):
         self._base_url = base_url
         self._adam: dict[str, Any] = {"lr": learning_rate, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.lm = RemoteLM(self._connect if model is None or isinstance(model, str) else model)
+        self.lm.in_state_dict = False  # a checkpoint names the state itself, with what it is of
         self.val_nll, self.val_perplexity = TokenNLL(), TokenPerplexity()
         self.test_nll, self.test_perplexity = TokenNLL(), TokenPerplexity()
         self._late = LateMetrics()
@@ -118,6 +123,7 @@ class RemoteModule(pl.LightningModule):
         self.lm.handle.remote.max_steps_in_flight = max_steps_in_flight
         self.in_trainer: pl.Trainer | None = None
         self._ahead: tuple[Any, list[Any]] | None = None
+        self._terminated: float | None = None
         self._window: list[dict[str, Any]] | None = None
         self._sampler: Any = None
         self._tokenizer: Any = None
@@ -159,6 +165,7 @@ class RemoteModule(pl.LightningModule):
         del stage
         guard.check(self.trainer, self)
         self.in_trainer = self.trainer
+        self.lm.handle.remote.while_waiting = self._look_up
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """A forward pass, the loss, and its metrics; or the server's loss, sent at the step."""
@@ -268,12 +275,10 @@ class RemoteModule(pl.LightningModule):
         if not remote.is_made:
             return
         self.drain()
-        if self._saved is None or self._saved[0] != remote.steps:
-            name = f"step-{remote.steps:06d}-{uuid.uuid4().hex[:8]}"
-            self._saved = (remote.steps, remote.backend.save_state(name).result().path)
+        path = remote.save()
         info = remote.backend.get_info()
         checkpoint[STATE_KEY] = {
-            "path": self._saved[1],
+            "path": path,
             "base_model": info.model_data.model_name,
             "rank": info.lora_rank,
             "steps": remote.steps,
@@ -302,16 +307,20 @@ class RemoteModule(pl.LightningModule):
         remote.drop()
         self._window = state["window"]
         remote.window = window_from(self._window)
-        remote.steps = state["steps"]
-        self._saved = (remote.steps, state["path"])
+        remote.is_at(state["steps"], state["path"])
 
     # The session.
 
     def drain(self) -> None:
         """Waits for everything that was sent, logs it, and raises the first failure that nobody has read."""
-        self._late.log(wait=True)
-        self.lm.handle.remote.unread.wait()
-        self.lm.handle.remote.unread.raise_first()
+        unread = self.lm.handle.remote.unread
+        if self._trainer is not None and self.trainer.received_sigterm:
+            unread.wait(LAST_WAIT)
+            self._late.log(wait=False)
+        else:
+            self._late.log(wait=True)
+            unread.wait()
+        unread.raise_first()
 
     def export_adapter(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """The trained adapter as a PEFT folder on this machine, as transformers and vLLM load it."""
@@ -328,8 +337,7 @@ class RemoteModule(pl.LightningModule):
     def delete_state(self, path: str) -> None:
         """Deletes a state that was saved on the server; one that is gone already is no error."""
         self.lm.backend.delete_checkpoint(path, missing_ok=True)  # type: ignore[attr-defined]
-        if self._saved is not None and self._saved[1] == path:
-            self._saved = None
+        self.lm.handle.remote.forget(path)
 
     @contextmanager
     def asked_ahead(self, batch: Any, data: list[Any], asked: Pass) -> Iterator[Remote]:
@@ -363,6 +371,15 @@ class RemoteModule(pl.LightningModule):
                 return self._service.create_training_client_from_state_with_optimizer(self._resume_from)
         return self._service.create_lora_training_client(self._base_model or None, **self._settings)
 
+    def _look_up(self) -> None:
+        """Ends a wait that outlasts a SIGTERM by some seconds; Lightning looks only between batches."""
+        if self._trainer is None or not self.trainer.received_sigterm:
+            self._terminated = None
+        elif self._terminated is None:
+            self._terminated = time.monotonic()
+        elif time.monotonic() - self._terminated > LAST_WAIT:
+            raise SIGTERMException
+
     def _score(self, stage: str, batch: Any, nll: TokenNLL, perplexity: TokenPerplexity) -> None:
         data = self.datums(batch)
         for datum, logprobs in zip(data, self.lm(data), strict=True):
@@ -392,7 +409,7 @@ def _naming(path: str) -> Iterator[None]:
     """Errors of the server say which state was meant, and what its loss means."""
     try:
         yield
-    except NotFound as error:
+    except (NotFound, InvalidInput) as error:  # a server may say either
         raise NotFound(
             f"the remote state {path} that the checkpoint names is not on the server: {error}. It was deleted, or has "
             "expired, or the module is connected to another server. Resume from another checkpoint; the file itself "

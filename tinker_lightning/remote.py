@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tinker_lightning import surrogate
-from tinker_lightning.client.official import loss_name, to_datums
+from tinker_lightning.client.official import to_datums
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.window import Call, Pass, Remote, ServerCall
 
@@ -22,17 +22,40 @@ if TYPE_CHECKING:
     from tinker_lightning.client.backend import TrainingBackend
 
 
+# What may be asked of a gradient that is not here: what kind of tensor it is, and to be zero.
+_KINDS = ("device", "dtype", "grad_fn", "is_leaf", "is_sparse", "layout", "ndim", "requires_grad", "shape")
+_ZEROED = ("zero_", "_foreach_zero_")
+_UNCHANGED = ("detach_", "requires_grad_")
+
+
 class RemoteGradient(Tensor):
     """What stands in a handle's `.grad` while its window holds a gradient. The numbers are on the server."""
 
+    remote: Remote
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuses every use: a norm or a clip of this would silently be one of nothing."""
-        del types, args, kwargs
+        """Refuses to be read or changed: a norm or a clip of this would silently be one of nothing."""
+        del types
+        name = getattr(func, "__name__", str(func))
+        if name in _ZEROED:
+            for gradient in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
+                with torch._C.DisableTorchFunctionSubclass():
+                    gradient.remote.drop() if isinstance(gradient, RemoteGradient) else gradient.zero_()
+            return args[0]
+        if name in _UNCHANGED:
+            return args[0]
+        if name == "__get__" and getattr(func.__self__, "__name__", "") in _KINDS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         raise InvalidInput(
-            f"{getattr(func, '__name__', func)} on the gradient of a remote model: that gradient is on the server and "
-            "cannot be read or changed here. Clip it with RemoteAdamW(..., grad_clip_norm=...), which the server does."
+            f"{name} on the gradient of a remote model: that gradient is on the server and cannot be read or changed "
+            "here. Step with RemoteAdamW, and clip with its grad_clip_norm=..., which the server does."
         )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        del tensor_contents
+        return "RemoteGradient(on the server)"
 
 
 class RemoteHandle(nn.Parameter):
@@ -52,7 +75,11 @@ class RemoteHandle(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """A stand-in while a gradient waits for the next step, else None."""
-        return torch.Tensor._make_subclass(RemoteGradient, torch.zeros(())) if self.remote.window else None
+        if not self.remote.window:
+            return None
+        gradient = torch.Tensor._make_subclass(RemoteGradient, torch.zeros(()))
+        gradient.remote = self.remote
+        return gradient
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -83,6 +110,7 @@ class RemoteLM(nn.Module):
     def __init__(self, backend: Any) -> None:
         super().__init__()
         self.handle = RemoteHandle(Remote(backend))
+        self.in_state_dict = True
 
     @property
     def backend(self) -> TrainingBackend:
@@ -98,6 +126,19 @@ class RemoteLM(nn.Module):
         del fn, recurse
         return self
 
+    def save(self) -> str:
+        """Saves weights and optimizer on the server, unless nothing was trained since the last time; their path."""
+        return self.handle.remote.save()
+
+    def get_extra_state(self) -> str | None:
+        """What a `state_dict` has of the weights: the path of a state on the server, saved now."""
+        return self.save() if self.in_state_dict and self.handle.remote.is_made else None
+
+    def set_extra_state(self, state: str | None) -> None:
+        """Goes on from the state that a `state_dict` names."""
+        if state is not None:
+            self.backend.load_state_with_optimizer(state).result()  # type: ignore[attr-defined]
+
     def send(self, data: Sequence[Any]) -> Pass:
         """Sends a forward pass without waiting for it; `model(that)` waits. For several passes at once."""
         datums = to_datums(data)
@@ -106,18 +147,24 @@ class RemoteLM(nn.Module):
     def forward(self, data: Sequence[Any] | Pass) -> list[Tensor]:
         """One tensor of log-probabilities per datum, shaped like its targets."""
         sent = data if isinstance(data, Pass) else self.handle.remote.take(data) or self.send(data)
-        logprobs = [leaf.detach() for leaf in surrogate.leaves(sent.future.result(), sent.datums)]
+        output = self.handle.remote.wait(sent.future)
+        logprobs = [leaf.detach() for leaf in surrogate.leaves(output, sent.datums)]
         if not torch.is_grad_enabled():
             return logprobs
         return list(_Join.apply(self.handle, Call(sent.datums), *logprobs))  # type: ignore[no-untyped-call]
 
-    def server_loss(self, data: Sequence[Any], loss: str, config: Mapping[str, float | str] | None = None) -> Tensor:
+    def server_loss(self, data: Sequence[Any], loss: Any, config: Mapping[str, float | str] | None = None) -> Tensor:
         """One of the server's losses, computed there in the one pass that also gives its gradient.
 
         It is sent at the step, and nothing is waited for. So its value is not known here: it is NaN, and can be scaled
         and added to other losses, but nothing else.
+
+        Args:
+            data: The datums.
+            loss: Its name, or what `custom_loss` or `create_custom_loss` gave.
+            config: Its settings.
         """
-        call = ServerCall(to_datums(data), loss_name(loss), dict(config or {}))
+        call = ServerCall(to_datums(data), loss, dict(config or {}))
         (value,) = _Join.apply(self.handle, call, torch.tensor(torch.nan))  # type: ignore[no-untyped-call]
         assert isinstance(value, Tensor)  # noqa: S101 for the type checker
         return value

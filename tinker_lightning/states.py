@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tinker_lightning.errors import InvalidInput
 from tinker_lightning.types import Datum, ModelInput, TensorData
 from tinker_lightning.window import Call, ServerCall
 
@@ -26,7 +27,7 @@ def window_state(window: Sequence[Call | ServerCall]) -> list[dict[str, Any]]:
     """A window as tensors and plain data, which a file gives back without running code."""
     return [
         {
-            "loss": call.loss if isinstance(call, ServerCall) else None,
+            "loss": _loss_name(call) if isinstance(call, ServerCall) else None,
             "config": dict(call.config) if isinstance(call, ServerCall) else {},
             "datums": [_datum_state(datum) for datum in call.datums],
             "gradients": call.gradients,
@@ -45,6 +46,15 @@ def window_from(state: Sequence[dict[str, Any]]) -> list[Call | ServerCall]:
         else:
             window.append(ServerCall(datums, entry["loss"], entry["config"], entry["gradients"]))
     return window
+
+
+def _loss_name(call: ServerCall) -> str:
+    if hasattr(call.loss, "loss_id"):  # the server forgets it with its session
+        raise InvalidInput(
+            f"a checkpoint in the midst of a window cannot keep the loss {call.name!r}, which lives as long as its "
+            "session. Save at the end of a step, or give it a name with custom_loss."
+        )
+    return call.name
 
 
 def _datum_state(datum: Datum) -> dict[str, Any]:

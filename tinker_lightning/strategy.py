@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from tinker_lightning import rng
 from tinker_lightning.loaders import ResumableLoader, SecludedLoader
-from tinker_lightning.module import RemoteModule
+from tinker_lightning.module import LAST_WAIT, RemoteModule
 from tinker_lightning.progress import resume_at_validation
 from tinker_lightning.states import References
 
@@ -32,8 +32,6 @@ logger = logging.getLogger("tinker_lightning")
 
 # Where a checkpoint file keeps the random numbers and the loggers' step.
 KEY = "tinker_strategy"
-# How long a trainer that was interrupted waits for what it has sent.
-_LAST_WAIT = 5.0
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -220,7 +218,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         self._sent = {}
         self._resumed = None
         if isinstance(module, RemoteModule) and module.trainer.state.status == TrainerStatus.INTERRUPTED:
-            module.settle(_LAST_WAIT)
+            module.settle(LAST_WAIT)
         super().teardown()
 
 

@@ -6,6 +6,8 @@ before the optimizer steps.
 
 from __future__ import annotations
 
+import contextlib
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +19,14 @@ from torch import Tensor
 from tinker_lightning import surrogate
 from tinker_lightning.client.backend import TrainingBackend, as_backend
 from tinker_lightning.client.futures import TinkerFuture, Unread
-from tinker_lightning.errors import InvalidLoss, LossNotFinite
-from tinker_lightning.losses.scaling import scaled
+from tinker_lightning.errors import InvalidLoss, LossNotFinite, ResultTimeout
 from tinker_lightning.types import Datum, ForwardBackwardOutput, OptimStepResponse
 
 if TYPE_CHECKING:
     from tinker_lightning.types import AdamParams
+
+# How often somebody who waits is asked whether it is still worth it, in seconds.
+_LOOK_UP = 0.5
 
 
 @dataclass(eq=False, slots=True)
@@ -39,9 +43,9 @@ class Call:
         else:
             self.gradients = [old + new for old, new in zip(self.gradients, gradients, strict=True)]
 
-    def arguments(self) -> tuple[Any, ...]:
-        """What `forward_backward` is called with."""
-        return surrogate.linear_datums(self.datums, self.gradients or []), surrogate.SURROGATE
+    def prepare(self) -> Prepared:
+        """What is to be sent."""
+        return Prepared(surrogate.linear_datums(self.datums, self.gradients or []), surrogate.SURROGATE)
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +53,7 @@ class ServerCall:
     """One loss that the server computes, and the gradient that has come back to its value so far."""
 
     datums: list[Datum]
-    loss: str
+    loss: Any
     config: Mapping[str, float | str]
     gradients: list[Tensor] | None = None
 
@@ -58,11 +62,42 @@ class ServerCall:
         (new,) = gradients
         self.gradients = [new.clone() if self.gradients is None else self.gradients[0] + new]
 
-    def arguments(self) -> tuple[Any, ...]:
-        """What `forward_backward` is called with."""
-        factor = float(self.gradients[0]) if self.gradients else 0.0
-        datums, config = scaled(self.datums, self.loss, self.config, factor)
-        return datums, self.loss, config or None
+    @property
+    def name(self) -> str:
+        """What the loss is called."""
+        return str(getattr(self.loss, "name", self.loss))
+
+    def prepare(self) -> Prepared:
+        """What is to be sent.
+
+        Raises:
+            InvalidLoss: If the gradient that has come back is none that such a loss can have.
+        """
+        scale = float(self.gradients[0]) if self.gradients else 0.0
+        if scale == 0:
+            raise InvalidLoss(
+                f"a gradient of 0 reached the server's loss {self.name!r}, so that it would not train. {_LINEAR_ONLY}"
+            )
+        return Prepared(self.datums, self.loss, self.config or None, scale, by_server=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A backward that is ready to be sent."""
+
+    datums: list[Datum]
+    loss: Any
+    config: Mapping[str, float | str] | None = None
+    scale: float = 1.0
+    by_server: bool = False
+
+    def send(self, backend: Any) -> TinkerFuture[ForwardBackwardOutput]:
+        """Sends it."""
+        scale = {} if self.scale == 1 else {"scale": self.scale}
+        future: TinkerFuture[ForwardBackwardOutput] = backend.forward_backward(
+            self.datums, self.loss, self.config, **scale
+        )
+        return future
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +122,8 @@ class Step:
 
     backwards: list[TinkerFuture[ForwardBackwardOutput]]
     optim: TinkerFuture[OptimStepResponse]
-    losses: list[TinkerFuture[ForwardBackwardOutput]] = field(default_factory=list)  # those that the server computes
+    # The losses that the server computes, each with what it was scaled by.
+    losses: list[tuple[TinkerFuture[ForwardBackwardOutput], float]] = field(default_factory=list)
 
     def wait(self) -> None:
         """Waits until the server has taken the step."""
@@ -109,7 +145,9 @@ class Remote:
         self.expected: Pass | None = None  # a forward that was asked for ahead, for the call that comes next
         self.max_steps_in_flight = max_steps_in_flight
         self.on_step: Callable[[Step], None] | None = None  # told of every step that was sent
+        self.while_waiting: Callable[[], None] | None = None  # called now and then; what it raises ends the wait
         self._under_way: deque[Step] = deque()
+        self._saved: tuple[int, str] | None = None
         self._given = backend
         self._backend: TrainingBackend | None = None
 
@@ -139,6 +177,14 @@ class Remote:
         expected, self.expected = self.expected, None
         return expected
 
+    def wait(self, future: TinkerFuture[ForwardBackwardOutput]) -> ForwardBackwardOutput:
+        """The result of a pass, waited for in a way that can be ended."""
+        while self.while_waiting is not None and not future.done():
+            self.while_waiting()
+            with contextlib.suppress(ResultTimeout):
+                future.wait(_LOOK_UP)
+        return future.result()
+
     def receive(self, call: Call | ServerCall, gradients: Sequence[Tensor]) -> None:
         """A gradient has come back to a call.
 
@@ -148,11 +194,11 @@ class Remote:
         for i, gradient in enumerate(gradients):
             if not torch.isfinite(gradient).all():
                 self.drop()
-                where = f"the server's loss {call.loss!r}" if isinstance(call, ServerCall) else f"datum {i}"
+                where = f"the server's loss {call.name!r}" if isinstance(call, ServerCall) else f"datum {i}"
                 raise LossNotFinite(
                     f"{where}: the gradient of the loss has NaN or infinite entries. Nothing was sent, and the "
                     "gradients that waited for the next step were dropped; the model is as it was."
-                    + (_LINEAR_ONLY if isinstance(call, ServerCall) else "")
+                    + (f" {_LINEAR_ONLY}" if isinstance(call, ServerCall) else "")
                 )
         if call.gradients is None:
             self.window.append(call)
@@ -174,14 +220,14 @@ class Remote:
         if not self.window:
             return None
         try:
-            arguments = [call.arguments() for call in self.window]
+            prepared = [call.prepare() for call in self.window]
         except InvalidLoss:
             self.drop()
             raise
         self._make_room()
-        backwards = [self.backend.forward_backward(*each) for each in arguments]
-        pairs = zip(self.window, backwards, strict=True)
-        losses = [backward for call, backward in pairs if isinstance(call, ServerCall)]
+        backwards = [each.send(self.backend) for each in prepared]
+        pairs = zip(backwards, prepared, strict=True)
+        losses = [(backward, each.scale) for backward, each in pairs if each.by_server]
         step = Step(backwards, self.backend.optim_step(params), losses)
         self.drop()
         self.steps += 1
@@ -193,6 +239,22 @@ class Remote:
             self.on_step(step)
         return step
 
+    def save(self) -> str:
+        """Saves weights and optimizer on the server, unless nothing was trained since the last time; their path."""
+        if self._saved is None or self._saved[0] != self.steps:
+            name = f"step-{self.steps:06d}-{uuid.uuid4().hex[:8]}"
+            self._saved = (self.steps, self.backend.save_state(name).result().path)
+        return self._saved[1]
+
+    def is_at(self, steps: int, state: str) -> None:
+        """The weights are now those of a saved state, so many steps old; it need not be saved again."""
+        self.steps, self._saved = steps, (steps, state)
+
+    def forget(self, state: str) -> None:
+        """A state was deleted."""
+        if self._saved is not None and self._saved[1] == state:
+            self._saved = None
+
     def _make_room(self) -> None:
         while self._under_way and self._under_way[0].optim.done():
             self._under_way.popleft()
@@ -200,4 +262,7 @@ class Remote:
             self._under_way.popleft().wait()
 
 
-_LINEAR_ONLY = " Its value is not known here (it is NaN): it can be scaled and added to other losses, but nothing else."
+_LINEAR_ONLY = (
+    "Its value is not known here (it is NaN): it can be multiplied by a number other than 0 and added to other losses, "
+    "but no other function of it has a gradient. For those, write the loss in Python."
+)

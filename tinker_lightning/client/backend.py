@@ -18,7 +18,10 @@ class TrainingBackend(Protocol):
         """A pass without a gradient; a future of a `ForwardBackwardOutput`."""
 
     def forward_backward(self, data: list[Any], loss_fn: Any, loss_fn_config: Mapping[str, Any] | None = None) -> Any:
-        """A pass whose gradient is added; a future of a `ForwardBackwardOutput`."""
+        """A pass whose gradient is added; a future of a `ForwardBackwardOutput`.
+
+        Losses of the server are also given `scale=`, by which their gradient is to be multiplied.
+        """
 
     def forward_backward_custom(self, data: list[Any], loss_fn: Any = None, regularizers: Any = None) -> Any:
         """A pass with a loss of one's own; a future of a `ForwardBackwardOutput`."""

@@ -15,7 +15,7 @@ import httpx
 import tinker
 from tinker import types as sdk
 
-from tinker_lightning.client import checkpoints, download, official
+from tinker_lightning.client import checkpoints, download, official, server_pass
 from tinker_lightning.client import official_convert as convert
 from tinker_lightning.client.custom import CustomLosses, CustomLossFuture
 from tinker_lightning.client.export import export_adapter
@@ -66,11 +66,20 @@ class OfficialTrainingClient:
         return self._calls.watched(self._pass("forward", data, loss_fn, loss_fn_config))
 
     def forward_backward(
-        self, data: Sequence[Any], loss_fn: Any, loss_fn_config: Mapping[str, float | str] | None = None
+        self,
+        data: Sequence[Any],
+        loss_fn: Any,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        scale: float = 1.0,
     ) -> TinkerFuture[ForwardBackwardOutput]:
-        """A pass with one of the server's losses."""
+        """A pass with one of the server's losses, its gradient multiplied by `scale`."""
         self._calls.check()
-        return self._calls.watched(self._pass("forward_backward", data, loss_fn, loss_fn_config))
+        if scale == 1:
+            return self._calls.watched(self._pass("forward_backward", data, loss_fn, loss_fn_config))
+        prepared = server_pass.plainly_scaled(official.to_datums(data), loss_fn, loss_fn_config or {}, scale)
+        future = self._pass("forward_backward", prepared.data, prepared.loss, prepared.config)
+        return self._calls.watched(future.then(prepared.finish) if prepared.finish else future)
 
     def forward_backward_custom(
         self,

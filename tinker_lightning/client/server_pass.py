@@ -5,6 +5,7 @@ A loss is a name (built in, or registered by `custom_loss`), a `ServerLoss`, or 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -80,7 +81,7 @@ def prepare(
     data = spread(data, inputs or {})
     if extended:
         return ServerPass(data, name, dict(config or {}), scale=scale)
-    return ServerPass(*_plainly_scaled(data, name, config or {}, scale))
+    return plainly_scaled(data, name, config or {}, scale)
 
 
 def _batch_pass(
@@ -119,14 +120,7 @@ def _datum_pass(
         return ServerPass(data, _CUSTOM, settings, scale=scale if extended else 1.0)
     factor = TensorData(np.float32(scale))
     data = [_with(datum, {SCALE: factor}) for datum in data]
-
-    def unscaled(output: ForwardBackwardOutput) -> ForwardBackwardOutput:
-        if scale == 0 or "loss:sum" not in output.metrics:
-            return output
-        metrics = {**output.metrics, "loss:sum": output.metrics["loss:sum"] / scale}
-        return ForwardBackwardOutput(output.loss_fn_outputs, metrics, output.loss_fn_output_type)
-
-    return ServerPass(data, _CUSTOM, settings, finish=unscaled)
+    return ServerPass(data, _CUSTOM, settings, finish=functools.partial(_unscaled, scale=scale))
 
 
 def spread(data: list[Datum], inputs: Mapping[str, Any]) -> list[Datum]:
@@ -151,11 +145,23 @@ def spread(data: list[Datum], inputs: Mapping[str, Any]) -> list[Datum]:
     return [_with(datum, row) for datum, row in zip(data, rows, strict=True)]
 
 
-def _plainly_scaled(
-    data: list[Datum], loss: str, config: Mapping[str, float | str], scale: float
-) -> tuple[list[Datum], str, dict[str, float | str]]:
-    datums, settings = scaled(data, loss, config, scale)
-    return datums, loss, settings
+def plainly_scaled(data: list[Datum], loss_fn: Any, config: Mapping[str, float | str], scale: float) -> ServerPass:
+    """A pass with a built-in loss on a server that knows no factor: the loss's own inputs are scaled.
+
+    Raises:
+        InvalidLoss: If the loss cannot be scaled so.
+    """
+    name = loss_name(loss_fn)
+    datums, settings = scaled(data, name, config, scale)
+    return ServerPass(datums, name, settings, finish=functools.partial(_unscaled, scale=scale) if scale != 1 else None)
+
+
+def _unscaled(output: ForwardBackwardOutput, *, scale: float) -> ForwardBackwardOutput:
+    """The metrics of the loss itself."""
+    if scale == 0 or "loss:sum" not in output.metrics:
+        return output
+    metrics = {**output.metrics, "loss:sum": output.metrics["loss:sum"] / scale}
+    return ForwardBackwardOutput(output.loss_fn_outputs, metrics, output.loss_fn_output_type)
 
 
 def _with(datum: Datum, inputs: Mapping[str, TensorData]) -> Datum:

@@ -1,0 +1,201 @@
+"""What a `RemoteModule` can train on: its own loss, one of the server's, regularizers beside either."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import math
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from tinker_lightning import Datum, Regularizer, RemoteModule, losses
+from tinker_lightning.errors import LossNotFinite
+from tinker_lightning.losses import regularizers
+from tinker_lightning.server import EmbeddedTrainer
+from tinker_lightning.testing import embedded_service
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tinker_lightning.client import ServiceClient
+
+DATA = [Datum.from_tokens(list(f"text {i}: {'hello world, ' * (i % 3 + 1)}".encode())) for i in range(8)]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
+]
+
+
+class ByName(RemoteModule):
+    loss = "cross_entropy"  # type: ignore[assignment]
+
+
+class ByFunction(RemoteModule):
+    def loss(self, data: list[Any], logprobs: list[torch.Tensor]) -> Any:
+        return losses.cross_entropy(data, logprobs)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[tuple[EmbeddedTrainer, ServiceClient]]:
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path / "data", dtype=torch.float64)
+    with embedded_service(trainer) as service:
+        yield trainer, service
+    trainer.close()
+
+
+def fit(module: RemoteModule, tmp_path: Path, *, strategy: str = "tinker", **kwargs: Any) -> dict[int, dict[str, str]]:
+    """Fits, and gives what the CSV logger has written, by step."""
+    logger = CSVLogger(tmp_path, name=type(module).__name__, version=strategy)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        logger=logger,
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **kwargs,
+    )
+    trainer.fit(module, DataLoader(DATA, batch_size=2))  # type: ignore[arg-type]
+    rows: dict[int, dict[str, str]] = defaultdict(dict)
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        for row in csv.DictReader(file):
+            rows[int(row["step"])] |= {name: value for name, value in row.items() if value}
+    return rows
+
+
+def weights_of(trainer: EmbeddedTrainer, module: RemoteModule) -> torch.Tensor:
+    module.drain()
+    _, adapter = trainer.registry.model(module.lm.backend.model_id).ready()  # type: ignore[attr-defined]
+    return torch.cat([tensor.flatten() for tensor in adapter.weights.tensors.values()])
+
+
+@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+def test_a_loss_of_the_server_trains_in_one_pass_as_the_same_loss_does_here(
+    stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path, strategy: str
+) -> None:  # R1.11, R3.3, R5.7
+    trainer, service = stage
+    adam: dict[str, Any] = {"learning_rate": 1e-2, "eps": 1e-3}
+    named, own = (
+        kind(service.create_lora_training_client("tiny", rank=4, seed=1), **adam) for kind in (ByName, ByFunction)
+    )
+    passes: dict[str, int] = defaultdict(int)
+    for name in ("forward", "forward_backward", "optim_step"):
+        _count(named.lm.backend, name, passes)
+    by_name, by_function = fit(named, tmp_path, strategy=strategy), fit(own, tmp_path, strategy=strategy)
+    assert passes == {"forward_backward": 4, "optim_step": 2}
+    expected = weights_of(trainer, own)
+    assert (weights_of(trainer, named) - expected).norm() <= 1e-6 * expected.norm()
+    # The value comes late, under its own step, and is the mean over the window.
+    first = [float(row["train_loss"]) for row in by_name.values()]
+    assert sorted(by_name) == sorted(by_function) == [0, 1]
+    assert all(math.isfinite(value) for value in first)
+    assert by_name[1].keys() >= {"train_loss", "grad_norm"}
+
+
+def test_the_late_value_is_that_of_the_loss(stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path) -> None:
+    service = stage[1]
+    module = ByName(service.create_lora_training_client("tiny", rank=4, seed=1), learning_rate=1e-2)
+    before = service.create_lora_training_client("tiny", rank=4, seed=1)
+    values = [before.forward(DATA[i : i + 2], "cross_entropy").result().metrics["loss:sum"] for i in (0, 2)]
+    rows = fit(module, tmp_path)
+    assert float(rows[0]["train_loss"]) == pytest.approx(sum(values) / 2, rel=1e-5)
+    assert module.trainer.callback_metrics["train_loss"] == pytest.approx(float(rows[1]["train_loss"]))
+
+
+def test_a_loss_made_of_its_value_is_refused(stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path) -> None:
+    class Squared(ByName):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, batch_idx) ** 2
+
+    module = Squared(stage[1].create_lora_training_client("tiny", rank=4, seed=1))
+    with pytest.raises(LossNotFinite, match=r"cross_entropy.*but no other function of it has a gradient"):
+        fit(module, tmp_path)
+    assert module.lm.handle.remote.steps == 0
+
+
+async def slow_length(data: list[Any], logprobs: list[torch.Tensor]) -> Any:
+    await asyncio.sleep(0)
+    return regularizers.length(data, logprobs)
+
+
+class Regularized(ByFunction):
+    regularizers = (
+        Regularizer(regularizers.entropy, lambda step: 0.1 * (step + 1), "entropy"),
+        Regularizer(slow_length, 0.01, "length"),
+        {"fn": regularizers.sparsity, "weight": 0.5, "name": "sparsity", "run_in_executor": True},
+    )
+
+
+TELEMETRY = ("value", "weight", "contribution", "grad_norm")
+
+
+def test_regularizers_train_and_are_logged(
+    stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path
+) -> None:  # R2.1, R2.3, R2.4
+    trainer, service = stage
+    module = Regularized(service.create_lora_training_client("tiny", rank=4, seed=1), learning_rate=1e-2)
+    rows = fit(module, tmp_path)
+    for name in ("entropy", "length", "sparsity"):
+        assert rows[1].keys() >= {f"regularizers/{name}/{what}" for what in TELEMETRY}
+        contribution, value, weight = (
+            float(rows[1][f"regularizers/{name}/{what}"]) for what in ("contribution", "value", "weight")
+        )
+        assert contribution == pytest.approx(value * weight)
+    assert [float(rows[step]["regularizers/entropy/weight"]) for step in (0, 1)] == pytest.approx([0.1, 0.2])
+    totals = {name: float(rows[1][name]) for name in ("loss_total", "regularizer_total", "base_loss/value")}
+    assert totals["loss_total"] == pytest.approx(totals["base_loss/value"] + totals["regularizer_total"])
+    assert float(rows[1]["train_loss"]) == pytest.approx(totals["loss_total"])
+    plain = ByFunction(service.create_lora_training_client("tiny", rank=4, seed=1), learning_rate=1e-2)
+    fit(plain, tmp_path)
+    assert not torch.equal(weights_of(trainer, module), weights_of(trainer, plain))
+
+
+def test_without_a_loss_only_regularizers_count(stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path) -> None:
+    class Only(RemoteModule):  # R2.1
+        loss = None  # type: ignore[assignment]
+        regularizers = (Regularizer(regularizers.sparsity, 0.5, "sparsity"),)
+
+    rows = fit(Only(stage[1].create_lora_training_client("tiny", rank=4, seed=1)), tmp_path)
+    assert float(rows[1]["train_loss"]) == pytest.approx(float(rows[1]["regularizers/sparsity/contribution"]))
+
+
+def test_regularizers_stand_beside_a_loss_of_the_server(
+    stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path
+) -> None:
+    class Both(ByName):
+        regularizers = (Regularizer(regularizers.sparsity, 0.5, "sparsity"),)
+
+    class Here(ByFunction):
+        regularizers = Both.regularizers
+
+    trainer, service = stage
+    pair = [
+        kind(service.create_lora_training_client("tiny", rank=4, seed=1), learning_rate=1e-2, eps=1e-3)
+        for kind in (Both, Here)
+    ]
+    for module in pair:
+        fit(module, tmp_path)
+    both, here = (weights_of(trainer, module) for module in pair)
+    assert (both - here).norm() <= 1e-6 * here.norm()
+
+
+def _count(client: Any, name: str, counts: dict[str, int]) -> None:
+    method = getattr(client, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        return method(*args, **kwargs)
+
+    setattr(client, name, counted)

@@ -1,0 +1,155 @@
+"""Losses of the server as nodes of the graph here: sent at the step, scaled by what reaches them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.reference import gathered
+from tinker_lightning import AdamParams, Datum, RemoteAdamW, RemoteLM
+from tinker_lightning.errors import InvalidLoss, LossNotFinite
+from tinker_lightning.losses.scaling import scaled
+from tinker_lightning.server import EmbeddedTrainer
+from tinker_lightning.testing import embedded_service
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tinker_lightning.client import ServiceClient, TrainingClient
+
+TOKENS = list(b"All happy families are alike")
+LENGTH = len(TOKENS) - 1
+
+
+def policy_datum(seed: int, **more: Any) -> Datum:
+    generator = torch.Generator().manual_seed(seed)
+    old = -torch.rand(LENGTH, generator=generator) * 6
+    advantages = torch.randn(LENGTH, generator=generator)
+    return Datum.from_targets(TOKENS[:-1], TOKENS[1:], logprobs=old, advantages=advantages, **more)
+
+
+DATA: dict[str, list[Datum]] = {
+    "cross_entropy": [Datum.from_tokens(TOKENS, [0.5] * len(TOKENS)), Datum.from_tokens(TOKENS[:9])],
+    "importance_sampling": [policy_datum(1), policy_datum(2)],
+    "ppo": [policy_datum(3), policy_datum(4)],
+    "cispo": [policy_datum(5), policy_datum(6)],
+    "dro": [policy_datum(7), policy_datum(8)],
+    "gspo": [policy_datum(9, sequence_ratio_mask=torch.ones(LENGTH))],
+}
+
+
+@pytest.fixture
+def double(tmp_path: Path) -> Iterator[tuple[EmbeddedTrainer, ServiceClient]]:
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path, dtype=torch.float64)
+    with embedded_service(trainer) as service:
+        yield trainer, service
+    trainer.close()
+
+
+def gradient(trainer: EmbeddedTrainer, client: TrainingClient) -> torch.Tensor:
+    """What waits on the server for a step."""
+    client.unread.wait()
+    return gathered(trainer, client.model_id)
+
+
+@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize("factor", [0.25, 3.0])
+def test_a_scaled_loss_is_the_loss_times_a_number(
+    double: tuple[EmbeddedTrainer, ServiceClient], name: str, factor: float
+) -> None:
+    """On servers that know no factor the loss's own inputs are scaled; DRO's beta with them."""
+    trainer, service = double
+    plain, times = (service.create_lora_training_client("tiny", rank=4, seed=1) for _ in range(2))
+    value = plain.forward_backward(DATA[name], name).result().metrics["loss:sum"]
+    datums, config = scaled(DATA[name], name, {}, factor)
+    scaled_value = times.forward_backward(datums, name, config).result().metrics["loss:sum"]
+    assert scaled_value == pytest.approx(factor * value, rel=1e-5, abs=1e-4)
+    expected = gradient(trainer, plain) * factor
+    assert (gradient(trainer, times) - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_loss_of_the_server_trains_as_forward_backward_does(
+    double: tuple[EmbeddedTrainer, ServiceClient], name: str
+) -> None:  # R3.3, R5.7
+    trainer, service = double
+    by_hand, client = (service.create_lora_training_client("tiny", rank=4, seed=1) for _ in range(2))
+    by_hand.forward_backward(DATA[name], name)
+    expected = gradient(trainer, by_hand)
+    lm = RemoteLM(client)
+    optimizer = RemoteAdamW(lm.parameters(), lr=1e-2)
+    for _ in range(2):  # two micro-batches of a window, each divided by two
+        (lm.server_loss(DATA[name], name) / 2).backward()
+    sent: list[torch.Tensor] = []
+    step = client.optim_step
+    client.optim_step = lambda params: (sent.append(gradient(trainer, client)), step(params))[1]  # type: ignore[method-assign,assignment,misc,return-value,func-returns-value]
+    optimizer.step()
+    optimizer.sent[0].wait()
+    assert (sent[0] - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_its_value_is_not_known_here(double: tuple[EmbeddedTrainer, ServiceClient]) -> None:
+    lm = RemoteLM(double[1].create_lora_training_client("tiny", rank=4))
+    assert torch.isnan(lm.server_loss(DATA["cross_entropy"], "cross_entropy"))
+
+
+@pytest.mark.parametrize("misuse", [torch.exp, torch.square, torch.sigmoid], ids=["exp", "square", "sigmoid"])
+def test_functions_of_it_are_refused(double: tuple[EmbeddedTrainer, ServiceClient], misuse: Any) -> None:
+    lm = RemoteLM(double[1].create_lora_training_client("tiny", rank=4))
+    with pytest.raises(LossNotFinite, match=r"'cross_entropy'.*nothing|but no other function"):
+        misuse(lm.server_loss(DATA["cross_entropy"], "cross_entropy")).backward()
+    assert lm.handle.grad is None
+
+
+def test_a_clamp_that_swallows_it_is_refused_at_the_step(double: tuple[EmbeddedTrainer, ServiceClient]) -> None:
+    lm = RemoteLM(double[1].create_lora_training_client("tiny", rank=4))
+    lm.server_loss(DATA["ppo"], "ppo").clamp(0, 1).backward()
+    with pytest.raises(InvalidLoss, match="a gradient of 0 reached the server's loss 'ppo'"):
+        RemoteAdamW(lm.parameters()).step()
+    assert lm.handle.grad is None
+    assert lm.handle.remote.steps == 0
+
+
+def test_it_adds_to_losses_of_ones_own(double: tuple[EmbeddedTrainer, ServiceClient]) -> None:
+    trainer, service = double
+    both, apart = (service.create_lora_training_client("tiny", rank=4, seed=1) for _ in range(2))
+    data = DATA["ppo"]
+    lm = RemoteLM(both)
+    (lm.server_loss(data, "ppo") + 0.1 * torch.cat(lm(data)).square().mean()).backward()
+    apart.forward_backward(data, "ppo")
+    apart.forward_backward_custom(data, lambda _, logprobs: (0.1 * torch.cat(logprobs).square().mean(), {})).result()
+    expected = gradient(trainer, apart)
+    prepared = [call.prepare() for call in lm.handle.remote.window]
+    for each in prepared:
+        each.send(both)
+    assert (gradient(trainer, both) - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_no_more_steps_are_under_way_than_allowed(double: tuple[EmbeddedTrainer, ServiceClient]) -> None:
+    client = double[1].create_lora_training_client("tiny", rank=4)
+    lm = RemoteLM(client)
+    lm.handle.remote.max_steps_in_flight = 2
+    optimizer = RemoteAdamW(lm.parameters(), lr=1e-3)
+    steps = []
+    for _ in range(6):
+        lm.server_loss(DATA["cross_entropy"], "cross_entropy").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += optimizer.sent
+        assert sum(not step.optim.done() for step in steps) <= 2
+    assert len(steps) == 6
+    assert client.optim_step(AdamParams()).result() is not None
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "dro"])
+def test_what_clips_has_no_negative(name: str) -> None:
+    with pytest.raises(InvalidLoss, match="its negative is another loss"):
+        scaled(DATA[name], name, {}, -1.0)
+
+
+def test_an_unknown_loss_cannot_be_scaled_by_its_inputs() -> None:
+    with pytest.raises(InvalidLoss, match=r"'mine' cannot be scaled by 0\.5"):
+        scaled(DATA["ppo"], "mine", {}, 0.5)
