@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, ModelPruning
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.remote import RemoteHandle
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check(trainer: pl.Trainer, module: RemoteModule) -> None:
-    """Refuses several processes, scaled losses, objects of the other Lightning package, and a module that is in use.
+    """Refuses what would train something else than one remote model, and a module that is in use.
 
     Raises:
         InvalidInput: Says which of them, why, and what to do instead.
@@ -23,11 +25,12 @@ def check(trainer: pl.Trainer, module: RemoteModule) -> None:
     _check_processes(trainer)
     _check_precision(trainer)
     _check_imports(trainer)
+    _check_callbacks(trainer, module)
     other = module.in_trainer
     if other is not None and other is not trainer and other.state.status == TrainerStatus.RUNNING:
         raise InvalidInput(
-            f"this {type(module).__name__} is in the midst of another trainer's {other.state.fn}. Both would train and "
-            "number the requests of one remote model: wait for the first, or make a second module."
+            f"this {type(module).__name__} is in the midst of another trainer's {getattr(other.state.fn, 'value', None)}. "
+            "Both would number the requests of one remote model: wait for the first, or make a second module."
         )
 
 
@@ -57,8 +60,24 @@ def _check_precision(trainer: pl.Trainer) -> None:
 def _check_imports(trainer: pl.Trainer) -> None:
     objects: list[Any] = [*trainer.callbacks, *trainer.loggers, trainer.datamodule, trainer.profiler]  # type: ignore[attr-defined]
     for one in objects:
-        if type(one).__module__.split(".")[0] == "pytorch_lightning":
+        if any(base.__module__.split(".")[0] == "pytorch_lightning" for base in type(one).__mro__):
             raise InvalidInput(
                 f"{type(one).__name__} is from the package pytorch_lightning, whose objects are strangers to this "
                 "trainer's. Import it from lightning.pytorch instead."
+            )
+
+
+def _check_callbacks(trainer: pl.Trainer, module: RemoteModule) -> None:
+    is_all_remote = all(isinstance(parameter, RemoteHandle) for parameter in module.parameters())
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+        if isinstance(callback, BatchSizeFinder):
+            raise InvalidInput(
+                "BatchSizeFinder looks for the batch that fills the memory of this machine, but the passes run in the "
+                "server's. Choose a batch size; accumulate_grad_batches makes it larger at no further wait."
+            )
+        if isinstance(callback, BaseFinetuning | ModelPruning) and is_all_remote:
+            raise InvalidInput(
+                f"{type(callback).__name__} changes parameters on this machine, and this {type(module).__name__} has "
+                "none: its layers are on the server. Which of them are trained is said by train_mlp, train_attn and "
+                "train_unembed."
             )
