@@ -85,7 +85,7 @@ def test_a_loss_of_the_server_trains_as_forward_backward_does(
         (lm.server_loss(DATA[name], name) / 2).backward()
     sent: list[torch.Tensor] = []
     step = client.optim_step
-    client.optim_step = lambda params: (sent.append(gradient(trainer, client)), step(params))[1]  # type: ignore[method-assign,assignment,misc,return-value,func-returns-value]
+    client.optim_step = lambda params: (sent.append(gradient(trainer, client)), step(params))[1]  # type: ignore[method-assign,assignment,misc,func-returns-value]
     optimizer.step()
     optimizer.sent[0].wait()
     assert (sent[0] - expected).norm() <= 1e-6 * expected.norm()

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from tinker_lightning import guard, surrogate
+from tinker_lightning import guard, routes, surrogate
 from tinker_lightning.batches import datums_of, prompt_of, weights_of
 from tinker_lightning.client import connect
 from tinker_lightning.client.export import export_adapter
@@ -32,6 +33,7 @@ from tinker_lightning.losses import composition
 from tinker_lightning.metrics import TokenNLL, TokenPerplexity
 from tinker_lightning.optim import RemoteAdamW
 from tinker_lightning.remote import RemoteLM
+from tinker_lightning.routes import Chosen
 from tinker_lightning.states import STATE_KEY, window_from, window_state
 from tinker_lightning.types import SamplingParams
 
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
     from tinker_lightning.client import ServiceClient
     from tinker_lightning.losses.regularizer import Regularizer
+    from tinker_lightning.routes import Route
     from tinker_lightning.window import Pass, Remote, Step
 
 
@@ -75,6 +78,9 @@ class RemoteModule(pl.LightningModule):
 
     loss_config: Mapping[str, float | str] = MappingProxyType({})
     """The settings of a loss that is the server's, for example `{"clip_low_threshold": 0.9}`."""
+
+    route: Route = "auto"
+    """Where the loss runs: `builtin`, `server` or `two-pass`, or the best of them that is exact."""
 
     regularizers: Sequence[Regularizer | Mapping[str, Any]] = ()
     """Terms added to the loss, each with a weight and telemetry of its own; with `loss = None` only they count."""
@@ -113,7 +119,8 @@ class RemoteModule(pl.LightningModule):
             "train_unembed": train_unembed,
         }
         self._base_url = base_url
-        self._adam: dict[str, Any] = {"lr": learning_rate, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self.learning_rate = learning_rate  # where Lightning's LearningRateFinder puts what it has found
+        self._adam: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.lm = RemoteLM(self._connect if model is None or isinstance(model, str) else model)
         self.lm.in_state_dict = False  # a checkpoint names the state itself, with what it is of
         self.val_nll, self.val_perplexity = TokenNLL(), TokenPerplexity()
@@ -124,12 +131,15 @@ class RemoteModule(pl.LightningModule):
         self.in_trainer: pl.Trainer | None = None
         self._ahead: tuple[Any, list[Any]] | None = None
         self._terminated: float | None = None
+        self._chosen: tuple[Any, Chosen] | None = None
         self._window: list[dict[str, Any]] | None = None
         self._sampler: Any = None
         self._tokenizer: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if routes.is_of_library(vars(cls).get("loss")):
+            cls.loss = staticmethod(vars(cls)["loss"])  # type: ignore[method-assign]  # takes no self
         if "datums" in vars(cls):
             cls.datums = _once(vars(cls)["datums"])  # type: ignore[method-assign,assignment]
 
@@ -138,8 +148,9 @@ class RemoteModule(pl.LightningModule):
     def loss(self, data: list[Any], logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, Any]] | Tensor:
         """The loss of a batch: a scalar tensor, and metrics to log. The mean over weighted tokens if not overridden.
 
-        It may also be the name of one of the server's losses: `loss = "cross_entropy"`, with `loss_config` for its
-        settings. That takes one pass instead of two, and nothing is waited for; its value is logged late.
+        It may also be the name of one of the server's losses, `loss = "cross_entropy"`, one that `custom_loss` has
+        registered there, or a function of the library, `loss = losses.dpo`; with `loss_config` for its settings. What
+        runs on the server takes one pass instead of two, and nothing is waited for; its value is logged late.
         """
         weights = torch.cat([weights_of(datum).flatten() for datum in data])
         return -(torch.cat([p.flatten() for p in logprobs]) * weights).sum() / weights.sum(), {}
@@ -156,12 +167,17 @@ class RemoteModule(pl.LightningModule):
 
     # What Lightning calls.
 
-    def setup(self, stage: str) -> None:
-        """Refuses trainers that would train something else than one remote model.
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """None; but the first hook of all, so that what cannot work is refused before it does harm.
 
         Raises:
             InvalidInput: If there are several processes, a scaled loss, or another trainer that has not finished.
         """
+        guard.check(self.trainer, self)
+        return []
+
+    def setup(self, stage: str) -> None:
+        """Refuses the same, for `configure_callbacks` is easily overridden."""
         del stage
         guard.check(self.trainer, self)
         self.in_trainer = self.trainer
@@ -171,15 +187,15 @@ class RemoteModule(pl.LightningModule):
         """A forward pass, the loss, and its metrics; or the server's loss, sent at the step."""
         del batch_idx
         data = self.datums(batch)
-        loss_fn: Any = self.loss
-        if isinstance(loss_fn, str) and not self.regularizers:
-            return self.lm.server_loss(data, loss_fn, self.loss_config)
-        base = None if isinstance(loss_fn, str) else loss_fn
+        chosen = self.chosen_route()
+        if not chosen.is_here and not self.regularizers:
+            return self.lm.server_loss(data, chosen.loss, chosen.config)
+        base = chosen.loss if chosen.is_here else None
         loss, metrics = composition.evaluate(data, self.lm(data), base, self.regularizers, step=self.global_step)
-        if isinstance(loss_fn, str):
-            loss = loss + self.lm.server_loss(data, loss_fn, self.loss_config)
-        else:
+        if chosen.is_here:
             self.log("train_loss", loss.detach(), prog_bar=True, batch_size=len(data))
+        else:
+            loss = loss + self.lm.server_loss(data, chosen.loss, chosen.config)
         if metrics:
             self.log_dict(composition.flatten(metrics), batch_size=len(data))
         return loss
@@ -220,7 +236,7 @@ class RemoteModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW with the settings given; override it for a scheduler."""
-        return RemoteAdamW(self.parameters(), **self._adam)
+        return RemoteAdamW(self.parameters(), lr=self.learning_rate, **self._adam)
 
     def configure_gradient_clipping(
         self,
@@ -241,13 +257,21 @@ class RemoteModule(pl.LightningModule):
 
     def on_after_backward(self) -> None:
         """Refuses a loss that would silently train nothing."""
-        if self.automatic_optimization and self.lm.handle.grad is None:
+        if self.automatic_optimization and self.lm.handle.requires_grad and self.lm.handle.grad is None:
             raise LossWithoutGradient(surrogate.WITHOUT_GRADIENT)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs what has come back from the server, under the steps it belongs to."""
         del outputs, batch, batch_idx
         self._late.log(wait=False)
+
+    def on_validation_epoch_end(self) -> None:
+        """Waits for the metrics of the last step where callbacks or schedulers look at them."""
+        self._late.log(wait=self._late.are_monitored(self.trainer))
+
+    def on_train_epoch_end(self) -> None:
+        """The same."""
+        self._late.log(wait=self._late.are_monitored(self.trainer))
 
     def on_train_start(self) -> None:
         """Takes up the window of a checkpoint; Lightning has zeroed the gradients since it was loaded."""
@@ -272,8 +296,9 @@ class RemoteModule(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Saves the model on the server and keeps the path of it in the file, with gradients that wait for a step."""
         remote = self.lm.handle.remote
-        if not remote.is_made:
-            return
+        running = self._trainer is not None and self.trainer.state.status == TrainerStatus.RUNNING
+        if not remote.is_made and not running and self._resume_from is None:
+            return  # nothing was trained, and nothing is about to be
         self.drain()
         path = remote.save()
         info = remote.backend.get_info()
@@ -326,6 +351,17 @@ class RemoteModule(pl.LightningModule):
         """The trained adapter as a PEFT folder on this machine, as transformers and vLLM load it."""
         self.drain()
         return export_adapter(self.lm.backend, path, overwrite=overwrite)
+
+    def chosen_route(self) -> Chosen:
+        """Where the loss runs; decided once for each loss."""
+        loss: Any = self.loss
+        key = (getattr(loss, "__func__", loss), self.route, repr(self.loss_config))
+        if self._chosen is None or self._chosen[0] != key:
+            if loss is None:
+                self._chosen = (key, Chosen("two-pass", None, {}))
+            else:
+                self._chosen = (key, routes.choose(loss, self.loss_config, self.route, lambda: self.lm.backend))
+        return self._chosen[1]
 
     def settle(self, timeout: float) -> None:
         """Waits a while for what was sent, after something went wrong; what fails or takes longer is left alone."""
@@ -391,6 +427,7 @@ class RemoteModule(pl.LightningModule):
     def _stepped(self, sent: Step) -> None:
         if self._trainer is not None:
             self._late.add(sent, self.trainer)
+            self._late.log(wait=self._late.are_monitored(self.trainer, by_step=True))
 
 
 def _once(datums: Callable[[Any, Any], list[Any]]) -> Callable[[Any, Any], list[Any]]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from tinker_lightning import rng
@@ -138,7 +137,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         loader = trainer.fit_loop._combined_loader
         if (
             not module.automatic_optimization
-            or isinstance(module.loss, str)
+            or not (module.chosen_route().is_here or module.regularizers)
             or loader is None
             or not isinstance(loader.iterables, ResumableLoader)  # several loaders
         ):
@@ -212,13 +211,16 @@ class TinkerStrategy(SingleDeviceStrategy):
 
     # The end.
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Waits a few seconds for what was sent, and logs it; loggers write their files when this is done."""
+        super().on_exception(exception)
+        if isinstance(self.lightning_module, RemoteModule):
+            self.lightning_module.settle(LAST_WAIT)
+
     def teardown(self) -> None:
-        """After an interruption, waits a few seconds for what was sent; Lightning raises what interrupted it."""
-        module = self.lightning_module
+        """Forgets what was looked up ahead."""
         self._sent = {}
         self._resumed = None
-        if isinstance(module, RemoteModule) and module.trainer.state.status == TrainerStatus.INTERRUPTED:
-            module.settle(LAST_WAIT)
         super().teardown()
 
 

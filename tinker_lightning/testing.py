@@ -37,6 +37,7 @@ def embedded_service(
     *,
     wrap: Callable[[httpx.AsyncBaseTransport], httpx.AsyncBaseTransport] | None = None,
     patience: Patience = Patience(300.0),  # noqa: B008  # immutable
+    extended: bool = True,
 ) -> Iterator[ServiceClient]:
     """A client of a real trainer in this process; both end with the block, and nothing is left on disk.
 
@@ -44,6 +45,7 @@ def embedded_service(
         trainer: The trainer to use, which stays yours to close; a new one with `tiny` if not given.
         wrap: Puts a transport of yours around the one that leads to the trainer.
         patience: How long failing requests are tried again.
+        extended: Whether the server has what goes beyond the protocol.
     """
     from tinker_lightning.server import EmbeddedTrainer, create_app
 
@@ -52,7 +54,7 @@ def embedded_service(
             folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
             trainer = EmbeddedTrainer(["tiny"], data_dir=folder)
             stack.callback(trainer.close)
-        transport: httpx.AsyncBaseTransport = httpx.ASGITransport(create_app(trainer))
+        transport: httpx.AsyncBaseTransport = httpx.ASGITransport(create_app(trainer, extended=extended))
         if wrap is not None:
             transport = wrap(transport)
         register = trainer.losses.register_function

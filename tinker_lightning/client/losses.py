@@ -84,6 +84,11 @@ class Losses:
         self._handles[key] = created.then(lambda made: replace(handle, loss_id=made.loss_id, by_input=by_input))
         return self._handles[key]
 
+    @property
+    def are_taken(self) -> bool:
+        """Whether the server takes losses of a whole batch."""
+        return self._service.session.extensions.server_losses
+
     def register(self, loss: BatchLoss) -> str:
         """Uploads the graphs of a loss of a batch; returns its id."""
         return self._register(loss.name, rq.RegisterLossRequest(self._service.session.session_id, loss.encode()))

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from tinker_lightning.client.losses import Losses
     from tinker_lightning.client.sampling import SamplingClient
     from tinker_lightning.client.service import ServiceClient
     from tinker_lightning.client.session import Session
@@ -262,6 +263,11 @@ class TrainingClient:
     def download_checkpoint(self, path: str, folder: Path) -> None:
         """Downloads the adapter that was saved under a `tinker://` path into a folder that exists."""
         self._service.download_checkpoint(path, folder)
+
+    @property
+    def losses(self) -> Losses:
+        """The losses that this client has brought to its server."""
+        return self._service.losses
 
     def checkpoint_exists(self, path: str) -> bool:
         """Whether what was saved under a `tinker://` path, of this model or another, is still there."""

@@ -1,0 +1,168 @@
+"""Where a loss runs: the same numbers on every route, the best one unless another is asked for."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tinker_lightning import Datum, LossFnOutput, RemoteModule, custom_loss, losses
+from tinker_lightning.errors import InvalidInput, LossNotTraceable
+from tinker_lightning.server import EmbeddedTrainer
+from tinker_lightning.testing import embedded_service
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tinker_lightning.client import ServiceClient
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),
+]
+LENGTH = 24
+
+
+def preference(i: int) -> Datum:
+    """One half of a pair, with what the policy losses need as well."""
+    generator = torch.Generator().manual_seed(i)
+    tokens = torch.randint(32, 120, (LENGTH + 1,), generator=generator)
+    return Datum.from_targets(
+        tokens[:-1],
+        tokens[1:],
+        weights=torch.ones(LENGTH),
+        reference_logprobs=-3 - torch.rand(LENGTH, generator=generator),
+        logprobs=-5 - torch.rand(LENGTH, generator=generator),
+        advantages=torch.randn(LENGTH, generator=generator),
+    )
+
+
+DATA = [preference(i) for i in range(8)]
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[tuple[EmbeddedTrainer, ServiceClient]]:
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path / "data", dtype=torch.float64)
+    with embedded_service(trainer) as service:
+        yield trainer, service
+    trainer.close()
+
+
+def fitted(stage: tuple[EmbeddedTrainer, ServiceClient], **attributes: Any) -> tuple[torch.Tensor, Counter[str]]:
+    """The weights after a fit with these class attributes, and how often each operation was called."""
+    trainer, service = stage
+    kind: type[RemoteModule] = type("Routed", (RemoteModule,), attributes)
+    module = kind(service.create_lora_training_client("tiny", rank=4, seed=1), learning_rate=1e-2, eps=1e-3)
+    calls: Counter[str] = Counter()
+    for name in ("forward", "forward_backward"):
+        _count(module.lm.backend, name, calls)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    fit = pl.Trainer(strategy="tinker", max_epochs=2, accumulate_grad_batches=2, enable_model_summary=False, **quiet)  # type: ignore[arg-type]
+    fit.fit(module, DataLoader(DATA, batch_size=4))  # type: ignore[arg-type]
+    _, adapter = trainer.registry.model(module.lm.backend.model_id).ready()  # type: ignore[attr-defined]
+    return torch.cat([tensor.flatten() for tensor in adapter.weights.tensors.values()]), calls
+
+
+def branching(_: Any, __: Any, logprobs: Any) -> Any:
+    return (logprobs.sum() if logprobs.sum() > 0 else -logprobs.sum()), {}
+
+
+ONE_PASS, TWO_PASSES = {"forward_backward": 4}, {"forward": 4, "forward_backward": 4}
+
+
+@pytest.mark.parametrize(
+    ("loss", "config"),
+    [
+        ("cross_entropy", {}),
+        ("ppo", {"clip_low_threshold": 0.9}),
+        (losses.dpo, {"beta": 0.3}),
+        (functools.partial(losses.dpo, beta=0.3, label_smoothing=0.1), {}),
+        (losses.kl_regularized, {}),
+    ],
+    ids=["cross_entropy", "ppo", "dpo", "dpo, bound", "kl_regularized"],
+)
+def test_every_route_gives_the_same_weights(
+    stage: tuple[EmbeddedTrainer, ServiceClient], loss: Any, config: dict[str, float]
+) -> None:  # R5.7
+    here, passes_here = fitted(stage, loss=loss, loss_config=config, route="two-pass")
+    there, passes_there = fitted(stage, loss=loss, loss_config=config, route="auto")
+    assert (passes_here, passes_there) == (TWO_PASSES, ONE_PASS)
+    assert (there - here).norm() <= 1e-5 * here.norm()  # four backwards of float32 numbers, through Adam
+
+
+def test_a_function_of_ones_own_stays_here_unless_the_server_is_asked_for(
+    stage: tuple[EmbeddedTrainer, ServiceClient], caplog: pytest.LogCaptureFixture
+) -> None:
+    def loss(_: Any, data: Any, logprobs: Any) -> Any:
+        batch = losses.Batch(data, logprobs)
+        return -(batch.tokens("weights") * batch.logprobs).sum() / 100, {}
+
+    caplog.set_level(logging.INFO, "tinker_lightning")
+    here, passes = fitted(stage, loss=loss)
+    assert passes == TWO_PASSES
+    assert "loss loss: route two-pass (it is Python's)" in caplog.text
+    there, passes = fitted(stage, loss=loss, route="server")
+    assert passes == ONE_PASS
+    assert "loss loss: route server (asked for)" in caplog.text
+    assert (there - here).norm() <= 1e-5 * here.norm()  # four backwards of float32 numbers, through Adam
+
+
+def test_a_registered_loss_is_used_by_name(stage: tuple[EmbeddedTrainer, ServiceClient]) -> None:  # R3.1
+    @custom_loss(stage[1], name="brevity")
+    def brevity(model_outputs: Any, loss_fn_inputs: Any, attention_mask: Any, strength: float = 1.0) -> LossFnOutput:
+        logprobs = model_outputs.log_softmax(-1).gather(-1, loss_fn_inputs["target_tokens"].unsqueeze(-1)).squeeze(-1)
+        loss = -(logprobs * attention_mask).sum() * strength
+        return LossFnOutput(loss=loss, logprobs=logprobs, diagnostics={"nll": loss.item()})
+
+    by_name, passes = fitted(stage, loss="brevity", loss_config={"strength": 0.5})
+    by_object, _ = fitted(stage, loss=brevity, loss_config={"strength": 0.5})
+    assert passes == ONE_PASS
+    assert torch.equal(by_name, by_object)
+
+
+def test_what_needs_logits_cannot_run_here(stage: tuple[EmbeddedTrainer, ServiceClient]) -> None:
+    with pytest.raises(InvalidInput, match="brevity runs on the server only"):
+        fitted(stage, loss="brevity", route="two-pass")
+
+
+def test_a_server_that_takes_no_losses_leaves_them_here(tmp_path: Path) -> None:
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path / "data", dtype=torch.float64)
+    with embedded_service(trainer, extended=False) as service:
+        _, passes = fitted((trainer, service), loss=losses.dpo)
+        assert passes == TWO_PASSES
+        _, passes = fitted((trainer, service), loss="cross_entropy")
+        assert passes == ONE_PASS
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("attributes", "error", "message"),
+    [
+        ({"route": "fastest"}, InvalidInput, "route must be one of auto, builtin, server, two-pass, got 'fastest'"),
+        ({"loss": losses.dpo, "route": "builtin"}, InvalidInput, "dpo is not built into servers"),
+        ({"loss": branching, "route": "server"}, LossNotTraceable, "test_routes.py:.*it branches on the value"),
+    ],
+    ids=["unknown", "not built in", "not traceable"],
+)
+def test_routes_that_do_not_exist_are_refused(
+    stage: tuple[EmbeddedTrainer, ServiceClient], attributes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        fitted(stage, **attributes)
+
+
+def _count(client: Any, name: str, counts: Counter[str]) -> None:
+    method = getattr(client, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        return method(*args, **kwargs)
+
+    setattr(client, name, counted)

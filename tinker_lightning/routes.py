@@ -1,0 +1,123 @@
+"""Where a loss runs: on the server in one pass, or here in two."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from tinker_lightning import losses
+from tinker_lightning.client.loss_handle import LossHandle
+from tinker_lightning.client.losses import BUILT_IN
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.losses.server_loss import ServerLoss, custom_loss
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger("tinker_lightning")
+
+Route: TypeAlias = Literal["auto", "builtin", "server", "two-pass"]
+ROUTES: tuple[Route, ...] = ("auto", "builtin", "server", "two-pass")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A route, and the loss in the form in which it is used there.
+
+    Args:
+        route: Where it runs.
+        loss: For `two-pass` a function of datums and log-probabilities; else what `RemoteLM.server_loss` takes.
+        config: The settings that go with each call.
+    """
+
+    route: Literal["builtin", "server", "two-pass"]
+    loss: Any
+    config: Mapping[str, float | str]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the loss is computed here, from log-probabilities that a forward pass has brought."""
+        return self.route == "two-pass"
+
+
+def choose(loss: Any, config: Mapping[str, float | str], route: Route, backend: Callable[[], Any]) -> Chosen:
+    """The best route for a loss that is exact, or the one that is asked for; says which, once, in the log.
+
+    A function of one's own stays here unless the server is asked for: tracing fixes what Python decides, which may be
+    meant to change. The functions of `tinker_lightning.losses` have nothing of that kind.
+
+    Args:
+        loss: A name, what `custom_loss` or `create_custom_loss` gave, or a function of datums and log-probabilities.
+        config: Its settings.
+        route: What is asked for.
+        backend: Gives the client; called only where it matters.
+
+    Raises:
+        InvalidInput: If the loss cannot run there; says where it can.
+        LossNotTraceable: If the server was asked for, and the function does what cannot be traced.
+    """
+    if route not in ROUTES:
+        raise InvalidInput(f"route must be one of {', '.join(ROUTES)}, got {route!r}")
+    chosen, why = _choose(loss, dict(config), route, backend)
+    logger.info("loss %s: route %s (%s)", _name(loss), chosen.route, why)
+    return chosen
+
+
+def _choose(loss: Any, config: dict[str, Any], route: Route, backend: Callable[[], Any]) -> tuple[Chosen, str]:
+    asked = "asked for" if route != "auto" else ""
+    if isinstance(loss, str) and loss in BUILT_IN:
+        if route == "two-pass":
+            return Chosen("two-pass", functools.partial(getattr(losses, loss), **config), {}), asked
+        return Chosen("builtin", loss, config), asked or "the server knows it by name"
+    if route == "builtin":
+        raise InvalidInput(f"{_name(loss)} is not built into servers, which know {', '.join(BUILT_IN)}")
+    if isinstance(loss, str | ServerLoss | LossHandle):
+        if route != "two-pass":
+            return Chosen("server", loss, config), asked or "it was registered there"
+        if isinstance(loss, str) or getattr(loss, "source", "logprobs") != "logprobs":
+            raise InvalidInput(
+                f"{_name(loss)} runs on the server only: what it is computed from does not come here. Write it as a "
+                "function of datums and log-probabilities."
+            )
+        return Chosen("two-pass", functools.partial(loss, **config), {}), asked
+    if route == "server":
+        return Chosen("server", _uploaded(loss, config, backend()), {}), asked
+    if route == "auto" and is_of_library(loss) and _takes_losses(backend()):
+        return Chosen("server", _uploaded(loss, config, backend()), {}), "the server computes it in one pass"
+    return Chosen("two-pass", functools.partial(loss, **config) if config else loss, {}), asked or "it is Python's"
+
+
+def _uploaded(loss: Any, config: Mapping[str, Any], backend: Any) -> ServerLoss:
+    function, settings = _unwrapped(loss)
+    if getattr(backend, "losses", None) is None:
+        raise InvalidInput(f"{type(backend).__name__} takes no losses of one's own; use route='two-pass'")
+    decorate = custom_loss(backend, _name(loss), on="logprobs", **{**settings, **config})
+    return decorate(function)
+
+
+def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
+    """A function without what was bound to it by keyword."""
+    settings: dict[str, Any] = {}
+    while isinstance(loss, functools.partial) and not loss.args:
+        settings = {**loss.keywords, **settings}
+        loss = loss.func
+    return loss, settings
+
+
+def is_of_library(loss: Any) -> bool:
+    """Whether it is a function of `tinker_lightning.losses`, with or without settings."""
+    function, _ = _unwrapped(loss)
+    name = getattr(function, "__name__", "")
+    return name in losses.__all__ and function is getattr(losses, name)
+
+
+def _takes_losses(backend: Any) -> bool:
+    return bool(getattr(getattr(backend, "losses", None), "are_taken", False))
+
+
+def _name(loss: Any) -> str:
+    function, _ = _unwrapped(loss)
+    return str(loss if isinstance(loss, str) else getattr(function, "name", getattr(function, "__name__", function)))
