@@ -70,7 +70,7 @@ def test_tensors_made_of_numbers() -> None:
 
 
 def test_pythons_own_work_is_done_while_tracing() -> None:
-    scales = {"a": 0.5, "b": np.float32(2.0)}
+    scales: dict[str, Any] = {"a": 0.5, "b": np.float32(2.0)}
 
     def loss(logprobs: Tensor, weights: Tensor) -> Any:
         total = sum(scale * logprobs.pow(i + 1).mean() for i, scale in enumerate(scales.values()))
