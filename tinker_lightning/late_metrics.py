@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -27,6 +28,15 @@ class LateMetrics:
 
     def __init__(self) -> None:
         self._waiting: deque[_Entry] = deque()
+        self._names: set[str] = set()
+
+    def are_monitored(self, trainer: pl.Trainer, *, by_step: bool = False) -> bool:
+        """Whether something is about to look at a metric that comes late; at any metric while none has come yet."""
+        looking: list[Any] = [*trainer.callbacks, *trainer.lr_scheduler_configs]  # type: ignore[attr-defined]
+        if by_step:
+            looking = [one for one in trainer.checkpoint_callbacks if _saves_after(one, trainer.global_step + 1)]
+        monitored = {getattr(one, "monitor", None) for one in looking} - {None}
+        return bool(monitored & self._names if self._names else monitored)
 
     def add(self, sent: Step, trainer: pl.Trainer) -> None:
         """A step was sent; it belongs to the step that the trainer's loggers would write now."""
@@ -42,6 +52,7 @@ class LateMetrics:
             if entry.sent.optim.failed:
                 continue
             metrics = _metrics(entry.sent)
+            self._names.update(metrics)
             if entry.to_loggers and metrics:
                 # Directly: `self.log` has no step of its own, and is refused after the last one.
                 for logger in entry.trainer.loggers:
@@ -49,6 +60,11 @@ class LateMetrics:
             entry.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
             if LOSS in metrics:
                 entry.trainer.progress_bar_metrics[LOSS] = metrics[LOSS]
+
+
+def _saves_after(callback: Any, step: int) -> bool:
+    every: int = getattr(callback, "_every_n_train_steps", 0)
+    return every > 0 and step % every == 0
 
 
 def _metrics(sent: Step) -> dict[str, float]:

@@ -427,7 +427,8 @@ class RemoteModule(pl.LightningModule):
     def _stepped(self, sent: Step) -> None:
         if self._trainer is not None:
             self._late.add(sent, self.trainer)
-            self._late.log(wait=self._late.are_monitored(self.trainer, by_step=True))
+            if self._late.are_monitored(self.trainer, by_step=True):
+                self._late.log(wait=True)
 
 
 def _once(datums: Callable[[Any, Any], list[Any]]) -> Callable[[Any, Any], list[Any]]:
