@@ -54,7 +54,7 @@ class ServerLoss:
             self._upload(self._fixed)
         else:
             self._python = server.register_function(name, _bound(function, self._fixed), source)
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns."""
