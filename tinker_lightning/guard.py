@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, ModelPruning
+from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, LearningRateFinder, ModelPruning
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from tinker_lightning.errors import InvalidInput
@@ -36,7 +36,7 @@ def check(trainer: pl.Trainer, module: RemoteModule) -> None:
 
 def _check_processes(trainer: pl.Trainer) -> None:
     connector = trainer._accelerator_connector
-    launched = connector.cluster_environment.world_size() * connector._num_nodes_flag
+    launched = max(connector.cluster_environment.world_size(), connector._num_nodes_flag)
     # On a GPU machine "auto" counts its GPUs, which are not used; on a CPU a number was given.
     asked = len(connector._parallel_devices) if connector._accelerator_flag == "cpu" else 1
     count = max(trainer.world_size, launched, asked)
@@ -74,6 +74,11 @@ def _check_callbacks(trainer: pl.Trainer, module: RemoteModule) -> None:
             raise InvalidInput(
                 "BatchSizeFinder looks for the batch that fills the memory of this machine, but the passes run in the "
                 "server's. Choose a batch size; accumulate_grad_batches makes it larger at no further wait."
+            )
+        if isinstance(callback, LearningRateFinder) and not module.chosen_route().is_here:
+            raise InvalidInput(
+                "LearningRateFinder needs the loss of a step at once, but this one runs on the server, and its value "
+                "comes later. Set route = 'two-pass' for the search, or choose a learning_rate."
             )
         if isinstance(callback, BaseFinetuning | ModelPruning) and is_all_remote:
             raise InvalidInput(
