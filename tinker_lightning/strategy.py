@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -75,6 +76,12 @@ class TinkerStrategy(SingleDeviceStrategy):
     def accelerator(self, accelerator: Accelerator | None) -> None:
         del accelerator  # what Lightning has found on this machine
         self._accelerator = CPUAccelerator()
+
+    def setup_environment(self) -> None:
+        """Local parameters are on the CPU, also where Lightning has found a GPU to set a precision for."""
+        if isinstance(self.precision_plugin, MixedPrecision):
+            self.precision_plugin.device = "cpu"
+        super().setup_environment()
 
     # Data.
 
