@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, Self
+
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class TokenNLL(Metric):
@@ -27,10 +32,16 @@ class TokenNLL(Metric):
         self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("weight", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
+    def _apply(self, fn: Any, exclude_state: Sequence[str] = ()) -> Self:
+        """The sums stay here and in double precision: half would stop counting, and some devices have no double."""
+        del fn, exclude_state
+        return self
+
     def update(self, logprobs: Tensor, weights: Tensor) -> None:
         """Adds the tokens of a batch."""
-        self.total -= (logprobs.double() * weights.double()).sum()
-        self.weight += weights.double().sum()
+        counted = weights.cpu().double()
+        self.total -= (logprobs.cpu().double() * counted).sum()
+        self.weight += counted.sum()
 
     def compute(self) -> Tensor:
         """The mean over all tokens; NaN if none has been seen."""
