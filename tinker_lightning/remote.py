@@ -87,6 +87,14 @@ class RemoteHandle(nn.Parameter):
             raise InvalidInput("the gradient of a remote model cannot be set; it comes from a loss's backward")
         self.remote.drop()
 
+    def register_hook(self, hook: Any) -> Any:
+        """Refuses it: no gradient would ever reach the hook."""
+        del hook
+        raise InvalidInput(
+            "a hook on the gradient of a remote model would see nothing: that gradient is on the server, which sends "
+            "its norm, logged as grad_norm. To watch local layers with W&B, pass these: logger.watch(module.head)."
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteHandle:
         raise InvalidInput(
             "a remote model cannot be copied: a copy would lead to the same weights on the server. Averaging and "
