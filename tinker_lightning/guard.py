@@ -26,6 +26,11 @@ def check(trainer: pl.Trainer, module: RemoteModule) -> None:
     _check_precision(trainer)
     _check_imports(trainer)
     _check_callbacks(trainer, module)
+    if module._compiler_ctx is not None:
+        raise InvalidInput(
+            f"torch.compile has nothing to compile in {type(module).__name__}: the passes run on the server. Fit the "
+            "module itself; a loss that is costly can be compiled alone."
+        )
     other = module.in_trainer
     if other is not None and other is not trainer and other.state.status == TrainerStatus.RUNNING:
         raise InvalidInput(
