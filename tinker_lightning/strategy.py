@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from tinker_lightning import rng
+from tinker_lightning import progress, rng
 from tinker_lightning.loaders import ResumableLoader, SecludedLoader
 from tinker_lightning.module import LAST_WAIT, RemoteModule
-from tinker_lightning.progress import resume_at_validation
 from tinker_lightning.states import References
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinker_lightning")
 
-# Where a checkpoint file keeps the random numbers and the loggers' step.
+# Where a checkpoint file keeps the random numbers and the place in the loops.
 KEY = "tinker_strategy"
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -64,7 +64,6 @@ class TinkerStrategy(SingleDeviceStrategy):
         self.release_states = release_states
         self._sent: dict[int, tuple[list[Any], Pass]] = {}
         self._resumed: dict[str, Any] | None = None
-        self._ahead_of_steps: int | None = None
         self._references = References(self._delete_state, self._checkpoint_folders)
 
     @property
@@ -92,38 +91,33 @@ class TinkerStrategy(SingleDeviceStrategy):
             return dataloader
         if not module.trainer.training:
             return SecludedLoader(dataloader)
-        progress: Any = module.trainer.fit_loop.epoch_loop.batch_progress
+        batches: Any = module.trainer.fit_loop.epoch_loop.batch_progress
         return ResumableLoader(
             dataloader,
-            lambda: progress.current.processed,
-            lambda: progress.is_last_batch and progress.current.processed == progress.current.ready,
+            lambda: batches.current.processed,
+            lambda: batches.is_last_batch and batches.current.processed == batches.current.ready,
         )
 
     def on_train_start(self) -> None:
-        """Puts the random numbers where the checkpoint had them; everything that draws before has drawn."""
+        """Goes on where the checkpoint was written; what comes before training has drawn its random numbers."""
         self._sent = {}
-        if self._resumed is not None:
-            rng.restore(self._resumed["rng"])
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """The batch as it is; the first one after a resume is logged under the step that it would have had."""
+        resumed, self._resumed = self._resumed, None
         module = self.lightning_module
-        if self._resumed is not None and module is not None and not module.trainer.sanity_checking:
-            logged, self._resumed = self._resumed["logged"], None
-            loop = module.trainer.fit_loop.epoch_loop
-            if logged is not None:
-                # Lightning counts a step again, or does not count it, depending on where it was saved.
-                is_counted = module.trainer.training or loop._should_accumulate()
-                loop._batches_that_stepped = logged if is_counted else logged - 1
-        return super().batch_to_device(batch, device, dataloader_idx)
+        if resumed is None or module is None:
+            return
+        trainer = module.trainer
+        trainer.fit_loop.epoch_loop.max_steps = resumed["max_steps"]
+        for loader, state in zip(trainer.fit_loop._combined_loader.flattened, resumed["loaders"], strict=False):
+            if state["start"] is None:
+                loader.load_state_dict(state)  # its pass has yet to begin, whatever was drawn since
+        rng.restore(resumed["rng"])
+        progress.go_on(trainer, resumed["place"])
 
     # Looking ahead.
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """A step whose forward pass may have been asked for at the start of its window."""
         module = self.lightning_module
-        if module is not None:
-            self._ahead_of_steps = module.trainer.fit_loop.epoch_loop._batches_that_stepped - module.trainer.global_step
         if not self.look_ahead or not isinstance(module, RemoteModule) or not args:
             return super().training_step(*args, **kwargs)
         number = module.trainer.fit_loop.epoch_loop.total_batch_idx
@@ -175,10 +169,12 @@ class TinkerStrategy(SingleDeviceStrategy):
     # Checkpoints.
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Writes a file, with the random numbers; the state of a file that it replaces is released."""
-        checkpoint[KEY] = {"rng": rng.capture(), "logged": self._logged()}
+        """Writes a file, with the random numbers and the place; the state of a file that it replaces is released."""
         if self.lightning_module is not None:
-            resume_at_validation(checkpoint, self.lightning_module.trainer)
+            trainer = self.lightning_module.trainer
+            checkpoint[KEY] = {"rng": rng.capture(), "place": progress.place(trainer)}
+            for each in trainer.loggers:
+                each.save()  # what was logged before a checkpoint is not logged again after a resume
         replaced = self._references.named_by(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self._references.wrote(filepath)
@@ -194,14 +190,11 @@ class TinkerStrategy(SingleDeviceStrategy):
         """Reads a file; its random numbers are put back when training starts."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._resumed = checkpoint.get(KEY)
-        return checkpoint
-
-    def _logged(self) -> int | None:
-        """The step that loggers write next; None where it is not known to go with the optimizer's."""
         module = self.lightning_module
-        if module is None or self._ahead_of_steps is None or not module.automatic_optimization:
-            return None
-        return module.trainer.global_step + self._ahead_of_steps
+        if self._resumed is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            self._resumed["loaders"] = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
+            self._resumed["max_steps"] = progress.let_in(module.trainer, checkpoint, self._resumed["place"])
+        return checkpoint
 
     def _release(self, state: str | None) -> None:
         if self.release_states:
