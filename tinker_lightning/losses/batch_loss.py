@@ -162,7 +162,7 @@ class BatchLoss:
         name = message.get("name")
         check_name(name)
         source = message.get("source")
-        if source not in SOURCES:
+        if not isinstance(source, str) or source not in SOURCES:
             raise InvalidLoss(f"source must be one of {', '.join(SOURCES)}, got {source!r:.40}")
         hyperparameters = _decode_hyperparameters(message.get("hyperparameters", {}))
         entries = message.get("variants")
