@@ -275,10 +275,10 @@ def memory() -> int:
 
 def test_damaged_graphs_harm_nobody(api: Api) -> None:  # R3.7
     before = memory()
-    counts = fuzz(api, 0, 400)
+    counts = fuzz(api, 0, 300)
     assert counts["upload 400"] > 50, counts
     assert counts["trained"] > 10, counts
-    assert counts["failed"] > 50, counts
+    assert counts["failed"] > 30, counts
     assert memory() - before < 1 << 30
 
 
@@ -292,7 +292,7 @@ def test_nothing_but_torch_and_the_runner_runs() -> None:  # R3.7
         elif event == "c_call" and getattr(arg, "__name__", "") in ("eval", "exec", "compile", "open", "system"):
             places[f"builtin {arg.__name__}"] += 1
 
-    for _ in range(1500):
+    for _ in range(900):
         path, body = fuzzer.upload()
         if path != "create_custom_loss":
             continue
@@ -310,6 +310,6 @@ def test_nothing_but_torch_and_the_runner_runs() -> None:  # R3.7
             pass
         finally:
             sys.setprofile(None)
-    assert ran > 20
+    assert ran > 10
     allowed = (torch.__path__[0], tinker_lightning.losses.__path__[0], os.path.dirname(contextlib.__file__), "<")
     assert [place for place in places if not place.startswith(allowed) and place != __file__] == []
