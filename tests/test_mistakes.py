@@ -1,0 +1,146 @@
+"""The mistakes that users make, and what they are told. The table in `docs/errors.md` is made from this list.
+
+`UPDATE_DOCS=1 pytest tests/test_mistakes.py` writes it anew.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tinker_lightning import AdamParams, Datum, LossFnOutput, Regularizer, connect, custom_loss, losses
+from tinker_lightning.client import ServiceClient, TrainingClient
+from tinker_lightning.client.patience import Patience
+from tinker_lightning.errors import TinkerLightningError
+from tinker_lightning.testing import embedded_service
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
+DATA = [Datum.from_tokens(list(b"All happy families are alike")) for _ in range(2)]
+BEGIN, END = "<!-- the table -->\n", "<!-- its end -->\n"
+
+
+@dataclass(frozen=True)
+class Stage:
+    service: ServiceClient
+    client: TrainingClient
+
+    def custom(self, loss: Any, **more: Any) -> None:
+        self.client.forward_backward_custom(DATA, loss, **more).result()
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    with embedded_service() as service:
+        yield Stage(service, service.create_lora_training_client("tiny", rank=2))
+
+
+def total(logprobs: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(logprobs).sum()
+
+
+def minimal(model_outputs: Any, loss_fn_inputs: Any, attention_mask: Any) -> LossFnOutput:
+    logprobs = model_outputs.log_softmax(-1).gather(-1, loss_fn_inputs["target_tokens"].unsqueeze(-1)).squeeze(-1)
+    return LossFnOutput(loss=-(logprobs * attention_mask * loss_fn_inputs["urgency"]).sum(), logprobs=logprobs)
+
+
+def branches(model_outputs: Any, loss_fn_inputs: Any, attention_mask: Any) -> LossFnOutput:
+    if model_outputs.sum() > 0:
+        return LossFnOutput(loss=model_outputs.sum(), logprobs=model_outputs[..., 0])
+    return LossFnOutput(loss=-model_outputs.sum(), logprobs=model_outputs[..., 0])
+
+
+HELD = torch.ones(3)
+
+
+def captures(model_outputs: Any, loss_fn_inputs: Any, attention_mask: Any) -> LossFnOutput:
+    return LossFnOutput(loss=(model_outputs.sum() * HELD).sum(), logprobs=model_outputs[..., 0])
+
+
+def missing_input(stage: Stage) -> None:
+    custom_loss(stage.service, name="urgent")(minimal)
+    stage.client.forward_backward(DATA, "urgent").result()
+
+
+def unreachable(_: Stage) -> None:
+    service = connect("http://127.0.0.1:9")
+    service._patience = Patience(0.0)
+    custom_loss(service, name="urgent")(minimal)
+
+
+def unread(stage: Stage) -> None:
+    with embedded_service() as service:
+        client = service.create_lora_training_client("tiny", rank=2)
+        client.forward_backward(DATA, "no_such_loss").wait()  # nobody reads the result
+        client.optim_step(AdamParams())
+
+
+MISTAKES: list[tuple[str, str, Callable[[Stage], object]]] = [
+    ("R1.9", "a loss with one value per token", lambda s: s.custom(lambda _, p: (torch.cat(p), {}))),
+    ("R1.9", "a loss that is a Python number", lambda s: s.custom(lambda _, p: (total(p).item(), {}))),
+    ("R1.9", "a loss that is NaN", lambda s: s.custom(lambda _, p: (total(p) * torch.nan, {}))),
+    ("R1.9", "a loss whose gradient is not finite", lambda s: s.custom(lambda _, p: ((total(p) * 0).sqrt(), {}))),
+    ("R1.9, R4.5", "a loss computed from detached tensors", lambda s: s.custom(lambda _, p: (total(p).detach(), {}))),
+    ("R1.9, R4.5", "a loss that does not use the log-probabilities", lambda s: s.custom(lambda *_: (HELD.sum(), {}))),
+    ("R1.7", "a metric that is no number", lambda s: s.custom(lambda _, p: (total(p), {"text": "fine"}))),
+    ("R2.1", "two regularizers of one name", lambda s: s.custom(None, regularizers=[_term("a"), _term("a")])),
+    ("R2.1", "a regularizer's weight that is NaN", lambda s: s.custom(None, regularizers=[_term("a", float("nan"))])),
+    ("R2.2", "a regularizer that fails", lambda s: s.custom(None, regularizers=[Regularizer(_failing, 1.0, "rank")])),
+    ("R3.6", "a loss for the server that branches on a value", lambda s: custom_loss(s.service)(branches)),
+    ("R3.6", "a loss for the server that holds a tensor", lambda s: custom_loss(s.service)(captures)),
+    ("R3.6", "a loss that the server does not know", lambda s: s.client.forward_backward(DATA, "urgnt").result()),
+    ("R3.6", "a datum without an input that the loss reads", missing_input),
+    ("R3.6", "a server that is not there", unreachable),
+    ("R4.2", "a library loss without its input", lambda s: s.custom(losses.dpo)),
+    ("R4.5", "other numbers of tokens and weights", lambda _: Datum.from_tokens([1, 2, 3], [0.0, 1.0])),
+    ("R4.5", "a per-token input of another length", lambda _: Datum.from_targets([1, 2], [2, 3], advantages=[1.0])),
+    ("R4.5", "a failed pass whose result nobody reads", unread),
+]
+
+
+def _term(name: str, weight: float = 1.0) -> Regularizer:
+    return Regularizer(lambda _, p: (total(p), {}), weight, name)
+
+
+def _failing(*_: Any) -> Any:
+    raise ZeroDivisionError("division by zero")
+
+
+def told(mistake: Callable[[Stage], object], stage: Stage) -> tuple[str, str]:
+    """The error's name, and its text without what differs from run to run."""
+    with pytest.raises(TinkerLightningError) as raised:
+        mistake(stage)
+    text = str(raised.value)
+    text = re.sub(r"/\S*/(tests/\S+?\.py):\d+", r"\1:…", text)
+    text = re.sub(r"forward_backward \d+ of \S+, request \S+:(?= )", "forward_backward …:", text)
+    return type(raised.value).__name__, " ".join(text.split())
+
+
+@pytest.mark.parametrize(("what", "mistake"), [each[1:] for each in MISTAKES], ids=[each[1] for each in MISTAKES])
+def test_the_error_says_what_is_in_the_docs(stage: Stage, what: str, mistake: Callable[[Stage], object]) -> None:
+    name, text = told(mistake, stage)
+    row = f"| {what} | `{name}` | {text.replace('|', chr(92) + '|')} |\n"
+    page = PAGE.read_text()
+    if os.environ.get("UPDATE_DOCS"):
+        head, _, rest = page.partition(BEGIN)
+        table, _, tail = rest.partition(END)
+        rows = {line.split("|")[1].strip(): line for line in table.splitlines(keepends=True)[2:]}
+        rows[what] = row
+        known = [line for _, key, _ in MISTAKES if (line := rows.get(key))]
+        PAGE.write_text(
+            head + BEGIN + "| mistake | error | what it says |\n|---|---|---|\n" + "".join(known) + END + tail
+        )
+    assert row in PAGE.read_text()
+
+
+def test_the_docs_have_no_other_rows() -> None:
+    table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == [what for _, what, _ in MISTAKES]
