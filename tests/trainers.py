@@ -74,7 +74,8 @@ class Hybrid(RemoteModule):
         self.head = torch.nn.Linear(1, 1)
 
     def loss(self, _: list[Any], logprobs: list[torch.Tensor]) -> torch.Tensor:
-        return torch.as_tensor(self.head(self.backbone(-torch.cat(logprobs)[:, None])).square().mean())
+        features = -torch.cat(logprobs)[:, None].to(self.head.weight.dtype)
+        return torch.as_tensor(self.head(self.backbone(features)).square().mean())
 
     def configure_optimizers(self) -> Any:
         return RemoteAdamW([parameter for parameter in self.parameters() if parameter.requires_grad], lr=1e-2)
