@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tinker_lightning import AdamParams, Datum, LossFnOutput, Regularizer, connect, custom_loss, losses
+from tinker_lightning import AdamParams, Datum, LossFnOutput, Regularizer, custom_loss, losses
 from tinker_lightning.client import ServiceClient, TrainingClient
 from tinker_lightning.client.patience import Patience
 from tinker_lightning.errors import TinkerLightningError
@@ -71,8 +71,7 @@ def missing_input(stage: Stage) -> None:
 
 
 def unreachable(_: Stage) -> None:
-    service = connect("http://127.0.0.1:9")
-    service._patience = Patience(0.0)
+    service = ServiceClient("http://127.0.0.1:9", patience=Patience(0.0))
     custom_loss(service, name="urgent")(minimal)
 
 
