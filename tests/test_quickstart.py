@@ -5,17 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import runpy
-import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import wandb
-from wandb.proto import wandb_internal_pb2
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tests.wandb_log import finished_records
+from tests.wandb_log import wandb_records as wandb_records  # test_loggers.py looks for it here
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart.py"
 STEPS = 24  # 64 lessons in batches of 2, 4 batches a step, 3 epochs
@@ -43,21 +41,6 @@ def folder(quickstart: dict[str, Any], tmp_path_factory: pytest.TempPathFactory)
 def read_table(folder: Path, column: str) -> list[tuple[int, float]]:
     with (folder / "version_0" / "metrics.csv").open() as file:
         return [(int(row["step"]), float(row[column])) for row in csv.DictReader(file) if row[column]]
-
-
-def wandb_records(log: bytes) -> Iterator[bytes]:
-    """The records of a `.wandb` file, a LevelDB log: blocks of 32 KiB, and records in parts across them."""
-    position, record, last = 7, b"", (1, 4)  # behind the file's header; a part that is whole or the end of a record
-    while position + 7 <= len(log):
-        if 2**15 - position % 2**15 < 7:
-            position += 2**15 - position % 2**15  # no room for a part's header
-            continue
-        _, size, kind = struct.unpack_from("<IHB", log, position)
-        record += log[position + 7 : position + 7 + size]
-        position += 7 + size
-        if kind in last:
-            yield record
-            record = b""
 
 
 def test_every_step_and_validation_is_in_the_table(folder: Path) -> None:  # R0.2, R0.4, R5.3
@@ -92,12 +75,8 @@ def test_the_picture_is_a_picture(folder: Path) -> None:
 
 def test_wandb_has_the_same_numbers(folder: Path) -> None:  # R0.3
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    history = []
-    for data in wandb_records(file.read_bytes()):
-        record: Any = wandb_internal_pb2.Record()  # type: ignore[attr-defined]  # made when it is imported
-        record.ParseFromString(data)
-        items = record.history.item if record.HasField("history") else []
-        history.append({".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items})
+    items = (record.history.item for record in finished_records(file) if record.HasField("history"))
+    history = [{".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in row} for row in items]
     losses = [row["train_loss"] for row in history if "train_loss" in row]
     assert losses == pytest.approx([loss for _, loss in read_table(folder, "train_loss")])
 
