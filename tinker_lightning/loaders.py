@@ -24,26 +24,11 @@ if TYPE_CHECKING:
 _END = object()
 
 
-class ResumableLoader:
-    """A loader of training batches; its state is that of the last batch trained, not of the last one drawn.
+class _Wrapper:
+    """A loader around another; what the other has else (`dataset`, `sampler`, ...) is reached through this one."""
 
-    What the loader has else (`dataset`, `sampler`, ...) is reached through this one.
-
-    Args:
-        loader: Any iterable of batches that can be iterated once per epoch.
-        trained: How many batches of this epoch have been trained so far.
-        is_over: Whether this epoch's last batch has been trained.
-    """
-
-    def __init__(self, loader: Iterable[Any], trained: Callable[[], int], is_over: Callable[[], bool]) -> None:
+    def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
-        self._trained = trained
-        self._is_over = is_over
-        self._resume: dict[str, Any] | None = None
-        self._run = Run(loader, None)
-        self._drawn = 0
-        # The places after the last batches that were drawn. Lightning draws one batch ahead where it has no length.
-        self._marks: deque[_Mark] = deque(maxlen=4)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # a TypeError where it has no length, as of the loader itself
@@ -62,6 +47,26 @@ class ResumableLoader:
     def worker_init_fn(self, function: Any) -> None:
         self.loader.worker_init_fn = function  # type: ignore[attr-defined]
 
+
+class ResumableLoader(_Wrapper):
+    """A loader of training batches; its state is that of the last batch trained, not of the last one drawn.
+
+    Args:
+        loader: Any iterable of batches that can be iterated once per epoch.
+        trained: How many batches of this epoch have been trained so far.
+        is_over: Whether this epoch's last batch has been trained.
+    """
+
+    def __init__(self, loader: Iterable[Any], trained: Callable[[], int], is_over: Callable[[], bool]) -> None:
+        super().__init__(loader)
+        self._trained = trained
+        self._is_over = is_over
+        self._resume: dict[str, Any] | None = None
+        self._run = Run(loader, None)
+        self._drawn = 0
+        # The places after the last batches that were drawn. Lightning draws one batch ahead where it has no length.
+        self._marks: deque[_Mark] = deque(maxlen=4)
+
     def __iter__(self) -> Iterator[Any]:
         resume, self._resume = self._resume, None
         if resume is not None:
@@ -69,7 +74,7 @@ class ResumableLoader:
         elif self._trained() == 0 or self._is_over():
             self._drawn = 0  # a new epoch, and not a short loader that starts over beside a longer one
         run = self._run = Run(self.loader, resume)
-        self._marks.append(_Mark(self._drawn, run, run.count, None))
+        self._marks.append(_Mark(self._drawn, run, run.count, run.inner))
         for batch in run:
             self._drawn += 1
             self._marks.append(_Mark(self._drawn, run, run.count, run.inner))
@@ -81,10 +86,12 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The place behind the last batch trained."""
+        if self._resume is not None:  # nothing has been drawn since
+            return self._resume
         trained = self._trained()
         marks = [mark for mark in self._marks if mark.drawn <= trained]
         if self._is_over() or not marks:
-            return {"drawn": 0, "count": 0, "start": None, "inner": None}
+            return _between(self.loader, has_begun=bool(self._marks))
         mark = marks[-1]
         return {"drawn": mark.drawn, "count": mark.count, "start": mark.run.start, "inner": mark.inner}
 
@@ -93,20 +100,8 @@ class ResumableLoader:
         self._resume = state
 
 
-class SecludedLoader:
-    """A loader whose random numbers are its own, so that an evaluation leaves those of the training as they were.
-
-    What the loader has else is reached through this one.
-    """
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self.loader = loader
-
-    def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]
-
-    __getattr__ = ResumableLoader.__getattr__
-    worker_init_fn = ResumableLoader.worker_init_fn
+class SecludedLoader(_Wrapper):
+    """A loader whose random numbers are its own, so that an evaluation leaves those of the training as they were."""
 
     def __iter__(self) -> Iterator[Any]:
         with rng.kept():
@@ -125,6 +120,7 @@ class Run:
         self.start: dict[str, Any] | None = resume and resume["start"]
         self.count: int = resume["count"] if resume else 0
         self.inner: Any = resume and resume["inner"]
+        self._before = resume and resume.get("before")
         self._loader = loader
         self._source: _Source | None = None
         self._given: deque[tuple[int, Any]] = deque(maxlen=4)
@@ -163,46 +159,61 @@ class Run:
 
     def _begin(self) -> _Source:
         """Draws the first batch, as a plain loop would; after a resume, those that were trained before."""
-        if self.inner is not None:
-            with rng.kept():
-                self._loader.load_state_dict(self.inner)  # type: ignore[attr-defined]
-                return _Source(self._loader, _seed(self.start) + self.count)
         if self.start is None:
+            if self._before is not None:
+                _end_pass(self._loader, self._before, self.inner)
             self.start = _start(self._loader)
             source = _Source(self._loader, _seed(self.start))
-            self._keep(next(source.iterator))
+            self._keep(source.first())
             return source
         with rng.kept():
-            _go_to(self._loader, self.start)
+            if self.inner is not None:
+                self._loader.load_state_dict(self.inner)  # type: ignore[attr-defined]
+                return _Source(self._loader, _seed(self.start), self.count)
+            _warm(self._loader, self.start)
+            rng.restore(self.start["rng"])
+            _set_generators(self._loader, self.start)
             source = _Source(self._loader, _seed(self.start))
-            first = next(source.iterator)
-        if self.count == 0:
-            self._keep(first)
-        for number in range(1, self.count):
-            try:
-                source.draw()
-            except StopIteration:
-                raise InvalidInput(
-                    f"the checkpoint was saved after {self.count} batches of an epoch, but the training loader has "
-                    f"only {number}. Resume with the data that it was trained on."
-                ) from None
-        return source
+            if self.count == 0:
+                self._keep(source.first())
+            for number in range(self.count):
+                self._draw_again(source, number)
+            return source
+
+    def _draw_again(self, source: _Source, number: int) -> None:
+        try:
+            source.draw() if number else source.first()
+        except StopIteration:
+            raise InvalidInput(
+                f"the checkpoint was saved after {self.count} batches of an epoch, but the training loader has only "
+                f"{number}. Resume with the data that it was trained on."
+            ) from None
 
     def _keep(self, batch: Any) -> None:
-        is_stateful = hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
-        self._ahead.append((batch, self._loader.state_dict() if is_stateful else None))  # type: ignore[attr-defined]
+        self._ahead.append((batch, self._loader.state_dict() if _is_stateful(self._loader) else None))  # type: ignore[attr-defined]
 
 
 class _Source:
-    """Draws batches from random numbers of their own: how far ahead that is must not change what training draws."""
+    """Draws batches from random numbers of their own: how far ahead that is must not change what training draws.
 
-    def __init__(self, loader: Iterable[Any], seed: int) -> None:
-        self.iterator = iter(loader)
-        self._stream = rng.Stream(seed)
+    Each batch has its own, so that one can be drawn again without those before it.
+    """
+
+    def __init__(self, loader: Iterable[Any], seed: int, count: int = 0) -> None:
+        self._iterator = iter(loader)
+        self._seed = seed
+        self._count = count
+
+    def first(self) -> Any:
+        """The first batch, from the random numbers that are there: a loader draws its order from them."""
+        self._count += 1
+        return next(self._iterator)
 
     def draw(self) -> Any:
-        with self._stream.use():
-            batch = next(self.iterator, _END)
+        """The next batch."""
+        self._count += 1
+        with rng.seeded(self._seed + self._count):
+            batch = next(self._iterator, _END)
         if batch is _END:
             raise StopIteration
         return batch
@@ -218,18 +229,61 @@ class _Mark:
     inner: Any
 
 
+def _is_stateful(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def _between(loader: Any, *, has_begun: bool) -> dict[str, Any]:
+    """The state of a loader whose next pass has not begun."""
+    inner = loader.state_dict() if has_begun and _is_stateful(loader) else None
+    return {"drawn": 0, "count": 0, "start": None, "inner": inner, "before": _own(loader)}
+
+
 def _start(loader: Any) -> dict[str, Any]:
-    return {"rng": rng.capture(), "generators": [generator.get_state() for generator in _generators(loader)]}
+    return {"rng": rng.capture(), **_own(loader)}
 
 
-def _go_to(loader: Any, start: dict[str, Any]) -> None:
-    rng.restore(start["rng"])
-    for generator, state in zip(_generators(loader), start["generators"], strict=True):
+def _own(loader: Any) -> dict[str, Any]:
+    """What a loader's next pass depends on, besides the random numbers of the process."""
+    return {
+        "generators": [generator.get_state() for generator in _generators(loader)],
+        "is_warm": getattr(loader, "_iterator", None) is not None,
+    }
+
+
+def _end_pass(loader: Any, own: dict[str, Any], inner: Any) -> None:
+    """Brings a loader to where it was when its last pass was over."""
+    with rng.kept():
+        if inner is not None:
+            loader.load_state_dict(inner)
+            iter(loader)
+        _warm(loader, own)
+    _set_generators(loader, own)
+
+
+def _warm(loader: Any, own: dict[str, Any]) -> None:
+    """Starts workers that persist, if they ran: a pass that finds them draws fewer random numbers than the first."""
+    if own["is_warm"] and getattr(loader, "persistent_workers", False) and loader._iterator is None:
+        iter(loader)
+
+
+def _set_generators(loader: Any, own: dict[str, Any]) -> None:
+    generators, states = _generators(loader), own["generators"]
+    if len(generators) != len(states):
+        raise InvalidInput(
+            f"the checkpoint was saved with {len(states)} generators of random numbers in the training loader, but "
+            f"this one has {len(generators)}. Resume with a loader that is made as the one it was trained with."
+        )
+    for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
 
 
-def _seed(start: dict[str, Any] | None) -> int:
-    return 0 if start is None else zlib.crc32(start["rng"]["torch"].numpy().tobytes())
+def _seed(start: dict[str, Any]) -> int:
+    """A number of its own for every pass: where all the random numbers stood at its start."""
+    seed = rng.digest(start["rng"])
+    for state in start["generators"]:
+        seed = zlib.crc32(state.numpy().tobytes(), seed)
+    return seed
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,15 @@ def restore(state: dict[str, Any]) -> None:
     _put((state["torch"], numpy_state, (version, tuple(words.tolist()), next_gauss)))
 
 
+def digest(state: dict[str, Any]) -> int:
+    """A number that tells where all three stood."""
+    _, keys, position, *_ = state["numpy"]
+    digest = zlib.crc32(str(position).encode())
+    for part in (state["torch"], keys, state["python"][1]):
+        digest = zlib.crc32(part.numpy().tobytes(), digest)
+    return digest
+
+
 @contextmanager
 def kept() -> Iterator[None]:
     """Whatever is drawn or seeded inside the `with` block, the generators are after it as they were before."""
@@ -41,25 +51,14 @@ def kept() -> Iterator[None]:
         _put(outside)
 
 
-class Stream:
-    """Random numbers of their own: what is drawn inside `with stream.use():` leaves those outside untouched."""
-
-    def __init__(self, seed: int) -> None:
-        with kept():
-            torch.default_generator.manual_seed(seed)
-            np.random.seed(seed % 2**32)
-            random.seed(seed)
-            self._state = _snapshot()
-
-    @contextmanager
-    def use(self) -> Iterator[None]:
-        """Draws from this stream until the end of the `with` block."""
-        with kept():
-            _put(self._state)
-            try:
-                yield
-            finally:
-                self._state = _snapshot()
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draws random numbers that depend on the seed alone until the end of the `with` block; then as `kept`."""
+    with kept():
+        torch.default_generator.manual_seed(seed)  # and not those of GPUs
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        yield
 
 
 def _snapshot() -> tuple[Any, Any, Any]:

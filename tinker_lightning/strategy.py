@@ -20,7 +20,6 @@ from tinker_lightning.states import References
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import torch
     from lightning.fabric.plugins import CheckpointIO
     from lightning.fabric.utilities.types import _PATH
     from lightning.pytorch.accelerators import Accelerator
@@ -107,7 +106,8 @@ class TinkerStrategy(SingleDeviceStrategy):
             return
         trainer = module.trainer
         trainer.fit_loop.epoch_loop.max_steps = resumed["max_steps"]
-        for loader, state in zip(trainer.fit_loop._combined_loader.flattened, resumed["loaders"], strict=False):
+        loaders: Any = trainer.fit_loop._combined_loader
+        for loader, state in zip(loaders.flattened, resumed["loaders"], strict=False):
             if state["start"] is None:
                 loader.load_state_dict(state)  # its pass has yet to begin, whatever was drawn since
         rng.restore(resumed["rng"])

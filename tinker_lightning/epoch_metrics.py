@@ -1,0 +1,80 @@
+"""What has been logged in an unfinished epoch, so that its means are those of the whole epoch after a resume."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+# How a value was logged: the arguments of `self.log` that Lightning keeps, and compares with those of the next call.
+_ARGUMENTS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+
+
+def capture(trainer: pl.Trainer) -> dict[str, Any]:
+    """The values gathered so far and the states of the module's metrics, as tensors and plain data."""
+    loop = trainer.fit_loop.epoch_loop
+    of_validation = {item.meta.metric_attribute for item in loop.val_loop._results.values()}
+    return {
+        "logged": [_logged(item) for item in loop._results.values() if not item.has_reset],
+        "metrics": {
+            name: _state(metric)
+            for name, metric in _metrics(trainer).items()
+            if metric._update_count and name not in of_validation
+        },
+    }
+
+
+def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
+    """Puts them back, before anything is logged."""
+    metrics = _metrics(trainer)
+    for name, saved in state["metrics"].items():
+        if name in metrics:
+            for key, part in saved["states"].items():
+                setattr(metrics[name], key, part)
+            metrics[name]._update_count = saved["count"]
+    results = trainer.fit_loop.epoch_loop._results
+    for entry in state["logged"]:
+        attribute = entry["metric_attribute"]
+        value: Any = metrics.get(attribute) if entry["value"] is None else entry["value"]
+        if value is None:
+            continue
+        results.log(
+            **{name: entry[name] for name in _ARGUMENTS},
+            value=value,
+            reduce_fx=getattr(torch, entry["reduce_fx"]),
+            sync_dist_fn=trainer.strategy.reduce,
+            metric_attribute=attribute,
+            batch_size=1,
+        )
+        item = results[f"{entry['fx']}.{entry['name']}"]
+        item._forward_cache = entry["last"]
+        if entry["value"] is not None:
+            item.value = value
+        if entry["weight"] is not None:
+            item.cumulated_batch_size = entry["weight"]
+
+
+def _metrics(trainer: pl.Trainer) -> dict[str, Metric]:
+    modules = trainer.lightning_module.named_modules()
+    return {name: module for name, module in modules if isinstance(module, Metric)}
+
+
+def _logged(item: Any) -> dict[str, Any]:
+    arguments = {name: getattr(item.meta, name) for name in _ARGUMENTS}
+    return {
+        **arguments,
+        "reduce_fx": item.meta.reduce_fx.__name__,
+        "metric_attribute": item.meta.metric_attribute,
+        "value": item.value if item.is_tensor else None,
+        "weight": getattr(item, "cumulated_batch_size", None),
+        "last": item._forward_cache if isinstance(item._forward_cache, Tensor) else None,
+    }
+
+
+def _state(metric: Metric) -> dict[str, Any]:
+    return {"count": metric._update_count, "states": {name: getattr(metric, name) for name in metric._defaults}}
