@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tinker_lightning import surrogate
+from tinker_lightning import interrupts, surrogate
 from tinker_lightning.client.backend import TrainingBackend, as_backend
 from tinker_lightning.client.futures import TinkerFuture, Unread
 from tinker_lightning.errors import InvalidLoss, LossNotFinite, ResultTimeout
@@ -225,13 +225,14 @@ class Remote:
             self.drop()
             raise
         self._make_room()
-        backwards = [each.send(self.backend) for each in prepared]
-        pairs = zip(backwards, prepared, strict=True)
-        losses = [(backward, each.scale) for backward, each in pairs if each.by_server]
-        step = Step(backwards, self.backend.optim_step(params), losses)
-        self.drop()
-        self.steps += 1
-        self._under_way.append(step)
+        with interrupts.held():  # half a window on the server would stay there, and be part of the next step
+            backwards = [each.send(self.backend) for each in prepared]
+            pairs = zip(backwards, prepared, strict=True)
+            losses = [(backward, each.scale) for backward, each in pairs if each.by_server]
+            step = Step(backwards, self.backend.optim_step(params), losses)
+            self.drop()
+            self.steps += 1
+            self._under_way.append(step)
         for backward in step.backwards:
             self.unread.add(backward)
         self.unread.add(step.optim)
