@@ -86,16 +86,20 @@ def test_fast_dev_run(service: ServiceClient, kind: type[RemoteModule]) -> None:
     assert module.lm.handle.remote.steps == 2
 
 
-def test_limits_of_batches(service: ServiceClient) -> None:
+def test_limits_of_batches(recorded: tuple[ServiceClient, RecordingTransport]) -> None:
+    service, transport = recorded
+    transport.requests.clear()
     seen = Seen()
     module = new(service, RemoteModule)
     limits = {"limit_train_batches": 3, "limit_val_batches": 0.5, "limit_test_batches": 1, "limit_predict_batches": 2}
-    trainer = quiet(max_epochs=1, callbacks=[seen], accumulate_grad_batches=2, **limits)
+    trainer = quiet(max_epochs=1, callbacks=[seen], accumulate_grad_batches=4, num_sanity_val_steps=0, **limits)
     trainer.fit(module, loader(), loader())
     trainer.test(module, loader(), verbose=False)
     trainer.predict(module, prompts())
     assert seen.batches == {"train": 3, "val": 2, "test": 1, "predict": 2}
-    assert module.lm.handle.remote.steps == 2
+    passes = [request.message for request in transport.requests if request.path.endswith("forward_backward")]
+    assert sum(message.forward_only for message in passes) == 3 + 2 + 1
+    assert module.lm.handle.remote.steps == 1
 
 
 def test_overfit_batches(service: ServiceClient) -> None:

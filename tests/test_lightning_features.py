@@ -1,0 +1,217 @@
+"""What users write themselves around a remote model, and that every row of docs/lightning-features.md has its test."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytorch_lightning as other
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningCLI
+
+from tests.trainers import SMALL, Hybrid, OnServer, loader, logprobs_of, new, quiet
+from tinker_lightning import RemoteAdamW, RemoteModule
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.testing import embedded_service
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import lightning.pytorch as pl
+
+    from tinker_lightning.client import ServiceClient
+
+pytestmark = SMALL
+
+ROOT = Path(__file__).parents[1]
+FILES = ("test_callbacks", "test_trainer_flags", "test_loggers", "test_accelerators", "test_lightning_features")
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[ServiceClient]:
+    with embedded_service() as service:
+        yield service
+
+
+class Manual(RemoteModule):
+    """Does by hand what Lightning does by itself with `accumulate_grad_batches=2`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        data = self.datums(batch)
+        loss: Any = self.loss(data, self.lm(data))
+        self.manual_backward(loss[0] / 2)
+        if batch_idx % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_manual_optimization(service: ServiceClient) -> None:
+    manual, automatic = new(service, Manual), new(service, RemoteModule)
+    trainer = quiet(max_epochs=2)
+    trainer.fit(manual, loader())
+    quiet(max_epochs=2, accumulate_grad_batches=2).fit(automatic, loader())
+    assert trainer.global_step == manual.lm.handle.remote.steps == 4
+    assert torch.equal(logprobs_of(manual), logprobs_of(automatic))
+
+
+def test_several_optimizers(service: ServiceClient) -> None:
+    class Two(Hybrid):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            optimizers: Any = self.optimizers()
+            remote, local = optimizers
+            data = self.datums(batch)
+            self.manual_backward(self.loss(data, self.lm(data)))
+            for optimizer in (remote, local)[: 1 + batch_idx % 2]:
+                optimizer.step()
+            remote.zero_grad()
+            local.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            return [RemoteAdamW(self.lm.parameters(), lr=1e-2), torch.optim.SGD(self.head.parameters(), lr=1e-2)]
+
+    module = new(service, Two)
+    before = module.head.weight.clone()
+    trainer = quiet(max_epochs=1)
+    trainer.fit(module, loader())
+    assert module.lm.handle.remote.steps == 4
+    assert trainer.global_step == 6
+    assert not torch.equal(module.head.weight, before)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_other_optimizers_are_refused(service: ServiceClient, optimizer: Any) -> None:
+    class Wrong(RemoteModule):
+        def configure_optimizers(self) -> Any:
+            return optimizer(self.parameters(), lr=1e-2)
+
+    with pytest.raises(InvalidInput, match="RemoteAdamW"):
+        quiet().fit(new(service, Wrong), loader())
+
+
+@pytest.mark.parametrize(("kind", "monitor"), [(RemoteModule, "val_loss"), (OnServer, "train_loss")])
+def test_reduce_lr_on_plateau(service: ServiceClient, kind: type[RemoteModule], monitor: str) -> None:
+    class Plateau(kind):  # type: ignore[valid-type,misc]
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": monitor}}
+
+    trainer = quiet(max_epochs=3)
+    trainer.fit(new(service, Plateau), loader(), loader(2, 2))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 * 0.1**3)
+
+
+class Typed(RemoteModule):
+    """As a user would give it to a command line."""
+
+    def __init__(self, model: str, temperature: float = 1.0, rank: int = 8, **kwargs: Any) -> None:
+        super().__init__(model, rank=rank, **kwargs)
+        self.temperature = temperature
+
+    def loss(self, _: list[Any], logprobs: list[torch.Tensor]) -> torch.Tensor:
+        return -torch.cat(logprobs).mean() / self.temperature
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
+# jsonargparse's advice to Lightning, and Lightning's that nobody chose a seed.
+@pytest.mark.filterwarnings(r"ignore:[\s\S]*(in v5\.0\.0|JsonargparseDeprecationWarning)")
+def test_lightning_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # R5.3
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["program"])
+    model = ["--model.model=tiny", "--model.rank=4", "--model.temperature=2", "--model.base_url=embedded"]
+    trainer = ["--trainer.strategy=tinker", "--trainer.max_steps=2", "--trainer.logger=false", "--seed_everything=1"]
+    quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
+    cli = LightningCLI(Typed, run=False, args=[*model, *trainer, *quiet], save_config_callback=None)
+    cli.trainer.fit(cli.model)
+    assert cli.model.lm.handle.remote.steps == 2
+    assert cli.model.lm.backend.get_info().lora_rank == 4
+    cli.model.close()
+    file = cli.trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    with Typed.load_from_checkpoint(file) as loaded:
+        assert loaded.temperature == 2
+    again = LightningCLI(Typed, args=["fit", *model, *trainer, *quiet, "--trainer.max_steps=3", f"--ckpt_path={file}"])
+    assert again.trainer.global_step == again.model.lm.handle.remote.steps == 3
+    again.model.close()
+
+
+class ForeignCallback(other.Callback):
+    pass
+
+
+class ForeignData(other.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
+def test_objects_of_pytorch_lightning_are_refused(service: ServiceClient, tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], Any, str]] = [
+        ({"callbacks": [other.callbacks.EarlyStopping("val_loss")]}, None, "EarlyStopping"),
+        ({"callbacks": [ForeignCallback()]}, None, "ForeignCallback"),
+        ({"logger": other.loggers.CSVLogger(tmp_path)}, None, "CSVLogger"),
+        ({"profiler": other.profilers.SimpleProfiler()}, None, "SimpleProfiler"),
+        ({}, ForeignData(), "ForeignData"),
+    ]
+    for settings, data, name in cases:
+        with pytest.raises(InvalidInput, match=rf"{name} is from the package pytorch_lightning.*lightning\.pytorch"):
+            quiet(**settings).fit(new(service, RemoteModule), None if data else loader(), datamodule=data)
+
+
+def test_one_module_in_two_trainers(service: ServiceClient) -> None:
+    class Inner(Callback):
+        def __init__(self, method: str) -> None:
+            self.method = method
+
+        def on_train_batch_start(self, _: Any, pl_module: pl.LightningModule, *__: Any) -> None:
+            getattr(quiet(), self.method)(pl_module, loader())
+
+    module = new(service, RemoteModule)
+    quiet().fit(module, loader())
+    quiet(max_steps=2).fit(module, loader())
+    assert module.lm.handle.remote.steps == 5
+    for method in ("fit", "validate"):
+        with pytest.raises(InvalidInput, match="another trainer's work"):
+            quiet(callbacks=[Inner(method)]).fit(new(service, RemoteModule), loader())
+    with pytest.raises(InvalidInput, match="another trainer's work"):
+        quiet(callbacks=[Inner("fit")]).fit(module, loader())
+    quiet(max_steps=1).fit(module, loader())  # nothing is left of the trainer that failed
+    assert module.lm.handle.remote.steps == 6
+
+
+def table() -> dict[str, list[str]]:
+    """The features of the table, and the tests that they name."""
+    rows: dict[str, list[str]] = {}
+    for line in (ROOT / "docs" / "lightning-features.md").read_text().splitlines():
+        if line.startswith("| ") and not line.startswith("| feature"):
+            feature, *_, tests = line.strip("|").split(" | ")
+            rows[feature.strip()] = re.findall(r"`(test_\w+)`", tests)
+    return rows
+
+
+def test_every_row_of_the_table_has_a_test() -> None:
+    written = {
+        name
+        for file in FILES
+        for name in re.findall(r"^def (test_\w+)", (ROOT / "tests" / f"{file}.py").read_text(), re.MULTILINE)
+    }
+    rows = table()
+    assert len(rows) > 40
+    for feature, tests in rows.items():
+        assert tests, f"{feature} names no test"
+        assert set(tests) <= written, f"{feature} names {set(tests) - written}, which is not there"
+    named = {name for tests in rows.values() for name in tests}
+    assert written - named == {"test_every_row_of_the_table_has_a_test"}
