@@ -17,6 +17,7 @@ from tests.reference import gathered
 from tinker_lightning import Datum, LossFnOutput, custom_loss, losses
 from tinker_lightning.losses import Batch
 from tinker_lightning.server import EmbeddedTrainer
+from tinker_lightning.server.engine import batch_pass
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
@@ -223,8 +224,9 @@ def test_a_scale_multiplies_the_gradient_and_nothing_else(
     assert results[0].metrics == results[1].metrics
 
 
+@pytest.mark.parametrize("kept", [1 << 40, 0], ids=["activations are kept", "activations are computed twice"])
 def test_a_large_batch_is_computed_in_parts_with_the_same_gradient(
-    trainer: EmbeddedTrainer, service: ServiceClient, model: TrainingClient, monkeypatch: pytest.MonkeyPatch
+    trainer: EmbeddedTrainer, service: ServiceClient, model: TrainingClient, monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
     data = batch()
 
@@ -234,6 +236,7 @@ def test_a_large_batch_is_computed_in_parts_with_the_same_gradient(
         return (stacked.logprobs * stacked.tokens("weights")).sum().square() * 1e-4, {}
 
     right = gradient(trainer, model, lambda: model.forward_backward(data, whole))
+    monkeypatch.setattr(batch_pass, "KEPT_BYTES", kept)
     batched = trainer.training.forward_backward.__globals__["run_batch_pass"]
     monkeypatch.setitem(
         trainer.training.forward_backward.__globals__, "run_batch_pass", partial(batched, token_budget=9)

@@ -182,6 +182,10 @@ def loops(logprobs: Tensor, weights: Tensor) -> Any:
     return sum(each for each in logprobs), {}
 
 
+def joins(logprobs: Any, weights: Tensor) -> Any:
+    return torch.cat(logprobs).sum(), {}
+
+
 def counts(logprobs: Tensor, weights: Tensor) -> Any:
     return logprobs.sum() / len(logprobs), {}
 
@@ -236,6 +240,7 @@ def is_wrong(logprobs: Tensor, weights: Tensor) -> Any:
     [
         (branches, "if logprobs.sum() > 0:", "branches on the value or size of a tensor"),
         (loops, "for each in logprobs", "loops over a tensor"),
+        (joins, "torch.cat(logprobs)", r"the batch is one tensor already, \[B, T\]"),
         (counts, "len(logprobs)", r"len\(\) of a tensor.* use x.shape\[0\]"),
         (ranges, "range(logprobs.shape[0])", "as a whole number of Python's"),
         (captures, "logprobs * LEARNED", r"uses a tensor of shape \[\] from outside"),
@@ -365,6 +370,14 @@ def test_settings_by_which_python_decides_are_fixed() -> None:
 def test_settings_that_a_loss_cannot_take(settings: dict[str, Any], because: str) -> None:
     with pytest.raises(InvalidInput, match=because):
         trace_batch_loss(optional, "optional", "logits").settings(settings)
+
+
+def test_a_function_of_lists_of_datums_is_told_so() -> None:
+    def lists(data: Any, logprobs: Any) -> Any:
+        return sum((data[i].loss_fn_inputs["weights"].to_torch() * each).sum() for i, each in enumerate([logprobs])), {}
+
+    with pytest.raises(LossNotTraceable, match=r"(?s)it takes datum 0 of its data, .*data\['weights'\] is \[B, T\]"):
+        trace_batch_loss(lists, "lists", "logprobs")
 
 
 def test_whole_numbers_stay_whole() -> None:

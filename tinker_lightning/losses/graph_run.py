@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses.graph import Graph, Node, Ref, refs
-from tinker_lightning.losses.graph_functions import is_mask
+from tinker_lightning.losses.graph_guards import is_mask
 from tinker_lightning.losses.graph_numbers import number
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _META = torch.device("meta")
 _MAX_RANK = 12
-_KEPT_PLANS = 256
+_KEPT_PLANS = 4096  # one for each length that datums have
 
 
 @dataclass(frozen=True, slots=True)

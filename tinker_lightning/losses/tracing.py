@@ -6,11 +6,7 @@ need the value of a tensor (a branch on it, `float(x)`, numpy) is refused, with 
 
 from __future__ import annotations
 
-import contextlib
-import linecache
 import math
-import sys
-import traceback
 import types
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,16 +18,17 @@ from torch.overrides import TorchFunctionMode
 from tinker_lightning.errors import InvalidLoss, LossNotTraceable
 from tinker_lightning.losses import graph_functions
 from tinker_lightning.losses.graph import Graph
+from tinker_lightning.losses.graph_lines import here, place_of
 from tinker_lightning.losses.graph_writer import Writer, setitem, target_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from types import FrameType
 
 WAYS_OUT = (
     "Write it with torch.where and operations on whole tensors, or leave it on this side: forward_backward_custom runs "
     "any Python, for the price of a second forward pass."
 )
+_JOINS = (torch.cat, torch.concat, torch.stack, torch.hstack, torch.vstack)
 # Methods that leave torch. `item` is none of them: inside a graph a number is a tensor of one element.
 _LEAVING = ("backward", "numpy", "tolist", "__array__", "retain_grad", "register_hook", "requires_grad_")
 
@@ -74,7 +71,7 @@ def record(fn: Callable[..., Any], body: Callable[[Recorder], Any]) -> Graph:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
-        raise LossNotTraceable(f"{_place_of(error)}{reason.partition(chr(10))[0][:300]}. {WAYS_OUT}") from error
+        raise LossNotTraceable(f"{place_of(error)}{reason.partition(chr(10))[0][:300]}. {WAYS_OUT}") from error
     return _graph(recorder, returned[0])
 
 
@@ -116,6 +113,11 @@ class Recorder(fx.Tracer):
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         """A call, with its place and whether it would take part in gradients."""
+        if kind == "call_function" and args[0] in _JOINS and args[1] and _is_placeholder(args[1][0]):
+            refuse(
+                f"it joins a list of tensors with {target_name(args[0])}, but on a server the batch is one tensor "
+                "already, [B, T], with zeros behind the end of shorter datums"
+            )
         node = super().create_node(kind, *args, **kwargs)
         node.meta["place"] = here()
         node.meta["no_grad"] = not torch.is_grad_enabled()
@@ -145,7 +147,7 @@ class Recorder(fx.Tracer):
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         """Refused."""
-        needs_value(obj, "it loops over a tensor, whose length is not known while tracing")
+        needs_value(obj, "it loops over a tensor, or takes a batch that is one tensor for a list")
 
     def keys(self, obj: fx.Proxy) -> Any:
         """Refused."""
@@ -247,35 +249,6 @@ def refuse(reason: str) -> NoReturn:
     raise LossNotTraceable(f"{here()}{reason}. {WAYS_OUT}")
 
 
-def here() -> str:
-    """The user's line that is being run, for the start of a message."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if _is_users(frame.f_code.co_filename):
-            return _place(frame.f_code.co_filename, frame.f_lineno)
-        frame = frame.f_back
-    return ""
-
-
-def _place_of(error: BaseException) -> str:
-    """The user's last line that an exception passed through."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    return _place(frames[-1].filename, frames[-1].lineno or 0) if frames else ""
-
-
-def _place(filename: str, line: int) -> str:
-    source = linecache.getline(filename, line).strip()
-    return f"{filename}:{line}: {source}\n    " if source else f"{filename}:{line}: "
-
-
-def _is_users(filename: str) -> bool:
-    return not (filename.startswith(_TORCH) or filename in _OWN)
-
-
-_TORCH = torch.__path__[0]
-_OWN = (__file__, contextlib.__file__)
-
-
 def _globals(fn: Any) -> dict[str, Any]:
     """The globals of the function behind a partial, a method or an object that can be called."""
     for _ in range(8):
@@ -283,6 +256,10 @@ def _globals(fn: Any) -> dict[str, Any]:
             return fn.__globals__
         fn = getattr(fn, "func", None) or getattr(fn, "__func__", None) or type(fn).__call__
     return {}
+
+
+def _is_placeholder(value: Any) -> bool:
+    return isinstance(value, fx.Node) and value.op == "placeholder"
 
 
 def _holds(kind: type, values: Any) -> bool:

@@ -176,6 +176,11 @@ class _Inputs(Mapping[str, Value]):
         return tuple(self.used | {name: None for name, there in self.decisions.items() if there})
 
     def __getitem__(self, name: str) -> Value:
+        if not isinstance(name, str):
+            refuse(  # a function may take it for a list of datums
+                f"it takes datum {name!r:.40} of its data, but on a server data are inputs of the whole batch by name: "
+                "data['weights'] is [B, T]"
+            )
         if not self.decisions.get(name, True):
             raise KeyError(name)
         assert self.recorder is not None  # noqa: S101  # set before the function runs

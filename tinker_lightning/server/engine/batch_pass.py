@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 # A loss on logits sees those of the whole batch at once, and keeps several tensors of their size: a gigabyte each.
 MAX_LOGITS = 1 << 28
+# What the activations of a batch may take. The gradient of a loss of the whole batch is known only after all of it has
+# gone through the model, so that they have to be kept until then, or computed a second time.
+KEPT_BYTES = 2 << 30
 
 
 class StackedLoss(Protocol):
@@ -151,19 +154,31 @@ def _read(index: int, datum: Datum, base: BaseModel) -> Tensor:
 def _hidden_states(base: BaseModel, tokens_B: Sequence[Tensor], token_budget: int) -> list[Tensor]:
     """The hidden states of each datum, `[T, D]`.
 
-    If they do not fit into one pass, activations are not kept but computed again in the backward.
+    If activations would take too much memory, they are not kept but computed again in the backward.
     """
-    batches = group_by_length([len(tokens) for tokens in tokens_B], token_budget)
+    lengths = [len(tokens) for tokens in tokens_B]
+    batches = group_by_length(lengths, token_budget)
+    padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
+    twice = len(batches) > 1 and padded * _activation_bytes(base) > KEPT_BYTES
     hidden_B: list[Tensor] = [torch.empty(0)] * len(tokens_B)
     for batch in batches:
         tokens_BT = pad_sequence([tokens_B[i] for i in batch], batch_first=True)
-        if len(batches) > 1 and torch.is_grad_enabled():
+        if twice and torch.is_grad_enabled():
             hidden_BTD = checkpoint(base.hidden_states, tokens_BT, use_reentrant=False, preserve_rng_state=False)
         else:
             hidden_BTD = base.hidden_states(tokens_BT)
         for i, hidden_TD in zip(batch, hidden_BTD, strict=True):
             hidden_B[i] = hidden_TD[: len(tokens_B[i])]
     return hidden_B
+
+
+def _activation_bytes(base: BaseModel) -> int:
+    """About what a position leaves in memory for the backward: 2 MB on a model of 135M parameters."""
+    config = base.model.config
+    width = int(getattr(config, "hidden_size", 1024))
+    inner = int(getattr(config, "intermediate_size", None) or 4 * width)
+    layers = int(getattr(config, "num_hidden_layers", 24))
+    return layers * (14 * width + 5 * inner) * int(base.model.dtype.itemsize)
 
 
 def _target_logprobs(base: BaseModel, hidden_B: Sequence[Tensor], targets_B: Sequence[Tensor]) -> Tensor:
