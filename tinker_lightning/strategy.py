@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -62,6 +63,8 @@ class TinkerStrategy(SingleDeviceStrategy):
         self.look_ahead = look_ahead
         self.release_states = release_states
         self._sent: dict[int, tuple[list[Any], Pass]] = {}
+        self._cannot_look = False
+        self._unnamed: list[str | None] = []
         self._resumed: dict[str, Any] | None = None
         self._references = References(self._delete_state, self._checkpoint_folders)
 
@@ -99,7 +102,7 @@ class TinkerStrategy(SingleDeviceStrategy):
 
     def on_train_start(self) -> None:
         """Goes on where the checkpoint was written; what comes before training has drawn its random numbers."""
-        self._sent = {}
+        self._sent, self._cannot_look = {}, False
         resumed, self._resumed = self._resumed, None
         module = self.lightning_module
         if resumed is None or module is None:
@@ -118,7 +121,7 @@ class TinkerStrategy(SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """A step whose forward pass may have been asked for at the start of its window."""
         module = self.lightning_module
-        if not self.look_ahead or not isinstance(module, RemoteModule) or not args:
+        if not self.look_ahead or self._cannot_look or not isinstance(module, RemoteModule) or not args:
             return super().training_step(*args, **kwargs)
         number = module.trainer.fit_loop.epoch_loop.total_batch_idx
         if number not in self._sent:
@@ -162,8 +165,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         return asked
 
     def _stop_looking(self, module: RemoteModule, reason: str) -> None:
-        self.look_ahead = False
-        self._sent = {}
+        self._sent, self._cannot_look = {}, True
         logger.warning("%s is trained without look-ahead: %s.", type(module).__name__, reason)
 
     # Checkpoints.
@@ -188,7 +190,9 @@ class TinkerStrategy(SingleDeviceStrategy):
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a file; its random numbers are put back when training starts."""
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        # Lightning 2.5 does not know the argument.
+        chosen = {} if weights_only is None else {"weights_only": weights_only}
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, **chosen)
         self._resumed = checkpoint.get(KEY)
         module = self.lightning_module
         if self._resumed is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
@@ -197,7 +201,11 @@ class TinkerStrategy(SingleDeviceStrategy):
         return checkpoint
 
     def _release(self, state: str | None) -> None:
-        if self.release_states:
+        if not self.release_states:
+            return
+        if isinstance(self._checkpoint_io, _WrappingCheckpointIO):  # which may not have written the new file yet
+            self._unnamed.append(state)
+        else:
             self._references.release(state)
 
     def _delete_state(self, state: str) -> None:
@@ -218,10 +226,13 @@ class TinkerStrategy(SingleDeviceStrategy):
             self.lightning_module.settle(LAST_WAIT)
 
     def teardown(self) -> None:
-        """Forgets what was looked up ahead."""
+        """Forgets what was looked up ahead, and releases states when the last file has been written."""
         self._sent = {}
         self._resumed = None
         super().teardown()
+        for state in self._unnamed:
+            self._references.release(state)
+        self._unnamed = []
 
 
 StrategyRegistry.register(TinkerStrategy.strategy_name, TinkerStrategy, "a model on a server, over the Tinker API")
