@@ -110,8 +110,34 @@ def test_reduce_lr_on_plateau(service: ServiceClient, kind: type[RemoteModule], 
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": monitor}}
 
     trainer = quiet(max_epochs=3)
-    trainer.fit(new(service, Plateau), loader(), loader(2, 2))
+    # Epochs of one step, whose metrics are still on their way when they end.
+    trainer.fit(new(service, Plateau), loader(2, 2), loader(2, 2) if monitor == "val_loss" else None)
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 * 0.1**3)
+
+
+def test_several_training_loaders(service: ServiceClient) -> None:
+    class Joined(RemoteModule):
+        def datums(self, batch: Any) -> list[Any]:
+            return [datum for part in batch.values() for datum in part]
+
+    module = new(service, Joined)
+    quiet(max_epochs=1, accumulate_grad_batches=2).fit(module, {"many": loader(), "few": loader(1, 2)})
+    assert module.lm.handle.remote.steps == 2  # as many batches as the longer one has
+
+
+def test_several_validation_loaders(service: ServiceClient) -> None:
+    class Apart(RemoteModule):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            del batch_idx, dataloader_idx
+            data = self.datums(batch)
+            self.log("val_loss", -torch.cat(self.lm(data)).mean(), batch_size=len(data))
+
+    trainer = quiet(max_epochs=1)
+    trainer.fit(new(service, Apart), loader(), [loader(), loader(2, 2)])
+    first, second = (trainer.callback_metrics[f"val_loss/dataloader_idx_{i}"] for i in range(2))
+    assert first != second
+    with pytest.raises(RuntimeError, match="Try adding `dataloader_idx=0`"):
+        quiet().fit(new(service, RemoteModule), loader(), [loader(), loader(2, 2)])
 
 
 class Typed(RemoteModule):
