@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,11 +23,13 @@ from tinker_lightning.batches import datums_of, prompt_of, weights_of
 from tinker_lightning.client import connect
 from tinker_lightning.client.export import export_adapter
 from tinker_lightning.errors import (
+    InvalidDatum,
     InvalidInput,
     LossWithoutGradient,
     NotFound,
     TinkerLightningError,
 )
+from tinker_lightning.essential import complete, essential
 from tinker_lightning.hyperparameters import not_plain
 from tinker_lightning.late_metrics import LateMetrics
 from tinker_lightning.losses import composition
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 
 # How long something that was told to end waits for the server, in seconds.
 LAST_WAIT = 5.0
+_SCORES: dict[str, type[TokenNLL]] = {"loss": TokenNLL, "perplexity": TokenPerplexity}
 
 
 class RemoteModule(pl.LightningModule):
@@ -103,8 +107,10 @@ class RemoteModule(pl.LightningModule):
         api_key: str | None = None,
     ) -> None:
         super().__init__()
-        # Clients, functions and keys have no place in a file; they are given again when it is loaded.
-        self.save_hyperparameters(ignore=["api_key", *not_plain(self)])
+        self.hooks_run: set[str] = set()
+        if max_steps_in_flight < 1:
+            raise InvalidInput(f"max_steps_in_flight must be at least 1, got {max_steps_in_flight}")
+        self.save_hyperparameters()
         self._api_key = api_key
         self._service: ServiceClient | None = None
         self._resume_from: str | None = None
@@ -123,8 +129,7 @@ class RemoteModule(pl.LightningModule):
         self._adam: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.lm = RemoteLM(self._connect if model is None or isinstance(model, str) else model)
         self.lm.in_state_dict = False  # a checkpoint names the state itself, with what it is of
-        self.val_nll, self.val_perplexity = TokenNLL(), TokenPerplexity()
-        self.test_nll, self.test_perplexity = TokenNLL(), TokenPerplexity()
+        self.scores = torch.nn.ModuleDict()
         self._late = LateMetrics()
         self.lm.handle.remote.on_step = self._stepped
         self.lm.handle.remote.max_steps_in_flight = max_steps_in_flight
@@ -132,6 +137,7 @@ class RemoteModule(pl.LightningModule):
         self._ahead: tuple[Any, list[Any]] | None = None
         self._terminated: float | None = None
         self._chosen: tuple[Any, Chosen] | None = None
+        self._received = 0
         self._window: list[dict[str, Any]] | None = None
         self._sampler: Any = None
         self._tokenizer: Any = None
@@ -140,8 +146,17 @@ class RemoteModule(pl.LightningModule):
         super().__init_subclass__(**kwargs)
         if routes.is_of_library(vars(cls).get("loss")):
             cls.loss = staticmethod(vars(cls)["loss"])  # type: ignore[method-assign]  # takes no self
-        if "datums" in vars(cls):
-            cls.datums = _once(vars(cls)["datums"])  # type: ignore[method-assign,assignment]
+        if cls.datums is not RemoteModule.datums and not hasattr(cls.datums, "__wrapped__"):
+            cls.datums = _once(cls.datums)  # type: ignore[method-assign,assignment]
+        complete(cls, RemoteModule)
+
+    def save_hyperparameters(
+        self, *args: Any, ignore: Sequence[str] | str | None = None, frame: Any = None, logger: bool = True
+    ) -> None:
+        """Keeps what is plain data. Clients, functions and keys have no place in a file; they are given again."""
+        ignored = [ignore] if isinstance(ignore, str) else list(ignore or ())
+        frame = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
+        super().save_hyperparameters(*args, ignore=[*ignored, "api_key", *not_plain(self)], frame=frame, logger=logger)
 
     # What to override.
 
@@ -153,6 +168,11 @@ class RemoteModule(pl.LightningModule):
         runs on the server takes one pass instead of two, and nothing is waited for; its value is logged late.
         """
         weights = torch.cat([weights_of(datum).flatten() for datum in data])
+        if not weights.any():
+            raise InvalidDatum(
+                f"none of the tokens of these {len(data)} datums has a weight, so there is nothing to train on. Leave "
+                "them out, or give their responses a weight of 1."
+            )
         return -(torch.cat([p.flatten() for p in logprobs]) * weights).sum() / weights.sum(), {}
 
     def datums(self, batch: Any) -> list[Any]:
@@ -176,6 +196,7 @@ class RemoteModule(pl.LightningModule):
         guard.check(self.trainer, self)
         return []
 
+    @essential
     def setup(self, stage: str) -> None:
         """Refuses the same, for `configure_callbacks` is easily overridden."""
         del stage
@@ -200,15 +221,15 @@ class RemoteModule(pl.LightningModule):
             self.log_dict(composition.flatten(metrics), batch_size=len(data))
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Negative log-likelihood and perplexity, by token."""
         del batch_idx
-        self._score("val", batch, self.val_nll, self.val_perplexity)
+        self._score("val", batch, dataloader_idx)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """The same on the test set."""
         del batch_idx
-        self._score("test", batch, self.test_nll, self.test_perplexity)
+        self._score("test", batch, dataloader_idx)
 
     def predict_step(self, batch: Any, batch_idx: int) -> list[dict[str, Any]]:
         """Samples a continuation of each prompt of a batch: inputs, datums, strings or lists of tokens.
@@ -252,47 +273,59 @@ class RemoteModule(pl.LightningModule):
                 "gradient_clip_algorithm='value' cannot be had: the gradient of a remote model is on the server, which "
                 "clips its norm only. Use gradient_clip_algorithm='norm'."
             )
-        for group in optimizer.param_groups:
-            group["grad_clip_norm"] = float(gradient_clip_val)
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if not isinstance(inner, RemoteAdamW):
+            raise InvalidInput(f"gradient_clip_val needs RemoteAdamW, but the optimizer is {type(inner).__name__}")
+        inner.clip(float(gradient_clip_val))
 
+    @essential
     def on_after_backward(self) -> None:
         """Refuses a loss that would silently train nothing."""
-        if self.automatic_optimization and self.lm.handle.requires_grad and self.lm.handle.grad is None:
+        received, self._received = self._received, self.lm.handle.remote.received
+        if self.automatic_optimization and self.lm.handle.requires_grad and received == self._received:
             raise LossWithoutGradient(surrogate.WITHOUT_GRADIENT)
 
+    @essential
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs what has come back from the server, under the steps it belongs to."""
         del outputs, batch, batch_idx
         self._late.log(wait=False)
 
+    @essential
     def on_validation_epoch_end(self) -> None:
         """Waits for the metrics of the last step where callbacks or schedulers look at them."""
         self._late.log(wait=self._late.are_monitored(self.trainer))
 
+    @essential
     def on_train_epoch_end(self) -> None:
         """The same."""
         self._late.log(wait=self._late.are_monitored(self.trainer))
 
+    @essential
     def on_train_start(self) -> None:
         """Takes up the window of a checkpoint; Lightning has zeroed the gradients since it was loaded."""
         if self._window is not None and self.trainer.ckpt_path is not None:
             self.lm.handle.remote.window = window_from(self._window)
         self._window = None
 
+    @essential
     def on_train_end(self) -> None:
         """Waits for the last steps, and logs them."""
         self.drain()
 
+    @essential
     def on_predict_start(self) -> None:
         """Samples come from the model as it is now."""
         self._sampler = self.lm.backend.save_weights_and_get_sampling_client()  # type: ignore[attr-defined]
         self._tokenizer = self.lm.backend.get_tokenizer()
 
+    @essential
     def teardown(self, stage: str) -> None:
         """Waits for what is under way; the session stays, for the next stage must see the same model."""
         del stage
         self.drain()
 
+    @essential
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Saves the model on the server and keeps the path of it in the file, with gradients that wait for a step."""
         remote = self.lm.handle.remote
@@ -310,6 +343,7 @@ class RemoteModule(pl.LightningModule):
             "window": window_state(remote.window),
         }
 
+    @essential
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Goes on from the state that a file names; where there is no model yet, it is made at the first use.
 
@@ -321,18 +355,17 @@ class RemoteModule(pl.LightningModule):
             raise InvalidInput("this checkpoint names no remote state; it was not written by a RemoteModule")
         if self._base_model and state["base_model"] != self._base_model:
             raise InvalidInput(f"the checkpoint is of {state['base_model']}, but this module of {self._base_model}")
-        if self._base_model and state["rank"] != self._settings["rank"]:
+        if self._base_model and state["rank"] not in (None, self._settings["rank"]):
             raise InvalidInput(f"the checkpoint has rank {state['rank']}, but this module {self._settings['rank']}")
         remote = self.lm.handle.remote
         if self._base_model and not remote.is_made:
             self._resume_from = state["path"]
         else:
             with _naming(state["path"]):
-                remote.backend.load_state_with_optimizer(state["path"]).result()  # type: ignore[attr-defined]
-        remote.drop()
+                remote.load(state["path"])
         self._window = state["window"]
-        remote.window = window_from(self._window)
-        remote.is_at(state["steps"], state["path"])
+        # The next file gets a state of its own: this one belongs to the files that name it, wherever they lie.
+        remote.goes_on(state["steps"], window=window_from(self._window))
 
     # The session.
 
@@ -376,7 +409,7 @@ class RemoteModule(pl.LightningModule):
         self.lm.handle.remote.forget(path)
 
     @contextmanager
-    def asked_ahead(self, batch: Any, data: list[Any], asked: Pass) -> Iterator[Remote]:
+    def asked_ahead(self, batch: Any, data: list[Any], asked: Pass | None) -> Iterator[Remote]:
         """For the step inside: `datums(batch)` is `data`, and its forward pass has been asked for already."""
         remote = self.lm.handle.remote
         self._ahead, remote.expected = (batch, data), asked
@@ -397,7 +430,9 @@ class RemoteModule(pl.LightningModule):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        service, self._service = self._service, None
+        if service is not None:
+            service.__exit__(kind, error, traceback)  # after an error it waits for nothing more
 
     def _connect(self) -> Any:
         if self._service is None:
@@ -416,13 +451,23 @@ class RemoteModule(pl.LightningModule):
         elif time.monotonic() - self._terminated > LAST_WAIT:
             raise SIGTERMException
 
-    def _score(self, stage: str, batch: Any, nll: TokenNLL, perplexity: TokenPerplexity) -> None:
+    def _score(self, stage: str, batch: Any, loader: int) -> None:
         data = self.datums(batch)
+        scores = {name: self._metric(f"{stage}_{name}_{loader}", kind) for name, kind in _SCORES.items()}
         for datum, logprobs in zip(data, self.lm(data), strict=True):
-            for metric in (nll, perplexity):
+            for metric in scores.values():
                 metric.update(logprobs, weights_of(datum))
-        self.log(f"{stage}_loss", nll, prog_bar=True, batch_size=len(data))
-        self.log(f"{stage}_perplexity", perplexity, batch_size=len(data))
+        for name, metric in scores.items():
+            self.log(f"{stage}_{name}", metric, prog_bar=name == "loss", batch_size=len(data))
+
+    def _metric(self, name: str, kind: type[TokenNLL]) -> TokenNLL:
+        """A metric of one stage and loader; which there are is known when they come."""
+        if name not in self.scores:
+            self.scores[name] = kind()
+            self._metric_attributes = None  # where Lightning keeps the names of those it has seen
+        metric = self.scores[name]
+        assert isinstance(metric, TokenNLL)  # noqa: S101 for the type checker
+        return metric
 
     def _stepped(self, sent: Step) -> None:
         if self._trainer is not None:
