@@ -11,7 +11,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +19,13 @@ from torch import Tensor
 from tinker_lightning import interrupts, surrogate
 from tinker_lightning.client.backend import TrainingBackend, as_backend
 from tinker_lightning.client.futures import TinkerFuture, Unread
-from tinker_lightning.errors import InvalidLoss, LossNotFinite, ResultTimeout
+from tinker_lightning.errors import InvalidLoss, LossNotFinite, ResultTimeout, TinkerLightningError
 from tinker_lightning.types import Datum, ForwardBackwardOutput, OptimStepResponse
 
 if TYPE_CHECKING:
     from tinker_lightning.types import AdamParams
+
+T = TypeVar("T")
 
 # How often somebody who waits is asked whether it is still worth it, in seconds.
 _LOOK_UP = 0.5
@@ -91,6 +93,12 @@ class Prepared:
     scale: float = 1.0
     by_server: bool = False
 
+    def check(self, backend: Any) -> None:
+        """Refuses what the client would refuse, before any other call of the window is sent."""
+        check = getattr(backend, "check_pass", None)
+        if self.by_server and check is not None:
+            check(self.datums, self.loss, self.config, scale=self.scale)
+
     def send(self, backend: Any) -> TinkerFuture[ForwardBackwardOutput]:
         """Sends it."""
         scale = {} if self.scale == 1 else {"scale": self.scale}
@@ -107,6 +115,7 @@ class Pass:
     given: Sequence[Any]
     datums: list[Datum]
     future: TinkerFuture[ForwardBackwardOutput]
+    version: int = 0  # of the weights that it is of
 
     def __iter__(self) -> Iterator[Datum]:
         return iter(self.datums)
@@ -144,6 +153,8 @@ class Remote:
         self.steps = 0
         self.expected: Pass | None = None  # a forward that was asked for ahead, for the call that comes next
         self.max_steps_in_flight = max_steps_in_flight
+        self.received = 0  # how many gradients have come back
+        self.version = 0  # of the weights: a step or a load makes another
         self.on_step: Callable[[Step], None] | None = None  # told of every step that was sent
         self.while_waiting: Callable[[], None] | None = None  # called now and then; what it raises ends the wait
         self._under_way: deque[Step] = deque()
@@ -167,18 +178,33 @@ class Remote:
     def point_to(self, backend: Any) -> None:
         """Leads elsewhere from now on; what waits for the old backend is dropped."""
         self.drop()
-        self.expected = None
+        self.version += 1
+        self._saved = None
         self._given, self._backend = backend, None
 
+    def load(self, state: str, steps: int | None = None) -> None:
+        """Goes on from a state that was saved on the server; what waits is dropped."""
+        self.backend.load_state_with_optimizer(state).result()  # type: ignore[attr-defined]
+        self.goes_on(steps)
+        self._saved = (self.steps, state)
+
+    def goes_on(self, steps: int | None = None, *, window: Sequence[Call | ServerCall] = ()) -> None:
+        """The weights are others now, so many steps old, with a window that waits."""
+        self.drop()
+        self.version += 1
+        self.steps = self.steps if steps is None else steps
+        self.window = list(window)
+        self._saved = None
+
     def take(self, data: Sequence[Any]) -> Pass | None:
-        """The forward that was asked for ahead, if it is of these datums."""
-        if self.expected is None or not self.expected.is_of(data):
+        """The forward that was asked for ahead, if it is of these datums and of the weights as they are."""
+        if self.expected is None or self.expected.version != self.version or not self.expected.is_of(data):
             return None
         expected, self.expected = self.expected, None
         return expected
 
-    def wait(self, future: TinkerFuture[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-        """The result of a pass, waited for in a way that can be ended."""
+    def wait(self, future: TinkerFuture[T]) -> T:
+        """A result, waited for in a way that can be ended."""
         while self.while_waiting is not None and not future.done():
             self.while_waiting()
             with contextlib.suppress(ResultTimeout):
@@ -203,6 +229,7 @@ class Remote:
         if call.gradients is None:
             self.window.append(call)
         call.add(gradients)
+        self.received += 1
 
     def drop(self) -> None:
         """Forgets the window; nothing of it has left this machine."""
@@ -214,14 +241,17 @@ class Remote:
         """Sends the window and a step on it; waits for nothing. Without a gradient nothing is sent.
 
         Raises:
-            TinkerLightningError: If something that was sent before has failed and nobody has read it.
+            TinkerLightningError: If something that was sent before has failed and nobody has read it, or a call of the
+                window cannot be sent; then none is, and the window is dropped.
         """
         self.unread.raise_first()
         if not self.window:
             return None
         try:
             prepared = [call.prepare() for call in self.window]
-        except InvalidLoss:
+            for each in prepared:
+                each.check(self.backend)
+        except TinkerLightningError:
             self.drop()
             raise
         self._make_room()
@@ -232,24 +262,25 @@ class Remote:
             step = Step(backwards, self.backend.optim_step(params), losses)
             self.drop()
             self.steps += 1
+            self.version += 1
             self._under_way.append(step)
-        for backward in step.backwards:
-            self.unread.add(backward)
-        self.unread.add(step.optim)
-        if self.on_step is not None:
-            self.on_step(step)
+            for backward in step.backwards:
+                self.unread.add(backward)
+            self.unread.add(step.optim)
+            if self.on_step is not None:
+                self.on_step(step)
         return step
 
-    def save(self) -> str:
-        """Saves weights and optimizer on the server, unless nothing was trained since the last time; their path."""
-        if self._saved is None or self._saved[0] != self.steps:
-            name = f"step-{self.steps:06d}-{uuid.uuid4().hex[:8]}"
-            self._saved = (self.steps, self.backend.save_state(name).result().path)
-        return self._saved[1]
+    def save(self, *, anew: bool = False) -> str:
+        """Saves weights and optimizer on the server, unless nothing was trained since the last time; their path.
 
-    def is_at(self, steps: int, state: str) -> None:
-        """The weights are now those of a saved state, so many steps old; it need not be saved again."""
-        self.steps, self._saved = steps, (steps, state)
+        Args:
+            anew: Save them even then, for a file that is to have a state of its own.
+        """
+        if anew or self._saved is None or self._saved[0] != self.steps:
+            name = f"step-{self.steps:06d}-{uuid.uuid4().hex[:8]}"
+            self._saved = (self.steps, self.wait(self.backend.save_state(name)).path)
+        return self._saved[1]
 
     def forget(self, state: str) -> None:
         """A state was deleted."""
@@ -260,7 +291,8 @@ class Remote:
         while self._under_way and self._under_way[0].optim.done():
             self._under_way.popleft()
         while len(self._under_way) >= self.max_steps_in_flight:
-            self._under_way.popleft().wait()
+            with contextlib.suppress(TinkerLightningError):  # raised as unread
+                self.wait(self._under_way.popleft().optim)
 
 
 _LINEAR_ONLY = (
