@@ -80,6 +80,11 @@ class ResumableLoader(_Wrapper):
             self._marks.append(_Mark(self._drawn, run, run.count, run.inner))
             yield batch
 
+    @property
+    def seed(self) -> int:
+        """What this pass over the loader draws its random numbers from; the same after a resume."""
+        return 0 if self._run.start is None else _seed(self._run.start)
+
     def peek(self, after: int, count: int) -> list[Any]:
         """Up to `count` batches behind the one with number `after` of this epoch; fewer where it ends or fails."""
         return self._run.peek(after, count)

@@ -39,9 +39,10 @@ class TokenNLL(Metric):
 
     def update(self, logprobs: Tensor, weights: Tensor) -> None:
         """Adds the tokens of a batch."""
+        # Not in place: a sum that was begun in inference mode may not be changed outside it.
         counted = weights.cpu().double()
-        self.total -= (logprobs.cpu().double() * counted).sum()
-        self.weight += counted.sum()
+        self.total = self.total - (logprobs.cpu().double() * counted).sum()
+        self.weight = self.weight + counted.sum()
 
     def compute(self) -> Tensor:
         """The mean over all tokens; NaN if none has been seen."""

@@ -45,6 +45,7 @@ class RemoteAdamW(torch.optim.AdamW):
             group.setdefault("grad_clip_norm", grad_clip_norm)
             _check(group)
         self.sent: list[Step] = []
+        self.clip_next: float | None = None  # in place of the groups' own, for the next step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps remote models on the server and local parameters here."""
@@ -53,14 +54,26 @@ class RemoteAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         self.sent = []
+        clip, self.clip_next = self.clip_next, None
         for group in self.param_groups:
+            params = _adam_params(group if clip is None else {**group, "grad_clip_norm": clip})
             for parameter in group["params"]:
                 if isinstance(parameter, RemoteHandle):
-                    step = parameter.remote.step(_adam_params(group))
+                    step = parameter.remote.step(params)
                     if step is not None:
                         self.sent.append(step)
         self._step_local()
         return loss
+
+    def clip(self, norm: float) -> None:
+        """Clips the next step's gradient to this norm, on the server.
+
+        Raises:
+            InvalidInput: If there are local parameters too, whose gradients are here.
+        """
+        for group in self.param_groups:
+            _check({**group, "grad_clip_norm": norm})
+        self.clip_next = norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, checked as those of the constructor are."""

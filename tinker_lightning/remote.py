@@ -145,12 +145,18 @@ class RemoteLM(nn.Module):
     def set_extra_state(self, state: str | None) -> None:
         """Goes on from the state that a `state_dict` names."""
         if state is not None:
-            self.backend.load_state_with_optimizer(state).result()  # type: ignore[attr-defined]
+            self.handle.remote.load(state)
+        elif self.in_state_dict and self.handle.remote.is_made:
+            raise InvalidInput(
+                "this state dict names no state on the server: it was taken before its model was first used. Make a "
+                "new RemoteLM to start anew."
+            )
 
     def send(self, data: Sequence[Any]) -> Pass:
         """Sends a forward pass without waiting for it; `model(that)` waits. For several passes at once."""
         datums = to_datums(data)
-        return Pass(data, datums, self.backend.forward(surrogate.forward_datums(datums), surrogate.SURROGATE))
+        forward = self.backend.forward(surrogate.forward_datums(datums), surrogate.SURROGATE)
+        return Pass(data, datums, forward, self.handle.remote.version)
 
     def forward(self, data: Sequence[Any] | Pass) -> list[Tensor]:
         """One tensor of log-probabilities per datum, shaped like its targets."""

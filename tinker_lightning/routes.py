@@ -12,7 +12,7 @@ from tinker_lightning import losses
 from tinker_lightning.client.loss_handle import LossHandle
 from tinker_lightning.client.losses import BUILT_IN
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.losses.server_loss import ServerLoss, custom_loss
+from tinker_lightning.losses.server_loss import ServerLoss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,8 +94,9 @@ def _uploaded(loss: Any, config: Mapping[str, Any], backend: Any) -> ServerLoss:
     function, settings = _unwrapped(loss)
     if getattr(backend, "losses", None) is None:
         raise InvalidInput(f"{type(backend).__name__} takes no losses of one's own; use route='two-pass'")
-    decorate = custom_loss(backend, _name(loss), on="logprobs", **{**settings, **config})
-    return decorate(function)
+    # A name of its own: a server's own losses keep theirs.
+    name = f"library.{_name(loss)}" if is_of_library(loss) else _name(loss)
+    return ServerLoss(backend.losses, name, function, "logprobs", {**settings, **config}, trace=True)
 
 
 def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:

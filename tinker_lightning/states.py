@@ -80,7 +80,7 @@ class References:
     def __init__(self, delete: Callable[[str], object], folders: Callable[[], Iterable[str]]) -> None:
         self._delete = delete
         self._folders = folders
-        self._written: set[Path] = set()
+        self._known: dict[str, str | None] = {}
         self._read: dict[Path, tuple[tuple[int, int], str | None]] = {}
 
     def named_by(self, file: str | Path) -> str | None:
@@ -89,29 +89,38 @@ class References:
         try:
             status = path.stat()
         except OSError:
-            return None
+            return self._known.get(str(file)) if "://" in str(file) else None
         key = (status.st_mtime_ns, status.st_size)
         known = self._read.get(path)
         if known is None or known[0] != key:
             known = self._read[path] = (key, _read_name(path))
         return known[1]
 
-    def wrote(self, file: str | Path) -> None:
-        """A file was written; it counts wherever it lies."""
-        self._written.add(Path(file))
+    def wrote(self, file: str | Path, state: str | None) -> None:
+        """A file was written, or read, that names a state; it counts wherever it lies."""
+        self._known[str(file)] = state
+
+    def is_named(self, state: str) -> bool:
+        """Whether some file names a state, as far as one can see."""
+        return any(self.named_by(file) in (state, _UNREADABLE) for file in self._files())
 
     def release(self, state: str | None) -> None:
-        """Deletes a state if no file names it any more; a failure is logged, for nothing is lost by it."""
-        if state is None or any(self.named_by(file) in (state, _UNREADABLE) for file in self._files()):
+        """Deletes a state that no file names any more; a failure is logged, for nothing is lost by it."""
+        if state is None or self.is_named(state):
             return
         try:
             self._delete(state)
         except Exception as error:
             logger.warning("%s is named by no checkpoint file any more, but could not be deleted: %s", state, error)
 
-    def _files(self) -> set[Path]:
-        found = {file.absolute() for folder in self._folders() for file in Path(folder).glob("*.ckpt")}
-        return found | {file.absolute() for file in self._written}
+    def gone(self, file: str | Path) -> None:
+        """A file was removed; those that lay beside it still count."""
+        self._known[str(file)] = None
+
+    def _files(self) -> set[str | Path]:
+        known = [Path(file).parent for file in self._known if "://" not in file]
+        folders = {*known, *(Path(folder) for folder in self._folders())}
+        return {file for folder in folders for file in folder.rglob("*.ckpt")} | set(self._known)
 
 
 def _read_name(file: Path) -> str | None:

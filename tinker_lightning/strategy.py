@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.accelerators import CPUAccelerator
@@ -16,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from tinker_lightning import progress, rng
 from tinker_lightning.loaders import ResumableLoader, SecludedLoader
 from tinker_lightning.module import LAST_WAIT, RemoteModule
-from tinker_lightning.states import References
+from tinker_lightning.states import STATE_KEY, References
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -62,7 +63,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         super().__init__("cpu", CPUAccelerator(), checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.look_ahead = look_ahead
         self.release_states = release_states
-        self._sent: dict[int, tuple[list[Any], Pass]] = {}
+        self._sent: dict[int, tuple[list[Any], Pass | None]] = {}
         self._cannot_look = False
         self._unnamed: list[str | None] = []
         self._resumed: dict[str, Any] | None = None
@@ -126,17 +127,17 @@ class TinkerStrategy(SingleDeviceStrategy):
         number = module.trainer.fit_loop.epoch_loop.total_batch_idx
         if number not in self._sent:
             self._sent = dict(enumerate(self._ask(module, args[0]), number))
-        data, asked = self._sent.pop(number, (None, None))
-        if data is None or asked is None:
+        if number not in self._sent:
             return super().training_step(*args, **kwargs)
-        with module.asked_ahead(args[0], data, asked) as expected:
+        data, asked = self._sent.pop(number)
+        with module.asked_ahead(args[0], data, asked) as remote:
             output = super().training_step(*args, **kwargs)
-        if expected.expected is not None:
-            self._stop_looking(module, "its training_step asks for other datums than datums(batch) gives")
+            if asked is not None and remote.expected is asked:
+                self._stop_looking(module, "its training_step asks for other datums than datums(batch) gives")
         return output
 
-    def _ask(self, module: RemoteModule, batch: Any) -> Iterable[tuple[list[Any], Pass]]:
-        """Asks for the forward passes of what is left of this window; nothing where there is only one."""
+    def _ask(self, module: RemoteModule, batch: Any) -> Iterable[tuple[list[Any], Pass | None]]:
+        """Asks for the forward passes of what is left of this window; of the last one, only the datums."""
         trainer: Any = module.trainer
         loader = trainer.fit_loop._combined_loader
         if (
@@ -150,16 +151,16 @@ class TinkerStrategy(SingleDeviceStrategy):
             self._stop_looking(module, f"its {hooks[0]} changes batches when they are trained; do that in datums")
             return []
         index, size = trainer.fit_loop.batch_idx, trainer.accumulate_grad_batches
-        end = min((index // size + 1) * size, trainer.num_training_batches)
-        if end - index < 2:
-            return []
-        asked = []
-        for following in [batch, *loader.iterables.peek(index, int(end) - index - 1)]:
+        left = int(min((index // size + 1) * size, trainer.num_training_batches)) - index
+        asked: list[tuple[list[Any], Pass | None]] = []
+        for number, following in enumerate([batch, *loader.iterables.peek(index, left - 1)], index):
             try:
                 if following is not batch:
                     following = self.batch_to_device(self.precision_plugin.convert_input(following))
-                data = module.datums(following)
-                asked.append((data, module.lm.send(data)))
+                # From random numbers of the batch's own: how far ahead that is must not change what is drawn.
+                with rng.seeded(loader.iterables.seed + number):
+                    data = module.datums(following)
+                asked.append((data, module.lm.send(data) if left > 1 else None))
             except Exception:  # the batch's own step will raise it, in its turn
                 break
         return asked
@@ -177,22 +178,41 @@ class TinkerStrategy(SingleDeviceStrategy):
             checkpoint[KEY] = {"rng": rng.capture(), "place": progress.place(trainer)}
             for each in trainer.loggers:
                 each.save()  # what was logged before a checkpoint is not logged again after a resume
+        named = self._named_in(checkpoint, filepath)
         replaced = self._references.named_by(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        self._references.wrote(filepath)
-        self._release(replaced)
+        self._references.wrote(filepath, named)
+        if replaced != named:
+            self._release(replaced)
 
     def remove_checkpoint(self, filepath: _PATH) -> None:
         """Removes a file, and the remote state that no other file names."""
         named = self._references.named_by(filepath)
         super().remove_checkpoint(filepath)
+        self._references.gone(filepath)
         self._release(named)
+
+    def _named_in(self, checkpoint: dict[str, Any], filepath: _PATH) -> str | None:
+        """The state that a new file names. Files that no callback looks after share none with others.
+
+        Raises:
+            InvalidInput: If it names none although there is a model.
+        """
+        module = self.lightning_module
+        state = checkpoint.get(STATE_KEY)
+        if not isinstance(module, RemoteModule) or state is None:
+            return None
+        is_looked_after = any(Path(filepath).absolute().is_relative_to(each) for each in self._checkpoint_folders())
+        if not is_looked_after and self._references.is_named(state["path"]):
+            state["path"] = module.lm.handle.remote.save(anew=True)
+        return str(state["path"])
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a file; its random numbers are put back when training starts."""
         # Lightning 2.5 does not know the argument.
         chosen = {} if weights_only is None else {"weights_only": weights_only}
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, **chosen)
+        self._references.wrote(checkpoint_path, (checkpoint.get(STATE_KEY) or {}).get("path"))
         self._resumed = checkpoint.get(KEY)
         module = self.lightning_module
         if self._resumed is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
@@ -215,7 +235,8 @@ class TinkerStrategy(SingleDeviceStrategy):
     def _checkpoint_folders(self) -> list[str]:
         module = self.lightning_module
         callbacks: list[Any] = module.trainer.checkpoint_callbacks if module is not None else []
-        return [os.fspath(folder) for callback in callbacks if (folder := getattr(callback, "dirpath", None))]
+        folders = [getattr(callback, "dirpath", None) for callback in callbacks]
+        return [os.path.abspath(folder) for folder in folders if folder and "://" not in str(folder)]
 
     # The end.
 

@@ -120,6 +120,14 @@ class TrainingClient:
         prepared = server_pass.prepare(self._service, datums, loss_fn, loss_fn_config, loss_fn_inputs, scale)
         return self._watched(self._server_pass(prepared, forward_only=False))
 
+    def check_pass(
+        self, data: Sequence[Any], loss_fn: Any, loss_fn_config: Mapping[str, float | str] | None, *, scale: float = 1.0
+    ) -> None:
+        """Raises what `forward_backward` would raise at the call; sends no pass."""
+        self._service.check_usable()
+        if not (isinstance(loss_fn, LossHandle) and loss_fn.loss_id is None):
+            server_pass.prepare(self._service, official.to_datums(data), loss_fn, loss_fn_config, None, scale)
+
     def forward_backward_custom(
         self,
         data: Sequence[Any],

@@ -50,14 +50,18 @@ def scaled(
         )
     if factor < 0 and loss not in _ANY_SIGN:
         raise InvalidLoss(f"{loss!r} cannot be multiplied by {factor}: it clips, so that its negative is another loss")
+    names = [name]
     if loss == "dro":  # the quadratic term must grow with the other
         settings["beta"] = float(settings.get("beta", _DRO_BETA)) * factor
-    return [_with_scaled(i, datum, name, factor) for i, datum in enumerate(data)], settings
+        names.append("beta")
+    return [_with_scaled(i, datum, names, factor) for i, datum in enumerate(data)], settings
 
 
-def _with_scaled(i: int, datum: Datum, name: str, factor: float) -> Datum:
-    tensor = datum.loss_fn_inputs.get(name)
-    if tensor is None:
-        raise InvalidDatum(f"datum {i}: {name}: missing; the loss needs it")
-    inputs = {**datum.loss_fn_inputs, name: TensorData.from_torch(tensor.to_torch() * factor)}
+def _with_scaled(i: int, datum: Datum, names: Sequence[str], factor: float) -> Datum:
+    if names[0] not in datum.loss_fn_inputs:
+        raise InvalidDatum(f"datum {i}: {names[0]}: missing; the loss needs it")
+    inputs = {
+        name: TensorData.from_torch(tensor.to_torch() * factor) if name in names else tensor
+        for name, tensor in datum.loss_fn_inputs.items()
+    }
     return Datum(datum.model_input, inputs, datum.model_input_spans, datum.loss_fn_input_spans)
