@@ -30,6 +30,7 @@ WARNINGS = [
     "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning",
     "ignore:You defined a `validation_step` but have no `val_dataloader`",
     "ignore:Your `IterableDataset` has `__len__` defined",
+    "ignore:.*could not find the monitored key",
     "ignore:.*LeafSpec.* is deprecated",
 ]
 _VALIDATION = 200  # the first token of datums that are only scored
