@@ -66,7 +66,6 @@ def main(folder: Path | str = "runs/quickstart", model: str = "smollm2-135m") ->
         callbacks=[ModelCheckpoint(monitor="val_loss", filename="best")],
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        inference_mode=False,  # the validation before the fit leaves metrics that the fit uses again
     )
     with Barista(model, rank=16, learning_rate=1e-3, base_url="embedded") as barista:
         tokenizer = barista.lm.backend.get_tokenizer()

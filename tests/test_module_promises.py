@@ -1,0 +1,273 @@
+"""What a `RemoteModule` promises whatever a user overrides, loads or resumes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from tinker_lightning import Datum, RemoteAdamW, RemoteModule
+from tinker_lightning.errors import InvalidDatum, InvalidInput, LossWithoutGradient
+from tinker_lightning.testing import embedded_service
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tinker_lightning.client import ServiceClient
+
+DATA = [Datum.from_tokens(list(f"text {i}: {'hello world, ' * (i % 3 + 1)}".encode())) for i in range(8)]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks"),
+]
+
+
+class Mean(RemoteModule):
+    def loss(self, _: list[Any], logprobs: list[torch.Tensor]) -> Any:
+        return -torch.cat(logprobs).mean(), {}
+
+
+@pytest.fixture
+def service() -> Iterator[ServiceClient]:
+    with embedded_service() as service:
+        yield service
+
+
+def quiet(**kwargs: Any) -> pl.Trainer:
+    defaults: dict[str, Any] = {
+        "strategy": "tinker",
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(**{**defaults, **kwargs})
+
+
+def loader(data: list[Datum] = DATA, **kwargs: Any) -> DataLoader[Any]:
+    return DataLoader(data, **{"batch_size": 1, **kwargs})  # type: ignore[arg-type]
+
+
+def made(service: ServiceClient, kind: type[RemoteModule] = Mean, **kwargs: Any) -> RemoteModule:
+    return kind(service.create_lora_training_client("tiny", rank=4, seed=1), **{"learning_rate": 1e-2, **kwargs})
+
+
+def counted(module: RemoteModule, name: str) -> Counter[str]:
+    calls: Counter[str] = Counter()
+    method = getattr(module.lm.backend, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[name] += 1
+        return method(*args, **kwargs)
+
+    setattr(module.lm.backend, name, call)
+    return calls
+
+
+class BuildsItsOwn(Mean):
+    def training_step(self, *_: Any) -> torch.Tensor:
+        data = [Datum.from_tokens(list(b"other words"))]
+        return -torch.cat(self.lm(data)).mean()
+
+
+def test_a_step_that_asks_for_other_datums_ends_look_ahead(
+    service: ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = made(service, BuildsItsOwn)
+    calls = counted(module, "forward")
+    quiet(accumulate_grad_batches=4).fit(module, loader())
+    assert calls["forward"] == len(DATA) + 4  # the first window's, which nobody used
+    assert "without look-ahead: its training_step asks for other datums" in caplog.text
+
+
+class Drawing:
+    """A mixin whose datums are made anew at each call."""
+
+    def datums(self, batch: Any) -> list[Datum]:
+        return [Datum.from_tokens(list(bytes([65 + int(torch.randint(20, ()))]) * 8)) for _ in batch]
+
+
+class DrawingMean(Drawing, Mean):
+    pass
+
+
+def test_datums_are_made_once_also_by_a_mixin(service: ServiceClient) -> None:
+    module = made(service, DrawingMean)
+    calls = counted(module, "forward")
+    quiet(accumulate_grad_batches=4).fit(module, loader())
+    assert calls["forward"] == len(DATA)
+
+
+class SavesInTheMidst(pl.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.fit_loop.total_batch_idx}.ckpt")
+
+
+def test_datums_that_draw_random_numbers_resume_exactly(service: ServiceClient, tmp_path: Path) -> None:
+    whole, resumed = made(service, DrawingMean), made(service, DrawingMean)
+    torch.manual_seed(3)
+    quiet(accumulate_grad_batches=4, callbacks=[SavesInTheMidst(tmp_path)]).fit(whole, loader())
+    torch.manual_seed(4)
+    quiet(accumulate_grad_batches=4).fit(resumed, loader(), ckpt_path=tmp_path / "1.ckpt", weights_only=True)
+    with torch.no_grad():
+        assert torch.equal(torch.cat(whole.lm(DATA)), torch.cat(resumed.lm(DATA)))
+
+
+class ChangesItsMind(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.accumulate_grad_batches = 2
+
+
+class Watching(Mean):
+    worst = 0.0
+
+    def loss(self, data: list[Any], logprobs: list[torch.Tensor]) -> Any:
+        with torch.no_grad():
+            now = torch.cat(self.lm(data))
+        self.worst = max(self.worst, float((now - torch.cat(logprobs).detach()).abs().max()))
+        return super().loss(data, logprobs)
+
+
+def test_log_probabilities_of_other_weights_are_not_used(service: ServiceClient) -> None:
+    module = made(service, Watching)
+    quiet(accumulate_grad_batches=4, callbacks=[ChangesItsMind()]).fit(module, loader())
+    assert isinstance(module, Watching)
+    assert module.worst == 0.0
+
+
+def test_stages_follow_each_other_with_lightnings_defaults(service: ServiceClient) -> None:
+    module, trainer = made(service), quiet()
+    trainer.validate(module, loader(), verbose=False)
+    trainer.fit(module, loader(), loader())
+    trainer.validate(module, loader(), verbose=False)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader(), loader())
+
+
+def test_several_loaders_are_scored_one_by_one(service: ServiceClient) -> None:
+    module, trainer = made(service), quiet()
+    scores = trainer.validate(module, [loader(DATA[:2]), loader(DATA[2:5])], verbose=False)
+    alone = [quiet().validate(module, each, verbose=False)[0] for each in (loader(DATA[:2]), loader(DATA[2:5]))]
+    for i, (both, one) in enumerate(zip(scores, alone, strict=True)):
+        assert both[f"val_loss/dataloader_idx_{i}"] == pytest.approx(one["val_loss"])
+
+
+class WithoutSuper(Mean):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = 1
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert checkpoint["mine"] == 1
+
+    def on_train_start(self) -> None:
+        pass
+
+
+def test_hooks_without_super_lose_nothing(service: ServiceClient, tmp_path: Path) -> None:
+    module, trainer = made(service, WithoutSuper), quiet()
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(tmp_path / "mine.ckpt")
+    other = made(service, WithoutSuper)
+    quiet(max_epochs=1).validate(other, loader(), ckpt_path=tmp_path / "mine.ckpt", verbose=False)
+    with torch.no_grad():
+        assert torch.equal(torch.cat(module.lm(DATA)), torch.cat(other.lm(DATA)))
+
+
+class Hybrid(Mean):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.temperature = torch.nn.Parameter(torch.ones(()))
+
+    def loss(self, data: list[Any], logprobs: list[torch.Tensor]) -> Any:
+        return super().loss(data, [self.temperature * each for each in logprobs])
+
+
+def test_a_joint_norm_cannot_be_clipped(service: ServiceClient) -> None:
+    with pytest.raises(InvalidInput, match="also has local parameters"):
+        quiet(gradient_clip_val=0.1).fit(made(service, Hybrid), loader())
+
+
+def test_a_trainers_clipping_ends_with_it(service: ServiceClient) -> None:
+    module, trainer = made(service), quiet(gradient_clip_val=0.001)
+    trainer.fit(module, loader())
+    (optimizer,) = trainer.optimizers
+    assert isinstance(optimizer, RemoteAdamW)
+    assert [group["grad_clip_norm"] for group in optimizer.param_groups] == [0.0]
+
+
+class Keyed(Mean):
+    def __init__(self, model: Any, api_key: str, helper: Any = None, depth: int = 3) -> None:
+        super().__init__(model, api_key=api_key)
+        self.helper, self.depth = helper, depth
+        self.save_hyperparameters()
+
+
+def test_keys_and_objects_stay_out_of_files() -> None:
+    module = Keyed("tiny", "secret", helper=object())
+    assert module.hparams["depth"] == 3
+    assert not {"api_key", "helper"} & set(module.hparams)
+
+
+def test_a_micro_batch_without_a_gradient_is_refused_wherever_it_stands(service: ServiceClient) -> None:
+    class Second(Mean):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss if batch_idx == 0 else torch.zeros((), requires_grad=True) * 1
+
+    with pytest.raises(LossWithoutGradient):
+        quiet(accumulate_grad_batches=2).fit(made(service, Second), loader())
+
+
+def test_a_batch_without_weights_is_named(service: ServiceClient) -> None:
+    unweighted = [Datum.from_tokens(list(b"hello"), [0.0] * 5)]
+    with pytest.raises(InvalidDatum, match="none of the tokens of these 1 datums has a weight"):
+        quiet().fit(made(service, RemoteModule), loader(unweighted))
+
+
+def test_a_number_of_steps_is_at_least_one() -> None:
+    with pytest.raises(InvalidInput, match="max_steps_in_flight must be at least 1, got 0"):
+        RemoteModule("tiny", max_steps_in_flight=0)
+
+
+def test_a_file_of_ones_own_keeps_its_state(service: ServiceClient, tmp_path: Path) -> None:
+    """`last.ckpt` is overwritten by a later run, which does not know of `final.ckpt`."""
+    first = made(service)
+    trainer = quiet(callbacks=[ModelCheckpoint(tmp_path / "runs", save_last=True)], enable_checkpointing=True)
+    trainer.fit(first, loader())
+    trainer.save_checkpoint(tmp_path / "final.ckpt")
+    second = made(service)
+    again = quiet(
+        callbacks=[ModelCheckpoint(tmp_path / "runs", save_last=True)], enable_checkpointing=True, max_epochs=2
+    )
+    again.fit(second, loader(), ckpt_path=tmp_path / "runs" / "last.ckpt")
+    third = made(service)
+    quiet().validate(third, loader(), ckpt_path=tmp_path / "final.ckpt", verbose=False)
+    with torch.no_grad():
+        assert torch.equal(torch.cat(first.lm(DATA)), torch.cat(third.lm(DATA)))
+
+
+def test_a_state_that_was_resumed_from_stays_with_its_file(service: ServiceClient, tmp_path: Path) -> None:
+    trainer = quiet()
+    trainer.fit(made(service), loader())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    again = quiet(
+        callbacks=[ModelCheckpoint(tmp_path / "b", monitor="val_loss", save_top_k=1)],
+        enable_checkpointing=True,
+        max_epochs=3,
+    )
+    again.fit(made(service), loader(), loader(), ckpt_path=tmp_path / "a.ckpt")
+    quiet().validate(made(service), loader(), ckpt_path=tmp_path / "a.ckpt", verbose=False)
