@@ -1,4 +1,4 @@
-"""How often a step waits: once for a loss of one's own, whatever the number of micro-batches; never for the server's."""
+"""How often a step waits: once for a loss of one's own, however many micro-batches; never for one of the server's."""
 
 from __future__ import annotations
 
