@@ -376,6 +376,10 @@ def test_a_handle_on_any_server(
             gradients.append(gathered(trainer, model.model_id))
             forward = model.forward(policy(), handle).result()
         assert (gradients[1] - gradients[0] / 3).norm() < 1e-5 * gradients[1].norm()
+        with pytest.raises(InvalidInput, match="without settings; give beta with each datum"):
+            model.forward_backward(policy(), handle, {"beta": 1.0})
+        with pytest.raises(InvalidDatum, match="datum 0: advantages: missing; clipped reads it"):
+            model.forward(texts(), handle)
         for result in (results[1], forward):
             for name in ("loss:sum", "custom/ratio:mean", "custom/tokens:sum"):
                 assert result.metrics[name] == pytest.approx(results[0].metrics[name], rel=1e-5)

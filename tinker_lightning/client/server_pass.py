@@ -68,7 +68,7 @@ def prepare(
     """
     extended = service.session.extensions.server_losses
     if isinstance(loss_fn, LossHandle):
-        return _datum_pass(service, spread(data, inputs or {}), loss_fn, config, scale, extended=extended)
+        return _datum_pass(handle_data(service, data, loss_fn, config, inputs), loss_fn, scale)
     own = loss_fn if isinstance(loss_fn, ServerLoss) else service.losses.by_name.get(loss_name(loss_fn))
     if own is not None:
         if own.server is not service.losses:
@@ -96,28 +96,36 @@ def _batch_pass(
     return ServerPass(data, loss, config, tensors, scale, whole=True, finish=_with_own_names)
 
 
-def _datum_pass(
+def handle_data(
     service: ServiceClient,
     data: list[Datum],
     handle: LossHandle,
     config: Mapping[str, float | str] | None,
-    scale: float,
-    *,
-    extended: bool,
-) -> ServerPass:
+    inputs: Mapping[str, Any] | None,
+) -> list[Datum]:
+    """Datums with all that a loss of one datum reads, wherever it runs.
+
+    Raises:
+        InvalidInput: If a datum lacks an input, or the loss is another session's or has no such settings.
+    """
     if config:
         setting = next(iter(config))
         raise InvalidInput(f"{handle.name} is a loss of one datum, without settings; give {setting} with each datum")
     if handle.session_id != service.session.session_id:
         raise InvalidLoss(f"{handle.name} was created in another session; create it with this client too")
+    data = spread(data, inputs or {})
     for i, datum in enumerate(data):
         try:
             handle.loss.select(datum.loss_fn_inputs)
         except InvalidDatum as error:
             raise InvalidDatum(f"datum {i}: {error}") from error
+    return data
+
+
+def _datum_pass(data: list[Datum], handle: LossHandle, scale: float) -> ServerPass:
     settings: dict[str, float | str] = {"loss_id": handle.loss_id or ""}
     if not handle.by_input:
-        return ServerPass(data, _CUSTOM, settings, scale=scale if extended else 1.0)
+        return ServerPass(data, _CUSTOM, settings, scale=scale)
     factor = TensorData(np.float32(scale))
     data = [_with(datum, {SCALE: factor}) for datum in data]
     return ServerPass(data, _CUSTOM, settings, finish=functools.partial(_unscaled, scale=scale))

@@ -88,7 +88,7 @@ class TrainingClient:
         self._check()
         datums = official.to_datums(data)
         if isinstance(loss_fn, LossHandle) and loss_fn.loss_id is None:
-            datums = server_pass.spread(datums, loss_fn_inputs or {})
+            datums = server_pass.handle_data(self._service, datums, loss_fn, loss_fn_config, loss_fn_inputs)
             forward = self._pass(surrogate.forward_datums(datums), SURROGATE, None, forward_only=True)
             return self._watched(forward.then(lambda output: loss_handle.with_loss(output, datums, loss_fn)))
         prepared = server_pass.prepare(self._service, datums, loss_fn, loss_fn_config, loss_fn_inputs, 1.0)
@@ -115,7 +115,7 @@ class TrainingClient:
         self._check()
         datums = official.to_datums(data)
         if isinstance(loss_fn, LossHandle) and loss_fn.loss_id is None:
-            datums = server_pass.spread(datums, loss_fn_inputs or {})
+            datums = server_pass.handle_data(self._service, datums, loss_fn, loss_fn_config, loss_fn_inputs)
             return self._watched(self._custom.add(datums, loss_handle.times(loss_fn, scale)))
         prepared = server_pass.prepare(self._service, datums, loss_fn, loss_fn_config, loss_fn_inputs, scale)
         return self._watched(self._server_pass(prepared, forward_only=False))

@@ -7,6 +7,7 @@ need the value of a tensor (a branch on it, `float(x)`, numpy) is refused, with 
 from __future__ import annotations
 
 import math
+import threading
 import types
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,6 +29,8 @@ WAYS_OUT = (
     "Write it with torch.where and operations on whole tensors, or leave it on this side: forward_backward_custom runs "
     "any Python, for the price of a second forward pass."
 )
+# While it traces, fx replaces functions of `math` and methods of modules for the whole process.
+_ONE_AT_A_TIME = threading.RLock()
 _JOINS = (torch.cat, torch.concat, torch.stack, torch.hstack, torch.vstack)
 # Methods that leave torch. `item` is none of them: inside a graph a number is a tensor of one element.
 _LEAVING = ("backward", "numpy", "tolist", "__array__", "retain_grad", "register_hook", "requires_grad_")
@@ -66,7 +69,8 @@ def record(fn: Callable[..., Any], body: Callable[[Recorder], Any]) -> Graph:
     # fx looks for functions of `math` in the globals of what it traces; those are to be the user's.
     traced = types.FunctionType(driver.__code__, _globals(fn), closure=driver.__closure__)
     try:
-        recorder.trace(traced)
+        with _ONE_AT_A_TIME:
+            recorder.trace(traced)
     except (LossNotTraceable, DependsOn):
         raise
     except Exception as error:

@@ -76,6 +76,7 @@ def content_type(request: Request, *accepted: str) -> str:
 async def read_body(request: Request, limit: int | None = None) -> bytes:
     """The body, unfolded, never more than `limit` of it; if none is given, `MAX_BODY_BYTES`, or `MAX_JSON_BYTES`."""
     is_json = JSON in request.headers.get("content-type", "").lower()
+    mend = "split the batch" if limit is None else "send less"
     limit = limit or (min(MAX_JSON_BYTES, MAX_BODY_BYTES) if is_json else MAX_BODY_BYTES)
     encoding = request.headers.get("content-encoding", "").strip().lower() or "identity"
     if encoding not in ("identity", "zstd"):
@@ -86,7 +87,7 @@ async def read_body(request: Request, limit: int | None = None) -> bytes:
         async for part in request.stream():
             size += len(part)
             if size > limit:
-                raise MessageTooLarge(f"the body has more than the {limit} bytes that are taken; split the batch")
+                raise MessageTooLarge(f"the body has more than the {limit} bytes that are taken; {mend}")
             parts.append(part)
     except ClientDisconnect as error:
         raise InvalidMessage(f"the connection was closed after {size} bytes of the body; send it again") from error
