@@ -80,7 +80,7 @@ def test_a_new_adapter_changes_nothing_yet(tiny: BaseModel) -> None:
         (LoraConfig(train_unembed=False, train_attn=False), MLP),
         (LoraConfig(train_attn=False, train_mlp=False), {"lm_head"}),
     ],
-    ids=str,
+    ids=["all", "no unembedding", "attention", "mlp", "unembedding"],
 )
 def test_the_config_chooses_the_layers(tiny: BaseModel, config: LoraConfig, modules: set[str]) -> None:
     names = tiny.lora.new_weights(config).tensors
