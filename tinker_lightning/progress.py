@@ -48,16 +48,21 @@ def place(trainer: pl.Trainer) -> dict[str, Any]:
     }
 
 
-def let_in(trainer: pl.Trainer, checkpoint: dict[str, Any], place: dict[str, Any]) -> int:
-    """Lets a run that has reached its limits into its loops if something is left to do there; gives its `max_steps`."""
+def let_in(trainer: pl.Trainer, checkpoint: dict[str, Any], resumed: dict[str, Any]) -> None:
+    """Lets a run that has reached its limits into its loops, if something is left to do there."""
     loop = trainer.fit_loop.epoch_loop
-    max_steps = loop.max_steps
-    if place["where"] not in (EPOCH_START, BATCH_START):
+    resumed["max_steps"] = loop.max_steps
+    if resumed["place"]["where"] not in (EPOCH_START, BATCH_START):
         epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
         epochs["processed"] = epochs["completed"]
-        if max_steps != -1:
-            loop.max_steps = max(max_steps, checkpoint["global_step"] + 1)
-    return max_steps
+        if loop.max_steps != -1:
+            loop.max_steps = max(loop.max_steps, checkpoint["global_step"] + 1)
+
+
+def let_out(trainer: pl.Trainer, resumed: dict[str, Any]) -> None:
+    """Sets the limit again that was lifted."""
+    loop = trainer.fit_loop.epoch_loop
+    loop.max_steps = resumed.get("max_steps", loop.max_steps)
 
 
 def go_on(trainer: pl.Trainer, place: dict[str, Any]) -> None:

@@ -109,7 +109,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         if resumed is None or module is None:
             return
         trainer = module.trainer
-        trainer.fit_loop.epoch_loop.max_steps = resumed["max_steps"]
+        progress.let_out(trainer, resumed)
         loaders: Any = trainer.fit_loop._combined_loader
         for loader, state in zip(loaders.flattened, resumed["loaders"], strict=False):
             if state["start"] is None:
@@ -217,7 +217,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         if self._resumed is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
             self._resumed["loaders"] = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
-            self._resumed["max_steps"] = progress.let_in(module.trainer, checkpoint, self._resumed["place"])
+            progress.let_in(module.trainer, checkpoint, self._resumed)
         return checkpoint
 
     def _release(self, state: str | None) -> None:
@@ -249,6 +249,8 @@ class TinkerStrategy(SingleDeviceStrategy):
     def teardown(self) -> None:
         """Forgets what was looked up ahead, and releases states when the last file has been written."""
         self._sent = {}
+        if self._resumed is not None and self.lightning_module is not None:  # training did not begin
+            progress.let_out(self.lightning_module.trainer, self._resumed)
         self._resumed = None
         super().teardown()
         for state in self._unnamed:
