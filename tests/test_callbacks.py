@@ -9,6 +9,7 @@ import csv
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
@@ -18,7 +19,6 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     DeviceStatsMonitor,
     EarlyStopping,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
     LearningRateMonitor,
@@ -28,17 +28,16 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
     RichModelSummary,
     RichProgressBar,
-    StochasticWeightAveraging,
     ThroughputMonitor,
     Timer,
     TQDMProgressBar,
-    WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner.tuning import Tuner
+from packaging.version import Version
 from torch.utils.data import DataLoader
 
-from tests.trainers import SMALL, Hybrid, OnServer, loader, logprobs_of, new, quiet
+from tests.trainers import LIGHTNING, SMALL, Hybrid, OnServer, loader, logprobs_of, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.testing import embedded_service
@@ -50,6 +49,8 @@ if TYPE_CHECKING:
     from tinker_lightning.client import ServiceClient
 
 pytestmark = SMALL
+
+OLD = "this Lightning does not know the rich of today"
 
 
 @pytest.fixture(scope="module")
@@ -143,14 +144,20 @@ def test_gradient_accumulation_scheduler(service: ServiceClient) -> None:
 
 
 @pytest.mark.parametrize("kind", [RemoteModule, OnServer])
-@pytest.mark.parametrize("bar", [RichProgressBar, TQDMProgressBar])
+@pytest.mark.parametrize(
+    "bar",
+    [
+        pytest.param(RichProgressBar, marks=pytest.mark.skipif(Version("2.5.3") > LIGHTNING, reason=OLD)),
+        TQDMProgressBar,
+    ],
+)
 def test_progress_bars(
     service: ServiceClient, bar: type[Any], kind: type[RemoteModule], capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = quiet(callbacks=[bar()], enable_progress_bar=True)
     trainer.fit(new(service, kind, max_steps_in_flight=1), loader(), loader(2, 2))
     output = "".join(capsys.readouterr())
-    assert "3/3" in output
+    assert "3/" in output
     assert "train_loss" in output
 
 
@@ -196,10 +203,13 @@ def test_learning_rate_finder(service: ServiceClient, tmp_path: Path, strategy: 
     trainer.fit(module, loader())
     assert finder.optimal_lr is not None
     found = finder.optimal_lr.suggestion()
-    assert trainer.optimizers[0].param_groups[0]["lr"] == module.hparams["learning_rate"] == found != 1e-2
-    plain = new(service, RemoteModule, learning_rate=found)
-    quiet(**settings).fit(plain, loader())
-    assert torch.equal(logprobs_of(module), logprobs_of(plain))  # the search has left nothing behind
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    assert module.hparams["learning_rate"] == module.learning_rate == found != 1e-2
+    if Version("2.6") <= LIGHTNING:  # before, the rate was for the next fit, and a batch of the search was left over
+        assert rate == found
+        plain = new(service, RemoteModule, learning_rate=rate)
+        quiet(**settings).fit(plain, loader())
+        assert torch.equal(logprobs_of(module), logprobs_of(plain))  # the search has left nothing behind
     assert list(tmp_path.iterdir()) == []
 
 
@@ -253,20 +263,28 @@ def test_finetuning_and_pruning_of_local_layers(service: ServiceClient) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("callback", "reason"),
-    [
-        (StochasticWeightAveraging(1e-2), "a copy would lead to the same weights"),
-        (WeightAveraging(), "a copy would lead to the same weights"),
-        (EMAWeightAveraging(), "a copy would lead to the same weights"),
-        (BackboneFinetuning(), "BackboneFinetuning changes parameters on this machine"),
-        (ModelPruning("l1_unstructured"), "ModelPruning changes parameters on this machine"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_what_would_need_the_weights_here_is_refused(service: ServiceClient, callback: Any, reason: str) -> None:
+# Lightning has the last two since 2.6.
+AVERAGING = [
+    getattr(pl.callbacks, name)
+    for name in ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
+    if hasattr(pl.callbacks, name)
+]
+
+
+@pytest.mark.parametrize("kind", AVERAGING)
+def test_averages_of_weights_are_refused(service: ServiceClient, kind: Any) -> None:
     module = new(service, RemoteModule)
-    with pytest.raises(InvalidInput, match=reason):
+    with pytest.raises(InvalidInput, match="a copy would lead to the same weights"):
+        quiet(callbacks=[kind(1e-2) if kind is AVERAGING[0] else kind()]).fit(module, loader())
+    assert module.lm.handle.remote.steps == 0
+
+
+@pytest.mark.parametrize(
+    "callback", [BackboneFinetuning(), ModelPruning("l1_unstructured")], ids=lambda value: type(value).__name__
+)
+def test_changes_of_layers_that_are_not_here_are_refused(service: ServiceClient, callback: Any) -> None:
+    module = new(service, RemoteModule)
+    with pytest.raises(InvalidInput, match=f"{type(callback).__name__} changes parameters on this machine"):
         quiet(callbacks=[callback]).fit(module, loader())
     assert module.lm.handle.remote.steps == 0
 

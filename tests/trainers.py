@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import lightning.pytorch as pl
 import pytest
 import torch
+from packaging.version import Version
 from torch.utils.data import DataLoader
 
 from tinker_lightning import Datum, RemoteAdamW, RemoteModule, collate
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from tinker_lightning.client import ServiceClient
 
 M = TypeVar("M", bound=RemoteModule)
+
+LIGHTNING = Version(pl.__version__)
 
 DATA = [Datum.from_tokens(list(f"text {i}: hello".encode())) for i in range(8)]
 
