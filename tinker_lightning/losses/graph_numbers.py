@@ -32,13 +32,21 @@ def _operator(name: str) -> Callable[..., Any]:
                 _check_growth(name, *operands)
             return number(function(*operands))
         elif name == "add" and all(isinstance(operand, tuple) for operand in operands):
-            if sum(len(operand) for operand in operands) > MAX_TUPLE:
-                raise InvalidLoss(f"a tuple of more than {MAX_TUPLE} values")
-            return function(*(tuple(operand) for operand in operands))
+            return _joined(operands)
         kinds = ", ".join(type(operand).__name__ for operand in operands)
         raise InvalidLoss(f"operator.{name} works on tensors and numbers, not on {kinds}")
 
     return guarded
+
+
+def _joined(tuples: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
+    """Shapes put together. Of numbers only: tuples of tuples would double with every node."""
+    if sum(len(each) for each in tuples) > MAX_TUPLE:
+        raise InvalidLoss(f"a tuple of more than {MAX_TUPLE} values")
+    parts = tuple(part for each in tuples for part in each)
+    if not all(isinstance(part, int | float) for part in parts):
+        raise InvalidLoss("operator.add joins tuples of numbers only; join tensors with torch.cat or torch.stack")
+    return parts
 
 
 def _check_growth(name: str, base: float, exponent: float) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses.graph import Graph, Node, Ref, refs
-from tinker_lightning.losses.graph_guards import is_mask
+from tinker_lightning.losses.graph_guards import MAX_PIECES, is_mask
 from tinker_lightning.losses.graph_numbers import number
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 _META = torch.device("meta")
 _MAX_RANK = 12
 _KEPT_PLANS = 4096  # one for each length that datums have
+# What stands in sequences is handled part by part, which takes as long as so many elements of a tensor.
+_MAX_PARTS = 4 * MAX_PIECES
+_PART_WORK = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,8 @@ class Program:
         for i, (node, function) in enumerate(zip(self.graph.calls, self.graph.functions, strict=True)):
             if time.monotonic() > deadline:
                 raise InvalidLoss(f"node {node.name!r}: the loss has run for {limits.seconds:g} s and was stopped")
+            if i >= checked:
+                _count_parts(node, environment, meter)
             args, kwargs = _resolve(node, function, environment, device)
             if i >= checked and not _check_dynamic(node, function, args, kwargs, meter):
                 _attempt(node, function, _shape_of(args), _shape_of(kwargs), meter)
@@ -99,6 +104,7 @@ class Program:
         for i, (node, function) in enumerate(zip(self.graph.calls, self.graph.functions, strict=True)):
             if time.monotonic() > deadline:
                 raise InvalidLoss(f"node {node.name!r}: checking the loss took {limits.seconds:g} s and was stopped")
+            _count_parts(node, environment, meter)
             args, kwargs = _resolve(node, function, environment, _META)
             if _check_dynamic(node, function, args, kwargs, meter):
                 break
@@ -124,7 +130,12 @@ class _Meter:
                 raise InvalidLoss(f"node {node.name!r}: a tensor of {value.ndim} dimensions; {_MAX_RANK} are taken")
             self.elements(node, value.numel())
         elif isinstance(value, tuple | list):
+            # Flat and short, for a sequence of sequences can hold more than there is time to look at.
+            if len(value) > MAX_PIECES:
+                raise InvalidLoss(f"node {node.name!r}: {len(value)} values at once; at most {MAX_PIECES} are taken")
             for part in value:
+                if isinstance(part, tuple | list):
+                    raise InvalidLoss(f"node {node.name!r}: {node.target} returns sequences of sequences")
                 self.size(node, part)
         elif value is not None and not isinstance(value, torch.dtype | torch.device):
             try:
@@ -205,6 +216,16 @@ def _call(node: Node, function: Function, args: Any, kwargs: Any) -> Any:
 def _blamed(node: Node, error: Exception) -> InvalidLoss:
     reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
     return InvalidLoss(f"node {node.name!r}: {node.target} failed: {reason}")
+
+
+def _count_parts(node: Node, environment: list[Any], meter: _Meter) -> None:
+    """Counts what a call is given by references to sequences; each reference counts, also to the same one."""
+    given = (environment[place] for place in refs([node.args, dict(node.kwargs)]))
+    parts = sum(len(value) for value in given if isinstance(value, tuple | list))
+    if parts > _MAX_PARTS:
+        raise InvalidLoss(f"node {node.name!r}: {node.target} is given {parts} values; at most {_MAX_PARTS} are taken")
+    if node.target != "operator.getitem":  # which looks at one
+        meter.add(node, _PART_WORK * parts)
 
 
 def _resolve(
