@@ -117,7 +117,7 @@ def _end_epoch(trainer: pl.Trainer, place: dict[str, Any]) -> str:
     loop._batches_that_stepped -= 1  # as Lightning does around an epoch's row
     trainer._logger_connector.log_metrics(place["row"])
     loop._batches_that_stepped += 1
-    if place["is_cut"]:
+    if place["is_cut"] and not loop._is_training_done:
         return BATCH_START
     fit.epoch_progress.increment_processed()
     fit.epoch_progress.increment_completed()
