@@ -1,0 +1,81 @@
+"""A run that was resumed is the run that was not interrupted, bit for bit, wherever its checkpoint was written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.resuming import KINDS, Bench, Everywhere, assert_same
+from tinker_lightning.server import EmbeddedTrainer
+from tinker_lightning.testing import embedded_service
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata calls it
+]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    server = EmbeddedTrainer(["tiny"], data_dir=tmp_path_factory.mktemp("data"))
+    with embedded_service(server) as service:
+        yield Bench(server, service)
+    server.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_loader_goes_on(bench: Bench, kind: str, tmp_path: Path) -> None:
+    """From the midst of a window and of an epoch, from an epoch's end with its validation due, and behind that one."""
+    saver = Everywhere(tmp_path, "batch end 0.3", "batch end 0.5", "validation end 0.5", "batch start 1.4")
+    whole = bench.run(kind, saver)
+    assert len(saver.files) == 4
+    for file in saver.files:
+        assert_same(whole, bench.run(kind, resume=file.path), file)
+
+
+# Settings of a trainer, and two places where they matter.
+SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "a schedule of epochs": ({"scheduler": "epoch"}, ("batch end 0.5", "epoch end 0.5")),
+    "a schedule by scores": ({"scheduler": "plateau"}, ("validation end 0.5", "epoch end 0.5")),
+    "a schedule by losses": ({"scheduler": "plateau of steps"}, ("batch end 0.2", "validation end 0.5")),
+    "validation within epochs": ({"val_check_interval": 2}, ("batch end 0.2", "validation end 0.4")),
+    "validation of some epochs": ({"check_val_every_n_epoch": 2}, ("batch end 0.5", "epoch start 1.5")),
+    "no validation": ({"validate": False}, ("batch end 0.5", "epoch end 0.5")),
+    "a limit of steps": ({"max_steps": 4, "max_epochs": -1}, ("batch end 1.2", "epoch end 1.2")),
+    "a limit of batches": ({"limit_train_batches": 3}, ("batch end 0.3", "batch start 1.2")),
+    "accumulation by epoch": ({"accumulate": {0: 1, 1: 3}}, ("batch end 1.1", "batch start 1.5")),
+    "no accumulation": ({"accumulate_grad_batches": 1}, ("batch end 0.3", "batch start 1.2")),
+    "seldom logged": ({"log_every_n_steps": 2}, ("batch end 0.4", "batch end 1.2")),
+    "the end": ({}, ("batch end 1.5", "validation end 1.5", "epoch end 1.5", "end 2.5")),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_every_setting_goes_on(bench: Bench, settings: tuple[dict[str, Any], tuple[str, ...]], tmp_path: Path) -> None:
+    options, places = settings
+    saver = Everywhere(tmp_path, *places)
+    whole = bench.run("shuffled", saver, **options)
+    assert len(saver.files) == len(places)
+    for file in saver.files:
+        assert_same(whole, bench.run("shuffled", resume=file.path, **options), file)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_place(bench: Bench, kind: str, settings: tuple[dict[str, Any], Any], tmp_path: Path) -> None:
+    options, _ = settings
+    if kind == "unsized" and "val_check_interval" in options:
+        options = {**options, "check_val_every_n_epoch": None}
+    saver = Everywhere(tmp_path)
+    whole = bench.run(kind, saver, **options)
+    for file in saver.files:
+        assert_same(whole, bench.run(kind, resume=file.path, **options), file)
