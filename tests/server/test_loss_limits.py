@@ -5,20 +5,30 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.losses.test_graph import graph, node, ref
+from tinker_lightning import Datum, connect, custom_loss, losses, routes
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.server import loss_registry
+from tinker_lightning.server.engine.inputs import stack_inputs
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tests.conftest import Api
 
 EXT = "http://embedded/ext/v1"
 SUM = node("loss", "sum", ref("logprobs"), op="call_method")
 
 
-def upload(api: Api, session: str, *calls: dict[str, Any], number: int = 0, **metrics: str) -> str:
+def upload(
+    api: Api, session: str, *calls: dict[str, Any], number: int = 0, metrics: Mapping[str, str] | None = None
+) -> str:
     """The id of a loss whose value is the node `loss`; metrics name nodes."""
-    named = {f"custom/{name}:sum": ref(value) for name, value in metrics.items()}
+    named = {f"custom/{name}:sum": ref(value) for name, value in (metrics or {}).items()}
     body = {
         "session_id": session,
         "custom_loss_seq_id": number,
@@ -41,7 +51,7 @@ def trained(api: Api, model: str, loss_id: str, seq: int = 1, datums: int = 1) -
 def crafted(api: Api, *calls: dict[str, Any], **metrics: str) -> Any:
     """What a pass with such a loss gives, in a session of its own."""
     session = api.session()
-    return trained(api, api.model(session), upload(api, session, *calls, **metrics))
+    return trained(api, api.model(session), upload(api, session, *calls, metrics=metrics))
 
 
 def doubling(first: Any, times: int) -> list[dict[str, Any]]:
@@ -95,3 +105,96 @@ def test_shapes_can_still_be_joined(api: Api) -> None:
     zeros = node("zeros", "new_ones", ref("logprobs"), ref("joined"), op="call_method")
     total = node("total", "sum", ref("zeros"), op="call_method")
     assert crafted(api, shape, joined, zeros, total, ones="total")["metrics"]["custom/ones:sum"] == 20
+
+
+def one_token(**inputs: Any) -> list[Datum]:
+    datums = []
+    for k in range(1, 5):
+        named: dict[str, Any] = {name: [k * each] for name, each in inputs.items()}
+        datums.append(Datum.from_targets([k], [k + 1], **named))
+    return datums
+
+
+@pytest.mark.parametrize("loss", [losses.kl_regularized, losses.dpo])
+def test_datums_of_one_token_have_the_loss_that_a_client_computes(loss: Any) -> None:  # R3.7
+    """What is one number for each token stays so, also where every datum has only one."""
+    client = connect("embedded").create_lora_training_client("tiny", rank=4, seed=0)
+    data = one_token(weights=1.0, reference_logprobs=-1.0)
+    on_server = routes.choose(loss, {}, "server", lambda: client).loss
+    expected = client.forward_backward_custom(data, loss).result().metrics["loss:sum"]
+    assert client.forward_backward(data, on_server).result().metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_input_that_can_be_meant_in_two_ways() -> None:
+    client = connect("embedded").create_lora_training_client("tiny", rank=4, seed=0)
+
+    def urgent(data: Any, logprobs: Any) -> Any:
+        return (data["urgency"] * logprobs).sum(), {}
+
+    loss = custom_loss(client, name="urgent", on="logprobs")(urgent)
+    with pytest.raises(InvalidInput, match="urgency: every datum has one token and one number"):
+        client.forward_backward(one_token(urgency=1.0), loss).result()
+    urgency = np.array([[1.0], [2.0], [3.0], [4.0]], np.float32)
+    given = client.forward_backward(one_token(), loss, loss_fn_inputs={"urgency": urgency}).result()
+    logprobs = [each["logprobs"].to_numpy() for each in given.loss_fn_outputs]
+    assert given.metrics["loss:sum"] == pytest.approx(float((urgency * logprobs).sum()), rel=1e-5)
+
+
+def test_a_number_for_each_datum_of_one_token() -> None:
+    """A reward is one, whatever the datum's length."""
+    datums = one_token(reward=1.0)
+    stacked = stack_inputs(datums, {}, ["reward"], [1] * 4, torch.float32, 100)["reward"]
+    assert stacked.tolist() == [1, 2, 3, 4]
+
+
+def test_no_session_takes_the_losses_of_another(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:  # R3.7
+    """However much one uploads: only its own make room, and those not used for longest go first."""
+    monkeypatch.setattr(loss_registry, "MAX_VALUES", 40)
+    victim, attacker = api.session(), api.session()
+    kept = upload(api, victim)
+    ids = [upload(api, attacker, node("x", "torch.tensor", [1] * 10), number=number) for number in range(8)]
+    assert "metrics" in trained(api, api.model(victim), kept)
+    model = api.model(attacker)
+    assert "this session has no loss" in trained(api, model, ids[0])["error"]
+    assert "metrics" in trained(api, model, ids[-1], seq=2)
+
+
+def registered(api: Api, session: str, name: str, values: int, variants: int = 1) -> Any:
+    """The answer to the registration of a loss with constants."""
+    calls = [node("x", "torch.tensor", [1] * values), SUM]
+    variant = {"inputs": [], "absent": [], "graph": graph(*calls, output={"tuple": [ref("loss"), None, {"dict": {}}]})}
+    loss = {"name": name, "source": "logprobs", "hyperparameters": {}, "variants": [variant] * variants}
+    return api.post(f"{EXT}/losses", {"session_id": session, "loss": loss})
+
+
+def test_a_loss_that_has_no_room_is_refused(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_registry, "MAX_VALUES", 100)
+    monkeypatch.setattr(loss_registry, "MAX_VALUES_OF_ALL", 150)
+    first, second = api.session(), api.session()
+    assert "a session may keep 100" in registered(api, first, "wide", 20, variants=6).json()["detail"]
+    assert registered(api, first, "a", 60).status_code == 200
+    refused = registered(api, second, "b", 90)
+    assert refused.status_code == 400
+    assert "keep as many losses as it has room for" in refused.json()["detail"]
+    assert registered(api, first, "a", 60).status_code == 200  # a repeat takes no more
+    registry = api.trainer.losses
+    registry.free(first)
+    assert registered(api, second, "b", 90).status_code == 200
+    assert registry._size == registry._sessions[second].size
+
+
+def test_a_name_goes_with_its_loss(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_registry, "MAX_VALUES", 100)
+    session = api.session()
+    for name in ("a", "b", "c"):
+        registered(api, session, name, 40)
+    listed = api.trainer.losses.listing(session)
+    assert "a" not in listed
+    assert {"b", "c"} <= set(listed)
+    assert "'a' is not known here" in api.run("forward_backward", named(api, api.model(session), "a"))["error"]
+
+
+def named(api: Api, model: str, loss: str) -> dict[str, Any]:
+    body = api.train(model, 1)
+    body["forward_backward_input"] |= {"loss_fn": loss}
+    return body

@@ -6,7 +6,7 @@ import hashlib
 import pickle
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
     Loss: TypeAlias = DatumLoss | BatchLoss | PythonLoss
 
-# Nodes and their arguments of all losses together, a few hundred megabytes; those not used for longest go first.
-MAX_VALUES = 1 << 20
+# Nodes and their arguments, of all graphs of a session's losses: about a hundred megabytes. In a session those that were
+# not used for longest go first; of another session none ever goes.
+MAX_VALUES = 1 << 18
+MAX_VALUES_OF_ALL = 1 << 22
 CUSTOM = "custom"
 _RESERVED = (*LOSSES, CUSTOM, "stable_reinforce")
 
@@ -33,6 +35,13 @@ _RESERVED = (*LOSSES, CUSTOM, "stable_reinforce")
 class _Entry:
     loss: Loss
     size: int
+
+
+@dataclass(slots=True)
+class _Session:
+    entries: OrderedDict[str, _Entry] = field(default_factory=OrderedDict)  # by id, the last used at the end
+    latest: dict[str, str] = field(default_factory=dict)  # the id that a name stands for
+    size: int = 0
 
 
 class LossRegistry:
@@ -45,19 +54,20 @@ class LossRegistry:
     def __init__(self, allow_pickled: bool = False) -> None:
         self._allow_pickled = allow_pickled
         self._lock = threading.Lock()
-        self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()  # by session and id
-        self._latest: dict[tuple[str, str], str] = {}  # the id that a session's name stands for
+        self._sessions: dict[str, _Session] = {}
+        self._size = 0  # of all sessions
         self._functions: dict[str, PythonLoss] = {}
 
     def create(self, request: rq.CreateCustomLossRequest) -> str:
         """Keeps a loss of one datum; returns its id, the same for a repeat.
 
         Raises:
-            InvalidLoss: If it is none that can be run here.
+            InvalidLoss: If it is none that can be run here, or there is no room for it.
         """
         loss_id = f"{request.session_id}:loss:{request.custom_loss_seq_id}"
-        if (request.session_id, loss_id) in self._entries:
-            return loss_id
+        with self._lock:
+            if loss_id in self._sessions.get(request.session_id, _Session()).entries:
+                return loss_id
         inputs = [LossInput(each.name, each.rank) for each in request.inputs]
         loss = DatumLoss.decode(request.name, inputs, request.graph)
         self._keep(request.session_id, loss_id, loss, loss.program.graph.size)
@@ -67,21 +77,19 @@ class LossRegistry:
         """Keeps a loss of a batch under its name; returns an id that stands for exactly this one.
 
         Raises:
-            InvalidLoss: If it is none that can be run here, or pickled where that is not allowed.
+            InvalidLoss: If it is none that can be run here, there is no room for it, or it is pickled where that is
+                not allowed.
         """
         if request.pickled is not None:
             python = self._unpickled(request.loss, request.pickled)
             loss_id = f"{python.name}@{hashlib.sha256(request.pickled).hexdigest()[:16]}"
-            self._keep(request.session_id, loss_id, python, len(request.pickled) // 64)
-            name = python.name
+            self._keep(request.session_id, loss_id, python, 1 + len(request.pickled) // 64, python.name)
         else:
             graphs = BatchLoss.decode(request.loss)
-            loss_id, name = f"{graphs.name}@{graphs.digest}", graphs.name
+            loss_id = f"{graphs.name}@{graphs.digest}"
             size = sum(variant.program.graph.size for variant in graphs.variants)
-            self._check_name(name)
-            self._keep(request.session_id, loss_id, graphs, size)
-        with self._lock:
-            self._latest[request.session_id, name] = loss_id
+            self._check_name(graphs.name)
+            self._keep(request.session_id, loss_id, graphs, size, graphs.name)
         return loss_id
 
     def register_function(self, name: str, function: Callable[..., Any], source: Source = "logits") -> None:
@@ -91,7 +99,9 @@ class LossRegistry:
             InvalidLoss: If it has not the parameters of a loss, or the name is taken by a built-in one.
         """
         self._check_name(name)
-        self._functions[name] = PythonLoss.of(name, source, function)
+        loss = PythonLoss.of(name, source, function)
+        with self._lock:
+            self._functions[name] = loss
 
     def find(self, session_id: str, loss_fn: str, loss_id: Any = None) -> Callable[[], Loss | None]:
         """What gives the loss that a pass names, as it is now; None for a built-in one.
@@ -100,12 +110,13 @@ class LossRegistry:
         """
         if loss_fn in LOSSES:
             return lambda: None
-        key = str(loss_id) if loss_fn == CUSTOM else self._latest.get((session_id, loss_fn), loss_fn)
         with self._lock:
-            entry = self._entries.get((session_id, key))
+            session = self._sessions.get(session_id, _Session())
+            key = str(loss_id) if loss_fn == CUSTOM else session.latest.get(loss_fn, loss_fn)
+            entry = session.entries.get(key)
             if entry is not None:
-                self._entries.move_to_end((session_id, key))
-        loss = self._functions.get(loss_fn) if entry is None else entry.loss
+                session.entries.move_to_end(key)
+            loss = self._functions.get(loss_fn) if entry is None else entry.loss
 
         def found() -> Loss:
             if loss is not None:
@@ -126,28 +137,54 @@ class LossRegistry:
     def listing(self, session_id: str) -> dict[str, str]:
         """The names that a session can use, built-in ones first, with what each is."""
         listed = {name: (spec.formula.__doc__ or "").partition("\n")[0] for name, spec in LOSSES.items()}
-        listed |= {name: function.description for name, function in self._functions.items()}
         with self._lock:
-            for (session, name), loss_id in self._latest.items():
-                entry = self._entries.get((session, loss_id))
-                if session == session_id and entry is not None and not isinstance(entry.loss, DatumLoss):
-                    listed[name] = entry.loss.description
+            listed |= {name: function.description for name, function in self._functions.items()}
+            session = self._sessions.get(session_id, _Session())
+            for name, loss_id in session.latest.items():
+                loss = session.entries[loss_id].loss
+                if not isinstance(loss, DatumLoss):
+                    listed[name] = loss.description
         return listed
 
     def free(self, session_id: str) -> None:
         """Forgets the losses of a session that has ended."""
         with self._lock:
-            for table in (self._entries, self._latest):
-                for key in [key for key in table if key[0] == session_id]:
-                    del table[key]
+            self._size -= self._sessions.pop(session_id, _Session()).size
 
-    def _keep(self, session_id: str, loss_id: str, loss: Loss, size: int) -> None:
+    def _keep(self, session_id: str, loss_id: str, loss: Loss, size: int, name: str | None = None) -> None:
+        """Keeps a loss, and lets its name stand for it; the session's own make room."""
+        if size > MAX_VALUES:
+            raise InvalidLoss(
+                f"{loss.name}: its graphs have {size} values together; a session may keep {MAX_VALUES}. Give tables as "
+                "inputs instead of constants, or register fewer variants."
+            )
         with self._lock:
-            self._entries[session_id, loss_id] = _Entry(loss, size)
-            self._entries.move_to_end((session_id, loss_id))
-            total = sum(entry.size for entry in self._entries.values())
-            while total > MAX_VALUES and len(self._entries) > 1:
-                total -= self._entries.popitem(last=False)[1].size
+            session = self._sessions.setdefault(session_id, _Session())
+            replaced = session.entries.get(loss_id)
+            # Counted before anything is changed: to be refused must not cost a session what it has.
+            kept = session.size - (0 if replaced is None else replaced.size)
+            going: list[str] = []
+            for each, entry in session.entries.items():
+                if kept + size <= MAX_VALUES:
+                    break
+                if each != loss_id:
+                    going.append(each)
+                    kept -= entry.size
+            if self._size - session.size + kept + size > MAX_VALUES_OF_ALL:
+                raise InvalidLoss(
+                    f"{loss.name}: the sessions of this server keep as many losses as it has room for. Sessions that "
+                    "have ended make room, so try again later, or end those that you no longer need."
+                )
+            for each in going:
+                del session.entries[each]
+            gone = set(going)
+            session.latest = {called: each for called, each in session.latest.items() if each not in gone}
+            session.entries[loss_id] = _Entry(loss, size)
+            session.entries.move_to_end(loss_id)
+            if name is not None:
+                session.latest[name] = loss_id
+            self._size += kept + size - session.size
+            session.size = kept + size
 
     def _unpickled(self, message: dict[str, Any], pickled: bytes) -> PythonLoss:
         name = message.get("name")

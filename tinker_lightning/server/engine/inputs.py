@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from tinker_lightning.types import Datum, TensorData
 
 
+# What the losses of this package read, beside what every datum is checked for.
+_BY_TOKEN = PER_TOKEN | {"reference_logprobs", "teacher_logprobs"}
+_BY_DATUM = frozenset({"reward"})
+
+
 def stack_inputs(
     data: Sequence[Datum],
     once: Mapping[str, TensorData],
@@ -29,10 +34,12 @@ def stack_inputs(
     """The named inputs, with a row for each datum; those given once for the batch stay as they are.
 
     Where datums have one row for each token they become `[B, T, ...]`, with zeros behind the end of shorter ones; where
-    they have one number, `[B]`; other inputs must have the same shape in all datums.
+    they have one number, `[B]`; other inputs must have the same shape in all datums. Where every datum has one token
+    and one number for it, only a known name tells which of both is meant.
 
     Raises:
-        InvalidInput: If one is missing in a datum, is given twice, or the datums' shapes do not fit each other.
+        InvalidInput: If one is missing in a datum, is given twice, can be meant in two ways, or the datums' shapes do
+            not fit each other.
     """
     inputs = {}
     for name in names:
@@ -41,7 +48,7 @@ def stack_inputs(
             if holders:
                 raise InvalidInput(f"loss_fn_inputs: {name} is given for the batch, and by datum {holders[0]} too")
             _check_size(name, math.prod(once[name].shape), max_elements)
-            inputs[name] = _tensor(once[name], dtype)
+            inputs[name] = _tensor(once[name], dtype).clone()  # the loss may write to it
             continue
         if len(holders) < len(data):
             lacking = next(i for i in range(len(data)) if i not in holders)
@@ -59,7 +66,13 @@ def _stacked(
     # Before anything is made dense: a few bytes of sparse rows can claim any size.
     _check_size(name, len(tensors) * max(rows * math.prod(shape[1:]) for shape in shapes), max_elements)
     # Protobuf does not tell a number from a vector of one.
-    if name not in PER_TOKEN and all(math.prod(shape) == 1 and len(shape) < 2 for shape in shapes):
+    if name not in _BY_TOKEN and all(math.prod(shape) == 1 and len(shape) < 2 for shape in shapes):
+        if by_token and name not in _BY_DATUM:
+            raise InvalidInput(
+                f"loss_fn_inputs: {name}: every datum has one token and one number, so that it could be a number for "
+                f"each datum, [B], or for each token, [B, T]. Give it once for the batch, loss_fn_inputs={{{name!r}: "
+                "...}, in the shape that the loss reads; or send datums of more tokens along."
+            )
         return torch.stack([_tensor(tensor, dtype).reshape(()) for tensor in tensors])
     trailing = [shape[1:] for shape in shapes]
     if by_token and all(shape == trailing[0] for shape in trailing):
