@@ -28,7 +28,14 @@ if TYPE_CHECKING:
 pytestmark = SMALL
 
 ROOT = Path(__file__).parents[1]
-FILES = ("test_callbacks", "test_trainer_flags", "test_loggers", "test_accelerators", "test_lightning_features")
+FILES = (
+    "test_callbacks",
+    "test_tuning",
+    "test_trainer_flags",
+    "test_loggers",
+    "test_accelerators",
+    "test_lightning_features",
+)
 
 
 @pytest.fixture(scope="module")

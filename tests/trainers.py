@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=RemoteModule)
 
-LIGHTNING = Version(pl.__version__)
+LIGHTNING = Version(version("lightning"))
 
 DATA = [Datum.from_tokens(list(f"text {i}: hello".encode())) for i in range(8)]
 
