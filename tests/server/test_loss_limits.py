@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from tests.losses.test_graph import graph, node, ref
-from tinker_lightning import Datum, connect, custom_loss, losses, routes
+from tinker_lightning import Datum, LossFnOutput, connect, custom_loss, losses, routes
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.losses.graph_functions import METHODS
+from tinker_lightning.losses.graph_run import _WRITING
 from tinker_lightning.server import loss_registry
+from tinker_lightning.server.engine import batch_pass
 from tinker_lightning.server.engine.inputs import stack_inputs
 
 if TYPE_CHECKING:
@@ -198,3 +201,134 @@ def named(api: Api, model: str, loss: str) -> dict[str, Any]:
     body = api.train(model, 1)
     body["forward_backward_input"] |= {"loss_fn": loss}
     return body
+
+
+def test_all_datums_of_a_request_share_one_deadline(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:  # R3.7
+    """What a datum may take cannot be had once for each of a thousand."""
+    ones = node("ones", "new_ones", ref("logprobs"), [1 << 20], op="call_method")
+    session = api.session()
+    model, loss_id = api.model(session), upload(api, session, ones, node("tan", "torch.tan", ref("ones")))
+    assert "metrics" in trained(api, model, loss_id)
+    monkeypatch.setattr("tinker_lightning.server.engine.losses.REQUEST_SECONDS", 0.05)
+    before = api.state(model)
+    failed = trained(api, model, loss_id, seq=2, datums=64)
+    assert failed["category"] == "user"
+    assert "was stopped" in failed["error"]
+    assert api.state(model) == before
+
+
+NO_NUMBERS: dict[str, tuple[dict[str, Any], ...]] = {
+    "a dtype": (node("m", "getattr", ref("logprobs"), "dtype"),),
+    "a shape": (node("m", "getattr", ref("logprobs"), "shape"),),
+    "a device": (node("m", "getattr", ref("logprobs"), "device"),),
+    "a vector": (node("m", "torch.exp", ref("logprobs")),),
+}
+
+
+@pytest.mark.parametrize("name", NO_NUMBERS)
+def test_a_metric_that_is_no_number(api: Api, name: str) -> None:
+    failed = crafted(api, *NO_NUMBERS[name], odd="m")
+    assert failed["category"] == "user"
+    assert "the metric 'custom/odd:sum'" in failed["error"]
+
+
+def test_a_metric_may_be_a_plain_number(api: Api) -> None:
+    rank = node("m", "getattr", ref("logprobs"), "ndim")
+    assert crafted(api, rank, rank="m")["metrics"]["custom/rank:sum"] == 1
+
+
+def test_a_graph_cannot_write_to_what_the_model_returns(api: Api) -> None:
+    """The log-probabilities that come back are the model's, whatever the loss does with its own."""
+    session = api.session()
+    plain, other = api.model(session, 0), api.model(session, 1)
+    detached = node("d", "detach", ref("logprobs"), op="call_method")
+    filled = node("f", "fill_", ref("d"), 7.0, op="call_method")
+    written = trained(api, plain, upload(api, session, detached, filled))
+    assert written["metrics"]["loss:sum"] == 70
+    assert written["loss_fn_outputs"] == api.run("forward_backward", api.train(other, 1))["loss_fn_outputs"]
+
+
+def test_neither_can_a_loss_of_a_batch(api: Api) -> None:
+    calls = [node("d", "detach", ref("logprobs"), op="call_method"), node("f", "torch.Tensor.fill_", ref("d"), 7.0)]
+    variant = {
+        "inputs": [],
+        "absent": [],
+        "graph": graph(*calls, SUM, output={"tuple": [ref("loss"), None, {"dict": {}}]}),
+    }
+    loss = {"name": "writer", "source": "logprobs", "hyperparameters": {}, "variants": [variant]}
+    session = api.session()
+    assert api.post(f"{EXT}/losses", {"session_id": session, "loss": loss}).status_code == 200
+    written = api.run("forward_backward", named(api, api.model(session, 0), "writer"))
+    expected = api.run("forward_backward", api.train(api.model(session, 1), 1))
+    assert written["metrics"]["loss:sum"] == 70
+    assert written["loss_fn_outputs"] == expected["loss_fn_outputs"]
+
+
+def test_every_method_that_writes_is_known_to() -> None:
+    assert {name for name in METHODS if name.endswith("_")} == _WRITING - {"operator.setitem"}
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda", "cpu", "nowhere", 0])
+def test_a_graph_does_not_choose_its_device(api: Api, device: Any) -> None:
+    moved = node("m", "to", ref("logprobs"), device, op="call_method")
+    made = node("m", "new_ones", ref("logprobs"), [2], op="call_method", device=device)
+    like = node("m", "torch.zeros_like", ref("logprobs"), device=device)
+    by_name = node("m", "to", ref("logprobs"), op="call_method", device=device)
+    for each in (moved, made, like, by_name):
+        failed = crafted(api, each)
+        assert failed["category"] == "user"
+        assert f"node 'm': the device {device!r} cannot be chosen" in failed["error"]
+
+
+def test_a_device_or_dtype_of_a_tensor_can_be_used(api: Api) -> None:
+    device = node("device", "getattr", ref("logprobs"), "device")
+    double = node("double", "to", ref("logprobs"), {"dtype": "float64"}, op="call_method")
+    moved = node("moved", "to", ref("double"), ref("device"), op="call_method")
+    alike = node("alike", "to", ref("moved"), ref("logprobs"), op="call_method")
+    total = node("total", "sum", ref("alike"), op="call_method")
+    metrics = crafted(api, device, double, moved, alike, total, total="total")["metrics"]
+    assert metrics["custom/total:sum"] == pytest.approx(metrics["loss:sum"])
+
+
+def test_a_loss_of_a_batch_has_a_limit_that_no_batch_raises(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:  # R3.7
+    """Bytes are counted of what is new: a chain of results is refused, as many views are not."""
+    monkeypatch.setattr(batch_pass, "MAX_LOSS_BYTES", 20 * 10 * 4)  # of 10 log-probabilities
+    session = api.session()
+
+    def chain(name: str, target: str, *args: Any) -> Any:
+        calls = [node("x0", target, ref("logprobs"), *args, op="call_method")]
+        calls += [node(f"x{i}", target, ref(f"x{i - 1}"), *args, op="call_method") for i in range(1, 30)]
+        output = {"tuple": [ref("loss"), None, {"dict": {}}]}
+        calls.append(node("loss", "sum", ref("x29"), op="call_method"))
+        variant = {"inputs": [], "absent": [], "graph": graph(*calls, output=output)}
+        loss = {"name": name, "source": "logprobs", "hyperparameters": {}, "variants": [variant]}
+        assert api.post(f"{EXT}/losses", {"session_id": session, "loss": loss}).status_code == 200
+        return api.run("forward_backward", named(api, api.model(session, len(name)), name))
+
+    assert "metrics" in chain("views", "transpose", 0, 1)
+    failed = chain("results", "sigmoid")
+    assert failed["category"] == "user"
+    assert "node 'x20': up to here the loss takes" in failed["error"]
+    assert batch_pass._limits(1 << 28).total <= 1 << 32
+
+
+@pytest.mark.parametrize(
+    ("names", "because"),
+    [
+        (["loss:sum"], "every pass has a metric of this name"),
+        (["tokens:sum"], "every pass has a metric of this name"),
+        (["a", "a:unique"], "'a' and 'a:unique' would be the same metric"),
+    ],
+)
+def test_no_diagnostic_takes_the_place_of_another(api: Api, names: list[str], because: str) -> None:
+    def plain(outputs: Any, inputs: Any, mask: Any) -> LossFnOutput:
+        return LossFnOutput(outputs.sum(), None, dict.fromkeys(names, 1.0))
+
+    api.trainer.losses.register_function("plain", plain)
+    assert because in api.run("forward_backward", named(api, api.model(), "plain"))["error"]
+    output = {"tuple": [ref("loss"), None, {"dict": dict.fromkeys(names, ref("loss"))}]}
+    variant = {"inputs": [], "absent": [], "graph": graph(SUM, output=output)}
+    loss = {"name": "mine", "source": "logprobs", "hyperparameters": {}, "variants": [variant]}
+    refused = api.post(f"{EXT}/losses", {"session_id": api.session(), "loss": loss})
+    assert refused.status_code == 400
+    assert because in refused.json()["detail"]

@@ -32,6 +32,7 @@ MAX_VARIANTS = 16
 MAX_SETTINGS = 32
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _INPUT = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_RESERVED = ("loss:sum", "tokens:sum")
 _DIAGNOSTIC = re.compile(r"[^\x00-\x1f:]{1,100}(:[a-z0-9_]{1,20})?")
 
 
@@ -119,6 +120,11 @@ class BatchLoss:
         """The same on shapes alone: all that can be told before the model runs."""
         program = self._variant(set(inputs)).program
         program.check(self._values(program, sources, inputs, hyperparameters), limits)
+
+    @property
+    def writes(self) -> bool:
+        """Whether it changes tensors in place, which may be those that it is given."""
+        return any(variant.program.writes for variant in self.variants)
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
         """All settings, with those of a call.
@@ -248,6 +254,23 @@ def check_diagnostic(name: Any) -> None:
     """Refuses what cannot be the name of a diagnostic."""
     if not isinstance(name, str) or not _DIAGNOSTIC.fullmatch(name):
         raise InvalidLoss(f"a diagnostic cannot be called {name!r:.120}; use a short text with at most one colon")
+    if name in _RESERVED:
+        raise InvalidLoss(f"a diagnostic cannot be called {name!r}: every pass has a metric of this name already")
+
+
+def metric_names(diagnostics: Iterable[Any]) -> dict[str, str]:
+    """The metric that each diagnostic becomes, by its name: the protocol wants it to say how chunks are put together.
+
+    Raises:
+        InvalidLoss: If one cannot be called so, or two become the same.
+    """
+    names: dict[str, str] = {}
+    for name in diagnostics:
+        check_diagnostic(name)
+        names[name] = name if ":" in name else f"{name}:unique"
+    if twice := [name for name, metric in names.items() if metric != name and metric in names]:
+        raise InvalidLoss(f"the diagnostics {twice[0]!r} and {names[twice[0]]!r} would be the same metric; rename one")
+    return names
 
 
 def _decode_hyperparameters(message: Any) -> dict[str, Hyperparameter]:
@@ -295,7 +318,7 @@ def _check_output(output: Any) -> None:
         raise InvalidLoss("logprobs must be a value or null, and diagnostics an object")
     if len(diagnostics) > 256:
         raise InvalidLoss("there are more than 256 diagnostics")
+    metric_names(diagnostics)
     for name, value in diagnostics.items():
-        check_diagnostic(name)
         if not isinstance(value, Ref | int | float):
             raise InvalidLoss(f"the diagnostic {name!r} is no number")

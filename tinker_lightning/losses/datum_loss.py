@@ -7,6 +7,7 @@ returns `(loss, metrics)`. A batch's loss is the sum over its datums.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ class DatumLoss:
         selected: Sequence[TensorData],
         dtype: torch.dtype,
         limits: Limits = Limits(),  # noqa: B008  # immutable
+        deadline: float = math.inf,
     ) -> None:
         """Refuses what can be seen from the shapes alone; `shape` is that of the log-probabilities.
 
@@ -112,14 +114,14 @@ class DatumLoss:
         arguments = [
             torch.empty(each, dtype=torch.int64 if kind == "int64" else dtype, device="meta") for each, kind in shapes
         ]
-        self.program.check([torch.empty(shape, dtype=dtype, device="meta"), *arguments], limits)
+        self.program.check([torch.empty(shape, dtype=dtype, device="meta"), *arguments], limits, deadline)
 
     def tensors(self, selected: Sequence[TensorData], dtype: torch.dtype) -> list[Tensor]:
-        """What was selected, as tensors; floating-point ones in that dtype."""
+        """What was selected, as tensors that may be written to; floating-point ones in that dtype."""
         tensors = []
         for each, rank in zip(selected, self._ranks, strict=True):
             tensor = each.to_torch()
-            tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
+            tensor = tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
             tensors.append(tensor if rank else tensor.reshape(()))
         return tensors
 
@@ -132,19 +134,17 @@ class DatumLoss:
         logprobs: Tensor,
         arguments: Sequence[Tensor],
         limits: Limits = Limits(),  # noqa: B008  # immutable
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a datum and its metrics.
+        deadline: float = math.inf,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The loss of a datum and its metrics, which are whatever the graph returns as such.
 
         Raises:
             InvalidLoss: If a call of the graph fails or takes too much, or the loss is no scalar.
         """
-        loss, metrics = self.program([logprobs, *arguments], limits)
+        loss, metrics = self.program([logprobs, *arguments], limits, deadline)
         if not isinstance(loss, Tensor) or loss.ndim:
             shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InvalidLoss(f"{self.name} must return a scalar as its loss, got {shape}; use .sum() or .mean()")
-        for name, value in metrics.items():
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise InvalidLoss(f"the metric {name!r} of {self.name} must be a scalar, got {list(value.shape)}")
         return loss, metrics
 
 

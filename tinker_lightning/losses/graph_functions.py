@@ -68,7 +68,7 @@ broadcast_tensors cat concat dstack full_like hstack ones_like outer stack std_m
 _METHODS = """
 add_ bfloat16 bool clamp_ contiguous copy_ dim double element_size expand expand_as fill_ float half int
 is_floating_point long masked_fill_ mul_ ndimension new_full new_ones new_zeros numel outer repeat reshape_as size sub_
-to type_as unfold view view_as zero_
+type_as unfold view view_as zero_
 """
 _FACTORIES = "arange eye full linspace ones zeros"
 _FUNCTIONAL = """
@@ -131,6 +131,7 @@ def _methods() -> dict[str, Function]:
     allowed = {name: Function(getattr(Tensor, name)) for name in f"{_POINTWISE} {_REDUCTIONS} {_SHAPES}".split()}
     allowed |= {name: Function(getattr(Tensor, name)) for name in _METHODS.split()}
     allowed |= _SPECIAL
+    allowed["to"] = Function(guards.to)
     allowed["new_tensor"] = Function(guards.new_tensor, is_factory=True)
     for name in ("cpu", "cuda"):  # a loss runs where the model is
         allowed[name] = Function(guards.same)

@@ -143,6 +143,30 @@ def _check_pieces(pieces: float) -> None:
         raise InvalidLoss(f"a tensor can be cut into at most {MAX_PIECES} pieces here, and this would be {pieces:.0f}")
 
 
+def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`tensor.to`, by a dtype, another tensor, or a device that stands for where the loss runs."""
+    if not isinstance(self, Tensor):
+        raise InvalidLoss(f"this is a tensor's method, and {type(self).__name__} is none")
+    target = args[0] if args else None
+    if isinstance(target, str) or (isinstance(target, int) and not isinstance(target, bool)):
+        raise _device_error(target)
+    result: Tensor = self.to(*args, **kwargs)
+    return result
+
+
+def check_device(device: Any) -> None:
+    """Refuses a device of the graph's own choice: text or a number."""
+    if device is not None and not isinstance(device, torch.device):
+        raise _device_error(device)
+
+
+def _device_error(device: Any) -> InvalidLoss:
+    return InvalidLoss(
+        f"the device {device!r:.40} cannot be chosen: a loss runs where the model is. Leave it out, or use the device "
+        "of an input, x.device."
+    )
+
+
 def same(self: Tensor, *_: Any, **__: Any) -> Tensor:
     """The tensor itself: a loss runs where the model is."""
     if not isinstance(self, Tensor):

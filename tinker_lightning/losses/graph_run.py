@@ -7,6 +7,7 @@ values (`x[mask]`), the calls behind it are checked one by one while they run.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses.graph import Graph, Node, Ref, refs
-from tinker_lightning.losses.graph_guards import MAX_PIECES, is_mask
+from tinker_lightning.losses.graph_guards import MAX_PIECES, check_device, is_mask
 from tinker_lightning.losses.graph_numbers import number
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _META = torch.device("meta")
 _MAX_RANK = 12
 _KEPT_PLANS = 4096  # one for each length that datums have
+_WRITING = {"operator.setitem", "add_", "clamp_", "copy_", "fill_", "masked_fill_", "mul_", "sub_", "zero_"}
 # What stands in sequences is handled part by part, which takes as long as so many elements of a tensor.
 _MAX_PARTS = 4 * MAX_PIECES
 _PART_WORK = 1024
@@ -41,11 +43,13 @@ class Limits:
         elements: Of one value.
         total: Read and written by all calls together, which also bounds what the backward takes.
         seconds: Until the last call must have begun.
+        memory: Bytes of one value, and of all that calls make together, for a backward may keep all of them.
     """
 
     elements: int = 1 << 23
     total: int = 1 << 27
     seconds: float = 20.0
+    memory: int = 4 << 30
 
 
 class Program:
@@ -56,26 +60,46 @@ class Program:
         self._plans: OrderedDict[Any, int] = OrderedDict()
         self._last_use = _last_uses(graph)
 
-    def check(self, values: Sequence[Any], limits: Limits = Limits()) -> None:  # noqa: B008  # immutable
+    @property
+    def writes(self) -> bool:
+        """Whether it changes tensors in place, which may be those that it is given."""
+        return any(node.target.removeprefix("torch.Tensor.") in _WRITING for node in self.graph.calls)
+
+    def check(
+        self,
+        values: Sequence[Any],
+        limits: Limits = Limits(),  # noqa: B008  # immutable
+        deadline: float = math.inf,
+    ) -> None:
         """Runs the graph on the shapes of these values, as far as shapes alone can tell.
+
+        Args:
+            values: One for each input.
+            limits: What it may take.
+            deadline: When it has to end although the limits would leave it more time, by `time.monotonic`.
 
         Raises:
             InvalidLoss: If a call cannot take its arguments, or takes more than the limits; names the node.
         """
-        self._plan(values, limits)
+        self._plan(values, limits, deadline)
 
-    def __call__(self, values: Sequence[Any], limits: Limits = Limits()) -> Any:  # noqa: B008  # immutable
-        """What the graph returns for these values: tensors, and numbers.
+    def __call__(
+        self,
+        values: Sequence[Any],
+        limits: Limits = Limits(),  # noqa: B008  # immutable
+        deadline: float = math.inf,
+    ) -> Any:
+        """What the graph returns for these values: tensors, and numbers. Takes the same arguments as `check`.
 
         Raises:
             InvalidLoss: If a call fails, or takes more than the limits; names the node.
         """
-        checked = self._plan(values, limits)
+        checked = self._plan(values, limits, deadline)
         devices = {value.device for value in values if isinstance(value, Tensor)}
         device = devices.pop() if devices else torch.device("cpu")
         environment: list[Any] = [*values, *(None for _ in self.graph.calls)]
         meter = _Meter(limits)
-        deadline = time.monotonic() + limits.seconds
+        deadline = min(deadline, time.monotonic() + limits.seconds)
         for i, (node, function) in enumerate(zip(self.graph.calls, self.graph.functions, strict=True)):
             if time.monotonic() > deadline:
                 raise InvalidLoss(f"node {node.name!r}: the loss has run for {limits.seconds:g} s and was stopped")
@@ -89,7 +113,7 @@ class Program:
                 environment[place] = None
         return _fill(self.graph.output, environment)
 
-    def _plan(self, values: Sequence[Any], limits: Limits) -> int:
+    def _plan(self, values: Sequence[Any], limits: Limits, deadline: float) -> int:
         """How many calls from the start are known to stay within the limits for values of these shapes."""
         key = (limits, *(_signature(value) for value in values))
         if key in self._plans:
@@ -100,7 +124,7 @@ class Program:
         for target, value in zip(self.graph.inputs, values, strict=True):
             meter.size(Node("placeholder", target, target), value)
         checked = 0
-        deadline = time.monotonic() + limits.seconds
+        deadline = min(deadline, time.monotonic() + limits.seconds)
         for i, (node, function) in enumerate(zip(self.graph.calls, self.graph.functions, strict=True)):
             if time.monotonic() > deadline:
                 raise InvalidLoss(f"node {node.name!r}: checking the loss took {limits.seconds:g} s and was stopped")
@@ -122,13 +146,14 @@ class _Meter:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._total = 0
+        self._kept = 0
 
     def size(self, node: Node, value: Any) -> None:
         """Refuses a value that is too large or of another kind than graphs go on with."""
         if isinstance(value, Tensor):
             if value.ndim > _MAX_RANK:
                 raise InvalidLoss(f"node {node.name!r}: a tensor of {value.ndim} dimensions; {_MAX_RANK} are taken")
-            self.elements(node, value.numel())
+            self.elements(node, value.numel(), value.dtype.itemsize)
         elif isinstance(value, tuple | list):
             # Flat and short, for a sequence of sequences can hold more than there is time to look at.
             if len(value) > MAX_PIECES:
@@ -143,12 +168,22 @@ class _Meter:
             except InvalidLoss as error:
                 raise InvalidLoss(f"node {node.name!r}: {error}") from error
 
-    def elements(self, node: Node, count: int) -> None:
+    def elements(self, node: Node, count: int, itemsize: int = 4) -> None:
         """Refuses a tensor of so many elements."""
-        if count > self._limits.elements:
+        if count > (most := min(self._limits.elements, self._limits.memory // itemsize)):
             raise InvalidLoss(
-                f"node {node.name!r}: {node.target} would make a tensor of {count:.3g} elements; at most "
-                f"{self._limits.elements:.3g} are taken"
+                f"node {node.name!r}: {node.target} would make a tensor of {count:.3g} elements; at most {most:.3g} "
+                "are taken"
+            )
+
+    def keep(self, node: Node, size: int) -> None:
+        """Counts bytes that a call makes, and that may have to be kept for a backward."""
+        self._kept += size
+        if self._kept > self._limits.memory:
+            raise InvalidLoss(
+                f"node {node.name!r}: up to here the loss takes {self._kept / 2**30:.3g} GiB of memory; at most "
+                f"{self._limits.memory / 2**30:.3g} GiB are taken. Use a smaller batch, or fewer operations on large "
+                "tensors."
             )
 
     def add(self, node: Node, work: int) -> None:
@@ -164,11 +199,14 @@ class _Meter:
 def _attempt(node: Node, function: Function, args: Any, kwargs: Any, meter: _Meter) -> Any:
     """What a call returns, as shapes."""
     if function.inside is not None:
-        meter.elements(node, _estimate(node, function.inside, args, kwargs))
+        inside = _estimate(node, function.inside, args, kwargs)
+        meter.elements(node, inside)
+        meter.keep(node, 4 * inside)
     if function.work is not None:
         meter.add(node, _estimate(node, function.work, args, kwargs))
     result = _call(node, function, args, kwargs)
     meter.size(node, result)
+    meter.keep(node, _new_bytes(args, kwargs, result))
     meter.add(node, sum(tensor.numel() for tensor in _tensors([args, list(kwargs.values()), result])))
     return result
 
@@ -187,10 +225,24 @@ def _check_dynamic(node: Node, function: Function, args: Any, kwargs: Any, meter
             raise _blamed(node, error) from error
     rank = max((tensor.ndim for tensor in given), default=0)
     meter.add(node, picked * (rank + 2))
+    # Values as they are, or the places of those that are true.
+    itemsize = max((tensor.dtype.itemsize for tensor in given), default=0)
+    meter.keep(node, picked * (itemsize if node.target == "operator.getitem" else max(itemsize, 8 * rank)))
     return True
 
 
-def _estimate(node: Node, estimate: Callable[..., int], args: Any, kwargs: Any) -> int:
+def _new_bytes(args: Any, kwargs: Any, result: Any) -> int:
+    """The memory that a call's result takes beside that of its arguments: views of them take none."""
+    known = {tensor.untyped_storage()._cdata for tensor in _tensors([args, list(kwargs.values())])}
+    made = {}
+    for tensor in _tensors(result):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            made[storage._cdata] = storage.nbytes()
+    return sum(made.values())
+
+
+def _estimate(node: Node, estimate: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     try:
         return estimate(*args, **kwargs)
     except InvalidLoss as error:
@@ -236,6 +288,8 @@ def _resolve(
     kwargs = {key: _fill(arg, environment, device) for key, arg in node.kwargs.items()}
     if function.is_factory:
         kwargs["device"] = device
+    elif "device" in kwargs:
+        _estimate(node, check_device, [kwargs["device"]], {})
     return args, kwargs
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     Loss: TypeAlias = DatumLoss | BatchLoss | PythonLoss
 
-# Nodes and their arguments, of all graphs of a session's losses: about a hundred megabytes. In a session those that were
-# not used for longest go first; of another session none ever goes.
+# Nodes and their arguments, of all graphs of a session's losses: about a hundred megabytes. In a session those not used
+# for longest go first; of another session none ever goes.
 MAX_VALUES = 1 << 18
 MAX_VALUES_OF_ALL = 1 << 22
 CUSTOM = "custom"

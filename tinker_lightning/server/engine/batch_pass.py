@@ -15,11 +15,11 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss, LossNotFinite
-from tinker_lightning.losses.batch_loss import check_diagnostic
+from tinker_lightning.losses.batch_loss import BatchLoss, metric_names
 from tinker_lightning.losses.graph_run import Limits
 from tinker_lightning.server.engine.batching import group_by_length
 from tinker_lightning.server.engine.inputs import stack_inputs
-from tinker_lightning.server.engine.losses import loss_gradient
+from tinker_lightning.server.engine.losses import loss_gradient, metric_number
 from tinker_lightning.server.engine.passes import TOKEN_BUDGET, read_targets, read_tokens
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 # A loss on logits sees those of the whole batch at once, and keeps several tensors of their size: a gigabyte each.
 MAX_LOGITS = 1 << 28
+# What the tensors of a loss may take together beside these, and the elements that it may read and write.
+MAX_LOSS_BYTES = 4 << 30
+MAX_WORK = 1 << 32
 # What the activations of a batch may take. The gradient of a loss of the whole batch is known only after all of it has
 # gone through the model, so that they have to be kept until then, or computed a second time.
 KEPT_BYTES = 2 << 30
@@ -115,14 +118,17 @@ def run_batch_pass(
             model_output = base.head(pad_sequence(hidden_B, batch_first=True)).to(dtype)
         else:
             model_output = _target_logprobs(base, hidden_B, targets_B)
-        leaf = model_output.detach().requires_grad_(not forward_only)
+        given = model_output.detach()
+        if isinstance(loss, BatchLoss) and loss.writes:
+            given = given.clone()  # else it would write to what the model's backward needs
+        leaf = given.requires_grad_(not forward_only)
         output = loss(_sources(loss.source, leaf, mask_BT), inputs, settings, limits)
         value = _scalar(loss.name, output.loss)
         if not forward_only:
             gradient = loss_gradient(output.loss, leaf)
             returned = output.logprobs.detach() if isinstance(output.logprobs, Tensor) else output.logprobs
             diagnostics = _numbers(loss.name, output.diagnostics)
-            del output, leaf  # the loss's own graph, before the model's backward needs the memory
+            del output, leaf, given  # the loss's own graph, before the model's backward needs the memory
             model_output.backward(gradient if scale == 1 else gradient * scale)
             adapter.add_gradient(parameters)
         else:
@@ -134,8 +140,9 @@ def run_batch_pass(
 
 
 def _limits(elements: int) -> Limits:
-    """What a loss may take grows with what it is given."""
-    return Limits(elements=max(1 << 23, 2 * elements), total=max(1 << 27, 64 * elements), seconds=60.0)
+    """What a loss may take grows with what it is given, but only so far."""
+    total = min(max(1 << 27, 64 * elements), MAX_WORK)
+    return Limits(elements=max(1 << 23, 2 * elements), total=total, seconds=60.0, memory=MAX_LOSS_BYTES)
 
 
 def _sources(source: Source, model_output: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
@@ -204,20 +211,10 @@ def _scalar(name: str, loss: Any) -> float:
 
 
 def _numbers(loss: str, diagnostics: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {}
-    for name, value in diagnostics.items():
-        check_diagnostic(name)
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise InvalidLoss(
-                f"{loss}: the diagnostic {name!r} has the shape {list(value.shape)}; use .sum() or .mean()"
-            )
-        try:
-            number = float(value.detach()) if isinstance(value, Tensor) else float(value)
-        except (TypeError, ValueError) as error:
-            raise InvalidLoss(f"{loss}: the diagnostic {name!r} is no number, but {type(value).__name__}") from error
-        # The protocol wants every metric's name to say how chunks are put together. Here there is only one.
-        numbers[name if ":" in name else f"{name}:unique"] = number
-    return numbers
+    names = metric_names(diagnostics)
+    return {
+        names[name]: metric_number(f"{loss}: the diagnostic {name!r}", value) for name, value in diagnostics.items()
+    }
 
 
 def _per_datum(logprobs: Any, lengths: Sequence[int]) -> list[dict[str, TensorData]]:

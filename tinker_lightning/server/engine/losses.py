@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,9 @@ class LossSpec:
     inputs: tuple[str, ...]
     config: Mapping[str, float] = field(default_factory=dict)
 
+
+# What an uploaded loss may run with all datums of a request. The model's own time is not counted.
+REQUEST_SECONDS = 60.0
 
 _POLICY = ("logprobs", "advantages")
 _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
@@ -139,6 +144,7 @@ class BoundGraph:
     def __init__(self, loss: DatumLoss) -> None:
         self.name = loss.name
         self._loss = loss
+        self._spent = 0.0  # seconds in the loss, not in the model
 
     def read(self, datum: Datum, *, dtype: torch.dtype, forward_only: bool) -> list[Any]:
         """The inputs behind the log-probabilities, from one datum; not yet dense, for sparse ones can be any size.
@@ -149,7 +155,8 @@ class BoundGraph:
         del forward_only
         selected = self._loss.select(datum.loss_fn_inputs)
         # On shapes alone, so that what cannot work is refused before the model has run.
-        self._loss.check(datum.loss_fn_inputs["target_tokens"].shape, selected, dtype)
+        with self._clock() as deadline:
+            self._loss.check(datum.loss_fn_inputs["target_tokens"].shape, selected, dtype, deadline=deadline)
         return selected
 
     def evaluate(self, logprobs: Tensor, arguments: list[Any]) -> Evaluated:
@@ -158,18 +165,48 @@ class BoundGraph:
         Raises:
             InvalidLoss: If a call of the graph fails or takes too much, or there is no gradient.
         """
-        leaf = logprobs.detach().requires_grad_(torch.is_grad_enabled())
-        loss, metrics = self._loss(leaf, self._loss.tensors(arguments, logprobs.dtype))
-        numbers = {name: float(value.detach()) for name, value in metrics.items()}
-        if not torch.is_grad_enabled():
-            return Evaluated(loss.item(), loss, numbers)
-        gradient = loss_gradient(loss, leaf)
+        # A copy, for a graph may write to what it is given.
+        leaf = logprobs.detach().clone().requires_grad_(torch.is_grad_enabled())
+        with self._clock() as deadline:
+            loss, metrics = self._loss(leaf, self._loss.tensors(arguments, logprobs.dtype), deadline=deadline)
+            numbers = {name: metric_number(f"the metric {name!r}", value) for name, value in metrics.items()}
+            if not torch.is_grad_enabled():
+                return Evaluated(loss.item(), loss, numbers)
+            gradient = loss_gradient(loss, leaf)
         # As a client's own custom loss does it: the linear loss that has the same gradient.
         return Evaluated(loss.item(), (gradient * logprobs).sum(), numbers)
+
+    @contextmanager
+    def _clock(self) -> Iterator[float]:
+        """Takes the time that the loss takes; gives when it must have ended, by `time.monotonic`."""
+        started = time.monotonic()
+        if self._spent > REQUEST_SECONDS:
+            raise InvalidLoss(
+                f"with the datums of this request the loss has run for {self._spent:.0f} s and was stopped; at most "
+                f"{REQUEST_SECONDS:g} s are taken. Send fewer datums at once."
+            )
+        try:
+            yield started + REQUEST_SECONDS - self._spent
+        finally:
+            self._spent += time.monotonic() - started
 
     def reduce(self, metrics: Mapping[str, float], datums: int) -> dict[str, float]:
         """The metrics of a batch from their sums over its datums."""
         return {name: value / datums if name.endswith(":mean") else value for name, value in metrics.items()}
+
+
+def metric_number(what: str, value: Any) -> float:
+    """A metric as a number; `what` is what errors call it.
+
+    Raises:
+        InvalidLoss: If it is none.
+    """
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise InvalidLoss(f"{what} must be a scalar, but has the shape {list(value.shape)}; use .sum() or .mean()")
+    try:
+        return float(value.detach()) if isinstance(value, Tensor) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise InvalidLoss(f"{what} is no number, but {type(value).__name__}") from error
 
 
 def loss_gradient(loss: Tensor, leaf: Tensor) -> Tensor:
