@@ -91,10 +91,10 @@ class Server:
         module.drain()
         return bits(self.trainer, module.lm.backend.model_id)  # type: ignore[attr-defined]
 
-    def expected(self, steps: int) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    def expected(self, steps: int, data: list[Datum] = DATA) -> tuple[dict[str, bytes], dict[str, bytes]]:
         """The same after so many windows of the data, and after a later fit, where nothing went wrong."""
         module = self.module()
-        fit(module, "auto", max_steps=steps)
+        fit(module, "auto", data, max_steps=steps)
         before = self.bits(module)
         fit(module, "auto", LATER)
         return before, self.bits(module)
