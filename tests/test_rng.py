@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinker_lightning import rng
+from tinker_lightning import AdamParams, Datum, SamplingParams, rng
+from tinker_lightning.testing import embedded_service
 
 seeds = st.integers(0, 2**31)
 draws = st.integers(0, 5)
@@ -112,3 +113,17 @@ def test_a_digest_tells_every_draw_apart(advance: Any) -> None:
     assert rng.digest(rng.capture()) == before
     advance()
     assert rng.digest(rng.capture()) != before
+
+
+def test_a_trainer_in_this_process_leaves_them_alone() -> None:
+    seed(1)
+    before = rng.digest(rng.capture())
+    with embedded_service() as service:
+        model = service.create_lora_training_client("tiny", rank=3, seed=5)
+        data = [Datum.from_tokens([1, 2, 3])]
+        model.forward_backward(data, "cross_entropy").result()
+        model.optim_step(AdamParams()).result()
+        model.save_state("state").result()
+        sampler = model.save_weights_and_get_sampling_client()
+        sampler.sample(data[0].model_input, 1, SamplingParams(max_tokens=2)).result()
+    assert rng.digest(rng.capture()) == before

@@ -128,7 +128,8 @@ class LoraHost:
             base_model_name_or_path=self._base_path,
             target_modules=_target_modules(self._layers, config),
         )
-        with warnings.catch_warnings():
+        # Its first weights are replaced; drawing them must not disturb the random numbers of a trainer's own process.
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             # Only the adapter of the output matrix is trained; the embedding it is tied to stays as it is.
             warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
             # peft finds out by itself which layers hold their matrix transposed (GPT-2's Conv1D), and says so.
