@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from tests.resuming import KINDS, Bench, Everywhere, assert_same
 from tinker_lightning.server import EmbeddedTrainer
@@ -79,3 +81,34 @@ def test_every_place(bench: Bench, kind: str, settings: tuple[dict[str, Any], An
     whole = bench.run(kind, saver, **options)
     for file in saver.files:
         assert_same(whole, bench.run(kind, resume=file.path, **options), file)
+
+
+class Breaks(pl.Callback):
+    """Fails once, at a hook of some batch."""
+
+    def __init__(self, hook: str, batch: int) -> None:
+        self.left = batch
+        setattr(self, hook, self._break)
+
+    def _break(self, *_: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise ConnectionError("the cable was pulled")
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*called without a model", "ignore:.*no last checkpoint available"
+)  # as it should be
+@pytest.mark.parametrize(
+    "hook", ["on_before_backward", "on_after_backward", "on_before_zero_grad", "on_validation_batch_start"]
+)
+def test_a_file_of_an_exception_begins_the_batch_anew(bench: Bench, hook: str, tmp_path: Path) -> None:
+    """Neither its gradient nor its random numbers count twice."""
+    whole = bench.run(num_sanity_val_steps=0)
+    with pytest.raises(ConnectionError):
+        bench.run("shuffled", OnExceptionCheckpoint(tmp_path), Breaks(hook, 2), num_sanity_val_steps=0)
+    resumed = bench.run(resume=tmp_path / "on_exception.ckpt")
+    count = len(resumed.seen)
+    assert resumed.seen == whole.seen[-count:]
+    assert resumed.rows.items() <= whole.rows.items()
+    assert resumed.state == whole.state

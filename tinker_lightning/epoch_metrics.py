@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -20,7 +21,7 @@ def capture(trainer: pl.Trainer) -> dict[str, Any]:
     loop = trainer.fit_loop.epoch_loop
     of_validation = {item.meta.metric_attribute for item in loop.val_loop._results.values()}
     return {
-        "logged": [_logged(item) for item in loop._results.values() if not item.has_reset],
+        "logged": [_logged(item) for item in loop._results.values() if item.meta.on_epoch and not item.has_reset],
         "metrics": {
             name: _state(metric)
             for name, metric in _metrics(trainer).items()
@@ -70,11 +71,12 @@ def _logged(item: Any) -> dict[str, Any]:
         **arguments,
         "reduce_fx": item.meta.reduce_fx.__name__,
         "metric_attribute": item.meta.metric_attribute,
-        "value": item.value if item.is_tensor else None,
+        "value": item.value.clone() if item.is_tensor else None,
         "weight": getattr(item, "cumulated_batch_size", None),
         "last": item._forward_cache if isinstance(item._forward_cache, Tensor) else None,
     }
 
 
 def _state(metric: Metric) -> dict[str, Any]:
-    return {"count": metric._update_count, "states": {name: getattr(metric, name) for name in metric._defaults}}
+    states = {name: apply_to_collection(getattr(metric, name), Tensor, torch.clone) for name in metric._defaults}
+    return {"count": metric._update_count, "states": states}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loops.fit_loop import RestartStage as FitStage
 from lightning.pytorch.loops.training_epoch_loop import RestartStage as EpochStage
 
-from tinker_lightning import epoch_metrics
+from tinker_lightning import epoch_metrics, rng
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -46,6 +46,27 @@ def place(trainer: pl.Trainer) -> dict[str, Any]:
         "row": _row(trainer, where),
         "epoch_metrics": epoch_metrics.capture(trainer),
     }
+
+
+class Begun:
+    """What a batch found when its training began, should a file be written before it ends.
+
+    Args:
+        trainer: Who trains it.
+        window: How many gradients waited for a step.
+    """
+
+    def __init__(self, trainer: pl.Trainer, window: int) -> None:
+        self.rng = rng.capture()
+        self.epoch_metrics = epoch_metrics.capture(trainer)
+        self.window = window
+        self._number = trainer.fit_loop.epoch_loop.total_batch_idx
+
+    def is_under_way(self, trainer: pl.Trainer) -> bool:
+        """Whether it is still being trained; after a resume it begins anew."""
+        loop = trainer.fit_loop.epoch_loop
+        batches: Any = loop.batch_progress.current
+        return bool(batches.ready > batches.processed and loop.total_batch_idx == self._number)
 
 
 def let_in(trainer: pl.Trainer, checkpoint: dict[str, Any], resumed: dict[str, Any]) -> None:

@@ -67,6 +67,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         self._cannot_look = False
         self._unnamed: list[str | None] = []
         self._resumed: dict[str, Any] | None = None
+        self._begun: progress.Begun | None = None
         self._references = References(self._delete_state, self._checkpoint_folders)
 
     @property
@@ -122,6 +123,8 @@ class TinkerStrategy(SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """A step whose forward pass may have been asked for at the start of its window."""
         module = self.lightning_module
+        if isinstance(module, RemoteModule):
+            self._begun = progress.Begun(module.trainer, len(module.lm.handle.remote.window))
         if not self.look_ahead or self._cannot_look or not isinstance(module, RemoteModule) or not args:
             return super().training_step(*args, **kwargs)
         number = module.trainer.fit_loop.epoch_loop.total_batch_idx
@@ -176,6 +179,11 @@ class TinkerStrategy(SingleDeviceStrategy):
         if self.lightning_module is not None:
             trainer = self.lightning_module.trainer
             checkpoint[KEY] = {"rng": rng.capture(), "place": progress.place(trainer)}
+            if self._begun is not None and self._begun.is_under_way(trainer):
+                # It is trained again: what it has drawn, logged and gathered must not count twice.
+                checkpoint[KEY]["rng"] = self._begun.rng
+                checkpoint[KEY]["place"]["epoch_metrics"] = self._begun.epoch_metrics
+                del checkpoint.get(STATE_KEY, {}).get("window", [])[self._begun.window :]
             for each in trainer.loggers:
                 each.save()  # what was logged before a checkpoint is not logged again after a resume
         named = self._named_in(checkpoint, filepath)
