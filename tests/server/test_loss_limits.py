@@ -298,7 +298,7 @@ def test_a_loss_of_a_batch_has_a_limit_that_no_batch_raises(api: Api, monkeypatc
     def chain(name: str, target: str, *args: Any) -> Any:
         calls = [node("x0", target, ref("logprobs"), *args, op="call_method")]
         calls += [node(f"x{i}", target, ref(f"x{i - 1}"), *args, op="call_method") for i in range(1, 30)]
-        output = {"tuple": [ref("loss"), None, {"dict": {}}]}
+        output: Any = {"tuple": [ref("loss"), None, {"dict": {}}]}
         calls.append(node("loss", "sum", ref("x29"), op="call_method"))
         variant = {"inputs": [], "absent": [], "graph": graph(*calls, output=output)}
         loss = {"name": name, "source": "logprobs", "hyperparameters": {}, "variants": [variant]}
@@ -315,8 +315,8 @@ def test_a_loss_of_a_batch_has_a_limit_that_no_batch_raises(api: Api, monkeypatc
 @pytest.mark.parametrize(
     ("names", "because"),
     [
-        (["loss:sum"], "every pass has a metric of this name"),
-        (["tokens:sum"], "every pass has a metric of this name"),
+        (["loss:sum"], "'loss:sum' is 1, but every pass has a metric of this name"),
+        (["tokens:sum"], "'tokens:sum' is 1, but every pass has a metric of this name"),
         (["a", "a:unique"], "'a' and 'a:unique' would be the same metric"),
     ],
 )
@@ -326,9 +326,12 @@ def test_no_diagnostic_takes_the_place_of_another(api: Api, names: list[str], be
 
     api.trainer.losses.register_function("plain", plain)
     assert because in api.run("forward_backward", named(api, api.model(), "plain"))["error"]
-    output = {"tuple": [ref("loss"), None, {"dict": dict.fromkeys(names, ref("loss"))}]}
+
+
+def test_diagnostics_that_would_be_one_metric_are_refused_at_once(api: Api) -> None:
+    output = {"tuple": [ref("loss"), None, {"dict": {"a": ref("loss"), "a:unique": ref("loss")}}]}
     variant = {"inputs": [], "absent": [], "graph": graph(SUM, output=output)}
     loss = {"name": "mine", "source": "logprobs", "hyperparameters": {}, "variants": [variant]}
     refused = api.post(f"{EXT}/losses", {"session_id": api.session(), "loss": loss})
     assert refused.status_code == 400
-    assert because in refused.json()["detail"]
+    assert "'a' and 'a:unique' would be the same metric" in refused.json()["detail"]

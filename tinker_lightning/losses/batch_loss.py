@@ -32,7 +32,6 @@ MAX_VARIANTS = 16
 MAX_SETTINGS = 32
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _INPUT = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
-_RESERVED = ("loss:sum", "tokens:sum")
 _DIAGNOSTIC = re.compile(r"[^\x00-\x1f:]{1,100}(:[a-z0-9_]{1,20})?")
 
 
@@ -254,8 +253,6 @@ def check_diagnostic(name: Any) -> None:
     """Refuses what cannot be the name of a diagnostic."""
     if not isinstance(name, str) or not _DIAGNOSTIC.fullmatch(name):
         raise InvalidLoss(f"a diagnostic cannot be called {name!r:.120}; use a short text with at most one colon")
-    if name in _RESERVED:
-        raise InvalidLoss(f"a diagnostic cannot be called {name!r}: every pass has a metric of this name already")
 
 
 def metric_names(diagnostics: Iterable[Any]) -> dict[str, str]:

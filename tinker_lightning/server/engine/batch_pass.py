@@ -123,20 +123,19 @@ def run_batch_pass(
             given = given.clone()  # else it would write to what the model's backward needs
         leaf = given.requires_grad_(not forward_only)
         output = loss(_sources(loss.source, leaf, mask_BT), inputs, settings, limits)
-        value = _scalar(loss.name, output.loss)
+        own = {"loss:sum": _scalar(loss.name, output.loss), "tokens:sum": float(sum(lengths))}
         if not forward_only:
             gradient = loss_gradient(output.loss, leaf)
             returned = output.logprobs.detach() if isinstance(output.logprobs, Tensor) else output.logprobs
-            diagnostics = _numbers(loss.name, output.diagnostics)
+            diagnostics = _numbers(loss.name, output.diagnostics, own)
             del output, leaf, given  # the loss's own graph, before the model's backward needs the memory
             model_output.backward(gradient if scale == 1 else gradient * scale)
             adapter.add_gradient(parameters)
         else:
-            returned, diagnostics = output.logprobs, _numbers(loss.name, output.diagnostics)
+            returned, diagnostics = output.logprobs, _numbers(loss.name, output.diagnostics, own)
     if returned is None and loss.source == "logprobs":
         returned = model_output.detach()
-    metrics = {**diagnostics, "loss:sum": value, "tokens:sum": float(sum(lengths))}
-    return ForwardBackwardOutput(_per_datum(returned, lengths), metrics)
+    return ForwardBackwardOutput(_per_datum(returned, lengths), {**diagnostics, **own})
 
 
 def _limits(elements: int) -> Limits:
@@ -210,11 +209,19 @@ def _scalar(name: str, loss: Any) -> float:
     return value
 
 
-def _numbers(loss: str, diagnostics: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(loss: str, diagnostics: Mapping[str, Any], own: Mapping[str, float]) -> dict[str, float]:
+    """Diagnostics as metrics; those that every pass has may be given too, but not as something else."""
     names = metric_names(diagnostics)
-    return {
+    numbers = {
         names[name]: metric_number(f"{loss}: the diagnostic {name!r}", value) for name, value in diagnostics.items()
     }
+    for name, value in own.items():
+        if not math.isclose(numbers.get(name, value), value, rel_tol=1e-6):
+            raise InvalidLoss(
+                f"{loss}: the diagnostic {name!r} is {numbers[name]:g}, but every pass has a metric of this name, "
+                f"which is {value:g}; rename it"
+            )
+    return numbers
 
 
 def _per_datum(logprobs: Any, lengths: Sequence[int]) -> list[dict[str, TensorData]]:
