@@ -96,9 +96,7 @@ class Breaks(pl.Callback):
             raise ConnectionError("the cable was pulled")
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*called without a model", "ignore:.*no last checkpoint available"
-)  # as it should be
+@pytest.mark.filterwarnings("ignore:.*called without a model", "ignore:.*no last checkpoint available")
 @pytest.mark.parametrize(
     "hook", ["on_before_backward", "on_after_backward", "on_before_zero_grad", "on_validation_batch_start"]
 )

@@ -57,7 +57,7 @@ class Begun:
     """
 
     def __init__(self, trainer: pl.Trainer, window: int) -> None:
-        self.rng = rng.capture()
+        self.rng = rng.snapshot()
         self.epoch_metrics = epoch_metrics.capture(trainer)
         self.window = window
         self._number = trainer.fit_loop.epoch_loop.total_batch_idx

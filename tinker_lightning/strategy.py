@@ -181,7 +181,7 @@ class TinkerStrategy(SingleDeviceStrategy):
             checkpoint[KEY] = {"rng": rng.capture(), "place": progress.place(trainer)}
             if self._begun is not None and self._begun.is_under_way(trainer):
                 # It is trained again: what it has drawn, logged and gathered must not count twice.
-                checkpoint[KEY]["rng"] = self._begun.rng
+                checkpoint[KEY]["rng"] = rng.capture(self._begun.rng)
                 checkpoint[KEY]["place"]["epoch_metrics"] = self._begun.epoch_metrics
                 del checkpoint.get(STATE_KEY, {}).get("window", [])[self._begun.window :]
             for each in trainer.loggers:
