@@ -60,11 +60,11 @@ def loaders(kind: str) -> Any:
         case "stateful":
             return StatefulDataLoader(Noisy(), shuffle=True, **options)
         case "stateful workers":
-            return StatefulDataLoader(DATA, shuffle=True, num_workers=2, **options)  # type: ignore[arg-type]
+            return StatefulDataLoader(DATA, shuffle=True, num_workers=2, **options)
         case "unsized":
             return DataLoader(Stream(), **options)
         case "several":
-            short = DataLoader(DATA[:4], shuffle=True, **options)  # type: ignore[arg-type]
+            short: DataLoader[Any] = DataLoader(DATA[:4], shuffle=True, **options)  # type: ignore[arg-type]
             return {"long": DataLoader(Noisy(), shuffle=True, **options), "short": short}
     raise ValueError(kind)
 
@@ -105,7 +105,7 @@ class Mean(RemoteModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        plateau = {"factor": 0.5, "patience": 0, "threshold": 1.0}
+        plateau: dict[str, Any] = {"factor": 0.5, "patience": 0, "threshold": 1.0}
         schedulers = torch.optim.lr_scheduler
         match self.scheduler:
             case "step":
@@ -259,7 +259,8 @@ class Bench:
                 **options,
             }
         )
-        validation = DataLoader(DATA[:3], batch_size=2, collate_fn=collate) if validate else None  # type: ignore[arg-type]
+        held_out: DataLoader[Any] = DataLoader(DATA[:3], batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+        validation = held_out if validate else None
         trainer.fit(module, loaders(kind), validation, ckpt_path=None if resume is None else str(resume))
         return Outcome(
             state_of(self.server, module),
