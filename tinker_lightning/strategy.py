@@ -259,6 +259,8 @@ class TinkerStrategy(SingleDeviceStrategy):
         self._sent = {}
         if self._resumed is not None and self.lightning_module is not None:  # training did not begin
             progress.let_out(self.lightning_module.trainer, self._resumed)
+            # Or Lightning would load it again in a fit without a checkpoint.
+            self.lightning_module.trainer._checkpoint_connector._loaded_checkpoint = {}
         self._resumed = None
         super().teardown()
         for state in self._unnamed:
