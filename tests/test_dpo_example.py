@@ -1,0 +1,130 @@
+"""The DPO example runs from end to end: on `tiny` in seconds, and as a soak test on a model that can read."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+from examples import dpo
+from tinker_lightning.server.engine.catalog import Catalog
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STEPS = 12
+# A number with its unit: what all chosen answers have, and no rejected one.
+UNIT = r"°C|mm|cm|m|km|ml|l|litres?|g|kg|bar|rpm|Nm|degrees|seconds|minutes?|hours?|days|weeks|months"
+MEASURE = re.compile(rf"\d[ -]?(?:{UNIT})\b")
+
+# Lightning's advice for loaders as small as these, and its use of a name that torch calls deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),
+]
+
+
+class Run(NamedTuple):
+    """What the example says, and what it has written."""
+
+    before: dict[str, float]
+    after: dict[str, float]
+    folder: Path
+
+    def column(self, name: str) -> list[float]:
+        with (self.folder / "version_0" / "metrics.csv").open() as file:
+            return [float(row[name]) for row in csv.DictReader(file) if row[name]]
+
+
+def run(folder: Path, **options: Any) -> Run:
+    return Run(*dpo.main(folder, **options), folder)
+
+
+@pytest.fixture(scope="module", params=["auto", "two-pass"])
+def tiny_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Four pairs, which are one batch: every step sees them all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dpo.Preferences, "route", request.param)
+        folder = tmp_path_factory.mktemp("dpo")
+        return run(folder, model="tiny", count=4, max_epochs=STEPS, learning_rate=5e-3)
+
+
+def read(part: str) -> list[dict[str, str]]:
+    lines = (dpo.DATA / f"preferences_{part}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_the_chosen_answers_of_the_lessons_win(tiny_run: Run) -> None:  # R3.5, R4.3, R5.7
+    margins, losses = tiny_run.column("reward_margin"), tiny_run.column("train_loss")
+    assert len(margins) == len(losses) == STEPS
+    assert margins[0] == pytest.approx(0, abs=1e-4)  # the reference against itself
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-4)
+    assert margins[-1] > 1
+    assert losses[-1] < 0.5 * losses[0]
+    assert tiny_run.column("reward_accuracy")[-1] == 1
+
+
+def test_each_epoch_scores_the_pairs_that_are_held_out(tiny_run: Run) -> None:  # R5.3
+    for name, value in tiny_run.after.items():
+        scores = tiny_run.column(f"val_{name}")
+        assert len(scores) == STEPS, name
+        assert scores[-1] == pytest.approx(value)
+    assert tiny_run.before["reward_accuracy"] == 0.5
+    assert tiny_run.before["reward_margin"] == 0
+
+
+def test_the_loss_runs_on_the_server() -> None:  # R5.7
+    with dpo.Preferences("tiny", base_url="embedded") as module:
+        assert module.chosen_route().route == "server"
+
+
+def test_a_pair_is_one_prompt_with_two_answers_that_alone_count() -> None:  # R4.1
+    tokenizer = Catalog(["tiny"]).get("tiny").tokenizer
+    for pair, row in zip(dpo.read_pairs("validation", tokenizer), read("validation"), strict=True):
+        prompts = []
+        for datum, answer in zip(pair, (row["chosen"], row["rejected"]), strict=True):
+            weights, targets = (datum.loss_fn_inputs[name].to_torch() for name in ("weights", "target_tokens"))
+            assert tokenizer.decode(targets[weights > 0]) == answer + tokenizer.eos_token
+            prompts.append(targets[: int(weights.argmax())].tolist())
+        assert prompts[0] == prompts[1]
+
+
+@pytest.mark.parametrize(("part", "size"), [("train", 48), ("validation", 16)])
+def test_the_chosen_answer_has_a_measure_and_the_rejected_one_has_none(part: str, size: int) -> None:
+    rows = read(part)
+    assert len(rows) == size
+    for row in rows:
+        assert MEASURE.search(row["chosen"]), row["chosen"]
+        assert not MEASURE.search(row["rejected"]), row["rejected"]
+    # So it is not enough to look for a digit.
+    assert sum(bool(re.search(r"\d", row["rejected"])) for row in rows) >= size / 8
+
+
+def test_the_pairs_are_different_and_none_that_is_held_out_is_in_the_lessons() -> None:
+    rows = read("train") + read("validation")
+    for field in ("prompt", "chosen", "rejected"):
+        assert len({row[field] for row in rows}) == len(rows), field
+    for row in rows:  # not one answer with a word changed
+        chosen, rejected = (set(re.findall(r"\w+", row[field].lower())) for field in ("chosen", "rejected"))
+        assert len(chosen & rejected) < len(chosen | rejected) / 2, row
+
+
+@pytest.mark.soak
+def test_a_real_model_learns_to_prefer_measures_in_pairs_it_has_not_seen(tmp_path: Path) -> None:  # R3.5, R5.5
+    before, after, _ = run(tmp_path)
+    assert after["reward_accuracy"] >= 0.75 > before["reward_accuracy"]
+    assert after["reward_margin"] > 1
+    assert before["chosen_likelier"] < 0.5 < after["chosen_likelier"]  # it preferred the others
+    assert after["chosen_nll"] < before["chosen_nll"]  # and does not win by making both unlikely
+
+
+@pytest.mark.soak
+def test_to_a_real_model_the_answers_are_of_one_length() -> None:
+    tokenizer = Catalog(["smollm2-135m"]).get("smollm2-135m").tokenizer
+    for part in ("train", "validation"):
+        lengths = [sum(len(tokenizer.encode(row[field])) for row in read(part)) for field in ("chosen", "rejected")]
+        assert lengths[0] == pytest.approx(lengths[1], rel=0.05)
