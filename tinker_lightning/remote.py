@@ -138,14 +138,18 @@ class RemoteLM(nn.Module):
         """Saves weights and optimizer on the server, unless nothing was trained since the last time; their path."""
         return self.handle.remote.save()
 
-    def get_extra_state(self) -> str | None:
-        """What a `state_dict` has of the weights: the path of a state on the server, saved now."""
-        return self.save() if self.in_state_dict and self.handle.remote.is_made else None
+    def get_extra_state(self) -> Tensor:
+        """What a `state_dict` has of the weights: the path of a state on the server, saved now, as its bytes.
 
-    def set_extra_state(self, state: str | None) -> None:
+        A tensor, for files of safetensors hold nothing else; empty where there is no model yet.
+        """
+        path = self.save() if self.in_state_dict and self.handle.remote.is_made else ""
+        return torch.tensor(list(path.encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
         """Goes on from the state that a `state_dict` names."""
-        if state is not None:
-            self.handle.remote.load(state)
+        if state.numel():
+            self.handle.remote.load(bytes(state.tolist()).decode())
         elif self.in_state_dict and self.handle.remote.is_made:
             raise InvalidInput(
                 "this state dict names no state on the server: it was taken before its model was first used. Make a "
