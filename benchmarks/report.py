@@ -32,10 +32,11 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def write(path: Path | None, results: dict[str, Any]) -> None:
-    """Writes results with the machine they were measured on."""
+    """Writes results with the machine they were measured on, beside those of other benchmarks in the same file."""
     if path is not None:
         machine = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
-        path.write_text(json.dumps({"machine": machine, **results}, indent=2) + "\n")
+        others = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**others, "machine": machine, **results}, indent=2) + "\n")
 
 
 def _cell(value: Any) -> str:
