@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import pickle
 import random
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,8 @@ class Epochs:
                 self.is_over = self.trained == self.length()
                 if len(self.seen) == save_after:
                     saved = self._save(epoch + self.is_over)
+        if isinstance(self.loader.loader, DataLoader):
+            self.loader._iterator = None  # as Lightning does at the end of a fit; workers end with it
         return saved
 
     def _batches(self) -> Iterator[Any]:
@@ -174,6 +177,31 @@ def test_workers_go_on_in_the_midst_of_an_epoch_and_at_its_end(make: Callable[[]
     resumed = Epochs(make, seed=2, ahead=1)
     resumed.run(3, state=saved)
     assert str(resumed.seen) == str(whole.seen[batches:])
+
+
+def test_the_workers_of_a_pass_end_with_it() -> None:
+    assert multiprocessing.active_children() == []
+    for persistent in (False, True):
+        loader = plain(shuffled(num_workers=2, persistent_workers=persistent))
+        for _ in range(2):
+            iterator = iter(loader)
+            next(iterator)
+            assert len(multiprocessing.active_children()) == 2
+        if persistent:
+            loader._iterator._shutdown_workers()  # as Lightning does at the end of a fit
+        loader._iterator = None
+        del iterator
+        assert multiprocessing.active_children() == []
+        assert len(list(loader.loader)) == 5
+
+
+def test_a_state_outlives_the_end_of_a_fit() -> None:
+    """Lightning drops a stateful loader's iterator then, and its state with it."""
+    loader = ResumableLoader(stateful(), lambda: 5, lambda: True)
+    assert len(list(loader)) == 5
+    before = loader.state_dict()
+    loader._iterator = None
+    assert str(loader.state_dict()) == str(before)
 
 
 def plain(loader: Iterable[Any], trained: int = 0) -> ResumableLoader:

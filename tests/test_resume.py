@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -41,6 +42,7 @@ def test_every_kind_of_loader_goes_on(bench: Bench, kind: str, tmp_path: Path) -
     assert len(saver.files) == 4
     for file in saver.files:
         assert_same(whole, bench.run(kind, resume=file.path), file)
+    assert multiprocessing.active_children() == [], "workers end with the fit"
 
 
 # Settings of a trainer, and two places where they matter.

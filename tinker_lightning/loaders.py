@@ -47,6 +47,19 @@ class _Wrapper:
     def worker_init_fn(self, function: Any) -> None:
         self.loader.worker_init_fn = function  # type: ignore[attr-defined]
 
+    @property
+    def _iterator(self) -> Any:
+        """The loader's own, which Lightning sets to None at the end of a fit, so that workers end."""
+        return self.loader._iterator  # type: ignore[attr-defined]
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self._end()
+        self.loader._iterator = iterator  # type: ignore[attr-defined]
+
+    def _end(self) -> None:
+        """Lets go of the last pass."""
+
 
 class ResumableLoader(_Wrapper):
     """A loader of training batches; its state is that of the last batch trained, not of the last one drawn.
@@ -73,6 +86,7 @@ class ResumableLoader(_Wrapper):
             self._drawn = resume["drawn"]
         elif self._trained() == 0 or self._is_over():
             self._drawn = 0  # a new epoch, and not a short loader that starts over beside a longer one
+        self._run.close()
         run = self._run = Run(self.loader, resume)
         self._marks.append(_Mark(self._drawn, run, run.count, run.inner))
         for batch in run:
@@ -103,6 +117,11 @@ class ResumableLoader(_Wrapper):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from there at the next `iter`."""
         self._resume = state
+
+    def _end(self) -> None:
+        if self._marks:
+            self._resume = self.state_dict()  # a loader with a state of its own is about to lose it
+        self._run.close()
 
 
 class SecludedLoader(_Wrapper):
@@ -154,6 +173,12 @@ class Run:
             except Exception as failure:  # kept for its turn: the batches before it are trained first
                 self._failure = failure
         return [*given, *(batch for batch, _ in islice(self._ahead, max(0, count - len(given))))][:count]
+
+    def close(self) -> None:
+        """Lets go of the loader's iterator, with which its workers end."""
+        self._source = None
+        self._given.clear()
+        self._ahead.clear()
 
     def _pull(self) -> None:
         if self._source is None:
