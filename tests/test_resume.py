@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from tests.resuming import KINDS, Bench, Everywhere, assert_same
 from tinker_lightning.server import EmbeddedTrainer
@@ -83,6 +85,30 @@ def test_every_place(bench: Bench, kind: str, settings: tuple[dict[str, Any], An
     whole = bench.run(kind, saver, **options)
     for file in saver.files:
         assert_same(whole, bench.run(kind, resume=file.path, **options), file)
+
+
+def contents(file: Path) -> Any:
+    """What a file says of the run, to compare; without the path of its state, and what Lightning counts for itself."""
+    content = torch.load(file, weights_only=True)
+    window = content["tinker"].pop("window")
+    loaders = content["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    kept = [content[key] for key in ("tinker_strategy", "global_step", "epoch", "optimizer_states", "lr_schedulers")]
+    return apply_to_collection([window, loaders, *kept], torch.Tensor, torch.Tensor.tolist)
+
+
+@pytest.mark.parametrize("place", ["batch end 0.2", "batch end 0.5", "validation end 0.4", "epoch end 0.5"])
+def test_a_resumed_run_writes_the_files_of_the_whole_one(bench: Bench, place: str, tmp_path: Path) -> None:
+    """So that it can be resumed again, as often as it must."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "resumed").mkdir()
+    whole, resumed = Everywhere(tmp_path / "whole"), Everywhere(tmp_path / "resumed")
+    bench.run("shuffled", whole, val_check_interval=2)
+    (file,) = [file for file in whole.files if file.place == place]
+    bench.run("shuffled", resumed, resume=file.path, val_check_interval=2)
+    assert len(resumed.files) >= 15
+    for mine, other in zip(reversed(resumed.files), reversed(whole.files), strict=False):
+        assert mine.place == other.place
+        assert contents(mine.path) == contents(other.path), mine.place
 
 
 class Breaks(pl.Callback):

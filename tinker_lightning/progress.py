@@ -98,6 +98,7 @@ def go_on(trainer: pl.Trainer, place: dict[str, Any]) -> None:
     connector._callback_metrics.update(place["callback_metrics"])
     fit._restarting = False
     loop.restarting = False
+    loop._restart_stage = EpochStage.NONE
     if where != EPOCH_START:
         trainer.accumulate_grad_batches = place["accumulate"]
     if where not in (EPOCH_START, EPOCH_END):
@@ -114,7 +115,6 @@ def go_on(trainer: pl.Trainer, place: dict[str, Any]) -> None:
     else:
         fit._restart_stage = FitStage.RESTARTED_MID_EPOCH
         loop._restarting = True  # keeps the counters
-        loop._restart_stage = EpochStage.NONE
         if not loop._should_accumulate():
             loop._batches_that_stepped -= 1  # which a loop that restarts counts again
 
