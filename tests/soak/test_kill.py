@@ -9,86 +9,136 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-FIT = Path(__file__).with_name("killed_fit.py")
-KILLS = 10  # of each kind of loader
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KINDS = ["plain", "stateful", "workers"]
 
 
-def run(folder: Path, kind: str, kill_after: float | None = None) -> bool:
-    """Starts the fit; whether it has come to its end."""
-    environment = {**os.environ, "XDG_DATA_HOME": str(folder / "data")}
-    with (folder / "output.txt").open("a") as output:
-        process = subprocess.Popen(
-            [sys.executable, str(FIT), str(folder), kind],
-            env=environment,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(kill_after)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return False
-    assert code == 0, (folder / "output.txt").read_text()[-3000:]
-    return True
+class Fits:
+    """Fits in processes of their own, which may be killed."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        with output.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("killed_fit.py"))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+
+    def run(self, folder: Path, kind: str, **kill: int) -> bool:
+        """Whether a fit has come to its end, and not been killed."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"folder": str(folder), "kind": kind, "kill": kill}) + "\n")
+        self._process.stdin.flush()
+        code = os.waitstatus_to_exitcode(json.loads(self._process.stdout.readline()))
+        assert code in (0, -signal.SIGKILL), self._output.read_text()[-3000:]
+        return code == 0
+
+    def close(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
 
 
-def logged(folder: Path) -> dict[tuple[int, str], str]:
+@pytest.fixture(scope="module")
+def fits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fits]:
+    fits = Fits(tmp_path_factory.mktemp("fits") / "output.txt")
+    yield fits
+    fits.close()
+
+
+class Ended:
+    """All that two fits must have in common, and that they counted."""
+
+    def __init__(self, folder: Path) -> None:
+        done = json.loads((folder / "done.json").read_text())
+        self.calls, self.in_saves = done["calls"], done["in_saves"]
+        self.rate, self.steps = done["rate"], done["steps"]
+        self.tensors = _tensors(folder, done["state"])
+        # What each batch was trained on, where it counted.
+        self.trained = dict(map(json.loads, (folder / "trained.jsonl").read_text().splitlines()))
+        self.rows = _rows(folder)
+        self.missing = [file.name for file in (folder / "files").glob("*.ckpt") if not _names_a_state(folder, file)]
+
+
+def _tensors(folder: Path, state: str) -> dict[str, torch.Tensor]:
+    """Weights and Adam's state."""
+    (saved,) = (folder / "data").rglob(state.rsplit("/", 1)[-1])
+    return {
+        f"{file.name} {name}": value for file in saved.glob("*.safetensors") for name, value in load_file(file).items()
+    }
+
+
+def _rows(folder: Path) -> dict[tuple[int, str], str]:
     """The last row of each step and metric, over all files in the order in which they were begun."""
     rows: dict[tuple[int, str], str] = {}
     for file in sorted(folder.glob("logs/version_*/metrics.csv"), key=lambda file: int(file.parent.name[8:])):
         with file.open() as lines:
             for row in csv.DictReader(lines):
-                rows |= {(int(row["step"]), name): value for name, value in row.items() if value and name != "step"}
+                if None not in row.values():  # not cut off in its midst
+                    rows |= {(int(row["step"]), name): value for name, value in row.items() if value and name != "step"}
     return rows
 
 
-def trained(folder: Path) -> dict[int, Any]:
-    """What each batch was trained on, where it counted."""
-    return dict(map(json.loads, (folder / "trained.jsonl").read_text().splitlines()))
+def _names_a_state(folder: Path, file: Path) -> bool:
+    path = torch.load(file, weights_only=True)["tinker"]["path"]
+    return len(list((folder / "data").rglob(path.rsplit("/", 1)[-1]))) == 1
 
 
-def ended(folder: Path) -> tuple[dict[str, torch.Tensor], float, int]:
-    """Weights and Adam's state, the learning rate, and the number of steps."""
-    done = json.loads((folder / "done.json").read_text())
-    (state,) = (folder / "data").rglob(done["state"].rsplit("/", 1)[-1])
-    tensors = {
-        f"{file.name} {name}": value for file in state.glob("*.safetensors") for name, value in load_file(file).items()
-    }
-    return tensors, done["rate"], done["steps"]
+def assert_same(fit: Ended, whole: Ended) -> None:
+    assert fit.tensors.keys() == whole.tensors.keys()
+    assert all(torch.equal(fit.tensors[name], value) for name, value in whole.tensors.items())
+    assert (fit.rate, fit.steps) == (whole.rate, whole.steps)
+    assert fit.trained == whole.trained
+    assert fit.rows == whole.rows
+    assert fit.missing == []
+
+
+def kill_often(fits: Fits, folder: Path, kind: str, whole: Ended, numbers: random.Random, most: int) -> int:
+    """Starts a fit until it comes to its end; how often it was killed."""
+    for kills in range(most):
+        save = numbers.randint(1, len(whole.in_saves)) if kills % 2 else None
+        calls = whole.calls if save is None else whole.in_saves[save - 1]
+        kill = {"call": numbers.randint(1, calls)} | ({} if save is None else {"save": save})
+        if fits.run(folder, kind, **kill):
+            return kills
+    assert fits.run(folder, kind)
+    return most
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_fit_ends_in_the_bits_of_one_that_was_not(fits: Fits, kind: str, tmp_path: Path) -> None:
+    """Once somewhere, and once within the next save."""
+    fits.run(tmp_path / "whole", kind)
+    whole = Ended(tmp_path / "whole")
+    folder = tmp_path / "killed"
+    assert not fits.run(folder, kind, call=whole.calls // 2)
+    assert not fits.run(folder, kind, save=1, call=whole.in_saves[0] // 2)
+    assert fits.run(folder, kind)
+    assert_same(Ended(folder), whole)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", ["plain", "stateful", "workers"])
-def test_a_killed_fit_ends_in_the_bits_of_one_that_was_not(kind: str, tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    started = time.monotonic()
-    assert run(whole, kind)
-    length = time.monotonic() - started
-    tensors, rate, steps = ended(whole)
-    numbers, kills = random.Random(kind), 0  # noqa: S311 not for secrets
-    while kills < KILLS:
-        folder = tmp_path / f"killed-{kills}"
-        folder.mkdir()
-        of_this = 0
-        # After some kills it is left alone: each costs what was trained since the last file.
-        while not run(folder, kind, numbers.uniform(0.35, 0.95) * length if of_this < 5 else None):
-            of_this += 1
-        kills += of_this
-        again, rate_again, steps_again = ended(folder)
-        assert again.keys() == tensors.keys()
-        assert all(torch.equal(again[name], tensors[name]) for name in tensors)
-        assert (rate_again, steps_again) == (rate, steps)
-        assert trained(folder) == trained(whole)
-        assert logged(folder) == logged(whole)
-    print(f"{kind}: {kills} kills, {len(tensors)} tensors, {len(logged(whole))} values of rows")
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_kills(fits: Fits, kind: str, tmp_path: Path) -> None:
+    fits.run(tmp_path / "whole", kind)
+    whole = Ended(tmp_path / "whole")
+    numbers = random.Random(kind)  # noqa: S311
+    kills: list[int] = []
+    while sum(kills) < 20:
+        folder = tmp_path / f"killed-{len(kills)}"
+        kills.append(kill_often(fits, folder, kind, whole, numbers, most=6))
+        assert_same(Ended(folder), whole)
+    print(f"{kind}: {kills} kills, {len(whole.tensors)} tensors, {len(whole.rows)} values of rows")
