@@ -118,14 +118,15 @@ class References:
         self._known[str(file)] = None
 
     def _files(self) -> set[str | Path]:
-        known = [Path(file).parent for file in self._known if "://" not in file]
-        folders = {*known, *(Path(folder) for folder in self._folders())}
-        return {file for folder in folders for file in folder.rglob("*.ckpt")} | set(self._known)
+        """Those in the folders of checkpoints, those that are known, and those beside them."""
+        beside = {Path(file).parent for file in self._known if "://" not in file}
+        found = {file for folder in self._folders() for file in Path(folder).rglob("*.ckpt")}
+        return found | {file for folder in beside for file in folder.glob("*.ckpt")} | set(self._known)
 
 
 def _read_name(file: Path) -> str | None:
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # others' may be large
         state = content.get(STATE_KEY)
         return str(state["path"]) if state else None
     except Exception as error:

@@ -13,6 +13,9 @@ from tinker_lightning.types.responses import CheckpointsList
 if TYPE_CHECKING:
     from tinker_lightning.client.connection import Connection
 
+# How long a removal is tried: training may wait for it, and nothing is lost with what stays on the server.
+DELETE_SECONDS = 5.0
+
 _PATH = re.compile(r"tinker://([^/]+)/((?:weights|sampler_weights|external_weights)/[^/]+)")
 
 
@@ -81,7 +84,7 @@ async def delete(connection: Connection, path: str, *, missing_ok: bool) -> None
     if not missing_ok and not await exists(connection, path):
         raise missing(path)
     with contextlib.suppress(NotFound):
-        await connection.send("DELETE", url(path))
+        await connection.send("DELETE", url(path), seconds=DELETE_SECONDS)
 
 
 def missing(path: str) -> NotFound:
