@@ -13,7 +13,8 @@ from torch import Tensor
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses import graph_functions
 from tinker_lightning.losses.graph import Graph, Node, Ref
-from tinker_lightning.losses.graph_run import Limits, Program
+from tinker_lightning.losses.graph_limits import Limits
+from tinker_lightning.losses.graph_run import Program
 
 X = Ref(0)
 

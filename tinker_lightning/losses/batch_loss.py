@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.losses.graph import Graph, Ref
-from tinker_lightning.losses.graph_run import Limits, Program
+from tinker_lightning.losses.graph_run import Program
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import Tensor
+
+    from tinker_lightning.losses.graph_limits import Limits
 
 # What a loss is computed from: logits and a mask of what is no padding, or the log-probabilities of the targets.
 Source: TypeAlias = Literal["logits", "logprobs"]

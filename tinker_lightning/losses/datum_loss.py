@@ -18,7 +18,8 @@ from torch import Tensor, fx
 
 from tinker_lightning.errors import InvalidDatum, InvalidLoss, LossNotTraceable
 from tinker_lightning.losses.graph import Graph, Node, Ref
-from tinker_lightning.losses.graph_run import Limits, Program
+from tinker_lightning.losses.graph_limits import Limits
+from tinker_lightning.losses.graph_run import Program
 from tinker_lightning.losses.tracing import WAYS_OUT, DependsOn, Recorder, record
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses.graph import Graph, Node, Ref, refs
 from tinker_lightning.losses.graph_guards import MAX_PIECES, check_device, is_mask
-from tinker_lightning.losses.graph_numbers import number
+from tinker_lightning.losses.graph_limits import Limits, Meter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -27,29 +26,11 @@ if TYPE_CHECKING:
     from tinker_lightning.losses.graph_functions import Function
 
 _META = torch.device("meta")
-_MAX_RANK = 12
 _KEPT_PLANS = 4096  # one for each length that datums have
 _WRITING = {"operator.setitem", "add_", "clamp_", "copy_", "fill_", "masked_fill_", "mul_", "sub_", "zero_"}
 # What stands in sequences is handled part by part, which takes as long as so many elements of a tensor.
 _MAX_PARTS = 4 * MAX_PIECES
 _PART_WORK = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one run of a graph may take.
-
-    Args:
-        elements: Of one value.
-        total: Read and written by all calls together, which also bounds what the backward takes.
-        seconds: Until the last call must have begun.
-        memory: Bytes of one value, and of all that calls make together, for a backward may keep all of them.
-    """
-
-    elements: int = 1 << 23
-    total: int = 1 << 27
-    seconds: float = 20.0
-    memory: int = 4 << 30
 
 
 class Program:
@@ -98,7 +79,7 @@ class Program:
         devices = {value.device for value in values if isinstance(value, Tensor)}
         device = devices.pop() if devices else torch.device("cpu")
         environment: list[Any] = [*values, *(None for _ in self.graph.calls)]
-        meter = _Meter(limits)
+        meter = Meter(limits)
         deadline = min(deadline, time.monotonic() + limits.seconds)
         for i, (node, function) in enumerate(zip(self.graph.calls, self.graph.functions, strict=True)):
             if time.monotonic() > deadline:
@@ -120,7 +101,7 @@ class Program:
             self._plans.move_to_end(key)
             return self._plans[key]
         environment: list[Any] = [*(_shape_of(value) for value in values), *(None for _ in self.graph.calls)]
-        meter = _Meter(limits)
+        meter = Meter(limits)
         for target, value in zip(self.graph.inputs, values, strict=True):
             meter.size(Node("placeholder", target, target), value)
         checked = 0
@@ -140,63 +121,7 @@ class Program:
         return checked
 
 
-class _Meter:
-    """Counts elements against the limits."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._total = 0
-        self._kept = 0
-
-    def size(self, node: Node, value: Any) -> None:
-        """Refuses a value that is too large or of another kind than graphs go on with."""
-        if isinstance(value, Tensor):
-            if value.ndim > _MAX_RANK:
-                raise InvalidLoss(f"node {node.name!r}: a tensor of {value.ndim} dimensions; {_MAX_RANK} are taken")
-            self.elements(node, value.numel(), value.dtype.itemsize)
-        elif isinstance(value, tuple | list):
-            # Flat and short, for a sequence of sequences can hold more than there is time to look at.
-            if len(value) > MAX_PIECES:
-                raise InvalidLoss(f"node {node.name!r}: {len(value)} values at once; at most {MAX_PIECES} are taken")
-            for part in value:
-                if isinstance(part, tuple | list):
-                    raise InvalidLoss(f"node {node.name!r}: {node.target} returns sequences of sequences")
-                self.size(node, part)
-        elif value is not None and not isinstance(value, torch.dtype | torch.device):
-            try:
-                number(value)
-            except InvalidLoss as error:
-                raise InvalidLoss(f"node {node.name!r}: {error}") from error
-
-    def elements(self, node: Node, count: int, itemsize: int = 4) -> None:
-        """Refuses a tensor of so many elements."""
-        if count > (most := min(self._limits.elements, self._limits.memory // itemsize)):
-            raise InvalidLoss(
-                f"node {node.name!r}: {node.target} would make a tensor of {count:.3g} elements; at most {most:.3g} "
-                "are taken"
-            )
-
-    def keep(self, node: Node, size: int) -> None:
-        """Counts bytes that a call makes, and that may have to be kept for a backward."""
-        self._kept += size
-        if self._kept > self._limits.memory:
-            raise InvalidLoss(
-                f"node {node.name!r}: up to here the loss takes {self._kept / 2**30:.3g} GiB of memory; at most "
-                f"{self._limits.memory / 2**30:.3g} GiB are taken. Use a smaller batch, or fewer operations on large "
-                "tensors."
-            )
-
-    def add(self, node: Node, work: int) -> None:
-        """Counts what a call reads, computes and writes."""
-        self._total += work
-        if self._total > self._limits.total:
-            raise InvalidLoss(
-                f"node {node.name!r}: up to here the loss reads and writes {self._total:.3g} elements; at most "
-                f"{self._limits.total:.3g} are taken. Use a smaller batch, or fewer operations on large tensors."
-            )
-
-
-def _attempt(node: Node, function: Function, args: Any, kwargs: Any, meter: _Meter) -> Any:
+def _attempt(node: Node, function: Function, args: Any, kwargs: Any, meter: Meter) -> Any:
     """What a call returns, as shapes."""
     if function.inside is not None:
         inside = _estimate(node, function.inside, args, kwargs)
@@ -211,7 +136,7 @@ def _attempt(node: Node, function: Function, args: Any, kwargs: Any, meter: _Met
     return result
 
 
-def _check_dynamic(node: Node, function: Function, args: Any, kwargs: Any, meter: _Meter) -> bool:
+def _check_dynamic(node: Node, function: Function, args: Any, kwargs: Any, meter: Meter) -> bool:
     """Whether only a run can tell what a call returns; then it is no more than what it is given, place by place."""
     if not (function.is_dynamic or (node.target == "operator.getitem" and len(args) == 2 and is_mask(args[1]))):
         return False
@@ -270,7 +195,7 @@ def _blamed(node: Node, error: Exception) -> InvalidLoss:
     return InvalidLoss(f"node {node.name!r}: {node.target} failed: {reason}")
 
 
-def _count_parts(node: Node, environment: list[Any], meter: _Meter) -> None:
+def _count_parts(node: Node, environment: list[Any], meter: Meter) -> None:
     """Counts what a call is given by references to sequences; each reference counts, also to the same one."""
     given = (environment[place] for place in refs([node.args, dict(node.kwargs)]))
     parts = sum(len(value) for value in given if isinstance(value, tuple | list))

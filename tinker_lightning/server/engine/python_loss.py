@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinker_lightning.losses.graph_run import Limits
+    from tinker_lightning.losses.graph_limits import Limits
 
 
 @dataclass(frozen=True, slots=True)
