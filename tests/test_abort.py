@@ -266,7 +266,7 @@ def test_a_server_that_does_not_answer_does_not_keep_a_run_alive(
     trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
     transport = Stalling(httpx.ASGITransport(create_app(trainer)))
     service = ServiceClient("http://embedded", transport=transport)
-    monkeypatch.setattr("tinker_lightning.module.connect", lambda *_, **__: service)
+    monkeypatch.setattr("tinker_lightning.session.connect", lambda *_, **__: service)
     action, raised, _ = WAYS[way]
     signals = threading.Timer(0.5, action)
 

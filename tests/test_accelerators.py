@@ -40,6 +40,8 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_cuda)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4 if is_cuda else 0)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: not is_cuda)
+    # Every torch optimizer asks whether the device captures a graph; builds with CUDA would look for the driver.
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
     for cuda in (CUDAAccelerator, FabricCUDAAccelerator):
         monkeypatch.setattr(cuda, "is_available", staticmethod(lambda: is_cuda))
         monkeypatch.setattr(cuda, "auto_device_count", staticmethod(lambda: 4))

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import csv
-import json
-import time
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import wandb
-from google.protobuf.message import DecodeError
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto import wandb_internal_pb2
 
-from tests.test_quickstart import wandb_records
 from tests.trainers import SMALL, OnServer, loader, new, quiet
-from tinker_lightning import RemoteModule
+from tests.wandb_log import history
+from tinker_lightning import Regularizer, RemoteModule
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.losses import regularizers
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
@@ -64,27 +62,11 @@ def from_tensorboard(folder: Path) -> Table:
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
-def records_of(file: Path) -> list[Any]:
-    """What stands in a finished run's file; W&B writes it in a process of its own, which `finish` does not wait for."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        records: list[Any] = []
-        with contextlib.suppress(DecodeError):  # a record that is only half written
-            for data in wandb_records(file.read_bytes()):
-                records.append(wandb_internal_pb2.Record())  # type: ignore[attr-defined]  # made when it is imported
-                records[-1].ParseFromString(data)
-            if records and records[-1].HasField("exit"):
-                return records
-        time.sleep(0.01)
-    raise AssertionError(f"{file} has no end")
-
-
 def from_wandb(file: Path) -> Table:
     """What W&B has kept; its own count of rows must never go back, or it would drop them."""
     table: Table = {}
     count = -1
-    for history in (record.history for record in records_of(file) if record.HasField("history")):
-        row = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in history.item}
+    for row in history(file):
         assert row["_step"] > count
         count = row["_step"]
         for name in row.keys() - {"trainer/global_step"}:
@@ -134,6 +116,44 @@ def test_wandb_logger(service: ServiceClient, tmp_path: Path, kind: type[RemoteM
     assert_whole(table, STEPS, VALIDATED)
     for name, values in from_csv(other).items():
         assert table[name] == values
+
+
+async def topology(data: list[Any], logprobs: list[Any]) -> Any:
+    await asyncio.sleep(0)
+    return regularizers.topology(data, logprobs)
+
+
+class Regularized(RemoteModule):
+    regularizers = (
+        Regularizer(regularizers.entropy, lambda step: 0.1 * (step + 1), "entropy"),
+        Regularizer(topology, 0.01, "topology"),
+        Regularizer(functools.partial(regularizers.length, limit=3), 0.5, "length", run_in_executor=True),
+    )
+
+
+@pytest.mark.usefixtures("offline")
+def test_regularizers_in_every_logger(service: ServiceClient, tmp_path: Path) -> None:  # R2.4
+    rows, board = CSVLogger(tmp_path), TensorBoardLogger(tmp_path / "board")
+    fit(service, [WandbLogger(save_dir=tmp_path, offline=True), rows, board], kind=Regularized, max_steps=3)
+    wandb.finish()
+    board.experiment.close()
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    own = {"entropy": "entropy", "topology": "peaks", "length": "length"}
+    names = {f"regularizers/{name}/{what}" for name in own for what in ("value", "weight", "contribution", "grad_norm")}
+    names |= {f"regularizers/{name}/{metric}" for name, metric in own.items()}
+    names |= {"loss_total", "regularizer_total", "base_loss/value"}
+    for table in (from_wandb(file), from_csv(rows), from_tensorboard(Path(board.log_dir))):
+        assert {name for name in table if "regularizer" in name or name.startswith("base_loss")} | {
+            "loss_total"
+        } == names
+        assert all([step for step, _ in table[name]] == [0, 1, 2] for name in names)
+        values = {name: dict(table[name]) for name in names}
+        for step in range(3):
+            contributions = [values[f"regularizers/{name}/contribution"][step] for name in own]
+            assert values["regularizers/entropy/weight"][step] == pytest.approx(0.1 * (step + 1))
+            assert values["regularizer_total"][step] == pytest.approx(sum(contributions))
+            total = values["base_loss/value"][step] + values["regularizer_total"][step]
+            assert values["loss_total"][step] == pytest.approx(total)
 
 
 @pytest.mark.usefixtures("offline")

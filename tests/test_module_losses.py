@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from tinker_lightning import Datum, Regularizer, RemoteModule, losses
-from tinker_lightning.errors import LossNotFinite
+from tinker_lightning.errors import LossNotFinite, ResultTimeout
 from tinker_lightning.losses import regularizers
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
@@ -160,6 +160,33 @@ def test_regularizers_train_and_are_logged(
     plain = ByFunction(service.create_lora_training_client("tiny", rank=4, seed=1), learning_rate=1e-2)
     fit(plain, tmp_path)
     assert not torch.equal(weights_of(trainer, module), weights_of(trainer, plain))
+
+
+def test_gradient_norms_of_regularizers_can_be_left_out(
+    stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path
+) -> None:
+    class Without(Regularized):
+        grad_norms = False
+
+    rows = fit(Without(stage[1].create_lora_training_client("tiny", rank=4)), tmp_path)
+    assert "regularizers/entropy/value" in rows[1]
+    assert not [name for name in rows[1] if name.startswith("regularizers") and name.endswith("/grad_norm")]
+
+
+def test_a_regularizer_that_takes_too_long_is_named(
+    stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path
+) -> None:
+    async def stuck(*_: Any) -> Any:
+        await asyncio.sleep(60)
+
+    class Stuck(RemoteModule):
+        regularizers = (Regularizer(stuck, 1.0, "judge"),)
+        regularizer_timeout = 0.05
+
+    module = Stuck(stage[1].create_lora_training_client("tiny", rank=4))
+    with pytest.raises(ResultTimeout, match="judge"):
+        fit(module, tmp_path)
+    assert module.lm.handle.remote.steps == 0
 
 
 def test_without_a_loss_only_regularizers_count(stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path) -> None:

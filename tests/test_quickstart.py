@@ -12,8 +12,7 @@ import pytest
 import torch
 import wandb
 
-from tests.wandb_log import finished_records
-from tests.wandb_log import wandb_records as wandb_records  # test_loggers.py looks for it here
+from tests.wandb_log import history
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart.py"
 STEPS = 24  # 64 lessons in batches of 2, 4 batches a step, 3 epochs
@@ -75,9 +74,7 @@ def test_the_picture_is_a_picture(folder: Path) -> None:
 
 def test_wandb_has_the_same_numbers(folder: Path) -> None:  # R0.3
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    items = (record.history.item for record in finished_records(file) if record.HasField("history"))
-    history = [{".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in row} for row in items]
-    losses = [row["train_loss"] for row in history if "train_loss" in row]
+    losses = [row["train_loss"] for row in history(file) if "train_loss" in row]
     assert losses == pytest.approx([loss for _, loss in read_table(folder, "train_loss")])
 
 

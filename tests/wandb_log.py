@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import struct
 import time
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,12 @@ from wandb.proto import wandb_internal_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+
+def history(file: Path) -> list[dict[str, Any]]:
+    """The rows of a finished run, in the order in which they were written."""
+    rows = (record.history.item for record in finished_records(file) if record.HasField("history"))
+    return [{".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in row} for row in rows]
 
 
 def finished_records(file: Path) -> list[Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 
 class TokenNLL(Metric):
@@ -61,3 +61,20 @@ class TokenPerplexity(TokenNLL):
     def compute(self) -> Tensor:
         """The perplexity of all tokens."""
         return super().compute().exp()
+
+
+class Scores(torch.nn.ModuleDict):
+    """Loss and perplexity of each stage and loader. Which there are is known when their first batch comes."""
+
+    def updated(self, stage: str, loader: int, scored: Iterable[tuple[Tensor, Tensor]]) -> dict[str, TokenNLL]:
+        """The metrics of a stage's loader, by name, with the tokens of a batch: log-probabilities and weights."""
+        metrics: dict[str, TokenNLL] = {}
+        for name, kind in (("loss", TokenNLL), ("perplexity", TokenPerplexity)):
+            key = f"{stage}_{name}_{loader}"
+            if key not in self:
+                self[key] = kind()
+            metrics[name] = self[key]  # type: ignore[assignment]  # a dict of any modules
+        for logprobs, weights in scored:
+            for metric in metrics.values():
+                metric.update(logprobs, weights)
+        return metrics

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,35 +17,34 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from tinker_lightning import guard, routes, surrogate
+from tinker_lightning import guard, routes, states, surrogate
 from tinker_lightning.batches import datums_of, prompt_of, weights_of
-from tinker_lightning.client import connect
 from tinker_lightning.client.export import export_adapter
 from tinker_lightning.errors import (
     InvalidDatum,
     InvalidInput,
     LossWithoutGradient,
-    NotFound,
     TinkerLightningError,
 )
 from tinker_lightning.essential import complete, essential
 from tinker_lightning.hyperparameters import not_plain
 from tinker_lightning.late_metrics import LateMetrics
 from tinker_lightning.losses import composition
-from tinker_lightning.metrics import TokenNLL, TokenPerplexity
+from tinker_lightning.metrics import Scores
 from tinker_lightning.optim import RemoteAdamW
 from tinker_lightning.remote import RemoteLM
 from tinker_lightning.routes import Chosen
-from tinker_lightning.states import STATE_KEY, window_from, window_state
+from tinker_lightning.session import Session
+from tinker_lightning.states import STATE_KEY, window_from
 from tinker_lightning.types import SamplingParams
 
 if TYPE_CHECKING:
+    from os import PathLike
     from pathlib import Path
     from types import TracebackType
 
     from torch.optim import Optimizer
 
-    from tinker_lightning.client import ServiceClient
     from tinker_lightning.losses.regularizer import Regularizer
     from tinker_lightning.routes import Route
     from tinker_lightning.window import Pass, Remote, Step
@@ -54,7 +52,6 @@ if TYPE_CHECKING:
 
 # How long something that was told to end waits for the server, in seconds.
 LAST_WAIT = 5.0
-_SCORES: dict[str, type[TokenNLL]] = {"loss": TokenNLL, "perplexity": TokenPerplexity}
 
 
 class RemoteModule(pl.LightningModule):
@@ -89,6 +86,12 @@ class RemoteModule(pl.LightningModule):
     regularizers: Sequence[Regularizer | Mapping[str, Any]] = ()
     """Terms added to the loss, each with a weight and telemetry of its own; with `loss = None` only they count."""
 
+    grad_norms: bool = True
+    """Whether telemetry tells how hard each regularizer pulls; costs a backward through it, none of the model."""
+
+    regularizer_timeout: float | None = None
+    """How many seconds regularizers that do not run on this thread may take."""
+
     def __init__(
         self,
         model: Any = None,
@@ -111,25 +114,19 @@ class RemoteModule(pl.LightningModule):
         if max_steps_in_flight < 1:
             raise InvalidInput(f"max_steps_in_flight must be at least 1, got {max_steps_in_flight}")
         self.save_hyperparameters()
-        self._api_key = api_key
-        self._service: ServiceClient | None = None
-        self._resume_from: str | None = None
-        # Empty for a client that was given: then the model is the client's, whatever the environment names.
-        named = os.environ.get("TINKER_BASE_MODEL", "") if model is None else model
-        self._base_model = named if isinstance(named, str) else ""
-        self._settings: dict[str, Any] = {
+        adapter = {
             "rank": rank,
             "seed": seed,
             "train_mlp": train_mlp,
             "train_attn": train_attn,
             "train_unembed": train_unembed,
         }
-        self._base_url = base_url
+        self._session = Session(model, adapter, base_url, api_key)
         self.learning_rate = learning_rate  # where Lightning's LearningRateFinder puts what it has found
         self._adam: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-        self.lm = RemoteLM(self._connect if model is None or isinstance(model, str) else model)
+        self.lm = RemoteLM(self._session.client if model is None or isinstance(model, str) else model)
         self.lm.in_state_dict = False  # a checkpoint names the state itself, with what it is of
-        self.scores = torch.nn.ModuleDict()
+        self.scores = Scores()
         self._late = LateMetrics()
         self.lm.handle.remote.on_step = self._stepped
         self.lm.handle.remote.max_steps_in_flight = max_steps_in_flight
@@ -212,7 +209,15 @@ class RemoteModule(pl.LightningModule):
         if not chosen.is_here and not self.regularizers:
             return self.lm.server_loss(data, chosen.loss, chosen.config)
         base = chosen.loss if chosen.is_here else None
-        loss, metrics = composition.evaluate(data, self.lm(data), base, self.regularizers, step=self.global_step)
+        loss, metrics = composition.evaluate(
+            data,
+            self.lm(data),
+            base,
+            self.regularizers,
+            step=self.global_step,
+            grad_norms=self.grad_norms,
+            timeout=self.regularizer_timeout,
+        )
         if chosen.is_here:
             self.log("train_loss", loss.detach(), prog_bar=True, batch_size=len(data))
         else:
@@ -330,18 +335,10 @@ class RemoteModule(pl.LightningModule):
         """Saves the model on the server and keeps the path of it in the file, with gradients that wait for a step."""
         remote = self.lm.handle.remote
         running = self._trainer is not None and self.trainer.state.status == TrainerStatus.RUNNING
-        if not remote.is_made and not running and self._resume_from is None:
+        if not remote.is_made and not running and self._session.resumes_from is None:
             return  # nothing was trained, and nothing is about to be
         self.drain()
-        path = remote.save()
-        info = remote.backend.get_info()
-        checkpoint[STATE_KEY] = {
-            "path": path,
-            "base_model": info.model_data.model_name,
-            "rank": info.lora_rank,
-            "steps": remote.steps,
-            "window": window_state(remote.window),
-        }
+        checkpoint[STATE_KEY] = states.saved(remote)
 
     @essential
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -350,19 +347,9 @@ class RemoteModule(pl.LightningModule):
         Raises:
             InvalidInput: If the file is of another base model or rank, or not of a remote model.
         """
-        state = checkpoint.get(STATE_KEY)
-        if state is None:
-            raise InvalidInput("this checkpoint names no remote state; it was not written by a RemoteModule")
-        if self._base_model and state["base_model"] != self._base_model:
-            raise InvalidInput(f"the checkpoint is of {state['base_model']}, but this module of {self._base_model}")
-        if self._base_model and state["rank"] not in (None, self._settings["rank"]):
-            raise InvalidInput(f"the checkpoint has rank {state['rank']}, but this module {self._settings['rank']}")
+        state = states.read(checkpoint, self._session.base_model, self._session.rank)
         remote = self.lm.handle.remote
-        if self._base_model and not remote.is_made:
-            self._resume_from = state["path"]
-        else:
-            with _naming(state["path"]):
-                remote.load(state["path"])
+        self._session.resume(remote, state["path"])
         self._window = state["window"]
         # The next file gets a state of its own: this one belongs to the files that name it, wherever they lie.
         remote.goes_on(state["steps"], window=window_from(self._window))
@@ -380,7 +367,7 @@ class RemoteModule(pl.LightningModule):
             unread.wait()
         unread.raise_first()
 
-    def export_adapter(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    def export_adapter(self, path: str | PathLike[str], *, overwrite: bool = False) -> Path:
         """The trained adapter as a PEFT folder on this machine, as transformers and vLLM load it."""
         self.drain()
         return export_adapter(self.lm.backend, path, overwrite=overwrite)
@@ -420,9 +407,7 @@ class RemoteModule(pl.LightningModule):
 
     def close(self) -> None:
         """Ends the session with the server, if this module has opened it."""
-        service, self._service = self._service, None
-        if service is not None:
-            service.close()
+        self._session.close()
 
     def __enter__(self) -> Self:
         return self
@@ -430,17 +415,7 @@ class RemoteModule(pl.LightningModule):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        service, self._service = self._service, None
-        if service is not None:
-            service.__exit__(kind, error, traceback)  # after an error it waits for nothing more
-
-    def _connect(self) -> Any:
-        if self._service is None:
-            self._service = connect(self._base_url, api_key=self._api_key)
-        if self._resume_from is not None:
-            with _naming(self._resume_from):
-                return self._service.create_training_client_from_state_with_optimizer(self._resume_from)
-        return self._service.create_lora_training_client(self._base_model or None, **self._settings)
+        self._session.__exit__(kind, error, traceback)
 
     def _look_up(self) -> None:
         """Ends a wait that outlasts a SIGTERM by some seconds; Lightning looks only between batches."""
@@ -453,21 +428,10 @@ class RemoteModule(pl.LightningModule):
 
     def _score(self, stage: str, batch: Any, loader: int) -> None:
         data = self.datums(batch)
-        scores = {name: self._metric(f"{stage}_{name}_{loader}", kind) for name, kind in _SCORES.items()}
-        for datum, logprobs in zip(data, self.lm(data), strict=True):
-            for metric in scores.values():
-                metric.update(logprobs, weights_of(datum))
-        for name, metric in scores.items():
+        metrics = self.scores.updated(stage, loader, zip(self.lm(data), map(weights_of, data), strict=True))
+        self._metric_attributes = None  # where Lightning keeps the names of those it has seen
+        for name, metric in metrics.items():
             self.log(f"{stage}_{name}", metric, prog_bar=name == "loss", batch_size=len(data))
-
-    def _metric(self, name: str, kind: type[TokenNLL]) -> TokenNLL:
-        """A metric of one stage and loader; which there are is known when they come."""
-        if name not in self.scores:
-            self.scores[name] = kind()
-            self._metric_attributes = None  # where Lightning keeps the names of those it has seen
-        metric = self.scores[name]
-        assert isinstance(metric, TokenNLL)  # noqa: S101 for the type checker
-        return metric
 
     def _stepped(self, sent: Step) -> None:
         if self._trainer is not None:
@@ -485,16 +449,3 @@ def _once(datums: Callable[[Any, Any], list[Any]]) -> Callable[[Any, Any], list[
         return ahead[1] if ahead is not None and ahead[0] is batch else datums(self, batch)
 
     return of
-
-
-@contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Errors of the server say which state was meant, and what its loss means."""
-    try:
-        yield
-    except (NotFound, InvalidInput) as error:  # a server may say either
-        raise NotFound(
-            f"the remote state {path} that the checkpoint names is not on the server: {error}. It was deleted, or has "
-            "expired, or the module is connected to another server. Resume from another checkpoint; the file itself "
-            "was not changed."
-        ) from error

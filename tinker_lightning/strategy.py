@@ -17,7 +17,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from tinker_lightning import progress, rng
 from tinker_lightning.loaders import ResumableLoader, SecludedLoader
 from tinker_lightning.module import LAST_WAIT, RemoteModule
-from tinker_lightning.states import STATE_KEY, References
+from tinker_lightning.references import References
+from tinker_lightning.states import STATE_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -14,8 +14,8 @@ from tests.trainers import SMALL, loader, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.client import checkpoints
 from tinker_lightning.errors import TinkerLightningError
+from tinker_lightning.references import References
 from tinker_lightning.server import EmbeddedTrainer
-from tinker_lightning.states import References
 from tinker_lightning.strategy import TinkerStrategy
 from tinker_lightning.testing import embedded_service
 

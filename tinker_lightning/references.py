@@ -1,0 +1,85 @@
+"""Which remote states checkpoint files name, so that one is deleted with the last file that names it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tinker_lightning.states import STATE_KEY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+logger = logging.getLogger("tinker_lightning")
+
+_UNREADABLE = "?"
+
+
+class References:
+    """Which remote state each checkpoint file names, so that one goes when its last file has gone.
+
+    The answer is read from the files: they outlive the process that wrote them.
+
+    Args:
+        delete: Removes a state on the server.
+        folders: Where checkpoint files may lie.
+    """
+
+    def __init__(self, delete: Callable[[str], object], folders: Callable[[], Iterable[str]]) -> None:
+        self._delete = delete
+        self._folders = folders
+        self._known: dict[str, str | None] = {}
+        self._read: dict[Path, tuple[tuple[int, int], str | None]] = {}
+
+    def named_by(self, file: str | Path) -> str | None:
+        """The path of the state that a file names; None if there is no such file, or it names none."""
+        path = Path(file)
+        try:
+            status = path.stat()
+        except OSError:
+            return self._known.get(str(file)) if "://" in str(file) else None
+        key = (status.st_mtime_ns, status.st_size)
+        known = self._read.get(path)
+        if known is None or known[0] != key:
+            known = self._read[path] = (key, _read_name(path))
+        return known[1]
+
+    def wrote(self, file: str | Path, state: str | None) -> None:
+        """A file was written, or read, that names a state; it counts wherever it lies."""
+        self._known[str(file)] = state
+
+    def is_named(self, state: str) -> bool:
+        """Whether some file names a state, as far as one can see."""
+        return any(self.named_by(file) in (state, _UNREADABLE) for file in self._files())
+
+    def release(self, state: str | None) -> None:
+        """Deletes a state that no file names any more; a failure is logged, for nothing is lost by it."""
+        if state is None or self.is_named(state):
+            return
+        try:
+            self._delete(state)
+        except Exception as error:
+            logger.warning("%s is named by no checkpoint file any more, but could not be deleted: %s", state, error)
+
+    def gone(self, file: str | Path) -> None:
+        """A file was removed; those that lay beside it still count."""
+        self._known[str(file)] = None
+
+    def _files(self) -> set[str | Path]:
+        """Those in the folders of checkpoints, those that are known, and those beside them."""
+        beside = {Path(file).parent for file in self._known if "://" not in file}
+        found = {file for folder in self._folders() for file in Path(folder).rglob("*.ckpt")}
+        return found | {file for folder in beside for file in folder.glob("*.ckpt")} | set(self._known)
+
+
+def _read_name(file: Path) -> str | None:
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # others' may be large
+        state = content.get(STATE_KEY)
+        return str(state["path"]) if state else None
+    except Exception as error:
+        logger.warning("%s could not be read; remote states are kept while it may name one: %s", file, error)
+        return _UNREADABLE
