@@ -417,6 +417,37 @@ def untraceable(outputs: Tensor, inputs: Any, mask: Tensor, least: float = 0.0) 
     return LossFnOutput(loss, None, {"looked": 1.0})
 
 
+def test_functions_of_two_sessions_may_have_one_name(
+    service: ServiceClient, model: TrainingClient, trainer: EmbeddedTrainer
+) -> None:
+    @custom_loss(service, name="plain", trace=False)
+    def ours(outputs: Tensor, inputs: Any, mask: Tensor) -> LossFnOutput:
+        return LossFnOutput(outputs.sum(), None, {"ours": 1.0})
+
+    with embedded_service(trainer) as other:
+
+        @custom_loss(other, name="plain", trace=False)
+        def theirs(outputs: Tensor, inputs: Any, mask: Tensor) -> LossFnOutput:
+            return LossFnOutput(outputs.sum(), None, {"theirs": 1.0})
+
+        their_model = other.create_lora_training_client("tiny", rank=4)
+        assert "theirs" in their_model.forward(texts(), "plain").result().metrics
+        assert "ours" in model.forward(texts(), "plain").result().metrics
+
+        @custom_loss(service, name="plain", trace=False)
+        def again(outputs: Tensor, inputs: Any, mask: Tensor) -> LossFnOutput:
+            return LossFnOutput(outputs.sum(), None, {"again": 1.0})
+
+        assert "again" in model.forward(texts(), "plain").result().metrics
+        assert "ours" in model.forward(texts(), ours).result().metrics
+
+
+def test_a_handle_that_is_still_a_future(service: ServiceClient, model: TrainingClient) -> None:
+    handle = service.create_custom_loss(lambda logprobs: (-logprobs.sum(), {}), {"logprobs": 1})
+    with pytest.raises(InvalidInput, match=r"loss_fn is a future; pass .* create_custom_loss\(\.\.\.\)\.result\(\)"):
+        model.forward_backward(texts(), handle)  # type: ignore[arg-type]
+
+
 def test_a_function_in_this_process_needs_no_tracing(service: ServiceClient, model: TrainingClient) -> None:
     custom_loss(service, name="plain", trace=False)(untraceable)
     metrics = trains(model, texts(), "plain", 1e-3)

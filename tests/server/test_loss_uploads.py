@@ -303,6 +303,12 @@ def test_a_function_of_this_process_is_for_every_session(trainer: EmbeddedTraine
         assert "metrics" in api.run("forward_backward", named(api, api.model(), 1, "plain"))
 
 
+def test_losses_of_a_session_that_there_is_not(api: Api) -> None:
+    answer = api.request("GET", f"{EXT}/losses?session_id=session-of-nobody")
+    assert answer.status_code == 404
+    assert "there is no session 'session-of-nobody'" in answer.json()["detail"]
+
+
 def test_diagnostics_have_names_that_the_protocol_allows(api: Api) -> None:
     """Each metric's name has exactly one colon, else the official SDK raises."""
 

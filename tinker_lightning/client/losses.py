@@ -40,13 +40,13 @@ class Losses:
 
     Args:
         service: The way to the server.
-        in_process: Registers a Python function as a loss, where the trainer runs in this process.
+        in_process: Registers a Python function as a loss of a session, where the trainer runs in this process.
     """
 
     def __init__(
         self,
         service: ServiceClient,
-        in_process: Callable[[str, Callable[..., Any], Source], None] | None = None,
+        in_process: Callable[[str, Callable[..., Any], Source, str], str] | None = None,
     ) -> None:
         self.by_name: dict[str, ServerLoss] = {}  # those of custom_loss
         self._service = service
@@ -101,8 +101,7 @@ class Losses:
         """
         self._service.check_usable()
         if self._in_process is not None:
-            self._in_process(name, function, source)
-            return name
+            return self._in_process(name, function, source, self._service.session.session_id)
         try:
             import cloudpickle
         except ImportError as error:

@@ -46,6 +46,8 @@ def loss_name(loss_fn: Any) -> str:
     Raises:
         InvalidInput: If it is none; a function has a method of its own.
     """
+    if hasattr(loss_fn, "result"):
+        raise InvalidInput("loss_fn is a future; pass what it becomes: create_custom_loss(...).result()")
     if not isinstance(loss_fn, str):
         raise InvalidInput(
             f"loss_fn must be the name of a loss, e.g. 'cross_entropy', got {type(loss_fn).__name__}. For a function "

@@ -52,7 +52,7 @@ class ServiceClient:
         transport: How requests get there; None for the network. The seam for tests.
         patience: How long failing requests are tried again.
         on_close: Called when the client was closed.
-        in_process: Registers a Python function as a loss, where the trainer runs in this process.
+        in_process: Registers a Python function as a loss of a session, where the trainer runs in this process.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ServiceClient:
         transport: httpx.AsyncBaseTransport | None = None,
         patience: Patience = Patience(300.0),  # noqa: B008  # immutable
         on_close: Callable[[], None] | None = None,
-        in_process: Callable[[str, Callable[..., Any], Source], None] | None = None,
+        in_process: Callable[[str, Callable[..., Any], Source, str], str] | None = None,
     ) -> None:
         self.url = url
         self._pid = os.getpid()

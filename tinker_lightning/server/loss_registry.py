@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import pickle
 import threading
 from collections import OrderedDict
@@ -56,7 +57,8 @@ class LossRegistry:
         self._lock = threading.Lock()
         self._sessions: dict[str, _Session] = {}
         self._size = 0  # of all sessions
-        self._functions: dict[str, PythonLoss] = {}
+        self._functions: dict[str, PythonLoss] = {}  # those of all sessions
+        self._count = itertools.count()
 
     def create(self, request: rq.CreateCustomLossRequest) -> str:
         """Keeps a loss of one datum; returns its id, the same for a repeat.
@@ -92,16 +94,23 @@ class LossRegistry:
             self._keep(request.session_id, loss_id, graphs, size, graphs.name)
         return loss_id
 
-    def register_function(self, name: str, function: Callable[..., Any], source: Source = "logits") -> None:
-        """Lets every session use a Python function of this process, as it is, under a name.
+    def register_function(
+        self, name: str, function: Callable[..., Any], source: Source = "logits", session_id: str | None = None
+    ) -> str:
+        """Lets a session, or all of them, use a Python function of this process as it is; returns its id.
 
         Raises:
             InvalidLoss: If it has not the parameters of a loss, or the name is taken by a built-in one.
         """
         self._check_name(name)
         loss = PythonLoss.of(name, source, function)
-        with self._lock:
-            self._functions[name] = loss
+        if session_id is None:
+            with self._lock:
+                self._functions[name] = loss
+            return name
+        loss_id = f"{name}@function-{next(self._count)}"
+        self._keep(session_id, loss_id, loss, 1, name)
+        return loss_id
 
     def find(self, session_id: str, loss_fn: str, loss_id: Any = None) -> Callable[[], Loss | None]:
         """What gives the loss that a pass names, as it is now; None for a built-in one.
@@ -134,12 +143,12 @@ class LossRegistry:
 
         return found
 
-    def listing(self, session_id: str) -> dict[str, str]:
-        """The names that a session can use, built-in ones first, with what each is."""
+    def listing(self, session_id: str | None) -> dict[str, str]:
+        """The names that a session, or every one, can use, built-in ones first, with what each is."""
         listed = {name: (spec.formula.__doc__ or "").partition("\n")[0] for name, spec in LOSSES.items()}
         with self._lock:
             listed |= {name: function.description for name, function in self._functions.items()}
-            session = self._sessions.get(session_id, _Session())
+            session = self._sessions.get(session_id or "", _Session())
             for name, loss_id in session.latest.items():
                 loss = session.entries[loss_id].loss
                 if not isinstance(loss, DatumLoss):

@@ -50,7 +50,10 @@ async def register_loss(request: Request) -> Response:
 
 
 async def list_losses(request: Request) -> Response:
-    listed = trainer_of(request).losses.listing(request.query_params.get("session_id", ""))
+    trainer, session_id = trainer_of(request), request.query_params.get("session_id")
+    if session_id is not None:
+        trainer.registry.session(session_id)
+    listed = trainer.losses.listing(session_id)
     return answer(rs.LossListing(list(listed), listed))
 
 
