@@ -12,10 +12,13 @@ from tinker_lightning import losses
 from tinker_lightning.client.loss_handle import LossHandle
 from tinker_lightning.client.losses import BUILT_IN
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.losses.library import is_of_library, unwrapped
 from tinker_lightning.losses.server_loss import ServerLoss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+__all__ = ["ROUTES", "Chosen", "Route", "choose", "is_of_library"]
 
 logger = logging.getLogger("tinker_lightning")
 
@@ -91,7 +94,7 @@ def _choose(loss: Any, config: dict[str, Any], route: Route, backend: Callable[[
 
 
 def _uploaded(loss: Any, config: Mapping[str, Any], backend: Any) -> ServerLoss:
-    function, settings = _unwrapped(loss)
+    function, settings = unwrapped(loss)
     if getattr(backend, "losses", None) is None:
         raise InvalidInput(f"{type(backend).__name__} takes no losses of one's own; use route='two-pass'")
     # A name of its own: a server's own losses keep theirs.
@@ -99,26 +102,10 @@ def _uploaded(loss: Any, config: Mapping[str, Any], backend: Any) -> ServerLoss:
     return ServerLoss(backend.losses, name, function, "logprobs", {**settings, **config}, trace=True)
 
 
-def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
-    """A function without what was bound to it by keyword."""
-    settings: dict[str, Any] = {}
-    while isinstance(loss, functools.partial) and not loss.args:
-        settings = {**loss.keywords, **settings}
-        loss = loss.func
-    return loss, settings
-
-
-def is_of_library(loss: Any) -> bool:
-    """Whether it is a function of `tinker_lightning.losses`, with or without settings."""
-    function, _ = _unwrapped(loss)
-    name = getattr(function, "__name__", "")
-    return name in losses.__all__ and function is getattr(losses, name)
-
-
 def _takes_losses(backend: Any) -> bool:
     return bool(getattr(getattr(backend, "losses", None), "are_taken", False))
 
 
 def _name(loss: Any) -> str:
-    function, _ = _unwrapped(loss)
+    function, _ = unwrapped(loss)
     return str(loss if isinstance(loss, str) else getattr(function, "name", getattr(function, "__name__", function)))

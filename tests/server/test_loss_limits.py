@@ -11,7 +11,7 @@ import torch
 
 from tests.losses.test_graph import graph, node, ref
 from tinker_lightning import Datum, LossFnOutput, connect, custom_loss, losses, routes
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.losses.graph_functions import METHODS
 from tinker_lightning.losses.graph_run import _WRITING
 from tinker_lightning.server import loss_registry
@@ -148,6 +148,16 @@ def test_a_number_for_each_datum_of_one_token() -> None:
     datums = one_token(reward=1.0)
     stacked = stack_inputs(datums, {}, ["reward"], [1] * 4, torch.float32, 100)["reward"]
     assert stacked.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("shape", [[], [1], [2]], ids=str)
+@pytest.mark.parametrize("name", ["reference_logprobs", "teacher_logprobs"])
+def test_what_a_token_has_is_never_spread_over_a_datum(name: str, shape: list[int]) -> None:  # R5.7
+    """One number for a whole datum would be added to each of its tokens, and nobody would see it."""
+    values: dict[str, Any] = {name: np.zeros(shape, np.float32)}
+    datums = [Datum.from_targets([1, 2, 3], [2, 3, 4], **values) for _ in range(2)]
+    with pytest.raises(InvalidDatum, match=rf"datum 0: {name} has the shape .* one row for each of the 3 tokens"):
+        stack_inputs(datums, {}, [name], [3, 3], torch.float32, 100)
 
 
 def test_no_session_takes_the_losses_of_another(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:  # R3.7

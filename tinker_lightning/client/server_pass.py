@@ -74,6 +74,8 @@ def prepare(
         if own.server is not service.losses:
             raise InvalidLoss(f"{own.name} was registered with another client; register it with this one too")
         loss_id, settings = own.resolve(config or {})
+        if own.is_of_library:
+            data, inputs = own.checked(spread(data, inputs or {}), config or {}), None
         return _batch_pass(data, loss_id, settings, inputs, scale)
     name = loss_name(loss_fn)
     if name not in BUILT_IN and name != _CUSTOM and extended:

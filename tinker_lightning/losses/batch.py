@@ -27,6 +27,18 @@ _WHERE_FROM = {
 }
 
 
+class Rehearsal(list[Any]):
+    """Datums that a loss is called on only to check them: a `Batch` of them has the first position of each.
+
+    Attributes:
+        defaults: What the loss takes where only some of the datums have an input, by its name.
+    """
+
+    def __init__(self, data: Sequence[Any]) -> None:
+        super().__init__(data)
+        self.defaults: dict[str, float] = {}
+
+
 class Batch:
     """The log-probabilities and inputs of a batch as tensors with one row per datum.
 
@@ -56,13 +68,14 @@ class Batch:
         InvalidInput: If there are no datums, not one tensor for each, or targets of different ranks.
     """
 
-    __slots__ = ("_datums", "_each", "_stacked", "logprobs")
+    __slots__ = ("_datums", "_each", "_end", "_stacked", "logprobs")
 
     logprobs: Tensor
 
     def __init__(self, data: Data, logprobs: Logprobs) -> None:
         self._datums: Sequence[Any] = ()
         self._each: Sequence[Tensor] = ()
+        self._end = 1 if isinstance(data, Rehearsal) else None
         self._stacked: Mapping[str, Tensor] | None = None
         if isinstance(data, Mapping):
             self._stacked, self.logprobs = data, logprobs  # type: ignore[assignment]  # stacked like the inputs
@@ -76,7 +89,7 @@ class Batch:
                     f"datum {i}: its targets have the shape {list(each.shape)}, but those of datum 0 "
                     f"{list(self._each[0].shape)}. Give all as many alternatives, with weight 0 on spare ones."
                 )
-        self.logprobs = pad_sequence(self._each, batch_first=True)
+        self.logprobs = self._padded(self._each)
 
     def tokens(self, name: str) -> Tensor:
         """An input with one value for each log-probability, shaped like these.
@@ -86,7 +99,7 @@ class Batch:
         """
         if self._stacked is not None:
             return _required(self._stacked, name)
-        return pad_sequence([self._entry(i, name) for i in range(len(self._datums))], batch_first=True)
+        return self._padded([self._entry(i, name) for i in range(len(self._datums))])
 
     def tokens_or(self, name: str, default: float) -> Tensor | float:
         """The same for an input that not every datum must have; the number itself if none has it."""
@@ -95,11 +108,13 @@ class Batch:
         present = [name in datum.loss_fn_inputs for datum in self._datums]
         if not any(present):
             return default
+        if isinstance(self._datums, Rehearsal) and not all(present):
+            self._datums.defaults[name] = default
         entries = [
             self._entry(i, name) if has else torch.full_like(self._each[i], default, requires_grad=False)
             for i, has in enumerate(present)
         ]
-        return pad_sequence(entries, batch_first=True)
+        return self._padded(entries)
 
     def sequences(self, name: str) -> Tensor:
         """An input with one value for each datum, `[B]`.
@@ -110,6 +125,9 @@ class Batch:
         if self._stacked is not None:
             return _required(self._stacked, name)
         return torch.cat([self._entry(i, name, one=True).reshape(1) for i in range(len(self._datums))])
+
+    def _padded(self, entries: Sequence[Tensor]) -> Tensor:
+        return pad_sequence([entry[: self._end] for entry in entries], batch_first=True)
 
     def _entry(self, i: int, name: str, *, one: bool = False) -> Tensor:
         inputs, logprobs = self._datums[i].loss_fn_inputs, self._each[i]

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.losses.batch_loss import SOURCES, LossFnOutput, check_name, settings
+from tinker_lightning.losses.library import checked, is_of_library
 from tinker_lightning.losses.tracing_batch import trace_batch_loss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from tinker_lightning.losses.batch_loss import BatchLoss, Setting, Source
+    from tinker_lightning.types import Datum
 
 __all__ = ["LossFnOutput", "ServerLoss", "custom_loss"]
 
@@ -76,6 +78,19 @@ class ServerLoss:
         carried = {name: value for name, value in config.items() if name not in decided}
         settings(self.name, loss.hyperparameters, carried)
         return loss_id, carried
+
+    @property
+    def is_of_library(self) -> bool:
+        """Whether it is a loss of this package, of which it is known here what it reads."""
+        return self.source == "logprobs" and is_of_library(self._function)
+
+    def checked(self, data: Sequence[Datum], config: Mapping[str, Any]) -> list[Datum]:
+        """The datums as they are to be sent, where it `is_of_library`.
+
+        Raises:
+            InvalidInput: If the loss would refuse them here.
+        """
+        return checked(self._function, data, {**self._fixed, **config})
 
     def _upload(self, fixed: Mapping[str, Setting]) -> tuple[str, BatchLoss]:
         loss = trace_batch_loss(self._function, self.name, self.source, fixed)

@@ -65,6 +65,12 @@ def _stacked(
     rows = max(lengths) if by_token else math.prod(shapes[0][:1])
     # Before anything is made dense: a few bytes of sparse rows can claim any size.
     _check_size(name, len(tensors) * max(rows * math.prod(shape[1:]) for shape in shapes), max_elements)
+    if name in _BY_TOKEN and not by_token:
+        i = next(i for i, (shape, length) in enumerate(zip(shapes, lengths, strict=True)) if shape[:1] != [length])
+        raise InvalidDatum(
+            f"datum {i}: {name} has the shape {shapes[i]}, but it must have one row for each of the {lengths[i]} "
+            "tokens. Give a number for the whole datum another name."
+        )
     # Protobuf does not tell a number from a vector of one.
     if name not in _BY_TOKEN and all(math.prod(shape) == 1 and len(shape) < 2 for shape in shapes):
         if by_token and name not in _BY_DATUM:

@@ -1,0 +1,67 @@
+"""The losses of this package on a server: a batch is looked at here before it is sent.
+
+A server sees tensors, and can say no more than that their shapes do not fit, or that a loss is NaN. So the loss is
+first called here, with the datums themselves and without log-probabilities: that checks all inputs as a run here would,
+in the same words, and computes next to nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tinker_lightning import losses
+from tinker_lightning.losses.batch import Rehearsal
+from tinker_lightning.surrogate import forward_datums
+from tinker_lightning.types import Datum, TensorData
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+def unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
+    """A function without what was bound to it by keyword."""
+    settings: dict[str, Any] = {}
+    while isinstance(loss, functools.partial) and not loss.args:
+        settings = {**loss.keywords, **settings}
+        loss = loss.func
+    return loss, settings
+
+
+def is_of_library(loss: Any) -> bool:
+    """Whether it is a function of `tinker_lightning.losses`, with or without settings."""
+    function, _ = unwrapped(loss)
+    name = getattr(function, "__name__", "")
+    return name in losses.__all__ and function is getattr(losses, name)
+
+
+def checked(loss: Any, data: Sequence[Datum], settings: Mapping[str, Any]) -> list[Datum]:
+    """Datums of which a server computes a loss of the library as it would be computed here.
+
+    An input that only some datums have is filled in for the others, with what the loss takes in its place.
+
+    Raises:
+        InvalidInput: If the loss would refuse them here.
+    """
+    forward_datums(data)  # names a datum without targets
+    shapes = [datum.loss_fn_inputs["target_tokens"].shape for datum in data]
+    rehearsal, nothing = Rehearsal(data), torch.zeros(())
+    with torch.no_grad():
+        loss(rehearsal, [nothing.expand(shape) for shape in shapes], **settings)
+    if not rehearsal.defaults:
+        return list(data)
+    return [_filled(datum, shape, rehearsal.defaults) for datum, shape in zip(data, shapes, strict=True)]
+
+
+def _filled(datum: Datum, shape: Sequence[int], defaults: Mapping[str, float]) -> Datum:
+    missing = {
+        name: TensorData(np.full(shape, value, np.float32))
+        for name, value in defaults.items()
+        if name not in datum.loss_fn_inputs
+    }
+    return Datum(
+        datum.model_input, {**datum.loss_fn_inputs, **missing}, datum.model_input_spans, datum.loss_fn_input_spans
+    )
