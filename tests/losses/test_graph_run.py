@@ -167,6 +167,40 @@ def test_bombs(name: str) -> None:  # R3.7
         program(*BOMBS[name], inputs=2)([torch.zeros(3, 4), torch.zeros(1, dtype=torch.int64)])
 
 
+def against_quickselect(n: int) -> Tensor:
+    """Values that let a quickselect by the median of three drop two at a time."""
+    at, values = list(range(n)), [float(n)] * n
+    for low in range(0, n - 3, 2):
+        middle = low + (n - 1 - low) // 2
+        at[middle], at[low + 1] = at[low + 1], at[middle]
+        values[at[low + 1]], values[at[low]] = float(low), float(low + 1)
+    return torch.tensor(values)
+
+
+@pytest.mark.parametrize("target", ["kthvalue", "median", "nanmedian", "topk", "quantile", "sort", "argsort"])
+def test_no_order_of_values_makes_a_call_slow(target: str) -> None:  # R3.7
+    """torch's own kthvalue takes three seconds for these, and an hour for as many as a run may have."""
+    n = 1 << 17
+    arguments = {"kthvalue": (n,), "topk": (n // 2,), "quantile": (0.5,)}.get(target, ())
+    values = against_quickselect(n)
+    started = time.perf_counter()
+    run(method(target, X, *arguments), x=values)
+    assert time.perf_counter() - started < 1.0
+
+
+@pytest.mark.parametrize("options", [{}, {"dim": 0}, {"dim": 1, "keepdim": True}])
+@pytest.mark.parametrize("k", [1, 3])
+def test_kthvalue_is_torchs(k: int, options: dict[str, Any]) -> None:
+    x = torch.tensor([[3.0, 1.0, 2.0, 7.0], [0.5, 9.0, torch.nan, -4.0], [6.0, 5.0, 8.0, 0.0]], requires_grad=True)
+    torch.testing.assert_close(
+        plain(run(method("kthvalue", X, k, **options), x=x)), plain(x.kthvalue(k, **options)), equal_nan=True
+    )
+    for wrong in (0, 5, 1.5):
+        with pytest.raises(InvalidLoss, match="node 'bomb_0': kthvalue takes k from 1 to the size of the dimension"):
+            run(call("torch.kthvalue", X, wrong, **options), x=x)
+    assert run(method("kthvalue", X, 1), x=torch.tensor(2.0))[0].item() == 2.0
+
+
 def test_a_large_input_is_refused_too() -> None:
     with pytest.raises(InvalidLoss, match="node 'x0': x0 would make a tensor of 1e"):
         program(method("sum", X))([torch.zeros(1).expand(10**9)])

@@ -55,7 +55,7 @@ _REDUCTIONS = """
 all amax amin aminmax any argmax argmin count_nonzero cummax cummin cumsum log_softmax logcumsumexp logsumexp max mean
 min nanmean nansum prod softmax std sum var
 """
-_SORTING = "argsort kthvalue median nanmedian nanquantile quantile sort topk"
+_SORTING = "argsort median nanmedian nanquantile quantile sort topk"
 _SHAPES = """
 broadcast_to clone detach diag diag_embed diagonal flatten flip gather index_add index_fill index_select movedim
 narrow permute ravel reshape scatter scatter_add select squeeze swapaxes t take take_along_dim tile transpose tril
@@ -94,6 +94,7 @@ _SPECIAL: dict[str, Function] = {
     **{name: Function(getattr(torch, name), work=guards.product_work) for name in ("mm", "bmm", "mv", "dot")},
     "inner": Function(torch.inner, work=guards.inner_work),
     **{name: Function(getattr(torch, name), work=guards.sorting_work) for name in _SORTING.split()},
+    "kthvalue": Function(guards.kthvalue, work=guards.sorting_work),
 }
 
 
