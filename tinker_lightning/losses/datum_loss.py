@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # The name of an input that multiplies the loss, on servers that know no other way.
 SCALE = "loss_scale"
 MAX_INPUTS = 16
+MAX_METRICS = 256
 _LOGPROBS = "logprobs"
 _INPUT = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 _METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
@@ -215,6 +216,8 @@ def _check_output(output: Any) -> None:
         raise InvalidLoss("the graph must return (loss, metrics)")
     if not isinstance(output[1], dict):
         raise InvalidLoss("the graph must return its metrics as a dict")
+    if len(output[1]) > MAX_METRICS:
+        raise InvalidLoss(f"a loss returns at most {MAX_METRICS} metrics, got {len(output[1])}")
     for name, value in output[1].items():
         if not _METRIC.fullmatch(name):
             raise InvalidLoss(

@@ -42,7 +42,8 @@ class Graph:
     @property
     def size(self) -> int:
         """How many values it holds, which is about what it takes in memory."""
-        return len(self.inputs) + sum(_count([list(node.args), list(node.kwargs.values())]) for node in self.calls)
+        calls = sum(_count([list(node.args), list(node.kwargs.values())]) for node in self.calls)
+        return len(self.inputs) + calls + _count(self.output)
 
     @classmethod
     def build(cls, inputs: Sequence[str], calls: Sequence[Node], output: Any) -> Graph:
