@@ -13,7 +13,7 @@ import httpx
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
@@ -257,10 +257,14 @@ def test_a_checkpoint_on_the_way_out_has_the_unfinished_window(
     assert server.bits(resumed) == server.bits(whole)
 
 
-@pytest.mark.parametrize(("way", "strategy"), [("Ctrl-C", "auto"), ("SIGTERM", "tinker")])
+@pytest.mark.parametrize(
+    ("way", "strategy", "at"),
+    [("Ctrl-C", "auto", N), ("SIGTERM", "tinker", N), ("Ctrl-C", "tinker", N - 1), ("SIGTERM", "auto", N - 1)],
+)
 def test_a_server_that_does_not_answer_does_not_keep_a_run_alive(
-    way: str, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str, strategy: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Neither at a forward pass, nor at the end of a step whose metrics a callback looks at."""
     monkeypatch.setattr("tinker_lightning.module.LAST_WAIT", 0.3)
     monkeypatch.setattr("tinker_lightning.strategy.LAST_WAIT", 0.3)
     trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
@@ -275,8 +279,9 @@ def test_a_server_that_does_not_answer_does_not_keep_a_run_alive(
         signals.start()
 
     started = time.monotonic()
-    with pytest.raises(raised or ()), Interrupted("tiny", N, stall) as module:
-        fit(module, strategy)
+    looks = ModelCheckpoint(tmp_path, monitor="grad_norm", every_n_train_steps=1)
+    with pytest.raises(raised or ()), Interrupted("tiny", at, stall) as module:
+        fit(module, strategy, callbacks=[looks], enable_checkpointing=True)
     assert time.monotonic() - started < 10
     transport.stalls = False
     trainer.close()

@@ -189,6 +189,32 @@ def test_a_regularizer_that_takes_too_long_is_named(
     assert module.lm.handle.remote.steps == 0
 
 
+class Tempered(torch.nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.calls = 0
+
+    def forward(self, _: list[Any], logprobs: list[torch.Tensor]) -> torch.Tensor:
+        self.calls += 1
+        return -torch.cat(logprobs).mean() * self.scale
+
+
+def test_a_loss_may_be_a_module(stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path) -> None:  # R5.2
+    class Learned(RemoteModule):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.loss = Tempered()  # type: ignore[method-assign]
+
+    module = Learned(stage[1].create_lora_training_client("tiny", rank=4), learning_rate=1e-2)
+    fit(module, tmp_path)
+    used: Any = module._modules["loss"]
+    assert used.calls >= 2
+    assert float(used.scale.detach()) != 1
+
+
 def test_without_a_loss_only_regularizers_count(stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path) -> None:
     class Only(RemoteModule):  # R2.1
         loss = None  # type: ignore[assignment]

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from tinker_lightning import Datum, RemoteAdamW, RemoteModule
-from tinker_lightning.errors import InvalidDatum, InvalidInput, LossWithoutGradient
+from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss, LossWithoutGradient
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
@@ -89,6 +89,21 @@ def test_a_step_that_asks_for_other_datums_ends_look_ahead(
     quiet(accumulate_grad_batches=4).fit(module, loader())
     assert calls["forward"] == len(DATA) + 4  # the first window's, which nobody used
     assert "without look-ahead: its training_step asks for other datums" in caplog.text
+
+
+class Skips(Mean):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_step_that_skips_its_batch_does_not_end_look_ahead(
+    service: ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = made(service, Skips)
+    quiet(accumulate_grad_batches=4).fit(module, loader())
+    assert module.lm.handle.remote.steps > 0
+    assert "without look-ahead" not in caplog.text
 
 
 class Drawing:
@@ -187,6 +202,35 @@ def test_hooks_without_super_lose_nothing(service: ServiceClient, tmp_path: Path
         assert torch.equal(torch.cat(module.lm(DATA)), torch.cat(other.lm(DATA)))
 
 
+class Keeps:
+    """A mixin, which knows of no remote model."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = 1
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert checkpoint["mine"] == 1
+
+
+class WithMixin(Keeps, Mean):
+    pass
+
+
+class OfBoth(Keeps, WithoutSuper):
+    pass
+
+
+@pytest.mark.parametrize("kind", [WithMixin, OfBoth])
+def test_hooks_of_mixins_lose_nothing(kind: type[RemoteModule], service: ServiceClient, tmp_path: Path) -> None:
+    module, trainer = made(service, kind), quiet()
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(tmp_path / "mine.ckpt")
+    other = made(service, kind)
+    quiet(max_epochs=1).validate(other, loader(), ckpt_path=tmp_path / "mine.ckpt", verbose=False)
+    with torch.no_grad():
+        assert torch.equal(torch.cat(module.lm(DATA)), torch.cat(other.lm(DATA)))
+
+
 class Hybrid(Mean):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -197,8 +241,97 @@ class Hybrid(Mean):
 
 
 def test_a_joint_norm_cannot_be_clipped(service: ServiceClient) -> None:
-    with pytest.raises(InvalidInput, match="also has local parameters"):
+    with pytest.raises(InvalidInput, match=r"norm over all parameters.*a group with a norm of its own"):
         quiet(gradient_clip_val=0.1).fit(made(service, Hybrid), loader())
+
+    class AsTheErrorSays(Hybrid):
+        def configure_optimizers(self) -> Any:
+            remote = {"params": self.lm.parameters(), "grad_clip_norm": 0.1}
+            return RemoteAdamW([remote, {"params": [self.temperature]}])
+
+    module = made(service, AsTheErrorSays)
+    quiet().fit(module, loader())
+    assert module.lm.handle.remote.steps > 0
+
+
+class ByHand(Mean):
+    """Optimizes by hand, and clips as Lightning's documentation says."""
+
+    norm = 0.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+        self.head = torch.nn.Linear(1, 1)
+
+    def configure_optimizers(self) -> Any:
+        return [RemoteAdamW(self.lm.parameters(), lr=1e-2), torch.optim.SGD(self.head.parameters(), lr=0.1)]
+
+    def training_step(self, batch: Any) -> None:  # type: ignore[override]
+        optimizers: Any = self.optimizers()
+        nll = -torch.cat(self.lm(self.datums(batch))).mean()
+        self.manual_backward(nll + 100 * self.head(nll.detach().reshape(1, 1)).square().mean())
+        for optimizer in optimizers:
+            if self.norm:
+                self.clip_gradients(optimizer, gradient_clip_val=self.norm, gradient_clip_algorithm="norm")
+        self.local_norm = torch.cat([p.grad.flatten() for p in self.head.parameters() if p.grad is not None]).norm()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_clipping_by_hand_is_done_where_the_gradients_are(service: ServiceClient) -> None:
+    class Clips(ByHand):
+        norm = 0.01
+
+    plain, clips = made(service, ByHand), made(service, Clips)
+    sent: list[float] = []
+    for module in (plain, clips):
+        step = module.lm.backend.optim_step
+        module.lm.backend.optim_step = lambda params, step=step: sent.append(params.grad_clip_norm) or step(params)  # type: ignore
+        quiet(max_epochs=1).fit(module, loader(DATA[:1]))
+    assert sent == [0.0, 0.01]
+    assert float(clips.local_norm) == pytest.approx(0.01, rel=1e-3)  # type: ignore[arg-type]
+    assert float(plain.local_norm) > 1  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer")
+@pytest.mark.filterwarnings("ignore:Found . module.* in eval mode")
+@pytest.mark.parametrize("optimizer", [None, "of the head"])
+def test_a_remote_model_that_no_optimizer_holds_is_refused(optimizer: str | None, service: ServiceClient) -> None:
+    class Forgets(Hybrid):
+        def configure_optimizers(self) -> Any:
+            return optimizer and torch.optim.SGD([self.temperature], lr=0.1)
+
+    module = made(service, Forgets)
+    with pytest.raises(InvalidInput, match=r"no optimizer of this Forgets.*RemoteAdamW.*requires_grad_\(False\)"):
+        quiet().fit(module, loader())
+    if optimizer:
+        module.lm.requires_grad_(False)
+        quiet().fit(module, loader())
+        assert module.lm.handle.remote.window == []
+    else:
+        module.freeze()
+        with pytest.raises(InvalidInput, match=r"all of this Forgets is frozen.*unfreeze\(\)"):
+            quiet().fit(module, loader())
+
+
+def test_a_metric_with_the_name_of_the_loss_is_refused(service: ServiceClient) -> None:
+    class Named(Mean):
+        def loss(self, _: list[Any], logprobs: list[torch.Tensor]) -> Any:
+            return -torch.cat(logprobs).mean(), {"train_loss": 1.0}
+
+    with pytest.raises(InvalidLoss, match=r"a metric called 'train_loss'.*rename"):
+        quiet().fit(made(service, Named), loader())
+
+
+def test_names_that_users_choose_are_free(service: ServiceClient) -> None:
+    class Taken(Mean):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.scores: list[float] = []
+
+    quiet().validate(made(service, Taken), loader(), verbose=False)
 
 
 def test_a_trainers_clipping_ends_with_it(service: ServiceClient) -> None:
@@ -220,6 +353,17 @@ def test_keys_and_objects_stay_out_of_files() -> None:
     module = Keyed("tiny", "secret", helper=object())
     assert module.hparams["depth"] == 3
     assert not {"api_key", "helper"} & set(module.hparams)
+
+
+def test_a_dict_among_the_arguments_is_kept_or_left_out_as_a_whole() -> None:
+    class Takes(Mean):
+        def __init__(self, model: Any, options: Any, plain: Any, **kwargs: Any) -> None:  # noqa: ARG002
+            super().__init__(model, **kwargs)
+            self.save_hyperparameters()
+
+    module = Takes("tiny", {"rank": print}, {"n": 1}, rank=4, seed=3)
+    assert (module.hparams["rank"], module.hparams["seed"], module.hparams["plain"]) == (4, 3, {"n": 1})
+    assert "options" not in module.hparams
 
 
 def test_a_micro_batch_without_a_gradient_is_refused_wherever_it_stands(service: ServiceClient) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -180,6 +181,13 @@ def test_a_file_that_cannot_be_read_may_name_any_state(server: Server, caplog: p
     assert "broken.ckpt could not be read; remote states are kept while it may name one" in warning
     (server.folder / "broken.ckpt").unlink()
     assert set(server.named()) < set(server.states())
+
+
+def test_files_of_other_programs_name_no_state(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    torch.save({"settings": argparse.Namespace(rate=1)}, server.folder / "other.ckpt")  # runs code when it is loaded
+    server.fit(ModelCheckpoint(server.folder, "{step}", every_n_train_steps=1, save_top_k=1))
+    assert len(server.states()) == 1
+    assert "could not be read" not in caplog.text
 
 
 def test_a_state_that_cannot_be_deleted_is_a_warning(

@@ -94,6 +94,23 @@ def test_an_epoch_that_a_limit_has_cut_goes_on_where_the_limit_is_higher(bench: 
         assert resumed.epoch == whole.epoch
 
 
+def test_an_epoch_that_was_cut_is_the_one_that_is_left(bench: Bench, tmp_path: Path) -> None:
+    whole = bench.run(max_epochs=2)
+    saver = Everywhere(tmp_path, "end 2.2")
+    bench.run("shuffled", saver, max_steps=4, max_epochs=-1)
+    (file,) = saver.files
+    resumed = bench.run(resume=file.path, max_epochs=2)
+    assert [texts for _, _, texts in resumed.seen] == [texts for _, _, texts in whole.seen[file.seen :]]
+
+
+def test_another_accumulation_holds_from_the_resume_on(bench: Bench, tmp_path: Path) -> None:
+    saver = Everywhere(tmp_path, "batch end 0.1")
+    bench.run("shuffled", saver, accumulate_grad_batches=1, max_epochs=1)
+    (file,) = saver.files
+    resumed = bench.run(resume=file.path, accumulate_grad_batches=5, max_epochs=3)
+    assert [step for _, step, _ in resumed.seen] == [1] * 4 + [2] * 5 + [3] * 5
+
+
 def test_a_run_that_has_ended_goes_on_for_more_epochs(bench: Bench, tmp_path: Path) -> None:
     whole = bench.run(max_epochs=3)
     saver = Everywhere(tmp_path, "end 2.5")

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.client.conftest import bits
 from tests.trainers import DATA, SMALL, loader, quiet
-from tinker_lightning import RemoteModule, SamplingParams
+from tinker_lightning import RemoteModule, SamplingParams, collate
+from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server import create_app
 
 if TYPE_CHECKING:
@@ -124,6 +125,28 @@ def test_every_stage_sees_the_trained_weights_of_one_model(
     assert bits(trainer, other.model_id) == bits(trainer, model.model_id)
     module.close()
     undisturbed.close()
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_prompts_are_texts_and_rows_of_tokens(batched: bool, url: str) -> None:
+    def predict(module: RemoteModule, data: list[Any], **options: Any) -> list[list[int]]:
+        size: dict[str, Any] = {"batch_size": 2, **options} if batched else {"batch_size": None}
+        loader: Any = DataLoader(data, **size)  # type: ignore[arg-type]
+        return [one["tokens"] for batch in quiet().predict(module, loader) or [] for one in batch]
+
+    texts = ["hello", "world"]
+    rows = [list(text.encode()) for text in texts]
+    with new(url) as module:
+        expected = predict(module, texts)
+        assert len(expected) == 2
+        assert predict(module, [torch.tensor(row) for row in rows]) == expected
+        assert predict(module, rows, collate_fn=collate) == expected
+        if batched:
+            with pytest.raises(InvalidInput, match=r"turning rows into columns.*collate_fn=tinker_lightning\.collate"):
+                predict(module, rows)
+        several = quiet().predict(module, [DataLoader(texts, 2), DataLoader(texts[:1], 1)])  # type: ignore[arg-type]
+        found = [[one["tokens"] for batch in each for one in batch] for each in several or []]
+        assert found == [expected, expected[:1]]
 
 
 def test_each_stage_may_have_a_trainer_of_its_own(trainer: EmbeddedTrainer, url: str, tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tinker_lightning.client.official import to_model_input
-from tinker_lightning.errors import InvalidDatum
+from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.types import Datum, ModelInput
 
 
@@ -23,9 +24,12 @@ def datums_of(batch: Any) -> list[Any]:
     if is_datum(batch):
         return [batch]
     if not isinstance(batch, Sequence) or not all(is_datum(datum) for datum in batch):
+        got = type(batch).__name__
+        if isinstance(batch, list | tuple):
+            got += f" of {type(next(item for item in batch if not is_datum(item))).__name__}"
         raise InvalidDatum(
-            f"a batch must be a list of datums, got {type(batch).__name__}. Give the DataLoader "
-            "collate_fn=tinker_lightning.collate, or override datums(self, batch) to build them."
+            f"a batch must be a list of datums, got {got}. Give the DataLoader collate_fn=tinker_lightning.collate, or "
+            "override datums(self, batch) to build them."
         )
     if not batch:
         raise InvalidDatum("the batch has no datums; drop empty batches in the loader")
@@ -46,8 +50,26 @@ def is_datum(value: Any) -> bool:
     return hasattr(value, "model_input") and hasattr(value, "loss_fn_inputs")
 
 
-def prompt_of(item: Any, tokenizer: Any) -> ModelInput:
-    """What to sample from: the input of a datum, an input, a text, or tokens."""
+def prompts_of(batch: Any, tokenizer: Any) -> list[ModelInput]:
+    """What to sample from: each datum, input, text or row of tokens of a batch, or the only one.
+
+    Raises:
+        InvalidInput: If it has the rows of a batch where its columns should be.
+    """
+    if isinstance(batch, Tensor | np.ndarray):
+        return [ModelInput.from_ints(row) for row in (batch if batch.ndim > 1 else [batch])]
+    if not isinstance(batch, Sequence) or isinstance(batch, str) or (batch and isinstance(batch[0], int)):
+        return [_prompt(batch, tokenizer)]
+    if all(isinstance(item, Tensor) and item.ndim == 1 for item in batch) and len({len(item) for item in batch}) == 1:
+        raise InvalidInput(
+            f"a list of {len(batch)} tensors of {len(batch[0])} tokens each: torch's default collate_fn makes it of "
+            f"{len(batch[0])} prompts by turning rows into columns. Give the DataLoader "
+            "collate_fn=tinker_lightning.collate."
+        )
+    return [_prompt(item, tokenizer) for item in batch]
+
+
+def _prompt(item: Any, tokenizer: Any) -> ModelInput:
     if is_datum(item):
         return to_model_input(item.model_input)
     if isinstance(item, str):

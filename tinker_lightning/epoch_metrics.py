@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -78,5 +77,9 @@ def _logged(item: Any) -> dict[str, Any]:
 
 
 def _state(metric: Metric) -> dict[str, Any]:
-    states = {name: apply_to_collection(getattr(metric, name), Tensor, torch.clone) for name in metric._defaults}
-    return {"count": metric._update_count, "states": states}
+    return {"count": metric._update_count, "states": {name: _copy(getattr(metric, name)) for name in metric._defaults}}
+
+
+def _copy(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
+    """A metric changes its tensors in place; to its lists it only appends."""
+    return state.clone() if isinstance(state, Tensor) else list(state)

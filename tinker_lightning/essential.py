@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MARK = "__is_essential__"
+_FOLLOWED = "__is_followed__"
 
 
 def essential(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -19,7 +20,7 @@ def essential(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(hook)
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.hooks_run.add(hook.__name__)
+        self._hooks_run.add(hook.__name__)
         return hook(self, *args, **kwargs)
 
     setattr(recorded, _MARK, True)
@@ -27,20 +28,21 @@ def essential(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def complete(kind: type, base: type) -> None:
-    """Lets a class's own hooks be followed by the base's, unless they have called them."""
-    for name, own in list(vars(kind).items()):
-        hook = getattr(base, name, None)
-        if callable(own) and getattr(hook, _MARK, False):
+    """Lets hooks of a class, and of mixins before the base, be followed by the base's, unless they have called it."""
+    for name in dir(base):
+        hook, own = getattr(base, name), getattr(kind, name)
+        if getattr(hook, _MARK, False) and own is not hook and not hasattr(own, _FOLLOWED):
             setattr(kind, name, _followed(own, hook, name))
 
 
 def _followed(own: Callable[..., Any], hook: Any, name: str) -> Callable[..., Any]:
     @functools.wraps(own)
     def both(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.hooks_run.discard(name)
+        self._hooks_run.discard(name)
         result = own(self, *args, **kwargs)
-        if name not in self.hooks_run:
+        if name not in self._hooks_run:
             hook(self, *args, **kwargs)
         return result
 
+    setattr(both, _FOLLOWED, True)
     return both

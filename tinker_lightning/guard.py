@@ -31,11 +31,33 @@ def check(trainer: pl.Trainer, module: RemoteModule) -> None:
             f"torch.compile has nothing to compile in {type(module).__name__}: the passes run on the server. Fit the "
             "module itself; a loss that is costly can be compiled alone."
         )
-    other = module.in_trainer
+    other = module._in_trainer
     if other is not None and other is not trainer and other.state.status == TrainerStatus.RUNNING:
         raise InvalidInput(
             f"this {type(module).__name__} is in the midst of another trainer's work. Both would number the requests "
             "of one remote model: wait for the first, or make a second module."
+        )
+
+
+def check_optimizers(trainer: pl.Trainer, module: RemoteModule) -> None:
+    """Refuses optimizers that would leave a remote model as it is, or cannot do what the trainer asks of them.
+
+    Raises:
+        InvalidInput: Says which, and what to do instead.
+    """
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise InvalidInput(
+            f"all of this {type(module).__name__} is frozen, so that there is nothing to train; call unfreeze() on it "
+            "first"
+        )
+    if not module.automatic_optimization or not module.lm.handle.requires_grad:
+        return
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    if not any(one is module.lm.handle for group in groups for one in group["params"]):
+        raise InvalidInput(
+            f"no optimizer of this {type(module).__name__} has the remote model's parameters, so that its gradients "
+            "would gather for ever. Give them to RemoteAdamW(self.parameters()) in configure_optimizers, or freeze the "
+            "model with self.lm.requires_grad_(False)."
         )
 
 

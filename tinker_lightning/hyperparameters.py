@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
 
 
 def not_plain(module: Any) -> list[str]:
@@ -13,10 +17,16 @@ def not_plain(module: Any) -> list[str]:
     frame = inspect.currentframe()
     while (frame := frame and frame.f_back) is not None:
         if frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is module:
-            for name, value in frame.f_locals.items():
-                given = value.items() if isinstance(value, Mapping) else [(name, value)]
-                names += [key for key, item in given if not _is_plain(item)]
+            names += [name for name, value in _arguments(frame) if value is not module and not _is_plain(value)]
     return names
+
+
+def _arguments(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    """The arguments of a call by name, those in `**kwargs` under their own."""
+    names, _, keywords, values = inspect.getargvalues(frame)
+    yield from ((name, values[name]) for name in names if name in values)
+    if keywords is not None:
+        yield from values.get(keywords, {}).items()
 
 
 def _is_plain(value: Any) -> bool:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 
 from tinker_lightning.window import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tinker_lightning.client.futures import TinkerFuture
 
 LOSS = "train_loss"
 _SUM = "loss:sum"
@@ -24,9 +29,14 @@ class _Entry:
 
 
 class LateMetrics:
-    """The steps whose metrics are still on their way, oldest first."""
+    """The steps whose metrics are still on their way, oldest first.
 
-    def __init__(self) -> None:
+    Args:
+        wait: Waits for the result or the failure of a request, and may be ended.
+    """
+
+    def __init__(self, wait: Callable[[TinkerFuture[Any]], None]) -> None:
+        self._wait = wait
         self._waiting: deque[_Entry] = deque()
         self._names: set[str] = set()
 
@@ -47,8 +57,9 @@ class LateMetrics:
     def log(self, *, wait: bool) -> None:
         """Logs what is there; with `wait` waits for the rest. Failures are left to be raised by the client."""
         while self._waiting and (wait or self._waiting[0].sent.optim.done()):
-            entry = self._waiting.popleft()
-            entry.sent.optim.wait()
+            entry = self._waiting[0]
+            self._wait(entry.sent.optim)
+            self._waiting.popleft()
             if entry.sent.optim.failed:
                 continue
             metrics = _metrics(entry.sent)

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
@@ -18,27 +17,29 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from tinker_lightning import guard, routes, states, surrogate
-from tinker_lightning.batches import datums_of, prompt_of, weights_of
+from tinker_lightning.batches import datums_of, prompts_of, weights_of
 from tinker_lightning.client.export import export_adapter
 from tinker_lightning.errors import (
     InvalidDatum,
     InvalidInput,
+    InvalidLoss,
     LossWithoutGradient,
     TinkerLightningError,
 )
 from tinker_lightning.essential import complete, essential
 from tinker_lightning.hyperparameters import not_plain
-from tinker_lightning.late_metrics import LateMetrics
+from tinker_lightning.late_metrics import LOSS, LateMetrics
 from tinker_lightning.losses import composition
 from tinker_lightning.metrics import Scores
 from tinker_lightning.optim import RemoteAdamW
-from tinker_lightning.remote import RemoteLM
+from tinker_lightning.remote import RemoteHandle, RemoteLM
 from tinker_lightning.routes import Chosen
 from tinker_lightning.session import Session
 from tinker_lightning.states import STATE_KEY, window_from
 from tinker_lightning.types import SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from os import PathLike
     from pathlib import Path
     from types import TracebackType
@@ -110,7 +111,7 @@ class RemoteModule(pl.LightningModule):
         api_key: str | None = None,
     ) -> None:
         super().__init__()
-        self.hooks_run: set[str] = set()
+        self._hooks_run: set[str] = set()
         if max_steps_in_flight < 1:
             raise InvalidInput(f"max_steps_in_flight must be at least 1, got {max_steps_in_flight}")
         self.save_hyperparameters()
@@ -126,11 +127,12 @@ class RemoteModule(pl.LightningModule):
         self._adam: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.lm = RemoteLM(self._session.client if model is None or isinstance(model, str) else model)
         self.lm.in_state_dict = False  # a checkpoint names the state itself, with what it is of
-        self.scores = Scores()
-        self._late = LateMetrics()
-        self.lm.handle.remote.on_step = self._stepped
-        self.lm.handle.remote.max_steps_in_flight = max_steps_in_flight
-        self.in_trainer: pl.Trainer | None = None
+        self._scores = Scores()
+        remote = self.lm.handle.remote
+        self._late = LateMetrics(remote.wait_for_end)
+        remote.on_step, remote.after_step = self._stepped, self._wait_if_monitored
+        remote.max_steps_in_flight = max_steps_in_flight
+        self._in_trainer: pl.Trainer | None = None
         self._ahead: tuple[Any, list[Any]] | None = None
         self._terminated: float | None = None
         self._chosen: tuple[Any, Chosen] | None = None
@@ -198,7 +200,7 @@ class RemoteModule(pl.LightningModule):
         """Refuses the same, for `configure_callbacks` is easily overridden."""
         del stage
         guard.check(self.trainer, self)
-        self.in_trainer = self.trainer
+        self._in_trainer = self.trainer
         self.lm.handle.remote.while_waiting = self._look_up
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -218,8 +220,10 @@ class RemoteModule(pl.LightningModule):
             grad_norms=self.grad_norms,
             timeout=self.regularizer_timeout,
         )
+        if LOSS in metrics:
+            raise InvalidLoss(f"the loss returns a metric called {LOSS!r}, as it is itself logged; rename the metric")
         if chosen.is_here:
-            self.log("train_loss", loss.detach(), prog_bar=True, batch_size=len(data))
+            self.log(LOSS, loss.detach(), prog_bar=True, batch_size=len(data))
         else:
             loss = loss + self.lm.server_loss(data, chosen.loss, chosen.config)
         if metrics:
@@ -236,14 +240,14 @@ class RemoteModule(pl.LightningModule):
         del batch_idx
         self._score("test", batch, dataloader_idx)
 
-    def predict_step(self, batch: Any, batch_idx: int) -> list[dict[str, Any]]:
-        """Samples a continuation of each prompt of a batch: inputs, datums, strings or lists of tokens.
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
+        """Samples a continuation of each prompt of a batch: inputs, datums, strings or rows of tokens.
 
         Each is a dict of `tokens`, `logprobs`, `stop_reason` and `text`, for Lightning takes predictions apart.
         """
-        del batch_idx
+        del batch_idx, dataloader_idx
         tokenizer = self._tokenizer
-        prompts = [prompt_of(item, tokenizer) for item in (batch if isinstance(batch, Sequence) else [batch])]
+        prompts = prompts_of(batch, tokenizer)
         futures = [self._sampler.sample(prompt, 1, self.sampling_params()) for prompt in prompts]
         sequences = [future.result().sequences[0] for future in futures]
         return [
@@ -271,6 +275,22 @@ class RemoteModule(pl.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Lets the server clip the norm; the gradient is there."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """The same, for manual optimization; an optimizer of local parameters is clipped here.
+
+        Raises:
+            InvalidInput: If the server cannot clip so.
+        """
+        if not any(isinstance(one, RemoteHandle) for group in optimizer.param_groups for one in group["params"]):
+            super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
         if not gradient_clip_val:
             return
         if str(gradient_clip_algorithm or "norm").rsplit(".", 1)[-1].lower() != "norm":
@@ -308,7 +328,12 @@ class RemoteModule(pl.LightningModule):
 
     @essential
     def on_train_start(self) -> None:
-        """Takes up the window of a checkpoint; Lightning has zeroed the gradients since it was loaded."""
+        """Takes up the window of a checkpoint; Lightning has zeroed the gradients since it was loaded.
+
+        Raises:
+            InvalidInput: If nothing would train the remote model.
+        """
+        guard.check_optimizers(self.trainer, self)
         if self._window is not None and self.trainer.ckpt_path is not None:
             self.lm.handle.remote.window = window_from(self._window)
         self._window = None
@@ -364,7 +389,7 @@ class RemoteModule(pl.LightningModule):
             self._late.log(wait=False)
         else:
             self._late.log(wait=True)
-            unread.wait()
+            self.lm.handle.remote.wait_for_all()
         unread.raise_first()
 
     def export_adapter(self, path: str | PathLike[str], *, overwrite: bool = False) -> Path:
@@ -374,7 +399,7 @@ class RemoteModule(pl.LightningModule):
 
     def chosen_route(self) -> Chosen:
         """Where the loss runs; decided once for each loss."""
-        loss: Any = self.loss
+        loss: Any = self._modules.get("loss", self.loss)  # torch keeps a module where the method hides it
         key = (getattr(loss, "__func__", loss), self.route, repr(self.loss_config))
         if self._chosen is None or self._chosen[0] != key:
             if loss is None:
@@ -399,7 +424,7 @@ class RemoteModule(pl.LightningModule):
     def asked_ahead(self, batch: Any, data: list[Any], asked: Pass | None) -> Iterator[Remote]:
         """For the step inside: `datums(batch)` is `data`, and its forward pass has been asked for already."""
         remote = self.lm.handle.remote
-        self._ahead, remote.expected = (batch, data), asked
+        self._ahead, remote.expected, remote.missed = (batch, data), asked, False
         try:
             yield remote
         finally:
@@ -428,7 +453,7 @@ class RemoteModule(pl.LightningModule):
 
     def _score(self, stage: str, batch: Any, loader: int) -> None:
         data = self.datums(batch)
-        metrics = self.scores.updated(stage, loader, zip(self.lm(data), map(weights_of, data), strict=True))
+        metrics = self._scores.updated(stage, loader, zip(self.lm(data), map(weights_of, data), strict=True))
         self._metric_attributes = None  # where Lightning keeps the names of those it has seen
         for name, metric in metrics.items():
             self.log(f"{stage}_{name}", metric, prog_bar=name == "loss", batch_size=len(data))
@@ -436,8 +461,10 @@ class RemoteModule(pl.LightningModule):
     def _stepped(self, sent: Step) -> None:
         if self._trainer is not None:
             self._late.add(sent, self.trainer)
-            if self._late.are_monitored(self.trainer, by_step=True):
-                self._late.log(wait=True)
+
+    def _wait_if_monitored(self) -> None:
+        if self._trainer is not None and self._late.are_monitored(self.trainer, by_step=True):
+            self._late.log(wait=True)
 
 
 def _once(datums: Callable[[Any, Any], list[Any]]) -> Callable[[Any, Any], list[Any]]:

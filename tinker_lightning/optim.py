@@ -71,8 +71,13 @@ class RemoteAdamW(torch.optim.AdamW):
         Raises:
             InvalidInput: If there are local parameters too, whose gradients are here.
         """
-        for group in self.param_groups:
-            _check({**group, "grad_clip_norm": norm})
+        if not all(isinstance(parameter, RemoteHandle) for group in self.param_groups for parameter in group["params"]):
+            raise InvalidInput(
+                "gradient_clip_val is a norm over all parameters, but the gradient of the remote model is on its "
+                "server and that of the local ones here. Leave it out, and give the remote model a group with a norm "
+                "of its own: RemoteAdamW([{'params': module.lm.parameters(), 'grad_clip_norm': 1.0}, {'params': "
+                "module.head.parameters()}])."
+            )
         self.clip_next = norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

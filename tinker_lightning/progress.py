@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.fit_loop import RestartStage as FitStage
 from lightning.pytorch.loops.training_epoch_loop import RestartStage as EpochStage
 
@@ -73,11 +74,11 @@ def let_in(trainer: pl.Trainer, checkpoint: dict[str, Any], resumed: dict[str, A
     """Lets a run that has reached its limits into its loops, if something is left to do there."""
     loop = trainer.fit_loop.epoch_loop
     resumed["max_steps"] = loop.max_steps
-    if resumed["place"]["where"] not in (EPOCH_START, BATCH_START):
-        epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
-        epochs["processed"] = epochs["completed"]
-        if loop.max_steps != -1:
-            loop.max_steps = max(loop.max_steps, checkpoint["global_step"] + 1)
+    place = resumed["place"]
+    if place["where"] != EPOCH_START:
+        checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"] = place["epochs"][0]
+    if place["where"] not in (EPOCH_START, BATCH_START) and loop.max_steps != -1:
+        loop.max_steps = max(loop.max_steps, checkpoint["global_step"] + 1)
 
 
 def let_out(trainer: pl.Trainer, resumed: dict[str, Any]) -> None:
@@ -99,8 +100,8 @@ def go_on(trainer: pl.Trainer, place: dict[str, Any]) -> None:
     fit._restarting = False
     loop.restarting = False
     loop._restart_stage = EpochStage.NONE
-    if where != EPOCH_START:
-        trainer.accumulate_grad_batches = place["accumulate"]
+    if where != EPOCH_START and any(isinstance(one, GradientAccumulationScheduler) for one in trainer.callbacks):  # type: ignore[attr-defined]
+        trainer.accumulate_grad_batches = place["accumulate"]  # which it sets at the start of an epoch
     if where not in (EPOCH_START, EPOCH_END):
         epoch_metrics.restore(trainer, place["epoch_metrics"])
         if place["batches"][0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tinker_lightning")
 
 _UNREADABLE = "?"
+_MARK = b"tinker://"  # stands as it is in a file that names a state: torch does not compress
 
 
 class References:
@@ -81,5 +83,13 @@ def _read_name(file: Path) -> str | None:
         state = content.get(STATE_KEY)
         return str(state["path"]) if state else None
     except Exception as error:
-        logger.warning("%s could not be read; remote states are kept while it may name one: %s", file, error)
+        if _is_whole(file) and _MARK not in file.read_bytes():  # another program's, of which there may be many
+            return None
+        reason = str(error).partition("\n")[0]
+        logger.warning("%s could not be read; remote states are kept while it may name one: %s", file, reason)
         return _UNREADABLE
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a file has been written to its end, where torch's format has its table of contents."""
+    return zipfile.is_zipfile(file)

@@ -38,6 +38,8 @@ class RemoteGradient(Tensor):
         """Refuses to be read or changed: a norm or a clip of this would silently be one of nothing."""
         del types
         name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__"):
+            name = str(getattr(func.__self__, "__name__", name))
         if name in _ZEROED:
             for gradient in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
                 with torch._C.DisableTorchFunctionSubclass():
@@ -45,7 +47,7 @@ class RemoteGradient(Tensor):
             return args[0]
         if name in _UNCHANGED:
             return args[0]
-        if name == "__get__" and getattr(func.__self__, "__name__", "") in _KINDS:
+        if name in _KINDS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise InvalidInput(

@@ -136,7 +136,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         data, asked = self._sent.pop(number)
         with module.asked_ahead(args[0], data, asked) as remote:
             output = super().training_step(*args, **kwargs)
-            if asked is not None and remote.expected is asked:
+            if asked is not None and remote.missed:
                 self._stop_looking(module, "its training_step asks for other datums than datums(batch) gives")
         return output
 

@@ -152,10 +152,12 @@ class Remote:
         self.unread = Unread()
         self.steps = 0
         self.expected: Pass | None = None  # a forward that was asked for ahead, for the call that comes next
+        self.missed = False  # whether another one came
         self.max_steps_in_flight = max_steps_in_flight
         self.received = 0  # how many gradients have come back
         self.version = 0  # of the weights: a step or a load makes another
-        self.on_step: Callable[[Step], None] | None = None  # told of every step that was sent
+        self.on_step: Callable[[Step], None] | None = None  # told of every step that was sent; must not wait
+        self.after_step: Callable[[], None] | None = None  # called when it was, and may wait
         self.while_waiting: Callable[[], None] | None = None  # called now and then; what it raises ends the wait
         self._under_way: deque[Step] = deque()
         self._saved: tuple[int, str] | None = None
@@ -199,17 +201,29 @@ class Remote:
     def take(self, data: Sequence[Any]) -> Pass | None:
         """The forward that was asked for ahead, if it is of these datums and of the weights as they are."""
         if self.expected is None or self.expected.version != self.version or not self.expected.is_of(data):
+            self.missed = self.expected is not None
             return None
         expected, self.expected = self.expected, None
         return expected
 
     def wait(self, future: TinkerFuture[T]) -> T:
         """A result, waited for in a way that can be ended."""
-        while self.while_waiting is not None and not future.done():
-            self.while_waiting()
+        self.wait_for_end(future)
+        return future.result()
+
+    def wait_for_end(self, future: TinkerFuture[Any]) -> None:
+        """Waits in the same way, until a result or a failure is there."""
+        while not future.done():
+            if self.while_waiting is not None:
+                self.while_waiting()
             with contextlib.suppress(ResultTimeout):
                 future.wait(_LOOK_UP)
-        return future.result()
+
+    def wait_for_all(self) -> None:
+        """Waits in the same way, until everything that was sent is done."""
+        while not self.unread.wait(_LOOK_UP):
+            if self.while_waiting is not None:
+                self.while_waiting()
 
     def receive(self, call: Call | ServerCall, gradients: Sequence[Tensor]) -> None:
         """A gradient has come back to a call.
@@ -269,6 +283,8 @@ class Remote:
             self.unread.add(step.optim)
             if self.on_step is not None:
                 self.on_step(step)
+        if self.after_step is not None:
+            self.after_step()
         return step
 
     def save(self, *, anew: bool = False) -> str:

@@ -140,11 +140,11 @@ class Unread:
         with self._lock:
             self._futures.append(future)
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Waits until all that was sent is done, whatever comes of it, or until `timeout` seconds have passed."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until all that was sent is done, or until `timeout` seconds have passed; whether it is done."""
         with self._lock:
             sources = [future._source for future in self._futures if future.comes_by_itself]
-        concurrent.futures.wait(sources, timeout)
+        return not concurrent.futures.wait(sources, timeout).not_done
 
     def raise_first(self) -> None:
         """Raises the first failure that nobody has read."""
