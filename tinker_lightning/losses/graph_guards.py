@@ -36,6 +36,7 @@ _ATTRIBUTES: dict[str, Callable[[Tensor], Any]] = {
     "mT": lambda x: x.mT,
     "data": lambda x: x.detach(),
 }
+ATTRIBUTES = frozenset({*_ATTRIBUTES, "values", "indices"})
 
 
 def is_mask(index: Any) -> bool:
