@@ -150,6 +150,17 @@ def test_layers_of_one_name_in_two_places_are_told_apart(
     assert len(names) == 2 * 2 * len(modules)
 
 
+def test_loading_draws_no_bar_and_leaves_those_of_others(
+    tiny: BaseModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = save(tmp_path, GPT2, tiny.tokenizer)
+    capfd.readouterr()
+    Catalog([path]).get(path)
+    assert capfd.readouterr().err == ""
+    AutoModelForCausalLM.from_pretrained(path)
+    assert "Loading weights" in capfd.readouterr().err
+
+
 def test_a_folder_is_sampled_like_any_model(tiny: BaseModel, tmp_path: Path) -> None:
     path = save(tmp_path, GPT2, tiny.tokenizer)
     base = Catalog([path]).get(path)

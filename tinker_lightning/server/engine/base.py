@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.engine.logprobs import target_logprobs
 from tinker_lightning.server.engine.lora import LoraHost
+from tinker_lightning.server.engine.pretrained import load_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,12 +26,12 @@ class BaseModel:
     """
 
     def __init__(self, name: str, path: Path | str, dtype: torch.dtype = torch.float32) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
         self.name = name
         self.tokenizer_id = str(path)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().requires_grad_(False)
+        self.model: Any = load_model(path, dtype).eval().requires_grad_(False)
         config = self.model.config
         self.arch = str(config.model_type)
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])

