@@ -112,15 +112,24 @@ def test_items_can_be_set() -> None:
     assert_same(loss)
 
 
-def test_item_is_the_value_itself() -> None:
+def test_item_is_a_number_without_a_gradient() -> None:
     def loss(logprobs: Tensor, weights: Tensor) -> Any:
-        return -(logprobs * weights).sum(), {"custom/mean:mean": logprobs.mean().detach()}
+        total = -(logprobs * weights).sum()
+        spread = logprobs.var().item()
+        return total * total.item() / (1 + spread), {"custom/mean:mean": logprobs.mean()}
 
-    def with_items(logprobs: Tensor, weights: Tensor) -> Any:
-        value, metrics = loss(logprobs, weights)
-        return value, {name: metric.item() for name, metric in metrics.items()}
+    assert_same(loss)
 
-    assert trace_datum_loss(with_items, {"logprobs": 1, "weights": 1}).program.graph == assert_same(loss).program.graph
+
+def test_an_item_is_not_changed_by_what_is_written_later() -> None:
+    def loss(logprobs: Tensor, weights: Tensor) -> Any:
+        doubled = logprobs * 2
+        first = doubled[0]
+        before = first.item()
+        doubled *= 3
+        return (doubled * before).sum() + first, {}
+
+    assert_same(loss)
 
 
 def test_modules_without_parameters_are_traced_through() -> None:

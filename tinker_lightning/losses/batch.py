@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn.utils.rnn import pad_sequence
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput
@@ -164,7 +164,7 @@ def groups(values: Tensor, size: int) -> Tensor:
     """
     if size < 1:
         raise InvalidInput(f"a group has at least one datum, got a size of {size}")
-    if isinstance(values, Tensor) and values.shape[0] % size:  # a proxy is checked when the graph runs
+    if not isinstance(values, fx.Proxy) and values.shape[0] % size:  # a proxy is checked when the graph runs
         raise InvalidInput(
             f"{values.shape[0]} datums are no whole number of groups of {size}. The datums of a group stand one behind "
             f"the other: let the loader give groups, e.g. a list of {size} datums as one item, and shuffle those."

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import numpy as np
+
 from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.losses.graph import Graph, Ref
 from tinker_lightning.losses.graph_run import Program
@@ -225,12 +227,15 @@ def settings(loss: str, known: Mapping[str, Hyperparameter], given: Mapping[str,
     """
     values = {name: each.default for name, each in known.items()}
     for name, value in given.items():
+        value = value.item() if isinstance(value, np.generic) else value
         if name not in known:
             listing = ", ".join(known) or "no settings at all"
             raise InvalidInput(f"loss_fn_config: {loss} does not know {name!r}; it takes {listing}")
         default = known[name].default
         if isinstance(value, float) and isinstance(default, int) and value.is_integer():
             value = type(default)(value)  # the wire knows numbers only as floats
+        elif isinstance(value, int) and isinstance(default, float):
+            value = float(value)  # for the function may have asked for the type
         if known[name].fixed and value != default:
             raise InvalidInput(
                 f"loss_fn_config: {name} of {loss} is fixed to {default!r}, for the function decides by it what to "

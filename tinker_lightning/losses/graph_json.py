@@ -13,6 +13,7 @@ import torch
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses import graph_functions
 from tinker_lightning.losses.graph_functions import FORBIDDEN_ARGUMENTS, Function
+from tinker_lightning.losses.graph_guards import ATTRIBUTES
 from tinker_lightning.losses.graph_numbers import MAX_INT
 
 MAX_VALUES = 1 << 15  # arguments of all nodes together, those inside lists counted too
@@ -94,6 +95,8 @@ class Reader:
         elif op in ("call_function", "call_method"):
             self.functions.append(graph_functions.find(op, target))
             self.calls.append(Node(op, name, target, *self._arguments(args, kwargs)))
+            if target in ("getattr", "builtins.getattr"):
+                check_attribute(*args[1:])
         elif op == "output":
             if len(args) != 1 or kwargs:
                 raise InvalidLoss("an output has one argument: what is returned")
@@ -161,6 +164,16 @@ class Reader:
                 if kind == name and content in table:
                     return table[content]
         raise InvalidLoss(f"the argument {{{kind!r:.40}: {content!r:.40}}} is not known")
+
+
+def check_attribute(name: Any = None, *_: Any) -> None:
+    """Refuses attributes that cannot be read of anything.
+
+    Raises:
+        InvalidLoss: If it is one.
+    """
+    if not isinstance(name, str) or name not in ATTRIBUTES:
+        raise InvalidLoss(f"the attribute {name!r:.140} cannot be read; known are {', '.join(sorted(ATTRIBUTES))}")
 
 
 _CONSTANTS: dict[str, dict[str, Any]] = {

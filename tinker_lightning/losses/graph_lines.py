@@ -19,7 +19,7 @@ def here() -> str:
     """The user's line that is being run, for the start of a message."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _is_users(frame.f_code.co_filename):
+        if is_users(frame.f_code.co_filename):
             return _place(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return ""
@@ -27,7 +27,7 @@ def here() -> str:
 
 def place_of(error: BaseException) -> str:
     """The user's last line that an exception passed through."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     return _place(frames[-1].filename, frames[-1].lineno or 0) if frames else ""
 
 
@@ -36,10 +36,11 @@ def _place(filename: str, line: int) -> str:
     return f"{filename}:{line}: {source}\n    " if source else f"{filename}:{line}: "
 
 
-def _is_users(filename: str) -> bool:
+def is_users(filename: str) -> bool:
+    """Whether a file is neither torch's nor one that traces."""
     return not (filename.startswith(_TORCH) or filename in _OWN)
 
 
 _TORCH = torch.__path__[0]
-_FILES = ("graph_lines.py", "graph_writer.py", "tracing.py", "tracing_batch.py")
-_OWN = (contextlib.__file__, *(str(Path(__file__).parent / name) for name in _FILES))
+_OWN = {contextlib.__file__, *(str(path) for path in Path(__file__).parent.glob("tracing*.py"))}
+_OWN |= {str(Path(__file__).parent / name) for name in ("graph_lines.py", "graph_writer.py")}

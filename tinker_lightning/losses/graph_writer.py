@@ -9,10 +9,13 @@ from torch.fx.node import _get_qualified_name
 
 from tinker_lightning.losses import graph_functions
 from tinker_lightning.losses.graph import Node, Ref, encode_value
+from tinker_lightning.losses.graph_json import check_attribute
 
 # What gives a number, a shape or a dtype, and not a tensor.
 _PLAIN = ("size", "dim", "ndimension", "numel", "element_size", "is_floating_point")
 _PLAIN_ATTRIBUTES = ("shape", "dtype", "device", "ndim")
+# Operators that have a method for `x += y`; what the others compute is copied into the tensor.
+_WRITES = {"operator.add": "add_", "operator.sub": "sub_", "operator.mul": "mul_"}
 
 
 def setitem(value: Any, index: Any, item: Any) -> None:
@@ -31,21 +34,39 @@ def target_name(target: Any) -> str:
     return "operator." + name.removeprefix("_operator.") if name.startswith("_operator.") else name
 
 
+def is_write(node: fx.Node) -> bool:
+    """Whether a call changes its first argument, as the function says it."""
+    if node.op == "call_function":
+        name = target_name(node.target)
+        return name == "operator.setitem" or (name.startswith("torch.Tensor.") and _ends_in_place(name))
+    return node.op == "call_method" and _ends_in_place(str(node.target))
+
+
+def _ends_in_place(method: str) -> bool:
+    return method.endswith("_") and not method.endswith("__")
+
+
 class Writer:
-    """Numbers the nodes, and says with `detach` where `torch.no_grad` ends a gradient.
+    """Numbers the nodes, and says with `detach` where `torch.no_grad` or `item` ends a gradient.
 
     Args:
         placeholders: The inputs, in order.
         numbers: Those of them that are numbers.
+        in_place: The operators that are to change the tensor itself.
+        keeps: Whether a number must be kept from what is written to its tensor later.
     """
 
-    def __init__(self, placeholders: list[fx.Node], numbers: set[fx.Node]) -> None:
+    def __init__(
+        self, placeholders: list[fx.Node], numbers: set[fx.Node], in_place: set[fx.Node], *, keeps: bool
+    ) -> None:
         self.calls: list[Node] = []
         self._places: dict[fx.Node, int] = {node: i for i, node in enumerate(placeholders)}
         self._inputs = len(placeholders)
         self._plain = set(numbers)
         self._no_grad: set[fx.Node] = set()
         self._detached: dict[fx.Node, int] = {}
+        self._in_place = in_place
+        self._keeps = keeps or bool(in_place)
 
     def add(self, node: fx.Node) -> None:
         """Takes the next call.
@@ -53,16 +74,16 @@ class Writer:
         Raises:
             InvalidLoss: If it is not on the allow-list, or has an argument that no graph can hold.
         """
-        if node.op == "call_method" and node.target == "item":
-            source = node.args[0]
-            assert isinstance(source, fx.Node)  # noqa: S101  # the method's own tensor
-            self._places[node] = self._places[source]
-            for kind in (self._plain, self._no_grad):
-                if source in kind:
-                    kind.add(node)
-            return
         target = str(node.target) if node.op == "call_method" else target_name(node.target)
+        if target == "item":
+            self._item(node)
+            return
         graph_functions.find(node.op, target)
+        if target in ("getattr", "builtins.getattr"):
+            check_attribute(node.args[1])
+        if node in self._in_place or is_write(node):
+            self._write(node, target)
+            return
         if self._is_plain(node, target):
             self._plain.add(node)
         # Taking a part out of a value that has no gradient gives none either, whatever the value is.
@@ -72,8 +93,44 @@ class Writer:
             self._no_grad.add(node)
         args = tuple(self.argument(arg, no_grad=no_grad) for arg in node.args)
         kwargs = {key: self.argument(arg, no_grad=no_grad) for key, arg in node.kwargs.items()}
-        self._places[node] = self._inputs + len(self.calls)
-        self.calls.append(Node(node.op, node.name, target, args, kwargs))
+        self._places[node] = self._call(node.op, node.name, target, args, kwargs).node
+
+    def _item(self, node: fx.Node) -> None:
+        """The value without its gradient, as a number has it."""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)  # noqa: S101  # the method's own tensor
+        value = Ref(self._places[source])
+        if source in self._plain:
+            self._plain.add(node)
+        else:
+            value = self._call("call_method", node.name, "detach", (value,))
+            if self._keeps:
+                value = self._call("call_method", f"{node.name}_kept", "clone", (value,))
+        self._places[node] = value.node
+
+    def _write(self, node: fx.Node, target: str) -> None:
+        """A call that changes its first argument, and returns it."""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)  # noqa: S101  # what is written to
+        value = written = self.argument(source, no_grad=False)
+        no_grad = bool(node.meta["no_grad"])
+        if no_grad:  # the value changes, and its gradient does not
+            written = self._call("call_method", f"{node.name}_written", "detach", (value,))
+        args = tuple(self.argument(arg, no_grad=no_grad) for arg in node.args[1:])
+        kwargs = {key: self.argument(arg, no_grad=no_grad) for key, arg in node.kwargs.items()}
+        op = node.op
+        if node in self._in_place:
+            op, method = "call_method", _WRITES.get(target, "copy_")
+            if method == "copy_":
+                old = self._call("call_method", f"{node.name}_old", "clone", (written,))
+                args = (self._call("call_function", f"{node.name}_new", target, (old, *args)),)
+            target = method
+        result = self._call(op, node.name, target, (written, *args), kwargs)
+        self._places[node] = value.node if no_grad else result.node
+
+    def _call(self, op: str, name: str, target: str, args: tuple[Any, ...], kwargs: Any = None) -> Ref:
+        self.calls.append(Node(op, name, target, args, kwargs or {}))
+        return Ref(self._inputs + len(self.calls) - 1)
 
     def argument(self, value: Any, *, no_grad: bool) -> Any:
         """An argument with places for nodes; of a call that has a gradient, without what should have none."""
@@ -81,9 +138,8 @@ class Writer:
             if no_grad or value not in self._no_grad or value in self._plain:
                 return Ref(self._places[value])
             if value not in self._detached:
-                self._detached[value] = self._inputs + len(self.calls)
-                name = f"{value.name}_detached"
-                self.calls.append(Node("call_method", name, "detach", (Ref(self._places[value]),)))
+                place = Ref(self._places[value])
+                self._detached[value] = self._call("call_method", f"{value.name}_detached", "detach", (place,)).node
             return Ref(self._detached[value])
         if isinstance(value, tuple):
             return tuple(self.argument(part, no_grad=no_grad) for part in value)

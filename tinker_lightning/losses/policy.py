@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import builtin
@@ -224,7 +224,7 @@ def group_advantages(
     if isinstance(baseline, str):
         if baseline not in ("leave_one_out", "mean"):
             raise InvalidInput(f"baseline must be 'leave_one_out', 'mean' or a number, got {baseline!r}")
-        if isinstance(grouped, Tensor) and grouped.shape[-1] < 2:  # a proxy has no size yet
+        if not isinstance(grouped, fx.Proxy) and grouped.shape[-1] < 2:  # a proxy has no size yet
             raise InvalidInput("a group of one has nothing to compare with: sample several responses to each prompt")
         advantages = grouped - grouped.mean(-1, keepdim=True)
         if baseline == "leave_one_out":

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import fx
 
 from tinker_lightning.errors import InvalidLoss, LossNotTraceable
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MAX_TRACES = 64
+_RANKS = {"model_outputs": 3, "attention_mask": 2}  # log-probabilities may have alternatives for each token
 _SIGNATURES = {
     "logits": "(model_outputs, loss_fn_inputs, attention_mask, **hyperparameters)",
     "logprobs": "(data, logprobs, **hyperparameters)",
@@ -55,8 +57,9 @@ def trace_batch_loss(
     defaults = read_hyperparameters(fn, source)
     if unknown := [key for key in fixed or {} if key not in defaults]:
         raise InvalidLoss(f"{name} has no hyperparameter {unknown[0]!r}; it has {', '.join(defaults) or 'none'}")
+    fixed = {key: _plain(value) for key, value in (fixed or {}).items()}
     hyperparameters = {
-        key: Hyperparameter((fixed or {}).get(key, default), key in (fixed or {}) or not _is_number(default))
+        key: Hyperparameter(fixed.get(key, default), key in fixed or not _is_number(default))
         for key, default in defaults.items()
     }
     while True:
@@ -86,9 +89,10 @@ def read_hyperparameters(fn: Callable[..., Any], source: Source) -> dict[str, Se
     for each in parameters[count:]:
         if each.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
             continue
-        if each.default is each.empty or not (each.default is None or isinstance(each.default, float | int | str)):
+        default = _plain(each.default)
+        if default is each.empty or not (default is None or isinstance(default, float | int | str)):
             raise InvalidLoss(f"the hyperparameter {each.name} needs a default that is a number, a text or None")
-        settings[each.name] = each.default
+        settings[each.name] = default
     return settings
 
 
@@ -129,9 +133,9 @@ def _call(
     inputs: _Inputs,
     recorder: Recorder,
 ) -> tuple[Any, Any, dict[str, Any]]:
-    given = {name: recorder.input(name) for name in SOURCES[source]}
+    given = {name: recorder.input(name, _RANKS.get(name)) for name in SOURCES[source]}
     settings = {
-        name: each.default if each.fixed else recorder.input(f"hyperparameters.{name}", is_number=True)
+        name: each.default if each.fixed else recorder.setting(f"hyperparameters.{name}", each.default)  # type: ignore[arg-type]  # others are fixed
         for name, each in hyperparameters.items()
     }
     inputs.recorder = recorder
@@ -205,6 +209,11 @@ class _Inputs(Mapping[str, Value]):
 
 def _are_settings(inputs: frozenset[str]) -> bool:
     return bool(inputs) and all(name.startswith("hyperparameters.") for name in inputs)
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy's as one of Python's."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _is_number(value: Setting) -> bool:
