@@ -30,6 +30,7 @@ class LossHandle:
     session_id: str
     loss: DatumLoss = field(repr=False)
     loss_id: str | None = None
+    number: int = 0  # of its upload in the session: a repeat with the same one is no second loss
     by_input: bool = False  # the server multiplies by an input of each datum, for it knows no factor of a pass
 
     def __call__(self, data: Sequence[Any], logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlencode
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from tinker_lightning.losses.server_loss import ServerLoss
 
 T = TypeVar("T")
+
+# Of functions made anew for each step there is no end; one that is used again is uploaded again.
+_KEPT_HANDLES = 256
 
 # The protocol's, with what each is; a server may have fewer.
 BUILT_IN: dict[str, str] = {
@@ -51,38 +55,60 @@ class Losses:
         self.by_name: dict[str, ServerLoss] = {}  # those of custom_loss
         self._service = service
         self._in_process = in_process
-        self._handles: dict[str, TinkerFuture[LossHandle]] = {}
+        self._handles: OrderedDict[str, TinkerFuture[LossHandle]] = OrderedDict()
+        self._lost: set[str] = set()  # ids that the server may no longer know
 
     def create(self, fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> TinkerFuture[LossHandle]:
-        """A loss of one datum, traced, and uploaded once.
+        """A loss of one datum, traced, and uploaded once; what could not be uploaded is tried again.
 
         Raises:
             LossNotTraceable: If the function does what cannot be traced; names the line.
         """
         loss, session = trace_datum_loss(fn, input_ranks), self._service.session
         key = repr((loss.inputs, loss.program.graph.encode()))
-        if key in self._handles:
-            return self._handles[key]
-        what = f"create_custom_loss {loss.name}"
+        made = self._handles.get(key)
+        if made is not None and not made.failed:
+            self._handles.move_to_end(key)
+            return made
         handle = LossHandle(loss.name, session.session_id, loss)
         if not session.config.custom_loss_server_side:
-            self._handles[key] = TinkerFuture(self._service.run(_given(handle)), what)
-            return self._handles[key]
-        by_input = not session.extensions.server_losses
-        sent = loss.scaled() if by_input else loss
+            made = TinkerFuture(self._service.run(_given(handle)), f"create_custom_loss {loss.name}")
+        else:
+            by_input = not session.extensions.server_losses
+            handle = replace(handle, number=self._service.count("custom loss"), by_input=by_input)
+            made = self._upload(handle).then(lambda created: replace(handle, loss_id=created.loss_id))
+        self._handles[key] = made
+        while len(self._handles) > _KEPT_HANDLES:
+            self._handles.popitem(last=False)
+        return made
+
+    def renew(self, handle: LossHandle) -> None:
+        """Uploads a loss of one datum once more, if the server may no longer know it."""
+        if handle.loss_id in self._lost:
+            self._upload(handle).result()
+            self._lost.discard(handle.loss_id)
+
+    def lose(self, handle: LossHandle) -> None:
+        """Says that a pass with this loss has failed, which may be because the server had to make room."""
+        if handle.loss_id is not None:
+            self._lost.add(handle.loss_id)
+
+    def _upload(self, handle: LossHandle) -> TinkerFuture[rs.CreateCustomLossResponse]:
+        session = self._service.session
+        sent = handle.loss.scaled() if handle.by_input else handle.loss
         request = rq.CreateCustomLossRequest(
             session.session_id,
-            self._service.count("custom loss"),
-            loss.name,
+            handle.number,
+            handle.name,
             [rq.CustomLossInput(each.name, each.rank) for each in sent.inputs],
             sent.program.graph.encode(),
         )
         operation = Operation(
             "create_custom_loss", "create_custom_loss", wire_json.dumps(request), rs.CreateCustomLossResponse
         )
-        created = TinkerFuture(self._service.run(perform(session, operation)), what, self._service)
-        self._handles[key] = created.then(lambda made: replace(handle, loss_id=made.loss_id, by_input=by_input))
-        return self._handles[key]
+        return TinkerFuture(
+            self._service.run(perform(session, operation)), f"create_custom_loss {handle.name}", self._service
+        )
 
     @property
     def are_taken(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,9 @@ from tinker_lightning.losses.server_loss import ServerLoss
 from tinker_lightning.types import Datum, ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.client.service import ServiceClient
 
 _CUSTOM = "custom"
@@ -42,6 +45,7 @@ class ServerPass:
         scale: What the server is to multiply the gradient by.
         whole: Whether the batch must not be split: the loss is not a sum over datums.
         finish: What becomes of the result.
+        lose: Told of a failure that may have come because the server no longer knows the loss.
     """
 
     data: list[Datum]
@@ -51,6 +55,19 @@ class ServerPass:
     scale: float = 1.0
     whole: bool = False
     finish: Callable[[ForwardBackwardOutput], ForwardBackwardOutput] | None = None
+    lose: Callable[[], None] | None = None
+
+    def received(self, future: TinkerFuture[ForwardBackwardOutput]) -> TinkerFuture[ForwardBackwardOutput]:
+        """The result as the caller gets it.
+
+        A server makes room by letting go of losses. Nothing can be sent in place of a pass that has failed, for others
+        are under way behind it; but the next one with this loss uploads it again.
+        """
+        lose = self.lose
+        if lose is not None:
+            # First, so that whoever sees the failure and goes on finds it told.
+            future._source.add_done_callback(lambda source: lose() if _is_refused(source) else None)
+        return future.then(self.finish or _unchanged)
 
 
 def prepare(
@@ -68,7 +85,9 @@ def prepare(
     """
     extended = service.session.extensions.server_losses
     if isinstance(loss_fn, LossHandle):
-        return _datum_pass(handle_data(service, data, loss_fn, config, inputs), loss_fn, scale)
+        data = handle_data(service, data, loss_fn, config, inputs)
+        service.losses.renew(loss_fn)
+        return replace(_datum_pass(data, loss_fn, scale), lose=functools.partial(service.losses.lose, loss_fn))
     own = loss_fn if isinstance(loss_fn, ServerLoss) else service.losses.by_name.get(loss_name(loss_fn))
     if own is not None:
         if own.server is not service.losses:
@@ -76,7 +95,7 @@ def prepare(
         loss_id, settings = own.resolve(config or {})
         if own.is_of_library:
             data, inputs = own.checked(spread(data, inputs or {}), config or {}), None
-        return _batch_pass(data, loss_id, settings, inputs, scale)
+        return replace(_batch_pass(data, loss_id, settings, inputs, scale), lose=functools.partial(own.lose, loss_id))
     name = loss_name(loss_fn)
     if name not in BUILT_IN and name != _CUSTOM and extended:
         return _batch_pass(data, name, dict(config or {}), inputs, scale)
@@ -84,6 +103,14 @@ def prepare(
     if extended:
         return ServerPass(data, name, dict(config or {}), scale=scale)
     return plainly_scaled(data, name, config or {}, scale)
+
+
+def _is_refused(source: Future[Any]) -> bool:
+    return not source.cancelled() and isinstance(source.exception(), InvalidInput)
+
+
+def _unchanged(output: ForwardBackwardOutput) -> ForwardBackwardOutput:
+    return output
 
 
 def _batch_pass(

@@ -331,7 +331,7 @@ class TrainingClient:
             first = self._last_number + 1
             operations = [operation(number, chunk) for number, chunk in enumerate(chunks, first)]
             future = self._start(session, operations, chunking.combine)
-        return future if asked.finish is None else future.then(asked.finish)
+        return asked.received(future)
 
     def _submit(self, name: str, endpoint: str, result: type[T], request: Callable[[int], Any]) -> TinkerFuture[T]:
         session = self._service.session

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss
-from tinker_lightning.losses.batch_loss import SOURCES, LossFnOutput, check_name, settings
+from tinker_lightning.losses.batch_loss import SOURCES, BatchLoss, LossFnOutput, check_name, settings
 from tinker_lightning.losses.library import checked, is_of_library
 from tinker_lightning.losses.tracing_batch import trace_batch_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from tinker_lightning.losses.batch_loss import BatchLoss, Setting, Source
+    from tinker_lightning.losses.batch_loss import Setting, Source
     from tinker_lightning.types import Datum
 
 __all__ = ["LossFnOutput", "ServerLoss", "custom_loss"]
+
+
+# A setting that decides what is computed may be another at each step; the graphs of those used last are kept.
+_KEPT_UPLOADS = 64
 
 
 class LossServer(Protocol):
@@ -30,6 +36,13 @@ class LossServer(Protocol):
 
     def register_function(self, name: str, function: Callable[..., Any], source: Source) -> str:
         """Hands a function over as it is; returns the loss's id."""
+
+
+@dataclass(slots=True)
+class _Upload:
+    loss_id: str
+    loss: BatchLoss
+    is_lost: bool = False
 
 
 class ServerLoss:
@@ -50,12 +63,11 @@ class ServerLoss:
         self.source = source
         self._function = function
         self._fixed = dict(fixed)
-        self._uploaded: dict[tuple[tuple[str, Setting], ...], tuple[str, BatchLoss]] = {}
-        self._python: str | None = None
-        if trace:
-            self._upload(self._fixed)
-        else:
-            self._python = server.register_function(name, _bound(function, self._fixed), source)
+        self._uploads: OrderedDict[Any, _Upload] = OrderedDict()
+        self._function_id: str | None = None
+        self._first = self._upload(self._fixed).loss if trace else None
+        if not trace:
+            self._register_function()
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,17 +79,24 @@ class ServerLoss:
 
         A setting by which the function decides what to compute makes another graph, which is uploaded at its first use.
         """
-        if self._python is not None:
-            return self._python, dict(config)
-        _, first = self._uploaded[_key(self._fixed)]
+        first = self._first
+        if first is None:
+            return self._function_id or self._register_function(), dict(config)
         if unknown := [name for name in config if name not in first.hyperparameters]:
             known = ", ".join(first.hyperparameters) or "no settings at all"
             raise InvalidInput(f"loss_fn_config: {self.name} does not know {unknown[0]!r}; it takes {known}")
         decided = {name: value for name, value in config.items() if first.hyperparameters[name].fixed}
-        loss_id, loss = self._uploaded.get(_key({**self._fixed, **decided})) or self._upload({**self._fixed, **decided})
+        upload = self._upload({**self._fixed, **decided})
         carried = {name: value for name, value in config.items() if name not in decided}
-        settings(self.name, loss.hyperparameters, carried)
-        return loss_id, carried
+        settings(self.name, upload.loss.hyperparameters, carried)
+        return upload.loss_id, carried
+
+    def lose(self, loss_id: str) -> None:
+        """Says that a pass with this id has failed: the server may no longer know it, so the next one uploads it."""
+        if self._function_id == loss_id:
+            self._function_id = None
+        for upload in list(self._uploads.values()):
+            upload.is_lost |= upload.loss_id == loss_id
 
     @property
     def is_of_library(self) -> bool:
@@ -92,10 +111,23 @@ class ServerLoss:
         """
         return checked(self._function, data, {**self._fixed, **config})
 
-    def _upload(self, fixed: Mapping[str, Setting]) -> tuple[str, BatchLoss]:
-        loss = trace_batch_loss(self._function, self.name, self.source, fixed)
-        self._uploaded[_key(fixed)] = self.server.register(loss), loss
-        return self._uploaded[_key(fixed)]
+    def _upload(self, fixed: Mapping[str, Setting]) -> _Upload:
+        """The graphs with these settings, on the server if they can be."""
+        key = _key(fixed)
+        upload = self._uploads.get(key)
+        if upload is None:
+            loss = trace_batch_loss(self._function, self.name, self.source, fixed)
+            upload = self._uploads[key] = _Upload(self.server.register(loss), loss)
+        elif upload.is_lost:
+            upload.loss_id, upload.is_lost = self.server.register(upload.loss), False
+        self._uploads.move_to_end(key)
+        while len(self._uploads) > _KEPT_UPLOADS:
+            self._uploads.popitem(last=False)
+        return upload
+
+    def _register_function(self) -> str:
+        self._function_id = self.server.register_function(self.name, _bound(self._function, self._fixed), self.source)
+        return self._function_id
 
 
 def custom_loss(
@@ -158,5 +190,6 @@ def _bound(function: Callable[..., Any], fixed: Mapping[str, Setting]) -> Callab
     return functools.partial(function, **fixed)
 
 
-def _key(fixed: Mapping[str, Setting]) -> tuple[tuple[str, Setting], ...]:
-    return tuple(sorted(fixed.items()))
+def _key(fixed: Mapping[str, Setting]) -> tuple[tuple[str, type, Setting], ...]:
+    """With types, for `True == 1`."""
+    return tuple((name, type(value), value) for name, value in sorted(fixed.items()))

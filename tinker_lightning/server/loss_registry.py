@@ -136,8 +136,9 @@ class LossRegistry:
                     "create_custom_loss and pass the handle that this returns."
                 )
             known = ", ".join(self.listing(session_id))
+            gone = ", or no longer" if "@" in loss_fn else ""  # an id that was given out here
             raise InvalidInput(
-                f"loss_fn {loss_fn!r:.140} is not known here; known are {known}. Register your own with "
+                f"loss_fn {loss_fn!r:.140} is not known here{gone}; known are {known}. Register your own with "
                 "@custom_loss(client, name=...)."
             )
 
