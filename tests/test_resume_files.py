@@ -49,7 +49,8 @@ def test_a_window_that_waits_for_its_step_is_in_the_file_and_nothing_else_is(ben
     assert [len(content["tinker"]["window"]) for content in contents] == [1, 0, 1, 0]
     assert [content["tinker"]["steps"] for content in contents] == [0, 1, 1, 3]
     (call,) = contents[0]["tinker"]["window"]
-    assert [len(gradient) for gradient in call["gradients"]] == [len(datum["tokens"]) for datum in call["datums"]]
+    lengths = [len(datum["inputs"]["target_tokens"]) for datum in call["datums"]]
+    assert [len(gradient) for gradient in call["gradients"]] == lengths
 
 
 def test_files_of_model_checkpoint_go_on_and_load_without_running_code(bench: Bench, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.types import Datum, ModelInput, TensorData
+from tinker_lightning.types import Datum, TensorData
 from tinker_lightning.window import Call, ServerCall
+from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,9 +91,11 @@ def _loss_name(call: ServerCall) -> str:
 
 def _datum_state(datum: Datum) -> dict[str, Any]:
     inputs: dict[str, Tensor] = {name: tensor.to_torch().clone() for name, tensor in datum.loss_fn_inputs.items()}
-    return {"tokens": torch.from_numpy(datum.model_input.tokens().copy()), "inputs": inputs}
+    rest = wire_json.dumps(Datum(datum.model_input, {}, datum.model_input_spans, datum.loss_fn_input_spans))
+    return {"rest": torch.frombuffer(bytearray(rest), dtype=torch.uint8), "inputs": inputs}
 
 
 def _datum_from(state: dict[str, Any]) -> Datum:
     inputs = {name: TensorData.from_torch(tensor) for name, tensor in state["inputs"].items()}
-    return Datum(ModelInput.from_ints(state["tokens"]), inputs)
+    rest = wire_json.parse(Datum, bytes(state["rest"].numpy()))
+    return Datum(rest.model_input, inputs, rest.model_input_spans, rest.loss_fn_input_spans)

@@ -162,6 +162,8 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, dict):
             raise _wrong(where, "an object", value)
         return {key: _decode(typing.get_args(hint)[1], entry, f"{where}.{key}") for key, entry in value.items()}
+    if hint is Datum:
+        return _decode_datum(value, where)
     if hint is ModelInput:
         return _decode_model_input(value, where)
     if hint is TensorData:
