@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.losses import graph_functions
+from tinker_lightning.losses import graph_functions, graph_run
 from tinker_lightning.losses.graph import Graph, Node, Ref
 from tinker_lightning.losses.graph_limits import Limits
 from tinker_lightning.losses.graph_run import Program
@@ -368,7 +368,9 @@ def test_everything_on_the_list_that_takes_a_tensor_runs(op_and_name: tuple[str,
     x = torch.rand(3, 4) + 0.1 if short not in WHOLE else torch.randint(0, 3, (3, 4))
     arguments = ARGUMENTS.get(short, ())
     expected = graph_functions.find(op, name).call(x.clone(), *arguments)
-    got = program(Node(op, "bomb", name, (X, *arguments)))([x.clone()])
+    given = x.clone()
+    got = program(Node(op, "bomb", name, (X, *arguments)))([given])
+    assert bool(given._version) == (short in graph_run._WRITING)
     torch.testing.assert_close(plain(got), plain(expected), equal_nan=True)
 
 

@@ -121,7 +121,7 @@ def _functions() -> dict[str, Function]:
     for name in _FUNCTIONAL.split():
         call = getattr(F, name)
         allowed[f"torch.nn.functional.{name}"] = allowed[_get_qualified_name(call)] = Function(
-            call, inside=guards.broadcast
+            guards.pure(call), inside=guards.broadcast
         )
     for name, function in _SPECIAL.items():
         allowed[f"torch.{name}"] = allowed[_get_qualified_name(getattr(torch, name))] = function

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 # How many pieces a tensor may be cut into; each is an object.
 MAX_PIECES = 1024
+_WRITES = {"inplace", "out"}
 
 
 def attribute(value: Any, name: Any) -> Any:
@@ -195,6 +198,26 @@ def roll(self: Tensor, shifts: Any, dims: Any = None) -> Tensor:
     if isinstance(shifts, list | tuple) and len(shifts) > self.ndim:
         raise InvalidLoss(f"{len(shifts)} shifts for {self.ndim} dimensions")
     return torch.roll(self, shifts, () if dims is None else dims)
+
+
+def pure(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `torch.nn.functional` that writes to none of its arguments, by whatever place it is told to."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return function  # torch's C++ functions take `out` by name only, and no `inplace`
+    if not _WRITES & signature.parameters.keys():
+        return function
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        for name in _WRITES & given.keys():
+            if given[name] is not None and given[name] is not False:
+                raise InvalidLoss(f"{name} is not taken: a loss goes on with what {function.__name__} returns")
+        return function(*args, **kwargs)
+
+    return guarded
 
 
 def kthvalue(self: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
