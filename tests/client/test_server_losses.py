@@ -279,6 +279,21 @@ def test_a_setting_that_decides_what_is_computed_is_uploaded_at_its_first_use(
     assert model.forward(texts(), fixed).result().metrics["loss:sum"] == mean
 
 
+@pytest.mark.parametrize("trace", [True, False], ids=["traced", "as it is"])
+def test_what_the_decorator_fixes_no_call_changes(service: ServiceClient, model: TrainingClient, trace: bool) -> None:
+    def power(data: Any, logprobs: Tensor, factor: float = 2.0, offset: float = 0.0) -> Any:
+        return -factor * logprobs.sum() + offset, {}
+
+    loss = custom_loss(service, name="power", on="logprobs", trace=trace, factor=0.5)(power)
+    base = model.forward(texts(), loss).result().metrics["loss:sum"]
+    again = model.forward(texts(), "power", {"factor": 0.5, "offset": 3.0}).result().metrics["loss:sum"]
+    assert again == pytest.approx(base + 3.0)
+    with pytest.raises(InvalidInput, match=r"factor of power was fixed to 0\.5 by custom_loss and cannot be 9\.0"):
+        model.forward_backward(texts(), loss, {"factor": 9.0})
+    with pytest.raises(InvalidInput, match=r"factor of power was fixed to 0\.5"):
+        loss({}, torch.zeros(1, 2), factor=9.0)
+
+
 def test_a_decorated_function_is_still_a_function(service: ServiceClient) -> None:
     loss = custom_loss(service, name="mine")(minimal)
     assert (getattr(loss, "__name__", None), loss.__doc__) == ("minimal", "The negative log-likelihood of the targets.")

@@ -72,13 +72,18 @@ class ServerLoss:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns."""
+        self._check_fixed(kwargs)
         return self._function(*args, **{**self._fixed, **kwargs})
 
     def resolve(self, config: Mapping[str, Any]) -> tuple[str, dict[str, float | str]]:
         """The id of the loss for a call with these settings, and those that the call still has to carry.
 
         A setting by which the function decides what to compute makes another graph, which is uploaded at its first use.
+
+        Raises:
+            InvalidInput: If a setting is not known, is fixed to another value, or has none that it can have.
         """
+        self._check_fixed(config)
         first = self._first
         if first is None:
             return self._function_id or self._register_function(), dict(config)
@@ -110,6 +115,14 @@ class ServerLoss:
             InvalidInput: If the loss would refuse them here.
         """
         return checked(self._function, data, {**self._fixed, **config})
+
+    def _check_fixed(self, given: Mapping[str, Any]) -> None:
+        for name in given.keys() & self._fixed.keys():
+            if given[name] != self._fixed[name]:
+                raise InvalidInput(
+                    f"loss_fn_config: {name} of {self.name} was fixed to {self._fixed[name]!r} by custom_loss and cannot "
+                    f"be {given[name]!r} in a call. Leave it out there, to give it with each call."
+                )
 
     def _upload(self, fixed: Mapping[str, Setting]) -> _Upload:
         """The graphs with these settings, on the server if they can be."""
