@@ -120,8 +120,8 @@ class ServerLoss:
         for name in given.keys() & self._fixed.keys():
             if given[name] != self._fixed[name]:
                 raise InvalidInput(
-                    f"loss_fn_config: {name} of {self.name} was fixed to {self._fixed[name]!r} by custom_loss and cannot "
-                    f"be {given[name]!r} in a call. Leave it out there, to give it with each call."
+                    f"loss_fn_config: {name} of {self.name} was fixed to {self._fixed[name]!r} by custom_loss and "
+                    f"cannot be {given[name]!r} in a call. Leave it out there, to give it with each call."
                 )
 
     def _upload(self, fixed: Mapping[str, Setting]) -> _Upload:
