@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import types
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tinker_lightning import Datum, LossFnOutput, RemoteModule, custom_loss, losses
-from tinker_lightning.errors import InvalidInput, LossNotTraceable
+from tinker_lightning import Datum, LossFnOutput, RemoteModule, custom_loss, losses, routes
+from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
 
@@ -112,6 +113,50 @@ def test_a_function_of_ones_own_stays_here_unless_the_server_is_asked_for(
     assert passes == ONE_PASS
     assert "loss loss: route server (asked for)" in caplog.text
     assert (there - here).norm() <= 1e-5 * here.norm()  # four backwards of float32 numbers, through Adam
+
+
+def weighted(factor: float, data: Any, logprobs: Any) -> Any:
+    return -factor * (data["weights"] * logprobs).sum(), {}
+
+
+def ppo(data: Any, logprobs: Any) -> Any:
+    return weighted(1.0, data, logprobs)
+
+
+class Weighted:
+    name = "no text but a <name> of its own"
+
+    def __call__(self, data: Any, logprobs: Any) -> Any:
+        return weighted(1.0, data, logprobs)
+
+
+NAMELESS: dict[str, Any] = {
+    "a lambda": lambda data, logprobs: weighted(1.0, data, logprobs),
+    "a partial by position": functools.partial(weighted, 1.0),
+    "an object": Weighted(),
+    "a built-in loss's name": ppo,
+    "a name that no server takes": types.FunctionType(ppo.__code__, globals(), "Verlust_für_alle"),
+}
+
+
+@pytest.mark.parametrize("kind", NAMELESS)
+def test_any_function_runs_on_the_server_whatever_it_is_called(
+    stage: tuple[EmbeddedTrainer, ServiceClient], kind: str
+) -> None:
+    client = stage[1].create_lora_training_client("tiny", rank=4, seed=1)
+    chosen = routes.choose(NAMELESS[kind], {}, "server", lambda: client)
+    expected = client.forward(DATA, "cross_entropy").result().metrics["loss:sum"]
+    got = client.forward(DATA, chosen.loss, chosen.config).result().metrics["loss:sum"]
+    assert got == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["a lambda", "a name that no server takes"])
+def test_a_decorator_without_a_name_asks_for_one(stage: tuple[EmbeddedTrainer, ServiceClient], kind: str) -> None:
+    with pytest.raises(InvalidLoss, match=r"cannot be called .* Give it a name: custom_loss\(client, name='my_loss'\)"):
+        custom_loss(stage[1], on="logprobs")(NAMELESS[kind])
+    with pytest.raises(InvalidLoss, match=r"a loss cannot be called 'a b': .* letter or '_'$"):
+        custom_loss(stage[1], name="a b", on="logprobs")(NAMELESS[kind])
+    assert custom_loss(stage[1], on="logprobs")(functools.partial(weighted, 1.0)).name == "weighted"
 
 
 def test_a_registered_loss_is_used_by_name(stage: tuple[EmbeddedTrainer, ServiceClient]) -> None:  # R3.1

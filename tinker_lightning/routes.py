@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -13,13 +14,14 @@ from tinker_lightning.client.loss_handle import LossHandle
 from tinker_lightning.client.losses import BUILT_IN
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses.library import is_of_library, unwrapped
-from tinker_lightning.losses.server_loss import ServerLoss
+from tinker_lightning.losses.server_loss import ServerLoss, function_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["ROUTES", "Chosen", "Route", "choose", "is_of_library"]
 
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
 logger = logging.getLogger("tinker_lightning")
 
 Route: TypeAlias = Literal["auto", "builtin", "server", "two-pass"]
@@ -97,8 +99,8 @@ def _uploaded(loss: Any, config: Mapping[str, Any], backend: Any) -> ServerLoss:
     function, settings = unwrapped(loss)
     if getattr(backend, "losses", None) is None:
         raise InvalidInput(f"{type(backend).__name__} takes no losses of one's own; use route='two-pass'")
-    # A name of its own: a server's own losses keep theirs.
-    name = f"library.{_name(loss)}" if is_of_library(loss) else _name(loss)
+    # Nobody uses the name, so that it may stand beside those of the server's losses, and of one's own registered ones.
+    name = f"{'library' if is_of_library(loss) else 'own'}.{_NOT_IN_NAMES.sub('', _name(loss))[:50]}"
     return ServerLoss(backend.losses, name, function, "logprobs", {**settings, **config}, trace=True)
 
 
@@ -107,5 +109,6 @@ def _takes_losses(backend: Any) -> bool:
 
 
 def _name(loss: Any) -> str:
-    function, _ = unwrapped(loss)
-    return str(loss if isinstance(loss, str) else getattr(function, "name", getattr(function, "__name__", function)))
+    if isinstance(loss, ServerLoss | LossHandle):
+        return loss.name
+    return loss if isinstance(loss, str) else function_name(loss)

@@ -163,7 +163,7 @@ def custom_loss(
 
     Args:
         client: The client that `connect()` gives.
-        name: What to call the loss; the function's name if not given.
+        name: What to call the loss; the function's name if not given. A lambda has none.
         on: What the loss is computed from.
         trace: If False the function itself is handed over: to a trainer in this process as it is, elsewhere pickled,
             which only a server takes that was started with `--allow-pickled-losses`.
@@ -186,13 +186,24 @@ def custom_loss(
     def decorate(function: Callable[..., Any]) -> ServerLoss:
         if not callable(function):
             raise InvalidLoss(f"custom_loss decorates functions, got {type(function).__name__}")
-        called = str(name or getattr(function, "__name__", type(function).__name__))
-        check_name(called)
+        called = name or function_name(function)
+        try:
+            check_name(called)
+        except InvalidLoss as error:
+            mend = "" if name else ". Give it a name: custom_loss(client, name='my_loss')"
+            raise InvalidLoss(f"{error}{mend}") from None
         loss = ServerLoss(server, called, function, on, fixed, trace=trace)
         server.by_name[called] = loss
         return loss
 
     return decorate
+
+
+def function_name(function: Any) -> str:
+    """What a function is called: the one inside a partial; what else can be called has the name of its class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _bound(function: Callable[..., Any], fixed: Mapping[str, Setting]) -> Callable[..., Any]:

@@ -217,4 +217,6 @@ class LossRegistry:
     @staticmethod
     def _check_name(name: str) -> None:
         if name in _RESERVED:
-            raise InvalidInput(f"a loss cannot be called {name!r}: that is the name of a built-in one")
+            raise InvalidInput(
+                f"a loss cannot be called {name!r}: that is the name of a built-in one. Give it another."
+            )
