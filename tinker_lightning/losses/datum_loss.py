@@ -164,7 +164,7 @@ def trace_datum_loss(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> 
     inputs = _signature(fn, name, input_ranks)
 
     def body(recorder: Recorder) -> Any:
-        returned = fn(*(recorder.input(each.name) for each in inputs))
+        returned = fn(*(recorder.input(each.name, each.rank) for each in inputs))
         if not (isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], Mapping)):
             raise LossNotTraceable(f"{name} must return (loss, metrics), a tensor and a dict. {WAYS_OUT}")
         loss, metrics = returned

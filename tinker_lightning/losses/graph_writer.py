@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.node import _get_qualified_name
 
+from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses import graph_functions
 from tinker_lightning.losses.graph import Node, Ref, encode_value
 from tinker_lightning.losses.graph_json import check_attribute
@@ -53,7 +54,7 @@ class Writer:
         placeholders: The inputs, in order.
         numbers: Those of them that are numbers.
         in_place: The operators that are to change the tensor itself.
-        keeps: Whether a number must be kept from what is written to its tensor later.
+        keeps: Whether tensors are changed, so that the value of now must be kept for what needs it.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Writer:
         graph_functions.find(node.op, target)
         if target in ("getattr", "builtins.getattr"):
             check_attribute(node.args[1])
+        self._check_numbers(node, target)
         if node in self._in_place or is_write(node):
             self._write(node, target)
             return
@@ -94,6 +96,18 @@ class Writer:
         args = tuple(self.argument(arg, no_grad=no_grad) for arg in node.args)
         kwargs = {key: self.argument(arg, no_grad=no_grad) for key, arg in node.kwargs.items()}
         self._places[node] = self._call(node.op, node.name, target, args, kwargs).node
+        if no_grad and self._keeps and node.meta["kind"] is Tensor and node not in self._plain:
+            # Once for all: through what shares its memory it may be given a gradient later.
+            self._places[node] = self.argument(node, no_grad=False).node
+            self._no_grad.discard(node)
+
+    def _check_numbers(self, node: fx.Node, target: str) -> None:
+        """Refuses tensors where a run would need a number of Python's."""
+        if target.startswith("math.") and not all(each in self._plain for each in node.all_input_nodes):
+            raise InvalidLoss(f"{target} works on numbers, and .item() is still a tensor; use torch.{target[5:]}")
+        fill = node.kwargs.get("fill_value", node.args[1] if len(node.args) > 1 else None)
+        if target in ("torch.full", "torch.full_like") and isinstance(fill, fx.Node) and fill not in self._plain:
+            raise InvalidLoss(f"{target} fills with a number that is known before; write torch.ones(...) * value")
 
     def _item(self, node: fx.Node) -> None:
         """The value without its gradient, as a number has it."""
