@@ -486,6 +486,25 @@ def test_a_function_in_this_process_needs_no_tracing(service: ServiceClient, mod
         model.forward(texts(), "reads").result()
 
 
+@pytest.mark.parametrize("metrics", [None, 1.0, ["loss"], torch.tensor(1.0)], ids=str)
+@pytest.mark.parametrize("on", ["logits", "logprobs"])
+def test_metrics_of_a_function_that_are_no_dict(
+    service: ServiceClient, model: TrainingClient, on: Any, metrics: Any
+) -> None:  # R3.6
+    def on_logits(outputs: Tensor, inputs: Any, mask: Tensor) -> LossFnOutput:
+        return LossFnOutput(outputs.sum(), None, metrics)
+
+    def on_logprobs(data: Any, logprobs: Tensor) -> Any:
+        return logprobs.sum(), metrics
+
+    loss = custom_loss(service, name="odd", on=on, trace=False)(on_logits if on == "logits" else on_logprobs)
+    if on == "logits" and metrics is None:  # an output of a class of one's own may have none
+        assert model.forward(texts(), loss).result().metrics["tokens:sum"] > 0
+        return
+    with pytest.raises(InvalidInput, match=r"odd must return its (diagnostics|metrics) as a dict, but returned \w+; "):
+        model.forward_backward(texts(), loss).result()
+
+
 def test_pickled_functions_need_the_owners_leave(trainer: EmbeddedTrainer, running: Any) -> None:  # R3.6, R3.7
     with running(create_app(trainer)) as url, ServiceClient(url) as service:
         with pytest.raises(InvalidInput, match="--allow-pickled-losses and an --api-key"):
