@@ -198,6 +198,22 @@ def test_every_loss_of_the_library_has_the_gradient_of_two_passes(  # R5.7
     assert len(metrics) > 3
 
 
+@pytest.mark.parametrize("order", [1, 2, 3.5])
+def test_discounts_and_norms(
+    trainer: EmbeddedTrainer, service: ServiceClient, model: TrainingClient, order: float
+) -> None:  # R3.7
+    def discounted(data: Any, logprobs: Any, gamma: float = 0.9) -> Any:
+        stacked = Batch(data, logprobs)
+        discounts = torch.cumprod(torch.full_like(stacked.logprobs, 1.0) * gamma, dim=-1)
+        returns = discounts * stacked.tokens("weights") * stacked.logprobs
+        likely = (stacked.logprobs / 10).exp().cumprod(-1).sum()
+        return torch.linalg.vector_norm(returns, order, dim=-1).mean() - likely, {}
+
+    loss = custom_loss(service, "discounted", on="logprobs")(discounted)
+    right = gradient(trainer, model, lambda: model.forward_backward_custom(batch(), discounted))
+    assert_same(gradient(trainer, model, lambda: model.forward_backward(batch(), loss)), right)
+
+
 POLICY = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
 
 

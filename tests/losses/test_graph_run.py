@@ -201,6 +201,16 @@ def test_kthvalue_is_torchs(k: int, options: dict[str, Any]) -> None:
     assert run(method("kthvalue", X, 1), x=torch.tensor(2.0))[0].item() == 2.0
 
 
+def test_the_gradient_of_a_running_product_is_quick() -> None:  # R3.7
+    """Also where it cannot be had by a division."""
+    x = torch.rand(1 << 18)
+    x[1000:] = 0
+    x.requires_grad_()
+    started = time.perf_counter()
+    run(method("cumprod", X, 0), method("sum", Ref(1)), x=x).backward()
+    assert time.perf_counter() - started < 1.0
+
+
 def test_a_large_input_is_refused_too() -> None:
     with pytest.raises(InvalidLoss, match="node 'x0': x0 would make a tensor of 1e"):
         program(method("sum", X))([torch.zeros(1).expand(10**9)])
@@ -293,6 +303,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "clip": (-1.0, 1.0),
     "cummax": (0,),
     "cummin": (0,),
+    "cumprod": (0,),
     "cumsum": (0,),
     "diagonal": (0, 0, 1),
     "expand": (2, 3, 4),

@@ -52,8 +52,8 @@ not_equal positive pow reciprocal relu remainder round rsqrt sgn sigmoid sign si
 subtract tan tanh true_divide trunc where xlogy
 """
 _REDUCTIONS = """
-all amax amin aminmax any argmax argmin count_nonzero cummax cummin cumsum log_softmax logcumsumexp logsumexp max mean
-min nanmean nansum prod softmax std sum var
+all amax amin aminmax any argmax argmin count_nonzero cummax cummin cumprod cumsum log_softmax logcumsumexp logsumexp
+max mean min nanmean nansum prod softmax std sum var
 """
 _SORTING = "argsort median nanmedian nanquantile quantile sort topk"
 _SHAPES = """
@@ -123,6 +123,8 @@ def _functions() -> dict[str, Function]:
         allowed[f"torch.nn.functional.{name}"] = allowed[_get_qualified_name(call)] = Function(
             guards.pure(call), inside=guards.broadcast
         )
+    vector_norm = torch.linalg.vector_norm
+    allowed["torch.linalg.vector_norm"] = allowed[_get_qualified_name(vector_norm)] = Function(vector_norm)
     for name, function in _SPECIAL.items():
         allowed[f"torch.{name}"] = allowed[_get_qualified_name(getattr(torch, name))] = function
     return allowed
