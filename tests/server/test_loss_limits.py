@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +11,13 @@ import torch
 
 from tests.losses.test_graph import graph, node, ref
 from tinker_lightning import Datum, LossFnOutput, connect, custom_loss, losses, routes
-from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
-from tinker_lightning.losses.graph import Graph, Node, Ref
-from tinker_lightning.losses.graph_functions import FUNCTIONS, METHODS
-from tinker_lightning.losses.graph_run import _WRITING, Program
+from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.server import loss_registry
 from tinker_lightning.server.engine import batch_pass
 from tinker_lightning.server.engine.inputs import stack_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from tests.conftest import Api
 
@@ -295,47 +291,6 @@ def test_neither_can_a_loss_of_a_batch(api: Api) -> None:
     expected = api.run("forward_backward", api.train(api.model(session, 1), 1))
     assert written["metrics"]["loss:sum"] == 70
     assert written["loss_fn_outputs"] == expected["loss_fn_outputs"]
-
-
-def test_every_method_that_writes_is_known_to() -> None:
-    assert {name for name in METHODS if name.endswith("_")} == _WRITING - {"operator.setitem"}
-    told = {"torch.nn.functional.relu": 1, "torch.nn.functional.normalize": 4, "torch.nn.functional.threshold": 3}
-    assert {name: place for name, _, place, _ in TOLD_TO_WRITE if name in told} == told
-
-
-def told_to_write() -> Iterator[tuple[str, str, int, list[Any]]]:
-    """Functions that write to an argument if another one says so: which, at what place, and what stands before it."""
-    for name, function in {**METHODS, **FUNCTIONS}.items():
-        try:
-            parameters = inspect.signature(function.call).parameters
-        except ValueError:  # one of torch's C++ functions, which take it by name only
-            continue
-        for place, each in enumerate(parameters):
-            if each in ("inplace", "out"):
-                before = list(parameters.values())[1:place]
-                yield name, each, place, [0.5 if p.default is p.empty else p.default for p in before]
-
-
-TOLD_TO_WRITE = list(told_to_write())
-
-
-@pytest.mark.parametrize("how", ["by name", "by place"])
-@pytest.mark.parametrize(("name", "argument", "place", "before"), TOLD_TO_WRITE)
-def test_no_function_can_be_told_to_write(
-    name: str, argument: str, place: int, before: list[Any], how: str
-) -> None:  # R3.7
-    """What writes is copied before it is given the model's own numbers, so that it must be known."""
-    x, y = torch.linspace(-1, 1, 4).reshape(2, 2), torch.zeros(2, 2)
-    told: Any = Ref(1) if argument == "out" else True
-    arguments, named = ([*before, told], {}) if how == "by place" else ([], {argument: told})
-    needed = before if name.endswith("threshold") and named else []
-    calls = [Node("call_function", "writes", name, (Ref(0), *needed, *arguments), named)]
-    with pytest.raises(InvalidLoss, match=rf"node 'writes': .*{argument}.* is not taken|argument '?{argument}'?"):
-        Program(Graph.decode(Graph.build(["x", "y"], calls, Ref(2)).encode()))([x, y])
-    assert (x._version, y._version) == (0, 0)
-    off: Any = None if argument == "out" else False
-    plain = [Node("call_function", "plain", name, (Ref(0), *before, off))]
-    assert Program(Graph.build(["x", "y"], plain, Ref(2)))([x, y]).shape == x.shape
 
 
 @pytest.mark.parametrize("device", ["meta", "cuda", "cpu", "nowhere", 0])
