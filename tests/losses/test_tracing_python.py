@@ -1,12 +1,11 @@
-"""What a function asks and changes while it is traced means what it means in Python: types, `+=`, text, attributes."""
+"""What a function asks and changes while it is traced means what it means in Python: types, text, attributes, sizes."""
 
 # ruff: noqa: ARG005, E731  # a loss has parameters that it does not use
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import math
-import random
 from functools import singledispatch
 from typing import TYPE_CHECKING, Any
 
@@ -20,19 +19,12 @@ from tinker_lightning import LossFnOutput
 from tinker_lightning.errors import InvalidLoss, LossNotTraceable
 from tinker_lightning.losses.datum_loss import trace_datum_loss
 from tinker_lightning.losses.graph import Graph
-from tinker_lightning.losses.graph_functions import FUNCTIONS, METHODS
 from tinker_lightning.losses.tracing_batch import trace_batch_loss
-from tinker_lightning.losses.tracing_writes import FRESH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tinker_lightning.losses.batch_loss import BatchLoss
-
-
-def targets(fn: Callable[..., Any]) -> list[str]:
-    """What the graph of a loss of one datum calls."""
-    return [node.target for node in trace_datum_loss(fn, {"logprobs": 1, "weights": 1}).program.graph.calls]
 
 
 def assert_batch_same(fn: Callable[..., Any], **settings: Any) -> BatchLoss:
@@ -153,155 +145,17 @@ def test_a_tensor_in_the_place_of_a_number(fn: Any, because: str) -> None:  # R3
         trace_datum_loss(fn, {"logprobs": 1, "weights": 1})
 
 
-# In place.
-
-
-def test_a_write_is_seen_by_what_shares_the_memory() -> None:
-    def loss(logprobs: Tensor, weights: Tensor) -> Any:
-        scaled = logprobs * weights
-        first, rest, same = scaled[0], scaled[1:], scaled
-        first *= 5.0
-        rest += weights[1:]
-        same -= 1.0
-        return scaled.sum(), {}
-
-    assert_same(loss)
-    assert {"mul_", "add_", "sub_"} <= set(targets(loss))
-
-
-@pytest.mark.parametrize("name", ["truediv", "floordiv", "mod", "pow"])
-def test_operators_without_a_method(name: str) -> None:
-    def loss(logprobs: Tensor, weights: Tensor) -> Any:
-        scaled = logprobs.exp() + 1
-        part = scaled[1:]
-        if name == "truediv":
-            part /= weights.exp()[1:] * logprobs[:-1].exp()
-        elif name == "floordiv":
-            weights //= 0.5
-            whole = weights[1:]
-            whole //= 2.0
-        elif name == "mod":
-            part %= 1.5
-        else:
-            part **= 2
-        return (scaled * weights).sum(), {}
-
-    assert_same(loss)
-
-
-def test_masks_in_place() -> None:
-    def loss(logprobs: Tensor, weights: Tensor) -> Any:
-        kept, lost = weights > 0, weights > 1
-        both = kept
-        kept &= logprobs > 0
-        lost |= ~both
-        kept ^= lost
-        return (logprobs * both).sum() + (logprobs * kept * lost).sum(), {}
-
-    assert_same(loss)
-
-
-def test_a_write_that_nobody_else_sees_is_none() -> None:
-    """So that logits are not copied for it, and other servers know the operators."""
-
-    def loss(logprobs: Tensor, weights: Tensor) -> Any:
-        total = -(logprobs * weights).sum()
-        total += logprobs.mean()
-        total /= 5
-        count = weights.shape[0]
-        count += 1
-        return total * count, {}
-
-    assert not assert_same(loss).program.writes
-
-
-def test_writes_under_no_grad_leave_the_gradient() -> None:
-    def loss(logprobs: Tensor, weights: Tensor) -> Any:
-        scaled = logprobs * 2
-        with torch.no_grad():
-            scaled *= weights
-            scaled[0] = 3.0
-            scaled.add_(1.0)
-        return scaled.sum(), {}
-
-    assert_same(loss)
-
-
-def test_what_has_no_gradient_may_be_given_one() -> None:
-    def loss(logprobs: Tensor, weights: Tensor) -> Any:
-        with torch.no_grad():
-            scaled = logprobs * 2
-        part = scaled[1:]
-        part += logprobs[1:] * weights[1:]
-        return (scaled * weights).sum(), {}
-
-    assert_same(loss)
-
-
-def a_program(seed: int) -> Callable[..., Any]:
-    """Views, writes, numbers and `no_grad` in some order."""
-
-    def loss(logprobs: Tensor, weights: Tensor) -> Any:
-        draw = random.Random(seed)  # noqa: S311
-        values = [logprobs * 1.5, weights.clone(), logprobs + weights]
-        total = logprobs.sum()
-        for _ in range(8):
-            x, y = draw.choice(values), draw.choice(values)
-            with torch.no_grad() if draw.random() < 0.2 else contextlib.nullcontext():
-                kind = draw.randrange(9)
-                if kind == 0:
-                    values.append(x.view(-1))
-                elif kind == 1:
-                    values.append(draw.choice([x.detach(), x.data, x.flip(0), x * 0.5]))
-                elif kind == 2:
-                    x += y * 0.5
-                elif kind == 3:
-                    x *= 1.25
-                elif kind == 4:
-                    x -= y
-                elif kind == 5:
-                    x /= y.exp() + 1
-                elif kind == 6:
-                    x[1:3] = y[2]
-                elif kind == 7:
-                    part = x[::2]
-                    part += y[0] * y[1].item()
-                else:
-                    total = total + x.sum() * y.mean().item()
-                values.append(x)
-        return total + sum(value.sum() * (i + 1) for i, value in enumerate(values)), {}
-
-    return loss
-
-
-@pytest.mark.parametrize("seed", [*range(40), 399, 512, 513])
-def test_any_order_of_views_and_writes(seed: int) -> None:
-    fn = a_program(seed)
-    leaf = torch.randn(T, dtype=torch.float64, requires_grad=True)
-    try:
-        torch.autograd.grad(fn(leaf, torch.randn(T, dtype=torch.float64))[0], leaf)
-    except RuntimeError:
-        return  # no loss in Python either
-    assert_same(fn)
-
-
-@pytest.mark.parametrize("name", sorted(FRESH))
-def test_what_is_said_to_be_fresh_is(name: str) -> None:
-    found = [
-        table[key].call
-        for table, key in ((FUNCTIONS, f"torch.{name}"), (FUNCTIONS, f"operator.{name}"), (METHODS, name))
-        if key in table
-    ]
-    assert found or f"torch.nn.functional.{name}" in FUNCTIONS or name in ("log_softmax", "logsigmoid", "softplus")
-    for call in found:
-        for given in (torch.rand(()), torch.rand(1), torch.rand(3), torch.rand(2, 3), torch.ones(3, dtype=torch.int64)):
-            for args in ((given,), (given, 1), (given, 0), (given, given), (given, given, given), ([given],)):
-                with contextlib.suppress(Exception):
-                    result = call(*args)
-                    assert result.untyped_storage().data_ptr() != given.untyped_storage().data_ptr(), (name, args)
-
-
 # Text, attributes, sizes.
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def test_a_setting_in_a_text_is_fixed() -> None:
@@ -322,6 +176,11 @@ def test_a_setting_in_a_text_is_fixed() -> None:
         (lambda logprobs, weights: (logprobs.sum() * logprobs.real, {}), "the attribute 'real'.*can read T, data,"),
         (lambda logprobs, weights: (logprobs.sum() * logprobs.nbytes, {}), "the attribute 'nbytes'"),
         (lambda logprobs, weights: (logprobs.sum() * logprobs.lenght, {}), "Tensor has no attribute 'lenght'"),
+        (lambda logprobs, weights: (logprobs.sum() * (logprobs.grad_fn is None), {}), "the attribute 'grad_fn'"),
+        (lambda logprobs, weights: (StraightThrough.apply(logprobs).sum(), {}), "a backward of its own"),  # type: ignore[no-untyped-call]
+        (lambda logprobs, weights: (copy.deepcopy(logprobs).sum(), {}), "copies a tensor.*x.clone"),
+        (lambda logprobs, weights: (copy.copy(logprobs).sum(), {}), "x.clone"),
+        (lambda logprobs, weights: (torch.exp(logprobs, out=weights).sum(), {}), "the argument 'out' is not taken"),
         (lambda logprobs, weights: (logprobs.reshape(*(logprobs * 2).shape, 1).sum(), {}), "batch, length = x.shape"),
         (lambda logprobs, weights: (logprobs.sum() * len((logprobs * 2).shape), {}), "of a shape.*use x.ndim"),
     ],

@@ -152,6 +152,11 @@ def _mend(name: str) -> str:
     return f"{_WHERE_FROM.get(name, 'the loss reads it')}. Datum.from_targets(..., {name}=...) takes it."
 
 
+def is_traced(value: object) -> bool:
+    """Whether it is a stand-in, which has no size yet."""
+    return isinstance(value, fx.Proxy)
+
+
 def groups(values: Tensor, size: int) -> Tensor:
     """Values of datums, `[B]`, by groups of consecutive datums: `[B / size, size]`.
 
@@ -164,7 +169,7 @@ def groups(values: Tensor, size: int) -> Tensor:
     """
     if size < 1:
         raise InvalidInput(f"a group has at least one datum, got a size of {size}")
-    if not isinstance(values, fx.Proxy) and values.shape[0] % size:  # a proxy is checked when the graph runs
+    if not is_traced(values) and values.shape[0] % size:  # which is checked when the graph runs
         raise InvalidInput(
             f"{values.shape[0]} datums are no whole number of groups of {size}. The datums of a group stand one behind "
             f"the other: let the loader give groups, e.g. a list of {size} datums as one item, and shuffle those."

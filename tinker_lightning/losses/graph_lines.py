@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import linecache
 import sys
 import traceback
@@ -25,6 +26,16 @@ def here() -> str:
     return ""
 
 
+def within(filename: str, function: str) -> bool:
+    """Whether a function of this file is being run."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == function and frame.f_code.co_filename == filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def place_of(error: BaseException) -> str:
     """The user's last line that an exception passed through."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
@@ -42,5 +53,5 @@ def is_users(filename: str) -> bool:
 
 
 _TORCH = torch.__path__[0]
-_OWN = {contextlib.__file__, *(str(path) for path in Path(__file__).parent.glob("tracing*.py"))}
+_OWN = {contextlib.__file__, copy.__file__, *(str(path) for path in Path(__file__).parent.glob("tracing*.py"))}
 _OWN |= {str(Path(__file__).parent / name) for name in ("graph_lines.py", "graph_writer.py")}

@@ -10,6 +10,7 @@ from torch.fx.node import _get_qualified_name
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses import graph_functions
 from tinker_lightning.losses.graph import Node, Ref, encode_value
+from tinker_lightning.losses.graph_functions import FORBIDDEN_ARGUMENTS
 from tinker_lightning.losses.graph_json import check_attribute
 
 # What gives a number, a shape or a dtype, and not a tensor.
@@ -82,6 +83,8 @@ class Writer:
         graph_functions.find(node.op, target)
         if target in ("getattr", "builtins.getattr"):
             check_attribute(node.args[1])
+        if forbidden := FORBIDDEN_ARGUMENTS.intersection(node.kwargs):
+            raise InvalidLoss(f"the argument {min(forbidden)!r} is not taken")
         self._check_numbers(node, target)
         if node in self._in_place or is_write(node):
             self._write(node, target)

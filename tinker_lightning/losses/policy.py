@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import builtin
-from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, groups, mean_where, sequence_sums
+from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, groups, is_traced, mean_where, sequence_sums
 from tinker_lightning.losses.kl import Estimator, kl_estimate
 
 
@@ -224,7 +224,7 @@ def group_advantages(
     if isinstance(baseline, str):
         if baseline not in ("leave_one_out", "mean"):
             raise InvalidInput(f"baseline must be 'leave_one_out', 'mean' or a number, got {baseline!r}")
-        if not isinstance(grouped, fx.Proxy) and grouped.shape[-1] < 2:  # a proxy has no size yet
+        if not is_traced(grouped) and grouped.shape[-1] < 2:
             raise InvalidInput("a group of one has nothing to compare with: sample several responses to each prompt")
         advantages = grouped - grouped.mean(-1, keepdim=True)
         if baseline == "leave_one_out":

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from tinker_lightning.errors import InvalidLoss, LossNotTraceable
 from tinker_lightning.losses import graph_functions
 from tinker_lightning.losses.graph import Graph
-from tinker_lightning.losses.graph_lines import here, place_of
+from tinker_lightning.losses.graph_lines import here, place_of, within
 from tinker_lightning.losses.graph_writer import Writer, is_write, target_name
 from tinker_lightning.losses.tracing_kinds import kind_of, rank_of
 from tinker_lightning.losses.tracing_values import WAYS_OUT, DependsOn, TensorValue, Value, needs_value, refuse
@@ -124,6 +124,8 @@ class Recorder(fx.Tracer):
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         """A call, with its place and whether it would take part in gradients."""
+        if not torch.is_grad_enabled() and within(torch.autograd.function.__file__, "apply"):
+            refuse("it has a backward of its own, which a graph cannot hold; write it with detach()")
         node = super().create_node(kind, *args, **kwargs)
         node.meta["place"] = here()
         node.meta["no_grad"] = not torch.is_grad_enabled()

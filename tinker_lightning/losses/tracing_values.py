@@ -87,6 +87,12 @@ class Value(fx.Proxy):
     def __repr__(self) -> str:
         return str(self) if is_users(sys._getframe(1).f_code.co_filename) else super().__repr__()
 
+    def __deepcopy__(self, _: Any) -> NoReturn:
+        refuse("it copies a tensor with Python's copy; use x.clone()")
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        refuse("it copies or pickles a tensor; use x.clone()")
+
     # With this numpy's own functions refuse the stand-in, in place of doing something else with it.
     __array_ufunc__ = None
 
@@ -117,7 +123,10 @@ class TensorValue(Value, Tensor):  # type: ignore[misc]  # their operators diffe
         rank = self.node.meta["rank"]
         if rank is not None and k in _RANKS:
             return rank if k == "ndim" else lambda: rank
-        return _read(self, k) if k in ATTRIBUTES else Attribute(self, k)
+        if k in ATTRIBUTES:
+            return _read(self, k)
+        method = Attribute(self, k)
+        return method if callable(getattr(Tensor, k)) else method.node
 
 
 class Attribute(Value):
