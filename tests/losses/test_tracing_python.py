@@ -1,6 +1,6 @@
 """What a function asks and changes while it is traced means what it means in Python: types, text, attributes, sizes."""
 
-# ruff: noqa: ARG005, E731  # a loss has parameters that it does not use
+# ruff: noqa: ARG004, ARG005, E731  # a loss has parameters that it does not use
 
 from __future__ import annotations
 
