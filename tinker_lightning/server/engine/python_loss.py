@@ -88,18 +88,18 @@ class PythonLoss:
         except Exception as error:
             raise InvalidLoss(f"{self.name} raised {type(error).__name__}: {error}") from error
         if self.source == "logprobs" and isinstance(returned, tuple) and len(returned) == 2:
-            output = LossFnOutput(returned[0], None, returned[1])
+            loss, logprobs, diagnostics = returned[0], None, returned[1]
         # By its fields, for a function that was pickled elsewhere may return a class of its own.
         elif all(hasattr(returned, field) for field in ("loss", "logprobs", "diagnostics")):
-            diagnostics = {} if returned.diagnostics is None else returned.diagnostics
-            output = LossFnOutput(returned.loss, returned.logprobs, diagnostics)
+            loss, logprobs, diagnostics = returned.loss, returned.logprobs, returned.diagnostics
+            diagnostics = {} if diagnostics is None else diagnostics
         else:
             wanted = "a LossFnOutput" if self.source == "logits" else "(loss, metrics)"
             raise InvalidLoss(f"{self.name} must return {wanted}, but returned {type(returned).__name__}")
-        if not isinstance(output.diagnostics, Mapping):
+        if not isinstance(diagnostics, Mapping):
             what = "diagnostics" if self.source == "logits" else "metrics"
             raise InvalidLoss(
-                f"{self.name} must return its {what} as a dict, but returned {type(output.diagnostics).__name__}; "
+                f"{self.name} must return its {what} as a dict, but returned {type(diagnostics).__name__}; "
                 "return {} if there are none"
             )
-        return output
+        return LossFnOutput(loss, logprobs, diagnostics)
