@@ -30,6 +30,7 @@ from tinker_lightning.essential import complete, essential
 from tinker_lightning.hyperparameters import not_plain
 from tinker_lightning.late_metrics import LOSS, LateMetrics
 from tinker_lightning.losses import composition
+from tinker_lightning.losses.library import is_of_library
 from tinker_lightning.metrics import Scores
 from tinker_lightning.optim import RemoteAdamW
 from tinker_lightning.remote import RemoteHandle, RemoteLM
@@ -143,7 +144,7 @@ class RemoteModule(pl.LightningModule):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if routes.is_of_library(vars(cls).get("loss")):
+        if is_of_library(vars(cls).get("loss")):
             cls.loss = staticmethod(vars(cls)["loss"])  # type: ignore[method-assign]  # takes no self
         if cls.datums is not RemoteModule.datums and not hasattr(cls.datums, "__wrapped__"):
             cls.datums = _once(cls.datums)  # type: ignore[method-assign,assignment]

@@ -19,8 +19,6 @@ from tinker_lightning.losses.server_loss import ServerLoss, function_name
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ROUTES", "Chosen", "Route", "choose", "is_of_library"]
-
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
 logger = logging.getLogger("tinker_lightning")
 
