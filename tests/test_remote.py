@@ -218,6 +218,21 @@ def test_passes_can_be_sent_ahead(stage: Stage) -> None:  # R5.6
     assert close(stage.window(model), expected)
 
 
+def test_a_gradient_by_logprobs_of_older_weights_is_refused(stage: Stage) -> None:
+    model = stage.model()
+    optimizer = RemoteAdamW(model.parameters(), lr=1e-2)
+    sent, kept = model.send(DATA), model(DATA)
+    mean(model(DATA)).backward()
+    optimizer.step()
+    with pytest.raises(InvalidInput, match=r"weights that have changed.*Call the model again"):
+        mean(kept).backward()
+    with pytest.raises(InvalidInput, match=r"weights that have changed.*Call the model again"):
+        model(sent)
+    with torch.no_grad():
+        assert all(torch.equal(a, b) for a, b in zip(model(sent), kept, strict=True))  # as numbers they are of use
+    assert model.handle.grad is None
+
+
 @pytest.mark.parametrize(
     "clip",
     [

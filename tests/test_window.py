@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,10 +11,12 @@ import torch
 
 from tests.reference import gathered
 from tinker_lightning import AdamParams, Datum, RemoteAdamW, RemoteLM
-from tinker_lightning.errors import InvalidLoss, LossNotFinite
+from tinker_lightning.client.futures import TinkerFuture
+from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotFinite, OperationFailed
 from tinker_lightning.losses.scaling import scaled
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
+from tinker_lightning.window import Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -153,3 +157,78 @@ def test_what_clips_has_no_negative(name: str) -> None:
 def test_an_unknown_loss_cannot_be_scaled_by_its_inputs() -> None:
     with pytest.raises(InvalidLoss, match=r"'mine' cannot be scaled by 0\.5"):
         scaled(DATA["ppo"], "mine", {}, 0.5)
+
+
+class Failing:
+    """A client whose first step fails after a while."""
+
+    def __init__(self, client: TrainingClient) -> None:
+        self._client = client
+        self._failure: Future[Any] = Future()
+        self._steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def optim_step(self, params: AdamParams) -> Any:
+        self._steps += 1
+        if self._steps > 1:
+            return self._client.optim_step(params)
+        threading.Timer(0.3, self._failure.set_exception, [OperationFailed("the machine is gone")]).start()
+        return TinkerFuture(self._failure, "optim_step")
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 8])
+def test_a_step_that_fails_is_raised_by_a_later_one_however_few_are_under_way(
+    double: tuple[EmbeddedTrainer, ServiceClient], in_flight: int
+) -> None:  # R4.5
+    _, service = double
+    model = RemoteLM(Failing(service.create_lora_training_client("tiny", rank=4)))
+    remote = model.handle.remote
+    remote.max_steps_in_flight = in_flight
+    optimizer = RemoteAdamW(model.parameters())
+    with pytest.raises(OperationFailed, match="the machine is gone"):
+        for _ in range(4):
+            model.server_loss(DATA["cross_entropy"], "cross_entropy").backward()
+            optimizer.step()
+        remote.unread.wait()
+        remote.unread.raise_first()
+
+
+def test_a_backward_that_fails_while_a_window_is_sent_does_not_cut_it_in_two(
+    double: tuple[EmbeddedTrainer, ServiceClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, service = double
+    client = service.create_lora_training_client("tiny", rank=4)
+    model = RemoteLM(client)
+    optimizer = RemoteAdamW(model.parameters())
+    for loss in ("cross_entropy", "no_such_loss", "cross_entropy"):
+        model.server_loss(DATA["cross_entropy"], loss).backward()
+    send = Prepared.send
+
+    def send_slowly(prepared: Prepared, backend: Any) -> Any:
+        future = send(prepared, backend)
+        future.wait()  # so that its failure is there before the next one is sent
+        return future
+
+    monkeypatch.setattr(Prepared, "send", send_slowly)
+    optimizer.step()
+    assert model.handle.remote.window == []
+    optimizer.sent[0].wait()
+    assert trainer.registry.model(client.model_id).ready()[1].gradient == {}  # all of it went into the step
+    with pytest.raises(InvalidInput, match="no_such_loss"):
+        optimizer.step()
+
+
+def test_what_stops_a_window_in_its_midst_says_what_is_left_on_the_server(
+    double: tuple[EmbeddedTrainer, ServiceClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, service = double
+    model = RemoteLM(service.create_lora_training_client("tiny", rank=4))
+    for _ in range(2):
+        model.server_loss(DATA["cross_entropy"], "cross_entropy").backward()
+    monkeypatch.setattr(type(model.backend), "optim_step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as raised:
+        RemoteAdamW(model.parameters()).step()
+    assert "2 of the window's 2 backwards were sent" in raised.value.__notes__[0]
+    assert model.handle.remote.window == []

@@ -166,12 +166,16 @@ class RemoteLM(nn.Module):
 
     def forward(self, data: Sequence[Any] | Pass) -> list[Tensor]:
         """One tensor of log-probabilities per datum, shaped like its targets."""
-        sent = data if isinstance(data, Pass) else self.handle.remote.take(data) or self.send(data)
-        output = self.handle.remote.wait(sent.future)
+        remote = self.handle.remote
+        sent = data if isinstance(data, Pass) else remote.take(data) or self.send(data)
+        if torch.is_grad_enabled():
+            remote.check_version(sent.version)
+        output = remote.wait(sent.future)
         logprobs = [leaf.detach() for leaf in surrogate.leaves(output, sent.datums)]
         if not torch.is_grad_enabled():
             return logprobs
-        return list(_Join.apply(self.handle, Call(sent.datums), *logprobs))  # type: ignore[no-untyped-call]
+        call = Call(sent.datums, version=sent.version)
+        return list(_Join.apply(self.handle, call, *logprobs))  # type: ignore[no-untyped-call]
 
     def server_loss(self, data: Sequence[Any], loss: Any, config: Mapping[str, float | str] | None = None) -> Tensor:
         """One of the server's losses, computed there in the one pass that also gives its gradient.

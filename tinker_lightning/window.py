@@ -19,7 +19,7 @@ from torch import Tensor
 from tinker_lightning import interrupts, surrogate
 from tinker_lightning.client.backend import TrainingBackend, as_backend
 from tinker_lightning.client.futures import TinkerFuture, Unread
-from tinker_lightning.errors import InvalidLoss, LossNotFinite, ResultTimeout, TinkerLightningError
+from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotFinite, ResultTimeout, TinkerLightningError
 from tinker_lightning.types import Datum, ForwardBackwardOutput, OptimStepResponse
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class Call:
 
     datums: list[Datum]
     gradients: list[Tensor] | None = None
+    version: int | None = None  # of the weights that its log-probabilities are of, while they can get a gradient
 
     def add(self, gradients: Sequence[Tensor]) -> None:
         """Adds a gradient, as torch does: several losses on one call, and several backwards, add up."""
@@ -229,21 +230,37 @@ class Remote:
         """A gradient has come back to a call.
 
         Raises:
+            InvalidInput: If the weights have changed since the call.
             LossNotFinite: If it is NaN or infinite; the window is dropped, for it could not be stepped on.
         """
+        if isinstance(call, Call):
+            self.check_version(call.version)
         for i, gradient in enumerate(gradients):
             if not torch.isfinite(gradient).all():
                 self.drop()
                 where = f"the server's loss {call.name!r}" if isinstance(call, ServerCall) else f"datum {i}"
                 raise LossNotFinite(
                     f"{where}: the gradient of the loss has NaN or infinite entries. Nothing was sent, and the "
-                    "gradients that waited for the next step were dropped; the model is as it was."
+                    "gradients that waited for the next step were dropped; the model is as it was. Local parameters "
+                    "may have got such a gradient: call zero_grad() before you go on."
                     + (f" {_LINEAR_ONLY}" if isinstance(call, ServerCall) else "")
                 )
         if call.gradients is None:
             self.window.append(call)
         call.add(gradients)
         self.received += 1
+
+    def check_version(self, version: int | None) -> None:
+        """Refuses a gradient by log-probabilities of other weights, as torch does: it would be of neither.
+
+        Raises:
+            InvalidInput: If a step was taken, or a state loaded, since those weights.
+        """
+        if version is not None and version != self.version:
+            raise InvalidInput(
+                "these log-probabilities are of weights that have changed since, by a step or a load, so that their "
+                "gradient can no longer be had. Call the model again, or detach() them to use them as numbers."
+            )
 
     def drop(self) -> None:
         """Forgets the window; nothing of it has left this machine."""
@@ -255,8 +272,8 @@ class Remote:
         """Sends the window and a step on it; waits for nothing. Without a gradient nothing is sent.
 
         Raises:
-            TinkerLightningError: If something that was sent before has failed and nobody has read it, or a call of the
-                window cannot be sent; then none is, and the window is dropped.
+            TinkerLightningError: If something that was sent before has failed and nobody has read it; then the window
+                waits on. Or if a call of the window cannot be sent; then none is, and the window is dropped.
         """
         self.unread.raise_first()
         if not self.window:
@@ -269,11 +286,9 @@ class Remote:
             self.drop()
             raise
         self._make_room()
-        with interrupts.held():  # half a window on the server would stay there, and be part of the next step
-            backwards = [each.send(self.backend) for each in prepared]
-            pairs = zip(backwards, prepared, strict=True)
-            losses = [(backward, each.scale) for backward, each in pairs if each.by_server]
-            step = Step(backwards, self.backend.optim_step(params), losses)
+        # Half a window on the server would stay there, and be part of the next step.
+        with interrupts.held(), self._failures_held():
+            step = self._send(prepared, params)
             self.drop()
             self.steps += 1
             self.version += 1
@@ -303,12 +318,35 @@ class Remote:
         if self._saved is not None and self._saved[1] == state:
             self._saved = None
 
+    def _send(self, prepared: Sequence[Prepared], params: AdamParams) -> Step:
+        backwards: list[TinkerFuture[ForwardBackwardOutput]] = []
+        try:
+            for each in prepared:
+                backwards.append(each.send(self.backend))
+            optim = self.backend.optim_step(params)
+        except Exception as error:
+            if backwards:
+                self.drop()
+                error.add_note(
+                    f"{len(backwards)} of the window's {len(prepared)} backwards were sent before this, without a "
+                    "step: they would be part of the next one. Load a state that was saved before."
+                )
+            raise
+        pairs = zip(backwards, prepared, strict=True)
+        losses = [(backward, each.scale) for backward, each in pairs if each.by_server]
+        return Step(backwards, optim, losses)
+
+    def _failures_held(self) -> contextlib.AbstractContextManager[None]:
+        """Failures of earlier requests are raised before the requests of a step, or after them."""
+        unread = getattr(self.backend, "unread", None)
+        return unread.held() if isinstance(unread, Unread) else contextlib.nullcontext()
+
     def _make_room(self) -> None:
         while self._under_way and self._under_way[0].optim.done():
             self._under_way.popleft()
         while len(self._under_way) >= self.max_steps_in_flight:
-            with contextlib.suppress(TinkerLightningError):  # raised as unread
-                self.wait(self._under_way.popleft().optim)
+            self.wait_for_end(self._under_way.popleft().optim)
+        self.unread.raise_first()
 
 
 _LINEAR_ONLY = (

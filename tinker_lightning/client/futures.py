@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from tinker_lightning.errors import ClientClosed, ClientForked, ResultTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterator
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -134,6 +134,7 @@ class Unread:
     def __init__(self) -> None:
         self._futures: list[TinkerFuture[Any]] = []
         self._lock = threading.Lock()
+        self._held = 0
 
     def add(self, future: TinkerFuture[Any]) -> None:
         """Keeps an eye on a future."""
@@ -146,8 +147,23 @@ class Unread:
             sources = [future._source for future in self._futures if future.comes_by_itself]
         return not concurrent.futures.wait(sources, timeout).not_done
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Raises what is there now; failures that come in the midst of the `with` block are raised after it.
+
+        For requests that belong together: one of them that was not sent would leave the others to be part of the next.
+        """
+        self.raise_first()
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+
     def raise_first(self) -> None:
         """Raises the first failure that nobody has read."""
+        if self._held:
+            return
         with self._lock:
             failed = self._forget_settled()
         if failed:

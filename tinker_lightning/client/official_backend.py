@@ -52,6 +52,7 @@ class OfficialTrainingClient:
         self.client = client
         self.model_id = str(client.model_id)
         self._calls = Calls(self.model_id)
+        self.unread = self._calls.unread
         self._custom = CustomLosses(
             self.model_id,
             lambda data: self._pass("forward", data, SURROGATE, None),

@@ -35,15 +35,15 @@ class Calls:
 
     def __init__(self, model_id: str | None) -> None:
         self._model_id = model_id
-        self._unread = Unread()
+        self.unread = Unread()
 
     def check(self) -> None:
         """Raises the first failure that nobody has read."""
-        self._unread.raise_first()
+        self.unread.raise_first()
 
     def watched(self, future: F) -> F:
         """A future that the user gets; its failure is raised at the next call if nobody reads it."""
-        self._unread.add(future)
+        self.unread.add(future)
         return future
 
     def submit(self, operation: str, send: Callable[[], Any], convert: Callable[[Any], T]) -> TinkerFuture[T]:

@@ -126,7 +126,8 @@ class TrainingClient:
         """Raises what `forward_backward` would raise at the call; sends no pass."""
         self._service.check_usable()
         if not (isinstance(loss_fn, LossHandle) and loss_fn.loss_id is None):
-            server_pass.prepare(self._service, official.to_datums(data), loss_fn, loss_fn_config, None, scale)
+            datums = official.to_datums(data)
+            self._chunks(server_pass.prepare(self._service, datums, loss_fn, loss_fn_config, None, scale))
 
     def forward_backward_custom(
         self,
@@ -312,13 +313,7 @@ class TrainingClient:
     def _server_pass(self, asked: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
         session = self._service.session
         name = "forward" if forward_only else "forward_backward"
-        limits = session.config.fwdbwd_max_chunk_len, session.config.fwdbwd_max_chunk_bytes_count
-        chunks = chunking.split(asked.data, *limits)
-        if asked.whole and len(chunks) > 1:
-            raise InvalidInput(
-                f"data: {len(asked.data)} datums do not fit into one request, and {asked.loss} sees the whole batch at "
-                "once. Send a smaller batch."
-            )
+        chunks = self._chunks(asked)
 
         def operation(number: int, chunk: list[Datum]) -> Operation[ForwardBackwardOutput]:
             request = rq.ForwardBackwardRequest(
@@ -332,6 +327,16 @@ class TrainingClient:
             operations = [operation(number, chunk) for number, chunk in enumerate(chunks, first)]
             future = self._start(session, operations, chunking.combine)
         return asked.received(future)
+
+    def _chunks(self, asked: ServerPass) -> list[list[Datum]]:
+        config = self._service.session.config
+        chunks = chunking.split(asked.data, config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count)
+        if asked.whole and len(chunks) > 1:
+            raise InvalidInput(
+                f"data: {len(asked.data)} datums do not fit into one request, and {asked.loss} sees the whole batch at "
+                "once. Send a smaller batch."
+            )
+        return chunks
 
     def _submit(self, name: str, endpoint: str, result: type[T], request: Callable[[int], Any]) -> TinkerFuture[T]:
         session = self._service.session
