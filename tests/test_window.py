@@ -187,12 +187,16 @@ def test_a_step_that_fails_is_raised_by_a_later_one_however_few_are_under_way(
     remote = model.handle.remote
     remote.max_steps_in_flight = in_flight
     optimizer = RemoteAdamW(model.parameters())
-    with pytest.raises(OperationFailed, match="the machine is gone"):
+
+    def train() -> None:
         for _ in range(4):
             model.server_loss(DATA["cross_entropy"], "cross_entropy").backward()
             optimizer.step()
         remote.unread.wait()
         remote.unread.raise_first()
+
+    with pytest.raises(OperationFailed, match="the machine is gone"):
+        train()
 
 
 def test_a_backward_that_fails_while_a_window_is_sent_does_not_cut_it_in_two(
