@@ -147,3 +147,48 @@ def test_a_failure_on_the_server_is_raised_at_the_next_use(model: RemoteLM) -> N
         threading.Event().wait(0.01)
     with pytest.raises(TinkerLightningError, match=r"optim_step 3 .* not finite"):
         nll(model)
+
+
+def test_what_the_server_cannot_do_is_refused_and_not_added(model: RemoteLM) -> None:
+    with pytest.raises(InvalidInput, match=r"maximize=True .* the negative"):
+        RemoteAdamW([{"params": list(model.parameters()), "maximize": True}])
+    with pytest.raises(InvalidInput, match="amsgrad=True"):
+        RemoteAdamW([{"params": list(model.parameters()), "amsgrad": True}])
+    optimizer = RemoteAdamW(model.parameters(), grad_clip_norm=1.0)
+    with pytest.raises(InvalidInput, match="group of their own"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(()))]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(()))], "grad_clip_norm": 0.0})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_local_parameters_may_do_what_torch_can(model: RemoteLM) -> None:
+    local = torch.nn.Parameter(torch.zeros(()))
+    optimizer = RemoteAdamW([{"params": list(model.parameters())}, {"params": [local], "maximize": True}], lr=1e-2)
+    (nll(model) + local).backward()
+    optimizer.step()
+    assert local > 0
+
+
+def test_hooks_run_once_and_see_the_remote_model(model: RemoteLM) -> None:
+    local = torch.nn.Parameter(torch.zeros(()))
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(()))])  # from here on torch's own step calls hooks
+    optimizer = RemoteAdamW([*model.parameters(), local])
+    seen: list[int] = []
+    optimizer.register_step_pre_hook(lambda one, *_: seen.append(len(one.param_groups[0]["params"])))
+    optimizer.register_step_post_hook(lambda one, *_: seen.append(len(one.param_groups[0]["params"])))
+    (nll(model) + local).backward()
+    optimizer.step()
+    assert seen == [2, 2]
+
+
+def test_a_state_of_torchs_own_adamw_goes_on(model: RemoteLM) -> None:
+    local = torch.nn.Parameter(torch.zeros(()))
+    torchs = torch.optim.AdamW([local], lr=3e-3, betas=(0.5, 0.6))
+    optimizer = RemoteAdamW(model.parameters(), grad_clip_norm=2.0)
+    optimizer.load_state_dict(torchs.state_dict())
+    nll(model).backward()
+    optimizer.step()
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["betas"], group["grad_clip_norm"]) == (3e-3, (0.5, 0.6), 2.0)
+    assert len(optimizer.sent) == 1

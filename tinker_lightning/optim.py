@@ -39,11 +39,9 @@ class RemoteAdamW(torch.optim.AdamW):
         weight_decay: float = 0.0,
         grad_clip_norm: float = 0.0,
     ) -> None:
+        self._grad_clip_norm = grad_clip_norm
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.defaults["grad_clip_norm"] = grad_clip_norm
-        for group in self.param_groups:
-            group.setdefault("grad_clip_norm", grad_clip_norm)
-            _check(group)
         self.sent: list[Step] = []
         self.clip_next: float | None = None  # in place of the groups' own, for the next step
 
@@ -81,18 +79,37 @@ class RemoteAdamW(torch.optim.AdamW):
         self.clip_next = norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, checked as those of the constructor are."""
+        """Adds a group, as the constructor does.
+
+        Raises:
+            InvalidInput: If the server cannot step it so; then it is not added.
+        """
+        param_group.setdefault("grad_clip_norm", self._grad_clip_norm)
         super().add_param_group(param_group)
-        if "grad_clip_norm" in self.defaults:
+        try:
             _check(self.param_groups[-1])
+        except InvalidInput:
+            self.param_groups.pop()
+            raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a state, also from that of torch's AdamW, which knows of no `grad_clip_norm`."""
+        norms = [group["grad_clip_norm"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, norm in zip(self.param_groups, norms, strict=True):
+            group.setdefault("grad_clip_norm", norm)
+            _check(group)
 
     def _step_local(self) -> None:
         """Torch's own step, which must not see the handles: they have no numbers here."""
+        step: Any = torch.optim.AdamW.step
+        if getattr(step, "hooked", False):  # by the first AdamW of this process; then hooks would run a second time
+            step = step.__wrapped__
         kept = [group["params"] for group in self.param_groups]
         try:
             for group in self.param_groups:
                 group["params"] = [p for p in group["params"] if not isinstance(p, RemoteHandle)]
-            super().step()
+            step(self)
         finally:
             for group, params in zip(self.param_groups, kept, strict=True):
                 group["params"] = params
@@ -113,6 +130,12 @@ def _adam_params(group: dict[str, Any]) -> AdamParams:
 def _check(group: dict[str, Any]) -> None:
     """A norm is clipped where the gradients are, so that one over both sides cannot be had."""
     handles = [isinstance(parameter, RemoteHandle) for parameter in group["params"]]
+    for name in ("maximize", "amsgrad"):
+        if group.get(name) and any(handles):
+            raise InvalidInput(
+                f"{name}=True cannot be had for a remote model: its server has plain AdamW"
+                + ("; give it the negative of what is to grow" if name == "maximize" else "")
+            )
     if group["grad_clip_norm"] and not all(handles):
         raise InvalidInput(
             "grad_clip_norm clips the gradient of a remote model on its server, but this group also has local "
