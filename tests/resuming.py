@@ -81,13 +81,14 @@ class Mean(RemoteModule):
         super().__init__(*args, **kwargs)
         self.seen: list[tuple[int, int, list[bytes]]] = []
         self.train_mean = MeanMetric()
+        self.temperature = torch.nn.Parameter(torch.zeros(()))  # local, trained beside the remote model
 
     def datums(self, batch: Any) -> list[Any]:
         return [datum for part in batch.values() for datum in part] if isinstance(batch, dict) else batch
 
     def loss(self, data: list[Datum], logprobs: list[torch.Tensor]) -> Any:
         noise = torch.rand(())
-        nll = -torch.cat(logprobs).mean() * (1 + 0.1 * noise)
+        nll = -torch.cat(logprobs).mean() * (1 + 0.1 * noise) * (1 - 0.1 * self.temperature).exp()
         texts = [datum.model_input.tokens().tobytes() for datum in data]
         self.seen.append((self.trainer.current_epoch, self.trainer.global_step, texts))
         return nll, {"noise": noise, "python": random.random(), "numpy": np.random.rand()}  # noqa: S311
@@ -209,11 +210,12 @@ class Outcome:
 
 
 def state_of(server: EmbeddedTrainer, module: RemoteModule) -> dict[str, bytes]:
-    """The bits of all that training changes on the server: weights, Adam's moments and steps, a gathered gradient."""
+    """The bits of all that training changes: weights, on the server Adam's moments and steps, a gathered gradient."""
     backend: Any = module.lm.backend
     _, adapter = server.registry.model(backend.model_id).ready()
     tensors = {**adapter.weights.tensors, **adapter.training_state()}
-    return {name: tensor.detach().numpy().tobytes() for name, tensor in tensors.items()}
+    local = {name: parameter for name, parameter in module.named_parameters() if name != "lm.handle"}
+    return {name: tensor.detach().numpy().tobytes() for name, tensor in (tensors | local).items()}
 
 
 class Bench:

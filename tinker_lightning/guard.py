@@ -33,6 +33,7 @@ def check(trainer: pl.Trainer, module: RemoteModule) -> None:
         )
     other = module._in_trainer
     if other is not None and other is not trainer and other.state.status == TrainerStatus.RUNNING:
+        module.trainer = other  # whose work goes on
         raise InvalidInput(
             f"this {type(module).__name__} is in the midst of another trainer's work. Both would number the requests "
             "of one remote model: wait for the first, or make a second module."

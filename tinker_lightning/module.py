@@ -33,7 +33,7 @@ from tinker_lightning.losses import composition
 from tinker_lightning.losses.library import is_of_library
 from tinker_lightning.metrics import Scores
 from tinker_lightning.optim import RemoteAdamW
-from tinker_lightning.remote import RemoteHandle, RemoteLM
+from tinker_lightning.remote import RemoteHandle, RemoteLM, holds_server_loss
 from tinker_lightning.routes import Chosen
 from tinker_lightning.session import Session
 from tinker_lightning.states import STATE_KEY, window_from
@@ -138,7 +138,7 @@ class RemoteModule(pl.LightningModule):
         self._terminated: float | None = None
         self._chosen: tuple[Any, Chosen] | None = None
         self._received = 0
-        self._window: list[dict[str, Any]] | None = None
+        self._waiting: dict[str, Any] | None = None
         self._sampler: Any = None
         self._tokenizer: Any = None
 
@@ -305,6 +305,18 @@ class RemoteModule(pl.LightningModule):
         inner.clip(float(gradient_clip_val))
 
     @essential
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Refuses a loss that has no gradient, or none that could be stepped on; what waited is dropped.
+
+        Raises:
+            InvalidLoss: Says which, and how to mend it.
+        """
+        with self._dropping():
+            surrogate.check_kind(loss)
+            if not torch.isfinite(loss) and not holds_server_loss(loss):
+                surrogate.check_finite(loss)
+
+    @essential
     def on_after_backward(self) -> None:
         """Refuses a loss that would silently train nothing."""
         received, self._received = self._received, self.lm.handle.remote.received
@@ -335,9 +347,10 @@ class RemoteModule(pl.LightningModule):
             InvalidInput: If nothing would train the remote model.
         """
         guard.check_optimizers(self.trainer, self)
-        if self._window is not None and self.trainer.ckpt_path is not None:
-            self.lm.handle.remote.window = window_from(self._window)
-        self._window = None
+        if self._waiting is not None and self.trainer.ckpt_path is not None:
+            self.lm.handle.remote.window = window_from(self._waiting["window"])
+            states.put_back(self._waiting["local_gradients"], self)
+        self._waiting = None
 
     @essential
     def on_train_end(self) -> None:
@@ -364,7 +377,7 @@ class RemoteModule(pl.LightningModule):
         if not remote.is_made and not running and self._session.resumes_from is None:
             return  # nothing was trained, and nothing is about to be
         self.drain()
-        checkpoint[STATE_KEY] = states.saved(remote)
+        checkpoint[STATE_KEY] = {**states.saved(remote), "local_gradients": self.local_gradients()}
 
     @essential
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -376,9 +389,9 @@ class RemoteModule(pl.LightningModule):
         state = states.read(checkpoint, self._session.base_model, self._session.rank)
         remote = self.lm.handle.remote
         self._session.resume(remote, state["path"])
-        self._window = state["window"]
+        self._waiting = state
         # The next file gets a state of its own: this one belongs to the files that name it, wherever they lie.
-        remote.goes_on(state["steps"], window=window_from(self._window))
+        remote.goes_on(state["steps"], window=window_from(state["window"]))
 
     # The session.
 
@@ -397,6 +410,13 @@ class RemoteModule(pl.LightningModule):
         """The trained adapter as a PEFT folder on this machine, as transformers and vLLM load it."""
         self.drain()
         return export_adapter(self.lm.backend, path, overwrite=overwrite)
+
+    def local_gradients(self) -> dict[str, Tensor]:
+        """The gradients of local parameters that wait for a step, by name."""
+        handle = self.lm.handle
+        if not handle.remote.window and handle.requires_grad and self.automatic_optimization:
+            return {}  # those that are left over from the last step
+        return states.local_gradients(self)
 
     def chosen_route(self) -> Chosen:
         """Where the loss runs; decided once for each loss."""
@@ -451,6 +471,15 @@ class RemoteModule(pl.LightningModule):
             self._terminated = time.monotonic()
         elif time.monotonic() - self._terminated > LAST_WAIT:
             raise SIGTERMException
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """A loss that is refused takes the window with it, which could not be stepped on without it."""
+        try:
+            yield
+        except InvalidLoss:
+            self.lm.handle.remote.drop()
+            raise
 
     def _score(self, stage: str, batch: Any, loader: int) -> None:
         data = self.datums(batch)

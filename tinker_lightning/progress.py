@@ -17,6 +17,7 @@ from tinker_lightning import epoch_metrics, rng
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from torch import Tensor
 
 # What was under way when a file was written.
 EPOCH_START = "epoch start"  # nothing, or the hooks of an epoch's start, which are called again
@@ -55,12 +56,14 @@ class Begun:
     Args:
         trainer: Who trains it.
         window: How many gradients waited for a step.
+        local_gradients: Those of local parameters, by name.
     """
 
-    def __init__(self, trainer: pl.Trainer, window: int) -> None:
+    def __init__(self, trainer: pl.Trainer, window: int, local_gradients: dict[str, Tensor]) -> None:
         self.rng = rng.snapshot()
         self.epoch_metrics = epoch_metrics.capture(trainer)
         self.window = window
+        self.local_gradients = local_gradients
         self._number = trainer.fit_loop.epoch_loop.total_batch_idx
 
     def is_under_way(self, trainer: pl.Trainer) -> bool:

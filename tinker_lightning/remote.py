@@ -194,6 +194,21 @@ class RemoteLM(nn.Module):
         return value
 
 
+def holds_server_loss(loss: Tensor) -> bool:
+    """Whether a loss of the server's is part of it, so that its value is not known here."""
+    seen: set[Any] = set()
+    nodes: list[Any] = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(getattr(node, "call", None), ServerCall):
+            return True
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+    return False
+
+
 class _Join(torch.autograd.Function):
     """Joins log-probabilities to the graph: what flows back to them goes into the window."""
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.remote import RemoteHandle
 from tinker_lightning.types import Datum, TensorData
 from tinker_lightning.window import Call, ServerCall
 from tinker_lightning.wire import json as wire_json
@@ -32,6 +33,19 @@ def saved(remote: Remote) -> dict[str, Any]:
         "steps": remote.steps,
         "window": window_state(remote.window),
     }
+
+
+def local_gradients(module: nn.Module) -> dict[str, Tensor]:
+    """The gradients of parameters on this machine by name, as they are now; those of remote ones are windows."""
+    local = [(name, one) for name, one in module.named_parameters() if not isinstance(one, RemoteHandle)]
+    return {name: one.grad.clone() for name, one in local if one.grad is not None}
+
+
+def put_back(gradients: dict[str, Tensor], module: nn.Module) -> None:
+    """Gives parameters on this machine the gradients that a file has kept."""
+    for name, parameter in module.named_parameters():
+        if name in gradients:
+            parameter.grad = gradients[name].clone()
 
 
 def read(checkpoint: dict[str, Any], base_model: str, rank: int) -> dict[str, Any]:

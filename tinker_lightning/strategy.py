@@ -125,7 +125,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         """A step whose forward pass may have been asked for at the start of its window."""
         module = self.lightning_module
         if isinstance(module, RemoteModule):
-            self._begun = progress.Begun(module.trainer, len(module.lm.handle.remote.window))
+            self._begun = progress.Begun(module.trainer, len(module.lm.handle.remote.window), module.local_gradients())
         if not self.look_ahead or self._cannot_look or not isinstance(module, RemoteModule) or not args:
             return super().training_step(*args, **kwargs)
         number = module.trainer.fit_loop.epoch_loop.total_batch_idx
@@ -184,7 +184,9 @@ class TinkerStrategy(SingleDeviceStrategy):
                 # It is trained again: what it has drawn, logged and gathered must not count twice.
                 checkpoint[KEY]["rng"] = rng.capture(self._begun.rng)
                 checkpoint[KEY]["place"]["epoch_metrics"] = self._begun.epoch_metrics
-                del checkpoint.get(STATE_KEY, {}).get("window", [])[self._begun.window :]
+                if (state := checkpoint.get(STATE_KEY)) is not None:
+                    del state["window"][self._begun.window :]
+                    state["local_gradients"] = self._begun.local_gradients
             for each in trainer.loggers:
                 each.save()  # what was logged before a checkpoint is not logged again after a resume
         named = self._named_in(checkpoint, filepath)

@@ -6,6 +6,7 @@ any loss `C` that was computed here from the log-probabilities.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ def evaluate(loss_fn: LossFn, data: list[Any], logprobs: list[Tensor]) -> Evalua
     Raises:
         InvalidLoss: If the loss is not a finite scalar tensor that depends on the log-probabilities.
     """
-    return differentiate(lambda: loss_and_metrics(loss_fn(data, logprobs)), logprobs)
+    return differentiate(lambda: loss_and_metrics(loss_fn(data, logprobs), logprobs), logprobs)
 
 
 def differentiate(loss_fn: Callable[[], tuple[Tensor, dict[str, Any]]], logprobs: list[Tensor]) -> Evaluation:
@@ -115,16 +116,17 @@ def differentiate(loss_fn: Callable[[], tuple[Tensor, dict[str, Any]]], logprobs
     return Evaluation(loss.item(), metrics, gradients)
 
 
-def loss_and_metrics(returned: Any, *, needs_gradient: bool = True) -> tuple[Tensor, dict[str, float]]:
-    """What a loss function has returned, checked before anything gets a gradient.
+def loss_and_metrics(
+    returned: Any, logprobs: Sequence[Tensor], *, needs_gradient: bool = True
+) -> tuple[Tensor, dict[str, float]]:
+    """What a loss function has returned of these log-probabilities, checked before anything gets a gradient.
 
     Raises:
         InvalidLoss: If the loss is not a finite scalar tensor with a gradient, or a metric is no number.
     """
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-    _check_value(loss)
-    if needs_gradient and not loss.requires_grad:
-        raise LossWithoutGradient(WITHOUT_GRADIENT)
+    check_kind(loss, needs_gradient=needs_gradient)
+    check_finite(loss, logprobs)
     return loss, numbers(metrics)
 
 
@@ -173,7 +175,12 @@ def numbers(metrics: Mapping[Any, Any]) -> dict[str, float]:
     return converted
 
 
-def _check_value(loss: Any) -> None:
+def check_kind(loss: Any, *, needs_gradient: bool = True) -> None:
+    """Refuses what no gradient can be taken of.
+
+    Raises:
+        InvalidLoss: If the loss is no scalar tensor, or has no gradient where it needs one.
+    """
     if not isinstance(loss, Tensor):
         raise LossNotTensor(
             f"the loss function returned {type(loss).__name__} as its loss, not a torch tensor. Return (loss, metrics) "
@@ -184,11 +191,37 @@ def _check_value(loss: Any) -> None:
             f"the loss has the shape {list(loss.shape)} and dtype {loss.dtype}; reduce it to one real value "
             "with .sum() or .mean()"
         )
+    if needs_gradient and not loss.requires_grad:
+        raise LossWithoutGradient(WITHOUT_GRADIENT)
+
+
+def check_finite(loss: Tensor, logprobs: Sequence[Tensor] = ()) -> None:
+    """Refuses a loss that is NaN or infinite.
+
+    Raises:
+        LossNotFinite: Names the datums that make it so, as far as can be seen from their log-probabilities.
+    """
     if not torch.isfinite(loss).all():
         raise LossNotFinite(
-            f"the loss is {loss.item()}. Look for a division by zero, the log of zero, or an exp that overflows; "
-            "nothing was sent."
+            f"the loss is {loss.item()}{_culprits(loss, logprobs)}. Look for a division by zero, the log of zero, or "
+            "an exp that overflows; nothing was sent."
         )
+
+
+def _culprits(loss: Tensor, logprobs: Sequence[Tensor]) -> str:
+    """The datums whose log-probabilities are not finite, or else those by which the loss has no finite gradient."""
+    found = [i for i, each in enumerate(logprobs) if not torch.isfinite(each).all()]
+    what = "log-probabilities that are not finite"
+    inputs = [each for each in logprobs if each.requires_grad]
+    if not found and inputs and loss.requires_grad:
+        what = "a gradient that is not finite"
+        with contextlib.suppress(RuntimeError):  # of anomaly mode, or of a backward that cannot be run at all
+            gradients = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
+            found = [i for i, each in enumerate(gradients) if each is not None and not torch.isfinite(each).all()]
+    if not found:
+        return ""
+    named = ", ".join(map(str, found[:8])) + (", …" if len(found) > 8 else "")
+    return f"; {'datum' if len(found) == 1 else 'datums'} {named} of {len(logprobs)}: {what}"
 
 
 WITHOUT_GRADIENT = (

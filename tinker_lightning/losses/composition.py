@@ -68,14 +68,14 @@ def evaluate(
     if not terms:
         if base is None:
             raise InvalidLoss("there is nothing to train on: give a loss function, a regularizer, or both")
-        return surrogate.loss_and_metrics(base(data, logprobs), needs_gradient=torch.is_grad_enabled())
+        return surrogate.loss_and_metrics(base(data, logprobs), logprobs, needs_gradient=torch.is_grad_enabled())
 
     weights = [term.weight_at(step) for term in terms]
     base_loss, returned = _run(data, logprobs, base, terms, timeout)
     contributions, telemetry = [], {}
     for term, weight in zip(terms, weights, strict=True):
         with _blaming(term):
-            value, metrics = surrogate.loss_and_metrics(returned[term.name], needs_gradient=False)
+            value, metrics = surrogate.loss_and_metrics(returned[term.name], logprobs, needs_gradient=False)
             value = value.reshape(())
             _check_names(metrics, "value", "weight", "contribution", "grad_norm")
             contributions.append(weight * value)
@@ -124,7 +124,7 @@ def _run(
                 running[term.name] = _start(term, data, logprobs)
         base_loss = None
         if base is not None:
-            base_loss = surrogate.loss_and_metrics(base(data, logprobs), needs_gradient=torch.is_grad_enabled())
+            base_loss = surrogate.loss_and_metrics(base(data, logprobs), logprobs, needs_gradient=torch.is_grad_enabled())
             _check_names(base_loss[1], "value")
         for term in terms:
             if term.name not in running:
