@@ -225,6 +225,14 @@ def test_one_module_in_two_trainers(service: ServiceClient) -> None:
     quiet(max_steps=1).fit(module, loader())  # nothing is left of the trainer that failed
     assert module.lm.handle.remote.steps == 6
 
+    class Catches(Inner):
+        def on_train_batch_start(self, *args: Any) -> None:
+            with pytest.raises(InvalidInput, match="another trainer's work"):
+                super().on_train_batch_start(*args)
+
+    quiet(max_steps=2, callbacks=[Catches("validate")]).fit(module, loader())  # the first trainer's work goes on
+    assert module.lm.handle.remote.steps == 8
+
 
 def table() -> dict[str, list[str]]:
     """The features of the table, and the tests that they name."""

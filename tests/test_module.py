@@ -266,6 +266,52 @@ def test_a_loss_that_cannot_be_trained_on_is_refused_and_changes_nothing(
     assert "fault" not in module.hparams
 
 
+class Own(Faulty):
+    """The same in a step of one's own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.fault(self.lm(batch))
+        return -torch.cat(self.lm(batch)).mean() if batch_idx < 2 else loss
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (lambda logprobs: logprobs[0].sum() + float("nan"), LossNotFinite),  # of which every gradient is finite
+        (lambda logprobs: logprobs[0], LossNotScalar),
+        (lambda logprobs: logprobs[0].detach().sum(), LossWithoutGradient),
+    ],
+)
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_step_of_ones_own_is_checked_and_what_waited_is_dropped(
+    service: ServiceClient, fault: Any, error: type[Exception], manual: bool
+) -> None:  # R1.9
+    class ByHand(Own):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(super().training_step(batch, batch_idx))
+
+    module = (ByHand if manual else Own)(service.create_lora_training_client("tiny", rank=4), fault=fault)
+    remote = module.lm.handle.remote
+    with pytest.raises(error):
+        quiet(max_epochs=1, accumulate_grad_batches=1 if manual else 4).fit(module, loader())
+    assert (remote.window, remote.steps) == ([], 0)
+
+
+def test_a_loss_that_is_nan_names_its_datums_and_takes_the_window_with_it(service: ServiceClient) -> None:  # R1.9
+    class Logs(Mean):
+        def loss(self, data: list[Any], logprobs: list[torch.Tensor]) -> Any:
+            if self.trainer.fit_loop.batch_idx < 2:
+                return super().loss(data, logprobs)
+            return torch.stack([(p.sum() if i != 1 else p.sum().sqrt()) for i, p in enumerate(logprobs)]).mean(), {}
+
+    module = Logs(service.create_lora_training_client("tiny", rank=4))
+    with pytest.raises(LossNotFinite, match=r"the loss is nan; datum 1 of 2: a gradient that is not finite\. Look for"):
+        quiet(max_epochs=1, accumulate_grad_batches=4).fit(module, loader())
+    assert module.lm.handle.remote.window == []
+
+
 def test_what_is_no_batch_of_datums_is_refused(service: ServiceClient) -> None:
     module = Mean(service.create_lora_training_client("tiny", rank=4))
     numbers: Any = DataLoader([1, 2, 3])  # type: ignore[arg-type]
