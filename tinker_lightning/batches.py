@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,21 @@ def datums_of(batch: Any) -> list[Any]:
     if not batch:
         raise InvalidDatum("the batch has no datums; drop empty batches in the loader")
     return list(batch)
+
+
+def listed(given: Any) -> list[Any]:
+    """What an override of `datums` gives, as a list: a list as it is, any other iterable once through.
+
+    Raises:
+        InvalidDatum: If it is nothing of the kind.
+    """
+    if isinstance(given, list):
+        return given
+    if is_datum(given):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise InvalidDatum(f"datums(batch) must return a list of datums, but returned {type(given).__name__}")
+    return list(given)
 
 
 def weights_of(datum: Any) -> Tensor:

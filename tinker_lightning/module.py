@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from tinker_lightning import guard, routes, states, surrogate
-from tinker_lightning.batches import datums_of, prompts_of, weights_of
+from tinker_lightning.batches import datums_of, listed, prompts_of, weights_of
 from tinker_lightning.client.export import export_adapter
 from tinker_lightning.errors import (
     InvalidDatum,
@@ -146,7 +146,7 @@ class RemoteModule(pl.LightningModule):
         super().__init_subclass__(**kwargs)
         if is_of_library(vars(cls).get("loss")):
             cls.loss = staticmethod(vars(cls)["loss"])  # type: ignore[method-assign]  # takes no self
-        if cls.datums is not RemoteModule.datums and not hasattr(cls.datums, "__wrapped__"):
+        if cls.datums is not RemoteModule.datums and getattr(cls.datums, _ONCE, None) is not cls.datums:
             cls.datums = _once(cls.datums)  # type: ignore[method-assign,assignment]
         complete(cls, RemoteModule)
 
@@ -178,7 +178,8 @@ class RemoteModule(pl.LightningModule):
     def datums(self, batch: Any) -> list[Any]:
         """The datums of a batch; a list of them as it is. Override it for loaders that give something else.
 
-        It is called once per batch, by look-ahead possibly before the steps of earlier batches.
+        It is called once per batch, by look-ahead possibly before the steps of earlier batches. An override may give
+        them in any iterable, a generator too; callers get a list.
 
         Raises:
             InvalidDatum: If the batch is empty or no list of datums.
@@ -468,12 +469,17 @@ class RemoteModule(pl.LightningModule):
             self._late.log(wait=True)
 
 
-def _once(datums: Callable[[Any, Any], list[Any]]) -> Callable[[Any, Any], list[Any]]:
-    """A `datums` that is not called again for a batch whose datums were asked for ahead."""
+# The attribute by which a function that `_once` has made knows itself: decorators around it copy it, but are others.
+_ONCE = "__is_asked_once__"
+
+
+def _once(datums: Callable[[Any, Any], Any]) -> Callable[[Any, Any], list[Any]]:
+    """A `datums` that gives a list, and is not called again for a batch whose datums were asked for ahead."""
 
     @functools.wraps(datums)
     def of(self: RemoteModule, batch: Any) -> list[Any]:
         ahead = self._ahead
-        return ahead[1] if ahead is not None and ahead[0] is batch else datums(self, batch)
+        return ahead[1] if ahead is not None and ahead[0] is batch else listed(datums(self, batch))
 
+    setattr(of, _ONCE, of)
     return of
