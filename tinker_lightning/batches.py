@@ -65,6 +65,19 @@ def is_datum(value: Any) -> bool:
     return hasattr(value, "model_input") and hasattr(value, "loss_fn_inputs")
 
 
+def count_datums(batch: Any) -> int:
+    """How many datums a batch has, in lists, tuples and dicts however deep; 0 if it is made of something else.
+
+    >>> count_datums({"pairs": [(Datum.from_tokens([1, 2]), Datum.from_tokens([1, 3]))], "names": ["first"]})
+    2
+    """
+    if is_datum(batch):
+        return 1
+    if isinstance(batch, dict):
+        return sum(map(count_datums, batch.values()))
+    return sum(map(count_datums, batch)) if isinstance(batch, list | tuple) else 0
+
+
 def prompts_of(batch: Any, tokenizer: Any) -> list[ModelInput]:
     """What to sample from: each datum, input, text or row of tokens of a batch, or the only one.
 

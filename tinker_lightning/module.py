@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from tinker_lightning import guard, routes, states, surrogate
-from tinker_lightning.batches import datums_of, listed, prompts_of, weights_of
+from tinker_lightning.batches import count_datums, datums_of, listed, prompts_of, weights_of
 from tinker_lightning.client.export import export_adapter
 from tinker_lightning.errors import (
     InvalidDatum,
@@ -157,6 +157,16 @@ class RemoteModule(pl.LightningModule):
         ignored = [ignore] if isinstance(ignore, str) else list(ignore or ())
         frame = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
         super().save_hyperparameters(*args, ignore=[*ignored, "api_key", *not_plain(self)], frame=frame, logger=logger)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Logs a value as `LightningModule.log` does; the batch size is the number of its datums if not given.
+
+        Lightning can count tensors only. Where a batch has no datums, the number is left to it.
+        """
+        results = None if self._trainer is None else self.trainer._results
+        if results is not None and results.batch_size is None:
+            results.batch_size = count_datums(results.batch) or None
+        super().log(*args, **kwargs)
 
     # What to override.
 
