@@ -139,8 +139,7 @@ class RemoteModule(pl.LightningModule):
         self._chosen: tuple[Any, Chosen] | None = None
         self._received = 0
         self._window: list[dict[str, Any]] | None = None
-        self._sampler: Any = None
-        self._tokenizer: Any = None
+        self._sampler: tuple[int, Any, Any] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -255,12 +254,13 @@ class RemoteModule(pl.LightningModule):
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
         """Samples a continuation of each prompt of a batch: inputs, datums, strings or rows of tokens.
 
-        Each is a dict of `tokens`, `logprobs`, `stop_reason` and `text`, for Lightning takes predictions apart.
+        Each is a dict of `tokens`, `logprobs`, `stop_reason` and `text`, for Lightning takes predictions apart. Called
+        in another step or by hand, it samples from the model as it is then.
         """
         del batch_idx, dataloader_idx
-        tokenizer = self._tokenizer
+        sampler, tokenizer = self._sampling()
         prompts = prompts_of(batch, tokenizer)
-        futures = [self._sampler.sample(prompt, 1, self.sampling_params()) for prompt in prompts]
+        futures = [sampler.sample(prompt, 1, self.sampling_params()) for prompt in prompts]
         sequences = [future.result().sequences[0] for future in futures]
         return [
             {
@@ -357,9 +357,8 @@ class RemoteModule(pl.LightningModule):
 
     @essential
     def on_predict_start(self) -> None:
-        """Samples come from the model as it is now."""
-        self._sampler = self.lm.backend.save_weights_and_get_sampling_client()  # type: ignore[attr-defined]
-        self._tokenizer = self.lm.backend.get_tokenizer()
+        """Samples come from the model as it is now; a client that was given may have been trained by others, too."""
+        self._sampler = None
 
     @essential
     def teardown(self, stage: str) -> None:
@@ -469,6 +468,14 @@ class RemoteModule(pl.LightningModule):
         self._metric_attributes = None  # where Lightning keeps the names of those it has seen
         for name, metric in metrics.items():
             self.log(f"{stage}_{name}", metric, prog_bar=name == "loss", batch_size=len(data))
+
+    def _sampling(self) -> tuple[Any, Any]:
+        """A client that samples from the weights as they are, and the tokenizer; one for all samples of a version."""
+        version, backend = self.lm.handle.remote.version, self.lm.backend
+        if self._sampler is None or self._sampler[0] != version:
+            sampler = backend.save_weights_and_get_sampling_client()  # type: ignore[attr-defined]
+            self._sampler = (version, sampler, backend.get_tokenizer())
+        return self._sampler[1:]
 
     def _stepped(self, sent: Step) -> None:
         if self._trainer is not None:
