@@ -35,7 +35,7 @@ class Preferences(RemoteModule):
         del batch_idx, dataloader_idx
         data = self.datums(batch)
         scores = score(data, self.lm(data))
-        self.log_dict({f"val_{name}": value for name, value in scores.items()}, batch_size=len(batch))
+        self.log_dict({f"val_{name}": value for name, value in scores.items()})
 
 
 def score(data: list[Datum], logprobs: list[Tensor]) -> dict[str, Tensor]:

@@ -12,9 +12,10 @@ import pytorch_lightning as other
 import torch
 from lightning.pytorch.callbacks import Callback
 from packaging.version import Version
+from torch.utils.data import DataLoader
 
-from tests.trainers import LIGHTNING, SMALL, Hybrid, OnServer, loader, logprobs_of, new, quiet
-from tinker_lightning import RemoteAdamW, RemoteModule
+from tests.trainers import DATA, LIGHTNING, SMALL, Hybrid, OnServer, loader, logprobs_of, new, quiet
+from tinker_lightning import Datum, RemoteAdamW, RemoteModule, collate
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.testing import embedded_service
 
@@ -68,6 +69,59 @@ def test_manual_optimization(service: ServiceClient) -> None:
     quiet(max_epochs=2, accumulate_grad_batches=2).fit(automatic, loader())
     assert trainer.global_step == manual.lm.handle.remote.steps == 4
     assert torch.equal(logprobs_of(manual), logprobs_of(automatic))
+
+
+class Measures(RemoteModule):
+    """Logs the size of each batch, in the ways that Lightning means over an epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log_dict({"size": float(len(self.datums(batch)))}, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        del batch_idx, dataloader_idx
+        self.log("val_size", float(len(self.datums(batch))))
+
+
+class InPairs(Measures):
+    def datums(self, batch: Any) -> list[Datum]:
+        return [datum for pair in batch["pairs"] for datum in pair]
+
+
+class OfTensors(Measures):
+    def datums(self, batch: Any) -> list[Datum]:
+        return [Datum.from_tokens(row) for row in batch]
+
+
+@pytest.mark.parametrize(
+    ("kind", "collate_fn"),
+    [
+        (Measures, collate),
+        (InPairs, lambda data: {"pairs": [(datum, datum) for datum in data], "name": "a batch"}),
+        (OfTensors, lambda data: torch.arange(4).repeat(len(data), 1)),
+    ],
+    ids=["datums", "pairs in a dict", "tensors, which Lightning counts"],
+)
+def test_values_of_ones_own_are_weighted_by_datums(
+    service: ServiceClient, kind: type[RemoteModule], collate_fn: Any
+) -> None:
+    batches: DataLoader[Any] = DataLoader(DATA, batch_size=3, collate_fn=collate_fn)  # type: ignore[arg-type]
+    trainer = quiet(max_epochs=1)
+    trainer.fit(new(service, kind), batches, batches)
+    expected = (3 * 3 + 3 * 3 + 2 * 2) / 8 * (2 if kind is InPairs else 1)
+    assert trainer.callback_metrics["val_size"] == pytest.approx(expected)
+    assert trainer.callback_metrics["size_epoch"] == pytest.approx(expected)
+
+
+def test_a_batch_size_of_ones_own_counts(service: ServiceClient) -> None:
+    class ByBatch(Measures):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            del batch_idx, dataloader_idx
+            self.log("val_size", float(len(batch)), batch_size=1)
+
+    trainer = quiet(max_epochs=1)
+    trainer.fit(new(service, ByBatch), loader(3), loader(3))
+    assert trainer.callback_metrics["val_size"] == pytest.approx((3 + 3 + 2) / 3)
 
 
 def test_several_optimizers(service: ServiceClient) -> None:

@@ -124,6 +124,55 @@ def test_datums_are_made_once_also_by_a_mixin(service: ServiceClient) -> None:
     assert calls["forward"] == len(DATA)
 
 
+class Decorated(Mean):
+    @torch.no_grad()
+    def datums(self, batch: Any) -> Any:
+        return Drawing.datums(self, batch)  # type: ignore[arg-type]
+
+
+class DecoratedAgain(Decorated):
+    datums = torch.no_grad()(Decorated.datums)
+
+
+class GivesATuple(Mean):
+    def datums(self, batch: Any) -> Any:
+        return tuple(Drawing.datums(self, batch))  # type: ignore[arg-type]
+
+
+class Generates(Mean):
+    def datums(self, batch: Any) -> Any:
+        yield from Drawing.datums(self, batch)  # type: ignore[arg-type]
+
+
+class GivesOne(Mean):
+    def datums(self, batch: Any) -> Any:
+        return Drawing.datums(self, batch)[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [Decorated, DecoratedAgain, GivesATuple, Generates, GivesOne])
+def test_datums_may_be_decorated_and_come_in_any_iterable(
+    service: ServiceClient, caplog: pytest.LogCaptureFixture, kind: type[RemoteModule]
+) -> None:
+    module, plain = made(service, kind), made(service, DrawingMean)
+    calls = counted(module, "forward")
+    for each in (module, plain):
+        torch.manual_seed(3)
+        quiet(accumulate_grad_batches=4).fit(each, loader())
+    assert calls["forward"] == len(DATA)
+    assert "without look-ahead" not in caplog.text
+    with torch.no_grad():
+        assert torch.equal(torch.cat(module.lm(DATA)), torch.cat(plain.lm(DATA)))
+
+
+def test_datums_that_return_nothing_are_refused(service: ServiceClient) -> None:
+    class Forgets(Mean):
+        def datums(self, _: Any) -> Any:
+            pass
+
+    with pytest.raises(InvalidDatum, match=r"datums\(batch\) must return a list of datums, but returned NoneType"):
+        quiet().fit(made(service, Forgets), loader())
+
+
 class SavesInTheMidst(pl.Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder

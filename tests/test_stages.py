@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.client.conftest import bits
 from tests.trainers import DATA, SMALL, loader, quiet
-from tinker_lightning import RemoteModule, SamplingParams, collate
+from tinker_lightning import AdamParams, ModelInput, RemoteModule, SamplingParams, collate, connect
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server import create_app
 
@@ -147,6 +147,63 @@ def test_prompts_are_texts_and_rows_of_tokens(batched: bool, url: str) -> None:
         several = quiet().predict(module, [DataLoader(texts, 2), DataLoader(texts[:1], 1)])  # type: ignore[arg-type]
         found = [[one["tokens"] for batch in each for one in batch] for each in several or []]
         assert found == [expected, expected[:1]]
+
+
+def freshly_sampled(module: RemoteModule) -> list[int]:
+    """The likeliest tokens behind the prompt, by a sampler of this moment."""
+    sampler = module.lm.backend.save_weights_and_get_sampling_client()  # type: ignore[attr-defined]
+    answer = sampler.sample(ModelInput.from_ints(list(PROMPT.encode())), 1, module.sampling_params()).result()
+    tokens: list[int] = answer.sequences[0].tokens
+    return tokens
+
+
+class Shows(Greedy):
+    """Samples twice in each validation step, and once more from a sampler of that moment."""
+
+    seen: list[tuple[list[int], list[int], list[int]]]
+    made: list[bool]
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx, dataloader_idx)
+        before = self._sampler
+        first, again = (self.predict_step([PROMPT], 0)[0]["tokens"] for _ in range(2))
+        self.seen.append((first, again, freshly_sampled(self)))
+        self.made.append(self._sampler is not before)
+
+
+def test_samples_of_a_validation_come_from_the_weights_of_its_step(url: str) -> None:
+    with Shows("tiny", rank=4, seed=1, learning_rate=1e-2, base_url=url) as module:
+        module.seen, module.made = [], []
+        quiet(max_epochs=8, num_sanity_val_steps=0).fit(module, loader(), loader(4))
+        assert len(module.seen) == 16
+        assert all(first == again == fresh for first, again, fresh in module.seen)
+        assert len({tuple(first) for first, _, _ in module.seen}) > 1
+        assert module.made == [True, False] * 8  # one sampler for the two batches, for no step lies between
+
+
+def test_samples_are_taken_without_a_trainer_and_after_further_training(url: str) -> None:
+    with new(url) as module:
+        untrained = module.predict_step([PROMPT], 0)[0]
+        assert untrained["tokens"] == freshly_sampled(module)
+        assert untrained["text"] == module.lm.backend.get_tokenizer().decode(untrained["tokens"])
+        prompts: Any = DataLoader([PROMPT], collate_fn=list)  # type: ignore[arg-type]
+        assert quiet().predict(module, prompts) == [[untrained]]
+        quiet(max_epochs=8).fit(module, loader())
+        trained = module.predict_step([PROMPT], 0)[0]["tokens"]
+        assert trained == freshly_sampled(module) != untrained["tokens"]
+
+
+def test_predict_sees_what_others_have_trained_with_its_client(url: str) -> None:
+    with connect(url) as service:
+        client = service.create_lora_training_client("tiny", rank=4, seed=1)
+        module = Greedy(client)
+        prompts: Any = DataLoader([PROMPT], collate_fn=list)  # type: ignore[arg-type]
+        ((before,),) = quiet().predict(module, prompts)  # type: ignore[misc]
+        for _ in range(16):
+            client.forward_backward(DATA, "cross_entropy")
+            client.optim_step(AdamParams(learning_rate=1e-2))
+        ((after,),) = quiet().predict(module, prompts)  # type: ignore[misc]
+        assert after["tokens"] == freshly_sampled(module) != before["tokens"]
 
 
 def test_each_stage_may_have_a_trainer_of_its_own(trainer: EmbeddedTrainer, url: str, tmp_path: Path) -> None:

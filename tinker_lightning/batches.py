@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,21 @@ def datums_of(batch: Any) -> list[Any]:
     return list(batch)
 
 
+def listed(given: Any) -> list[Any]:
+    """What an override of `datums` gives, as a list: a list as it is, any other iterable once through.
+
+    Raises:
+        InvalidDatum: If it is nothing of the kind.
+    """
+    if isinstance(given, list):
+        return given
+    if is_datum(given):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise InvalidDatum(f"datums(batch) must return a list of datums, but returned {type(given).__name__}")
+    return list(given)
+
+
 def weights_of(datum: Any) -> Tensor:
     """The weight of each target; ones where a datum has none."""
     weights = datum.loss_fn_inputs.get("weights")
@@ -48,6 +63,19 @@ def weights_of(datum: Any) -> Tensor:
 def is_datum(value: Any) -> bool:
     """Whether it is a datum, ours or the official SDK's."""
     return hasattr(value, "model_input") and hasattr(value, "loss_fn_inputs")
+
+
+def count_datums(batch: Any) -> int:
+    """How many datums a batch has, in lists, tuples and dicts however deep; 0 if it is made of something else.
+
+    >>> count_datums({"pairs": [(Datum.from_tokens([1, 2]), Datum.from_tokens([1, 3]))], "names": ["first"]})
+    2
+    """
+    if is_datum(batch):
+        return 1
+    if isinstance(batch, dict):
+        return sum(map(count_datums, batch.values()))
+    return sum(map(count_datums, batch)) if isinstance(batch, list | tuple) else 0
 
 
 def prompts_of(batch: Any, tokenizer: Any) -> list[ModelInput]:

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from tinker_lightning import guard, routes, states, surrogate
-from tinker_lightning.batches import datums_of, prompts_of, weights_of
+from tinker_lightning.batches import count_datums, datums_of, listed, prompts_of, weights_of
 from tinker_lightning.client.export import export_adapter
 from tinker_lightning.errors import (
     InvalidDatum,
@@ -139,14 +139,13 @@ class RemoteModule(pl.LightningModule):
         self._chosen: tuple[Any, Chosen] | None = None
         self._received = 0
         self._waiting: dict[str, Any] | None = None
-        self._sampler: Any = None
-        self._tokenizer: Any = None
+        self._sampler: tuple[int, Any, Any] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if is_of_library(vars(cls).get("loss")):
             cls.loss = staticmethod(vars(cls)["loss"])  # type: ignore[method-assign]  # takes no self
-        if cls.datums is not RemoteModule.datums and not hasattr(cls.datums, "__wrapped__"):
+        if cls.datums is not RemoteModule.datums and getattr(cls.datums, _ONCE, None) is not cls.datums:
             cls.datums = _once(cls.datums)  # type: ignore[method-assign,assignment]
         complete(cls, RemoteModule)
 
@@ -157,6 +156,16 @@ class RemoteModule(pl.LightningModule):
         ignored = [ignore] if isinstance(ignore, str) else list(ignore or ())
         frame = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
         super().save_hyperparameters(*args, ignore=[*ignored, "api_key", *not_plain(self)], frame=frame, logger=logger)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Logs a value as `LightningModule.log` does; the batch size is the number of its datums if not given.
+
+        Lightning can count tensors only. Where a batch has no datums, the number is left to it.
+        """
+        results = None if self._trainer is None else self.trainer._results
+        if results is not None and results.batch_size is None:
+            results.batch_size = count_datums(results.batch) or None
+        super().log(*args, **kwargs)
 
     # What to override.
 
@@ -178,7 +187,8 @@ class RemoteModule(pl.LightningModule):
     def datums(self, batch: Any) -> list[Any]:
         """The datums of a batch; a list of them as it is. Override it for loaders that give something else.
 
-        It is called once per batch, by look-ahead possibly before the steps of earlier batches.
+        It is called once per batch, by look-ahead possibly before the steps of earlier batches. An override may give
+        them in any iterable, a generator too; callers get a list.
 
         Raises:
             InvalidDatum: If the batch is empty or no list of datums.
@@ -244,12 +254,13 @@ class RemoteModule(pl.LightningModule):
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
         """Samples a continuation of each prompt of a batch: inputs, datums, strings or rows of tokens.
 
-        Each is a dict of `tokens`, `logprobs`, `stop_reason` and `text`, for Lightning takes predictions apart.
+        Each is a dict of `tokens`, `logprobs`, `stop_reason` and `text`, for Lightning takes predictions apart. Called
+        in another step or by hand, it samples from the model as it is then.
         """
         del batch_idx, dataloader_idx
-        tokenizer = self._tokenizer
+        sampler, tokenizer = self._sampling()
         prompts = prompts_of(batch, tokenizer)
-        futures = [self._sampler.sample(prompt, 1, self.sampling_params()) for prompt in prompts]
+        futures = [sampler.sample(prompt, 1, self.sampling_params()) for prompt in prompts]
         sequences = [future.result().sequences[0] for future in futures]
         return [
             {
@@ -359,9 +370,8 @@ class RemoteModule(pl.LightningModule):
 
     @essential
     def on_predict_start(self) -> None:
-        """Samples come from the model as it is now."""
-        self._sampler = self.lm.backend.save_weights_and_get_sampling_client()  # type: ignore[attr-defined]
-        self._tokenizer = self.lm.backend.get_tokenizer()
+        """Samples come from the model as it is now; a client that was given may have been trained by others, too."""
+        self._sampler = None
 
     @essential
     def teardown(self, stage: str) -> None:
@@ -488,6 +498,14 @@ class RemoteModule(pl.LightningModule):
         for name, metric in metrics.items():
             self.log(f"{stage}_{name}", metric, prog_bar=name == "loss", batch_size=len(data))
 
+    def _sampling(self) -> tuple[Any, Any]:
+        """A client that samples from the weights as they are, and the tokenizer; one for all samples of a version."""
+        version, backend = self.lm.handle.remote.version, self.lm.backend
+        if self._sampler is None or self._sampler[0] != version:
+            sampler = backend.save_weights_and_get_sampling_client()  # type: ignore[attr-defined]
+            self._sampler = (version, sampler, backend.get_tokenizer())
+        return self._sampler[1:]
+
     def _stepped(self, sent: Step) -> None:
         if self._trainer is not None:
             self._late.add(sent, self.trainer)
@@ -497,12 +515,17 @@ class RemoteModule(pl.LightningModule):
             self._late.log(wait=True)
 
 
-def _once(datums: Callable[[Any, Any], list[Any]]) -> Callable[[Any, Any], list[Any]]:
-    """A `datums` that is not called again for a batch whose datums were asked for ahead."""
+# The attribute by which a function that `_once` has made knows itself: decorators around it copy it, but are others.
+_ONCE = "__is_asked_once__"
+
+
+def _once(datums: Callable[[Any, Any], Any]) -> Callable[[Any, Any], list[Any]]:
+    """A `datums` that gives a list, and is not called again for a batch whose datums were asked for ahead."""
 
     @functools.wraps(datums)
     def of(self: RemoteModule, batch: Any) -> list[Any]:
         ahead = self._ahead
-        return ahead[1] if ahead is not None and ahead[0] is batch else datums(self, batch)
+        return ahead[1] if ahead is not None and ahead[0] is batch else listed(datums(self, batch))
 
+    setattr(of, _ONCE, of)
     return of
