@@ -52,14 +52,23 @@ def stage(tmp_path: Path) -> Iterator[tuple[EmbeddedTrainer, ServiceClient]]:
     trainer.close()
 
 
-def fit(module: RemoteModule, tmp_path: Path, *, strategy: str = "tinker", **kwargs: Any) -> dict[int, dict[str, str]]:
+def fit(
+    module: RemoteModule,
+    tmp_path: Path,
+    *,
+    strategy: str = "tinker",
+    n: int = 2,
+    size: int = 2,
+    ckpt_path: Path | None = None,
+    **kwargs: Any,
+) -> dict[int, dict[str, str]]:
     """Fits, and gives what the CSV logger has written, by step."""
     logger = CSVLogger(tmp_path, name=type(module).__name__, version=strategy)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
         max_epochs=1,
-        accumulate_grad_batches=2,
+        accumulate_grad_batches=n,
         logger=logger,
         log_every_n_steps=1,
         enable_checkpointing=False,
@@ -67,7 +76,7 @@ def fit(module: RemoteModule, tmp_path: Path, *, strategy: str = "tinker", **kwa
         enable_model_summary=False,
         **kwargs,
     )
-    trainer.fit(module, DataLoader(DATA, batch_size=2))  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(DATA, batch_size=size), ckpt_path=ckpt_path)  # type: ignore[arg-type]
     rows: dict[int, dict[str, str]] = defaultdict(dict)
     with open(f"{logger.log_dir}/metrics.csv") as file:
         for row in csv.DictReader(file):
@@ -242,6 +251,125 @@ def test_regularizers_stand_beside_a_loss_of_the_server(
         fit(module, tmp_path)
     both, here = (weights_of(trainer, module) for module in pair)
     assert (both - here).norm() <= 1e-6 * here.norm()
+
+
+@pytest.mark.parametrize("route", ["auto", "server"])
+def test_every_route_logs_the_same_names_and_values(
+    stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path, route: Any
+) -> None:  # R2.4
+    class Here(RemoteModule):
+        loss = staticmethod(losses.cross_entropy)
+        regularizers = (
+            Regularizer(regularizers.sparsity, 5.0, "sparsity"),
+            Regularizer(regularizers.entropy, lambda step: 0.5 * step, "entropy"),
+        )
+
+    class There(Here):
+        pass
+
+    Here.route, There.route = "two-pass", route
+    adam: dict[str, Any] = {"learning_rate": 1e-2, "eps": 1e-3}
+    here, there = (
+        fit(kind(stage[1].create_lora_training_client("tiny", rank=4, seed=1), **adam), tmp_path, n=1)
+        for kind in (Here, There)
+    )
+    assert here.keys() == there.keys() == {0, 1, 2, 3}
+    for step, row in here.items():
+        assert row.keys() >= {"train_loss", "loss_total", "base_loss/value", "base_loss/nll", "regularizer_total"}
+        assert there[step].keys() - row.keys() == {"base_loss/tokens:sum"}  # which servers count
+        for name, value in row.items():
+            assert float(there[step][name]) == pytest.approx(float(value), rel=1e-5), name
+
+
+def test_the_total_beside_a_loss_of_the_server_is_the_mean_over_the_window(
+    stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path
+) -> None:
+    seen: list[float] = []
+
+    def recorded(data: list[Any], logprobs: list[torch.Tensor]) -> Any:
+        value, metrics = regularizers.sparsity(data, logprobs)
+        seen.append(value.item())
+        return value, metrics
+
+    class Both(ByName):
+        regularizers = (Regularizer(recorded, 5.0, "sparsity"),)
+
+    client, before = (stage[1].create_lora_training_client("tiny", rank=4, seed=1) for _ in range(2))
+    values = [before.forward(DATA[i : i + 2], "cross_entropy").result().metrics["loss:sum"] for i in (0, 2)]
+    module = Both(client, learning_rate=1e-2)
+    row = fit(module, tmp_path)[0]
+    base, added = sum(values) / 2, 5.0 * sum(seen[:2]) / 2
+    assert float(row["base_loss/value"]) == pytest.approx(base, rel=1e-5)
+    assert float(row["loss_total"]) == float(row["train_loss"]) == pytest.approx(base + added, rel=1e-5)
+    assert float(row["regularizer_total"]) == pytest.approx(5.0 * seen[1])
+    assert "tokens:sum" not in row
+    assert module.trainer.callback_metrics["loss_total"] == module.trainer.callback_metrics["train_loss"]
+
+
+def test_the_total_of_a_window_that_a_file_has_kept_is_whole(
+    stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path
+) -> None:
+    class Both(ByName):
+        regularizers = (Regularizer(regularizers.sparsity, 5.0, "sparsity"),)
+
+    class SavesInTheMidst(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.fit_loop.total_batch_idx == 0:
+                trainer.save_checkpoint(tmp_path / "midst.ckpt")
+
+    whole, resumed = (Both(stage[1].create_lora_training_client("tiny", rank=4, seed=1)) for _ in range(2))
+    rows = fit(whole, tmp_path / "whole", callbacks=[SavesInTheMidst()])
+    assert fit(resumed, tmp_path / "resumed", ckpt_path=tmp_path / "midst.ckpt") == rows
+
+
+def test_diagnostics_of_the_server_are_those_of_the_whole_window(
+    stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path
+) -> None:  # R4.5
+    class OfLibrary(RemoteModule):
+        loss = losses.cross_entropy  # type: ignore[assignment]
+
+    module = OfLibrary(stage[1].create_lora_training_client("tiny", rank=4, seed=1))
+    before = stage[1].create_lora_training_client("tiny", rank=4, seed=1)
+    parts = [DATA[0:3], DATA[3:6], DATA[6:8]]
+    told = [before.forward_backward_custom(part, losses.cross_entropy).result().metrics for part in parts]
+    row = fit(module, tmp_path, n=3, size=3)[0]
+    assert float(row["tokens:sum"]) == sum(datum.model_input.length for datum in DATA)
+    for name in ("nll", "perplexity", "tokens"):
+        mean = sum(len(part) * metrics[name] for part, metrics in zip(parts, told, strict=True)) / len(DATA)
+        assert float(row[name]) == pytest.approx(mean, rel=1e-5)
+
+
+class Mixed(RemoteModule):
+    """Three losses of the server in each step, two of them one with other settings."""
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        sampled = [_sampled(datum) for datum in batch]
+        clipped = [self.lm.server_loss(sampled, "ppo", {"clip_low_threshold": low}) for low in (0.1, 0.9)]
+        return torch.stack([*clipped, self.lm.server_loss(batch, "cross_entropy")]).sum() / 2
+
+
+def test_different_losses_of_a_step_keep_their_diagnostics_apart(
+    stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path
+) -> None:
+    row = fit(Mixed(stage[1].create_lora_training_client("tiny", rank=4, seed=1)), tmp_path)[0]
+    kinds = ("cross_entropy", "ppo", "ppo_2")
+    assert sum(float(row[f"{kind}/value"]) for kind in kinds) == pytest.approx(float(row["train_loss"]))
+    lengths = sum(datum.model_input.length for datum in DATA[:4])
+    assert [float(row[f"{kind}/tokens:sum"]) for kind in kinds] == [lengths] * 3
+    assert "cross_entropy/weights:sum" in row
+    assert float(row["ppo/clipped_tokens:sum"]) < float(row["ppo_2/clipped_tokens:sum"])
+    assert not row.keys() & {"tokens:sum", "weights:sum", "loss_total"}
+
+
+def _sampled(datum: Datum) -> Datum:
+    """A datum as the policy losses want it, of tokens that were a little likelier when they were sampled."""
+    ones = torch.ones(datum.model_input.length)
+    inputs: dict[str, Any] = {
+        "target_tokens": datum.loss_fn_inputs["target_tokens"],
+        "logprobs": -5 * ones,
+        "advantages": ones,
+    }
+    return Datum(datum.model_input, inputs)
 
 
 def _count(client: Any, name: str, counts: dict[str, int]) -> None:

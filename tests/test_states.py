@@ -55,10 +55,10 @@ def test_a_datum_is_the_same_behind_a_file(name: str, tmp_path: Path) -> None:
 
 
 def test_a_loss_of_the_server_is_kept_by_its_name(tmp_path: Path) -> None:
-    call = ServerCall([DATUMS["plain"]], "ppo", {"clip_low_threshold": 0.9}, [torch.tensor(0.25)])
+    call = ServerCall([DATUMS["plain"]], "ppo", {"clip_low_threshold": 0.9}, [torch.tensor(0.25)], added=1.5)
     back = through_a_file(call, tmp_path)
     assert isinstance(back, ServerCall)
-    assert (back.loss, back.config, back.gradients) == (call.loss, call.config, call.gradients)
+    assert (back.loss, back.config, back.gradients, back.added) == (call.loss, call.config, call.gradients, 1.5)
 
 
 def test_a_loss_that_ends_with_its_session_cannot_be_kept() -> None:

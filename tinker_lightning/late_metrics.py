@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 
-from tinker_lightning.window import Step
+from tinker_lightning.client.chunking import reduced, weighted_mean
+from tinker_lightning.window import Prepared, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import TypeAlias
 
     from tinker_lightning.client.futures import TinkerFuture
+
+    # What the server says of a pass, and what was sent for it.
+    _Ran: TypeAlias = tuple[Mapping[str, Any], Prepared]
 
 LOSS = "train_loss"
 _SUM = "loss:sum"
@@ -79,10 +84,47 @@ def _saves_after(callback: Any, step: int) -> bool:
 
 
 def _metrics(sent: Step) -> dict[str, float]:
-    """What the step says of itself, and the losses that ran on the server: the mean over its window, as scaled."""
-    metrics: dict[str, float] = {}
-    if sent.losses:
-        outputs = [(loss.result().metrics, scale) for loss, scale in sent.losses]
-        metrics |= {name: float(value) for name, value in outputs[-1][0].items() if name != _SUM}
-        metrics[LOSS] = sum(scale * float(output.get(_SUM, 0.0)) for output, scale in outputs)
+    """What the step says of itself, and the losses that ran on the server."""
+    metrics = of_losses([(loss.result().metrics, call) for loss, call in sent.losses]) if sent.losses else {}
     return metrics | {name: float(value) for name, value in (sent.optim.result().metrics or {}).items()}
+
+
+def of_losses(ran: Sequence[_Ran]) -> dict[str, float]:
+    """The values of a window's losses, as they were scaled, which makes means of them; and their diagnostics.
+
+    Those of the one loss of a window have its names, or stand under `base_loss` where something was added to it here,
+    as for a loss that runs here. Several different ones have their own names before them.
+    """
+    different: dict[tuple[bool, str, str], list[_Ran]] = {}
+    for metrics, call in ran:
+        key = (call.added is not None, call.name, repr(sorted((call.config or {}).items())))
+        different.setdefault(key, []).append((metrics, call))
+    found: dict[str, float] = {LOSS: 0.0}
+    names: Counter[str] = Counter()
+    for (is_base, name, _), alike in sorted(different.items()):  # so that numbers do not depend on a backward's order
+        prefix = "base_loss/" if is_base else ""
+        if len(different) > 1:
+            names[name] += 1
+            prefix += f"{name}/" if names[name] == 1 else f"{name}_{names[name]}/"
+        found |= {prefix + metric: number for metric, number in _combined(alike).items()}
+        value = sum(call.scale * float(metrics.get(_SUM, 0.0)) for metrics, call in alike)
+        total = value + sum(call.scale * (call.added or 0.0) for _, call in alike)
+        if prefix:
+            found[f"{prefix}value"] = value
+        if is_base:
+            found["loss_total"] = found.get("loss_total", 0.0) + total
+        found[LOSS] += total
+    return found
+
+
+def _combined(ran: list[_Ran]) -> dict[str, float]:
+    """The diagnostics of one loss over a window: reduced as their names say, and means where these say nothing."""
+    combined: dict[str, float] = {}
+    for name in {name: None for metrics, _ in ran for name in metrics if name != _SUM}:
+        values = [float(metrics[name]) for metrics, _ in ran if name in metrics]
+        counts = [len(call.datums) for metrics, call in ran if name in metrics]
+        if len(values) == 1:
+            combined[name] = values[0]
+        else:
+            combined |= reduced(name, values, counts) or {name: weighted_mean(values, counts)}
+    return combined

@@ -236,7 +236,8 @@ class RemoteModule(pl.LightningModule):
         if chosen.is_here:
             self.log(LOSS, loss.detach(), prog_bar=True, batch_size=len(data))
         else:
-            loss = loss + self.lm.server_loss(data, chosen.loss, chosen.config)
+            added = metrics.pop("loss_total")  # without the base loss; the whole is logged when the server has told it
+            loss = loss + self.lm.server_loss(data, chosen.loss, chosen.config, added=added)
         if metrics:
             self.log_dict(composition.flatten(metrics), batch_size=len(data))
         return loss

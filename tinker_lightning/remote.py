@@ -177,7 +177,14 @@ class RemoteLM(nn.Module):
         call = Call(sent.datums, version=sent.version)
         return list(_Join.apply(self.handle, call, *logprobs))  # type: ignore[no-untyped-call]
 
-    def server_loss(self, data: Sequence[Any], loss: Any, config: Mapping[str, float | str] | None = None) -> Tensor:
+    def server_loss(
+        self,
+        data: Sequence[Any],
+        loss: Any,
+        config: Mapping[str, float | str] | None = None,
+        *,
+        added: float | None = None,
+    ) -> Tensor:
         """One of the server's losses, computed there in the one pass that also gives its gradient.
 
         It is sent at the step, and nothing is waited for. So its value is not known here: it is NaN, and can be scaled
@@ -187,8 +194,9 @@ class RemoteLM(nn.Module):
             data: The datums.
             loss: Its name, or what `custom_loss` or `create_custom_loss` gave.
             config: Its settings.
+            added: The value of what is added to it here, so that a `RemoteModule` can log the total when it is known.
         """
-        call = ServerCall(to_datums(data), loss, dict(config or {}))
+        call = ServerCall(to_datums(data), loss, dict(config or {}), added=added)
         (value,) = _Join.apply(self.handle, call, torch.tensor(torch.nan))  # type: ignore[no-untyped-call]
         assert isinstance(value, Tensor)  # noqa: S101 for the type checker
         return value

@@ -77,6 +77,7 @@ def window_state(window: Sequence[Call | ServerCall]) -> list[dict[str, Any]]:
             "config": dict(call.config) if isinstance(call, ServerCall) else {},
             "datums": [_datum_state(datum) for datum in call.datums],
             "gradients": call.gradients,
+            "added": call.added if isinstance(call, ServerCall) else None,
         }
         for call in window
     ]
@@ -90,7 +91,7 @@ def window_from(state: Sequence[dict[str, Any]]) -> list[Call | ServerCall]:
         if entry["loss"] is None:
             window.append(Call(datums, entry["gradients"]))
         else:
-            window.append(ServerCall(datums, entry["loss"], entry["config"], entry["gradients"]))
+            window.append(ServerCall(datums, entry["loss"], entry["config"], entry["gradients"], entry.get("added")))
     return window
 
 

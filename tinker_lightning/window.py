@@ -59,6 +59,7 @@ class ServerCall:
     loss: Any
     config: Mapping[str, float | str]
     gradients: list[Tensor] | None = None
+    added: float | None = None  # the value of what is added to it here, and so scaled as it is
 
     def add(self, gradients: Sequence[Tensor]) -> None:
         """Adds a gradient."""
@@ -81,7 +82,9 @@ class ServerCall:
             raise InvalidLoss(
                 f"a gradient of 0 reached the server's loss {self.name!r}, so that it would not train. {_LINEAR_ONLY}"
             )
-        return Prepared(self.datums, self.loss, self.config or None, scale, by_server=True)
+        return Prepared(
+            self.datums, self.loss, self.config or None, scale, by_server=True, name=self.name, added=self.added
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,8 @@ class Prepared:
     config: Mapping[str, float | str] | None = None
     scale: float = 1.0
     by_server: bool = False
+    name: str = surrogate.SURROGATE
+    added: float | None = None
 
     def check(self, backend: Any) -> None:
         """Refuses what the client would refuse, before any other call of the window is sent."""
@@ -132,8 +137,8 @@ class Step:
 
     backwards: list[TinkerFuture[ForwardBackwardOutput]]
     optim: TinkerFuture[OptimStepResponse]
-    # The losses that the server computes, each with what it was scaled by.
-    losses: list[tuple[TinkerFuture[ForwardBackwardOutput], float]] = field(default_factory=list)
+    # The losses that the server computes, each with what was sent.
+    losses: list[tuple[TinkerFuture[ForwardBackwardOutput], Prepared]] = field(default_factory=list)
 
     def wait(self) -> None:
         """Waits until the server has taken the step."""
@@ -333,7 +338,7 @@ class Remote:
                 )
             raise
         pairs = zip(backwards, prepared, strict=True)
-        losses = [(backward, each.scale) for backward, each in pairs if each.by_server]
+        losses = [(backward, each) for backward, each in pairs if each.by_server]
         return Step(backwards, optim, losses)
 
     def _failures_held(self) -> contextlib.AbstractContextManager[None]:

@@ -35,14 +35,21 @@ def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
     for name in outputs[0].metrics:
         values = [output.metrics[name] for output in outputs if name in output.metrics]
         if len(values) == len(outputs):
-            metrics |= _reduce(name, values, counts)
+            metrics |= reduced(name, values, counts)
     return ForwardBackwardOutput(
         [datum for output in outputs for datum in output.loss_fn_outputs], metrics, outputs[0].loss_fn_output_type
     )
 
 
-def _reduce(name: str, values: list[float], counts: list[int]) -> dict[str, float]:
-    mean = sum(value * count for value, count in zip(values, counts, strict=True)) / max(sum(counts), 1)
+def reduced(name: str, values: list[float], counts: list[int]) -> dict[str, float]:
+    """A metric of several passes as its name's ending says, `tokens:sum` for example; nothing for other endings.
+
+    Args:
+        name: Its name.
+        values: What each pass says.
+        counts: How many datums each had.
+    """
+    mean = weighted_mean(values, counts)
     kind = name.rpartition(":")[2]
     if kind == "unique":
         return {name if i == 0 else f"{name}_{i}": value for i, value in enumerate(values)}
@@ -55,6 +62,11 @@ def _reduce(name: str, values: list[float], counts: list[int]) -> dict[str, floa
         "hash2": float(sum(int(value) % 2**64 for value in values) % 2**64) if kind == "hash2" else 0.0,
     }
     return {name: reduced[kind]} if kind in reduced else {}
+
+
+def weighted_mean(values: Sequence[float], counts: Sequence[int]) -> float:
+    """The mean by datum."""
+    return sum(value * count for value, count in zip(values, counts, strict=True)) / max(sum(counts), 1)
 
 
 def _size(datum: Datum) -> int:
