@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from tinker_lightning import guard, routes, states, surrogate
+from tinker_lightning import guard, remotes, routes, states, surrogate
 from tinker_lightning.batches import datums_of, prompts_of, weights_of
 from tinker_lightning.client.export import export_adapter
 from tinker_lightning.errors import (
@@ -127,7 +127,6 @@ class RemoteModule(pl.LightningModule):
         self.learning_rate = learning_rate  # where Lightning's LearningRateFinder puts what it has found
         self._adam: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.lm = RemoteLM(self._session.client if model is None or isinstance(model, str) else model)
-        self.lm.in_state_dict = False  # a checkpoint names the state itself, with what it is of
         self._scores = Scores()
         remote = self.lm.handle.remote
         self._late = LateMetrics(remote.wait_for_end)
@@ -361,10 +360,14 @@ class RemoteModule(pl.LightningModule):
         """Saves the model on the server and keeps the path of it in the file, with gradients that wait for a step."""
         remote = self.lm.handle.remote
         running = self._trainer is not None and self.trainer.state.status == TrainerStatus.RUNNING
-        if not remote.is_made and not running and self._session.resumes_from is None:
+        if not remote.has_weights and not running:
             return  # nothing was trained, and nothing is about to be
         self.drain()
-        checkpoint[STATE_KEY] = states.saved(remote)
+        # Only TinkerStrategy deletes states; elsewhere the state dict has saved one already, and shares it.
+        is_counted = self._trainer is not None and hasattr(self.trainer.strategy, "release_states")
+        with remotes.saved_for_file(self) if is_counted else contextlib.nullcontext():
+            checkpoint[STATE_KEY] = states.saved(remote)
+        states.leave_to_file(checkpoint)
 
     @essential
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -379,6 +382,7 @@ class RemoteModule(pl.LightningModule):
         self._window = state["window"]
         # The next file gets a state of its own: this one belongs to the files that name it, wherever they lie.
         remote.goes_on(state["steps"], window=window_from(self._window))
+        states.mark_loaded(checkpoint)
 
     # The session.
 

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from tinker_lightning import progress, rng
+from tinker_lightning import progress, remotes, rng
 from tinker_lightning.loaders import ResumableLoader, SecludedLoader
 from tinker_lightning.module import LAST_WAIT, RemoteModule
 from tinker_lightning.references import References
@@ -175,8 +175,14 @@ class TinkerStrategy(SingleDeviceStrategy):
 
     # Checkpoints.
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """What a file keeps of the module; a state that it names is shared with files only, and goes with the last."""
+        assert self.lightning_module is not None  # noqa: S101 for the type checker
+        with remotes.saved_for_file(self.lightning_module):
+            return super().lightning_module_state_dict()
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Writes a file, with the random numbers and the place; the state of a file that it replaces is released."""
+        """Writes a file, with the random numbers and the place; the states of a file that it replaces are released."""
         if self.lightning_module is not None:
             trainer = self.lightning_module.trainer
             checkpoint[KEY] = {"rng": rng.capture(), "place": progress.place(trainer)}

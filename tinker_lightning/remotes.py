@@ -1,0 +1,33 @@
+"""All the remote models of a module, taken together: what is promised of one holds for each."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tinker_lightning.remote import RemoteHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from tinker_lightning.window import Remote
+
+
+def remotes_of(module: nn.Module) -> list[Remote]:
+    """Where the handles among a module's parameters lead, each once."""
+    return [parameter.remote for parameter in module.parameters() if isinstance(parameter, RemoteHandle)]
+
+
+@contextmanager
+def saved_for_file(module: nn.Module) -> Iterator[None]:
+    """What is saved inside is for a file that takes its states with it, so that no other state dict may name them."""
+    remotes = remotes_of(module)
+    for remote in remotes:
+        remote.for_file = True
+    try:
+        yield
+    finally:
+        for remote in remotes:
+            remote.for_file = False
