@@ -422,8 +422,7 @@ class RemoteModule(pl.LightningModule):
 
     def delete_state(self, path: str) -> None:
         """Deletes a state that was saved on the server; one that is gone already is no error."""
-        self.lm.backend.delete_checkpoint(path, missing_ok=True)  # type: ignore[attr-defined]
-        self.lm.handle.remote.forget(path)
+        remotes.delete_state(self, path)
 
     @contextmanager
     def asked_ahead(self, batch: Any, data: list[Any], asked: Pass | None) -> Iterator[Remote]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.remote import RemoteHandle
 
@@ -31,3 +31,20 @@ def saved_for_file(module: nn.Module) -> Iterator[None]:
     finally:
         for remote in remotes:
             remote.for_file = False
+
+
+def delete_state(module: nn.Module, path: str) -> None:
+    """Deletes a state on the server that has it, which a path does not say; one that is gone already is no error."""
+    remotes = remotes_of(module)
+    made = [remote for remote in remotes if remote.is_made] or remotes[:1]
+    backends: dict[int, Any] = {id(remote.backend): remote.backend for remote in made}
+    failures: list[Exception] = []
+    for backend in backends.values():
+        try:
+            backend.delete_checkpoint(path, missing_ok=True)
+        except Exception as error:  # it may be another's
+            failures.append(error)
+    for remote in remotes:
+        remote.forget(path)
+    if failures:
+        raise failures[0]
