@@ -201,7 +201,8 @@ class RemoteModule(pl.LightningModule):
         del stage
         guard.check(self.trainer, self)
         self._in_trainer = self.trainer
-        self.lm.handle.remote.while_waiting = self._look_up
+        for remote in remotes.remotes_of(self):
+            remote.while_waiting = self._look_up
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """A forward pass, the loss, and its metrics; or the server's loss, sent at the step."""
@@ -387,15 +388,17 @@ class RemoteModule(pl.LightningModule):
     # The session.
 
     def drain(self) -> None:
-        """Waits for everything that was sent, logs it, and raises the first failure that nobody has read."""
-        unread = self.lm.handle.remote.unread
+        """Waits for everything that was sent, logs it, and raises the first failure that nobody has read.
+
+        Of all remote models of the module, for it may have more than `lm`.
+        """
         if self._trainer is not None and self.trainer.received_sigterm:
-            unread.wait(LAST_WAIT)
+            remotes.wait_for_all(self, LAST_WAIT)
             self._late.log(wait=False)
         else:
             self._late.log(wait=True)
-            self.lm.handle.remote.wait_for_all()
-        unread.raise_first()
+            remotes.wait_for_all(self)
+        remotes.raise_first(self)
 
     def export_adapter(self, path: str | PathLike[str], *, overwrite: bool = False) -> Path:
         """The trained adapter as a PEFT folder on this machine, as transformers and vLLM load it."""
@@ -416,7 +419,7 @@ class RemoteModule(pl.LightningModule):
     def settle(self, timeout: float) -> None:
         """Waits a while for what was sent, after something went wrong; what fails or takes longer is left alone."""
         with contextlib.suppress(TinkerLightningError):
-            self.lm.handle.remote.unread.wait(timeout)
+            remotes.wait_for_all(self, timeout)
         with contextlib.suppress(TinkerLightningError):
             self._late.log(wait=False)
 
@@ -463,7 +466,7 @@ class RemoteModule(pl.LightningModule):
             self.log(f"{stage}_{name}", metric, prog_bar=name == "loss", batch_size=len(data))
 
     def _stepped(self, sent: Step) -> None:
-        if self._trainer is not None:
+        if self._trainer is not None and self.trainer.lightning_module is self:  # within another it has no hooks to log
             self._late.add(sent, self.trainer)
 
     def _wait_if_monitored(self) -> None:

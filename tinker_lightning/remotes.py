@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,22 @@ if TYPE_CHECKING:
 def remotes_of(module: nn.Module) -> list[Remote]:
     """Where the handles among a module's parameters lead, each once."""
     return [parameter.remote for parameter in module.parameters() if isinstance(parameter, RemoteHandle)]
+
+
+def wait_for_all(module: nn.Module, timeout: float | None = None) -> None:
+    """Waits until everything that was sent is done, or until `timeout` seconds have passed."""
+    end = None if timeout is None else time.monotonic() + timeout
+    for remote in remotes_of(module):
+        if end is None:
+            remote.wait_for_all()
+        else:
+            remote.unread.wait(max(0.0, end - time.monotonic()))
+
+
+def raise_first(module: nn.Module) -> None:
+    """Raises the first failure that nobody has read."""
+    for remote in remotes_of(module):
+        remote.unread.raise_first()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from tinker_lightning import progress, remotes, rng, states
+from tinker_lightning import guard, progress, remotes, rng, states
 from tinker_lightning.loaders import ResumableLoader, SecludedLoader
 from tinker_lightning.module import LAST_WAIT, RemoteModule
 from tinker_lightning.references import References
@@ -82,7 +82,13 @@ class TinkerStrategy(SingleDeviceStrategy):
         self._accelerator = CPUAccelerator()
 
     def setup_environment(self) -> None:
-        """Local parameters are on the CPU, also where Lightning has found a GPU to set a precision for."""
+        """Local parameters are on the CPU, also where Lightning has found a GPU to set a precision for.
+
+        Raises:
+            InvalidInput: If there are several processes.
+        """
+        if self.lightning_module is not None:
+            guard.check_processes(self.lightning_module.trainer)
         if isinstance(self.precision_plugin, MixedPrecision):
             self.precision_plugin.device = "cpu"
         super().setup_environment()
@@ -253,6 +259,14 @@ class TinkerStrategy(SingleDeviceStrategy):
         return [os.path.abspath(folder) for folder in folders if folder and "://" not in str(folder)]
 
     # The end.
+
+    def on_train_end(self) -> None:
+        """Waits for the last steps of remote models in a module of another kind; a `RemoteModule` does so itself."""
+        super().on_train_end()
+        module = self.lightning_module
+        if module is not None and not isinstance(module, RemoteModule):
+            remotes.wait_for_all(module)
+            remotes.raise_first(module)
 
     def on_exception(self, exception: BaseException) -> None:
         """Waits a few seconds for what was sent, and logs it; loggers write their files when this is done."""
