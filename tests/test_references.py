@@ -231,7 +231,7 @@ def test_only_folders_of_checkpoints_are_searched_through(tmp_path: Path) -> Non
     for place in ("hand", "callback"):
         torch.save({"tinker": {"path": f"tinker://{place}"}}, tmp_path / place / "deep" / "file.ckpt")
     references = References(deleted.append, lambda: [str(tmp_path / "callback")])
-    references.wrote(tmp_path / "hand" / "other.ckpt", None)
+    references.wrote(tmp_path / "hand" / "other.ckpt", frozenset())
     references.release("tinker://hand")
     references.release("tinker://callback")
     assert deleted == ["tinker://hand"]

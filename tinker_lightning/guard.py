@@ -22,7 +22,7 @@ def check(trainer: pl.Trainer, module: RemoteModule) -> None:
     Raises:
         InvalidInput: Says which of them, why, and what to do instead.
     """
-    _check_processes(trainer)
+    check_processes(trainer)
     _check_precision(trainer)
     _check_imports(trainer)
     _check_callbacks(trainer, module)
@@ -62,7 +62,12 @@ def check_optimizers(trainer: pl.Trainer, module: RemoteModule) -> None:
         )
 
 
-def _check_processes(trainer: pl.Trainer) -> None:
+def check_processes(trainer: pl.Trainer) -> None:
+    """Refuses more than one process, whatever the module.
+
+    Raises:
+        InvalidInput: Says how many there would be.
+    """
     connector = trainer._accelerator_connector
     launched = max(connector.cluster_environment.world_size(), connector._num_nodes_flag)
     # On a GPU machine "auto" counts its GPUs, which are not used; on a CPU a number was given.

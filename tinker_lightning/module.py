@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from tinker_lightning import guard, routes, states, surrogate
+from tinker_lightning import guard, remotes, routes, states, surrogate
 from tinker_lightning.batches import count_datums, datums_of, listed, prompts_of, weights_of
 from tinker_lightning.client.export import export_adapter
 from tinker_lightning.errors import (
@@ -127,7 +127,6 @@ class RemoteModule(pl.LightningModule):
         self.learning_rate = learning_rate  # where Lightning's LearningRateFinder puts what it has found
         self._adam: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.lm = RemoteLM(self._session.client if model is None or isinstance(model, str) else model)
-        self.lm.in_state_dict = False  # a checkpoint names the state itself, with what it is of
         self._scores = Scores()
         remote = self.lm.handle.remote
         self._late = LateMetrics(remote.wait_for_end)
@@ -212,7 +211,8 @@ class RemoteModule(pl.LightningModule):
         del stage
         guard.check(self.trainer, self)
         self._in_trainer = self.trainer
-        self.lm.handle.remote.while_waiting = self._look_up
+        for remote in remotes.remotes_of(self):
+            remote.while_waiting = self._look_up
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """A forward pass, the loss, and its metrics; or the server's loss, sent at the step."""
@@ -222,15 +222,16 @@ class RemoteModule(pl.LightningModule):
         if not chosen.is_here and not self.regularizers:
             return self.lm.server_loss(data, chosen.loss, chosen.config)
         base = chosen.loss if chosen.is_here else None
-        loss, metrics = composition.evaluate(
-            data,
-            self.lm(data),
-            base,
-            self.regularizers,
-            step=self.global_step,
-            grad_norms=self.grad_norms,
-            timeout=self.regularizer_timeout,
-        )
+        with self._dropping():
+            loss, metrics = composition.evaluate(
+                data,
+                self.lm(data),
+                base,
+                self.regularizers,
+                step=self.global_step,
+                grad_norms=self.grad_norms,
+                timeout=self.regularizer_timeout,
+            )
         if LOSS in metrics:
             raise InvalidLoss(f"the loss returns a metric called {LOSS!r}, as it is itself logged; rename the metric")
         if chosen.is_here:
@@ -385,10 +386,14 @@ class RemoteModule(pl.LightningModule):
         """Saves the model on the server and keeps the path of it in the file, with gradients that wait for a step."""
         remote = self.lm.handle.remote
         running = self._trainer is not None and self.trainer.state.status == TrainerStatus.RUNNING
-        if not remote.is_made and not running and self._session.resumes_from is None:
+        if not remote.has_weights and not running:
             return  # nothing was trained, and nothing is about to be
         self.drain()
-        checkpoint[STATE_KEY] = {**states.saved(remote), "local_gradients": self.local_gradients()}
+        # Only TinkerStrategy deletes states; elsewhere the state dict has saved one already, and shares it.
+        is_counted = self._trainer is not None and hasattr(self.trainer.strategy, "release_states")
+        with remotes.saved_for_file(self) if is_counted else contextlib.nullcontext():
+            checkpoint[STATE_KEY] = {**states.saved(remote), "local_gradients": self.local_gradients()}
+        states.leave_to_file(checkpoint)
 
     @essential
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -403,19 +408,22 @@ class RemoteModule(pl.LightningModule):
         self._waiting = state
         # The next file gets a state of its own: this one belongs to the files that name it, wherever they lie.
         remote.goes_on(state["steps"], window=window_from(state["window"]))
+        states.mark_loaded(checkpoint)
 
     # The session.
 
     def drain(self) -> None:
-        """Waits for everything that was sent, logs it, and raises the first failure that nobody has read."""
-        unread = self.lm.handle.remote.unread
+        """Waits for everything that was sent, logs it, and raises the first failure that nobody has read.
+
+        Of all remote models of the module, for it may have more than `lm`.
+        """
         if self._trainer is not None and self.trainer.received_sigterm:
-            unread.wait(LAST_WAIT)
+            remotes.wait_for_all(self, LAST_WAIT)
             self._late.log(wait=False)
         else:
             self._late.log(wait=True)
-            self.lm.handle.remote.wait_for_all()
-        unread.raise_first()
+            remotes.wait_for_all(self)
+        remotes.raise_first(self)
 
     def export_adapter(self, path: str | PathLike[str], *, overwrite: bool = False) -> Path:
         """The trained adapter as a PEFT folder on this machine, as transformers and vLLM load it."""
@@ -443,14 +451,13 @@ class RemoteModule(pl.LightningModule):
     def settle(self, timeout: float) -> None:
         """Waits a while for what was sent, after something went wrong; what fails or takes longer is left alone."""
         with contextlib.suppress(TinkerLightningError):
-            self.lm.handle.remote.unread.wait(timeout)
+            remotes.wait_for_all(self, timeout)
         with contextlib.suppress(TinkerLightningError):
             self._late.log(wait=False)
 
     def delete_state(self, path: str) -> None:
         """Deletes a state that was saved on the server; one that is gone already is no error."""
-        self.lm.backend.delete_checkpoint(path, missing_ok=True)  # type: ignore[attr-defined]
-        self.lm.handle.remote.forget(path)
+        remotes.delete_state(self, path)
 
     @contextmanager
     def asked_ahead(self, batch: Any, data: list[Any], asked: Pass | None) -> Iterator[Remote]:
@@ -489,7 +496,8 @@ class RemoteModule(pl.LightningModule):
         try:
             yield
         except InvalidLoss:
-            self.lm.handle.remote.drop()
+            for remote in remotes.remotes_of(self):
+                remote.drop()
             raise
 
     def _score(self, stage: str, batch: Any, loader: int) -> None:
@@ -508,7 +516,7 @@ class RemoteModule(pl.LightningModule):
         return self._sampler[1:]
 
     def _stepped(self, sent: Step) -> None:
-        if self._trainer is not None:
+        if self._trainer is not None and self.trainer.lightning_module is self:  # within another it has no hooks to log
             self._late.add(sent, self.trainer)
 
     def _wait_if_monitored(self) -> None:

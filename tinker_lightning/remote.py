@@ -28,6 +28,20 @@ _ZEROED = ("zero_", "_foreach_zero_")
 _UNCHANGED = ("detach_", "requires_grad_")
 
 
+# In place of a path, in the state dict of a file that names the state elsewhere.
+NAMED_BY_FILE = "\0"
+
+
+def named(path: str) -> Tensor:
+    """A path as a state dict names it."""
+    return torch.tensor(list(path.encode()), dtype=torch.uint8)
+
+
+def name_in(entry: Tensor) -> str:
+    """The path that an entry of a state dict names."""
+    return bytes(entry.tolist()).decode()
+
+
 class RemoteGradient(Tensor):
     """What stands in a handle's `.grad` while its window holds a gradient. The numbers are on the server."""
 
@@ -120,7 +134,6 @@ class RemoteLM(nn.Module):
     def __init__(self, backend: Any) -> None:
         super().__init__()
         self.handle = RemoteHandle(Remote(backend))
-        self.in_state_dict = True
 
     @property
     def backend(self) -> TrainingBackend:
@@ -145,14 +158,26 @@ class RemoteLM(nn.Module):
 
         A tensor, for files of safetensors hold nothing else; empty where there is no model yet.
         """
-        path = self.save() if self.in_state_dict and self.handle.remote.is_made else ""
-        return torch.tensor(list(path.encode()), dtype=torch.uint8)
+        return named(self.save() if self.handle.remote.has_weights else "")
 
-    def set_extra_state(self, state: Tensor) -> None:
-        """Goes on from the state that a `state_dict` names."""
-        if state.numel():
-            self.handle.remote.load(bytes(state.tolist()).decode())
-        elif self.in_state_dict and self.handle.remote.is_made:
+    def set_extra_state(self, state: Tensor | None) -> None:
+        """Goes on from the state that a `state_dict` names; None where that was done already.
+
+        Raises:
+            InvalidInput: If it names none.
+        """
+        if state is None:
+            return
+        path = name_in(state)
+        if path == NAMED_BY_FILE:
+            raise InvalidInput(
+                "this is the state dict of a Lightning checkpoint: the file names the state on the server, beside it. "
+                "Load the file with load_from_checkpoint or ckpt_path=...; or, for the local parameters alone, leave "
+                "out the keys of the remote model and pass strict=False."
+            )
+        if path:
+            self.handle.remote.load(path)
+        elif self.handle.remote.has_weights:
             raise InvalidInput(
                 "this state dict names no state on the server: it was taken before its model was first used. Make a "
                 "new RemoteLM to start anew."

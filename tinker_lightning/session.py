@@ -51,6 +51,7 @@ class Session:
         """Goes on from a state; where there is no model yet, it is made from that at the first use."""
         if self.base_model and not remote.is_made:
             self.resumes_from = path
+            remote.resumes = True
         else:
             with _naming(path):
                 remote.load(path)

@@ -1,4 +1,4 @@
-"""What a checkpoint file keeps of a remote model: the name of a state on the server, and a window that waits."""
+"""What a checkpoint file keeps of remote models: the names of states on the server, and a window that waits."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.remote import RemoteHandle
+from tinker_lightning.remote import NAMED_BY_FILE, RemoteHandle, name_in, named
 from tinker_lightning.types import Datum, TensorData
 from tinker_lightning.window import Call, ServerCall
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tinker_lightning.window import Remote
 
 # Where a checkpoint file names the state on the server.
 STATE_KEY = "tinker"
+# Where a state dict names one: that of the module's own model, and those of others.
+_OWN = "lm._extra_state"
+_EXTRA = "_extra_state"
+_SCHEME = b"tinker://"
 
 
 def saved(remote: Remote) -> dict[str, Any]:
@@ -67,6 +71,43 @@ def read(checkpoint: dict[str, Any], base_model: str, rank: int) -> dict[str, An
     if base_model and state["rank"] not in (None, rank):
         raise InvalidInput(f"the checkpoint has rank {state['rank']}, but this module {rank}")
     return state
+
+
+def leave_to_file(checkpoint: dict[str, Any]) -> None:
+    """The state dict of a file no longer names what `STATE_KEY` does: the state is named in one place."""
+    if _OWN in checkpoint.get("state_dict", {}):
+        checkpoint["state_dict"][_OWN] = named(NAMED_BY_FILE)
+
+
+def mark_loaded(checkpoint: dict[str, Any]) -> None:
+    """What `STATE_KEY` names was loaded, so that the state dict has nothing to add."""
+    if _OWN in checkpoint.get("state_dict", {}):
+        checkpoint["state_dict"][_OWN] = None
+
+
+def named_in(checkpoint: Mapping[str, Any]) -> frozenset[str]:
+    """All the states that a file names: the module's own, and those of further remote models in its state dict."""
+    own = checkpoint.get(STATE_KEY)
+    others = {name_in(entry) for _, entry in _entries(checkpoint)}
+    return frozenset(others | ({str(own["path"])} if own else set()))
+
+
+def rename(checkpoint: dict[str, Any], path: str, new: str) -> None:
+    """Names another state wherever a file names this one."""
+    own = checkpoint.get(STATE_KEY)
+    if own and own["path"] == path:
+        own["path"] = new
+    for key, entry in list(_entries(checkpoint)):
+        if name_in(entry) == path:
+            checkpoint["state_dict"][key] = named(new)
+
+
+def _entries(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Those that name states; other modules have bytes of their own under such keys."""
+    for key, entry in (checkpoint.get("state_dict") or {}).items():
+        is_bytes = key.endswith(_EXTRA) and isinstance(entry, Tensor) and entry.dtype == torch.uint8
+        if is_bytes and bytes(entry.flatten()[: len(_SCHEME)].tolist()) == _SCHEME:
+            yield key, entry
 
 
 def window_state(window: Sequence[Call | ServerCall]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from tinker_lightning import progress, rng
+from tinker_lightning import guard, progress, remotes, rng, states
 from tinker_lightning.loaders import ResumableLoader, SecludedLoader
 from tinker_lightning.module import LAST_WAIT, RemoteModule
 from tinker_lightning.references import References
@@ -66,7 +66,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         self.release_states = release_states
         self._sent: dict[int, tuple[list[Any], Pass | None]] = {}
         self._cannot_look = False
-        self._unnamed: list[str | None] = []
+        self._unnamed: list[str] = []
         self._resumed: dict[str, Any] | None = None
         self._begun: progress.Begun | None = None
         self._references = References(self._delete_state, self._checkpoint_folders)
@@ -82,7 +82,13 @@ class TinkerStrategy(SingleDeviceStrategy):
         self._accelerator = CPUAccelerator()
 
     def setup_environment(self) -> None:
-        """Local parameters are on the CPU, also where Lightning has found a GPU to set a precision for."""
+        """Local parameters are on the CPU, also where Lightning has found a GPU to set a precision for.
+
+        Raises:
+            InvalidInput: If there are several processes.
+        """
+        if self.lightning_module is not None:
+            guard.check_processes(self.lightning_module.trainer)
         if isinstance(self.precision_plugin, MixedPrecision):
             self.precision_plugin.device = "cpu"
         super().setup_environment()
@@ -175,8 +181,14 @@ class TinkerStrategy(SingleDeviceStrategy):
 
     # Checkpoints.
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """What a file keeps of the module; a state that it names is shared with files only, and goes with the last."""
+        assert self.lightning_module is not None  # noqa: S101 for the type checker
+        with remotes.saved_for_file(self.lightning_module):
+            return super().lightning_module_state_dict()
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Writes a file, with the random numbers and the place; the state of a file that it replaces is released."""
+        """Writes a file, with the random numbers and the place; the states of a file that it replaces are released."""
         if self.lightning_module is not None:
             trainer = self.lightning_module.trainer
             checkpoint[KEY] = {"rng": rng.capture(), "place": progress.place(trainer)}
@@ -193,37 +205,35 @@ class TinkerStrategy(SingleDeviceStrategy):
         replaced = self._references.named_by(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self._references.wrote(filepath, named)
-        if replaced != named:
-            self._release(replaced)
+        self._release(replaced - named)
 
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        """Removes a file, and the remote state that no other file names."""
+        """Removes a file, and the remote states that no other file names."""
         named = self._references.named_by(filepath)
         super().remove_checkpoint(filepath)
         self._references.gone(filepath)
         self._release(named)
 
-    def _named_in(self, checkpoint: dict[str, Any], filepath: _PATH) -> str | None:
-        """The state that a new file names. Files that no callback looks after share none with others.
-
-        Raises:
-            InvalidInput: If it names none although there is a model.
-        """
+    def _named_in(self, checkpoint: dict[str, Any], filepath: _PATH) -> frozenset[str]:
+        """The states that a new file names. Files that no callback looks after share none with others."""
         module = self.lightning_module
-        state = checkpoint.get(STATE_KEY)
-        if not isinstance(module, RemoteModule) or state is None:
-            return None
         is_looked_after = any(Path(filepath).absolute().is_relative_to(each) for each in self._checkpoint_folders())
-        if not is_looked_after and self._references.is_named(state["path"]):
-            state["path"] = module.lm.handle.remote.save(anew=True)
-        return str(state["path"])
+        if module is not None and not is_looked_after:
+            with remotes.saved_for_file(module):
+                for remote in filter(lambda each: each.has_weights, remotes.remotes_of(module)):
+                    saved = own = remote.save()
+                    if self._references.is_named(saved):
+                        own = remote.save(anew=True)
+                        states.rename(checkpoint, saved, own)
+                    remote.forget(own)  # or the next file of a callback would share it, which a later run removes
+        return states.named_in(checkpoint)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a file; its random numbers are put back when training starts."""
         # Lightning 2.5 does not know the argument.
         chosen = {} if weights_only is None else {"weights_only": weights_only}
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, **chosen)
-        self._references.wrote(checkpoint_path, (checkpoint.get(STATE_KEY) or {}).get("path"))
+        self._references.wrote(checkpoint_path, states.named_in(checkpoint))
         self._resumed = checkpoint.get(KEY)
         module = self.lightning_module
         if self._resumed is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
@@ -231,17 +241,18 @@ class TinkerStrategy(SingleDeviceStrategy):
             progress.let_in(module.trainer, checkpoint, self._resumed)
         return checkpoint
 
-    def _release(self, state: str | None) -> None:
+    def _release(self, released: frozenset[str]) -> None:
         if not self.release_states:
             return
         if isinstance(self._checkpoint_io, _WrappingCheckpointIO):  # which may not have written the new file yet
-            self._unnamed.append(state)
-        else:
+            self._unnamed.extend(released)
+            return
+        for state in released:
             self._references.release(state)
 
     def _delete_state(self, state: str) -> None:
-        if isinstance(self.lightning_module, RemoteModule):
-            self.lightning_module.delete_state(state)
+        if self.lightning_module is not None:
+            remotes.delete_state(self.lightning_module, state)
 
     def _checkpoint_folders(self) -> list[str]:
         module = self.lightning_module
@@ -250,6 +261,14 @@ class TinkerStrategy(SingleDeviceStrategy):
         return [os.path.abspath(folder) for folder in folders if folder and "://" not in str(folder)]
 
     # The end.
+
+    def on_train_end(self) -> None:
+        """Waits for the last steps of remote models in a module of another kind; a `RemoteModule` does so itself."""
+        super().on_train_end()
+        module = self.lightning_module
+        if module is not None and not isinstance(module, RemoteModule):
+            remotes.wait_for_all(module)
+            remotes.raise_first(module)
 
     def on_exception(self, exception: BaseException) -> None:
         """Waits a few seconds for what was sent, and logs it; loggers write their files when this is done."""

@@ -166,7 +166,9 @@ class Remote:
         self.after_step: Callable[[], None] | None = None  # called when it was, and may wait
         self.while_waiting: Callable[[], None] | None = None  # called now and then; what it raises ends the wait
         self._under_way: deque[Step] = deque()
-        self._saved: tuple[int, str] | None = None
+        self.resumes = False  # whether the backend, once it is made, goes on from a state
+        self.for_file = False  # whether what is saved now will be deleted with the file that names it
+        self._saved: dict[bool, tuple[int, str]] = {}  # the last state for such files, and the last for all else
         self._given = backend
         self._backend: TrainingBackend | None = None
 
@@ -183,18 +185,22 @@ class Remote:
         """Whether there is a backend already."""
         return self._backend is not None
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is something to save: a model, or a state from which it will be made."""
+        return self.is_made or self.resumes
+
     def point_to(self, backend: Any) -> None:
         """Leads elsewhere from now on; what waits for the old backend is dropped."""
         self.drop()
         self.version += 1
-        self._saved = None
-        self._given, self._backend = backend, None
+        self._saved = {}
+        self._given, self._backend, self.resumes = backend, None, False
 
     def load(self, state: str, steps: int | None = None) -> None:
         """Goes on from a state that was saved on the server; what waits is dropped."""
         self.backend.load_state_with_optimizer(state).result()  # type: ignore[attr-defined]
         self.goes_on(steps)
-        self._saved = (self.steps, state)
 
     def goes_on(self, steps: int | None = None, *, window: Sequence[Call | ServerCall] = ()) -> None:
         """The weights are others now, so many steps old, with a window that waits."""
@@ -202,7 +208,7 @@ class Remote:
         self.version += 1
         self.steps = self.steps if steps is None else steps
         self.window = list(window)
-        self._saved = None
+        self._saved = {}  # what was loaded belongs to those who name it, and may go with them
 
     def take(self, data: Sequence[Any]) -> Pass | None:
         """The forward that was asked for ahead, if it is of these datums and of the weights as they are."""
@@ -312,16 +318,21 @@ class Remote:
 
         Args:
             anew: Save them even then, for a file that is to have a state of its own.
+
+        Raises:
+            TinkerLightningError: If something that was sent before has failed and nobody has read it.
         """
-        if anew or self._saved is None or self._saved[0] != self.steps:
+        saved = self._saved.get(self.for_file)
+        if anew or saved is None or saved[0] != self.steps:
+            self.wait_for_all()  # a state without a step that has failed would pass for one with it
+            self.unread.raise_first()
             name = f"step-{self.steps:06d}-{uuid.uuid4().hex[:8]}"
-            self._saved = (self.steps, self.wait(self.backend.save_state(name)).path)
-        return self._saved[1]
+            saved = self._saved[self.for_file] = (self.steps, self.wait(self.backend.save_state(name)).path)
+        return saved[1]
 
     def forget(self, state: str) -> None:
-        """A state was deleted."""
-        if self._saved is not None and self._saved[1] == state:
-            self._saved = None
+        """A state was deleted, or is another's from now on."""
+        self._saved = {key: saved for key, saved in self._saved.items() if saved[1] != state}
 
     def _send(self, prepared: Sequence[Prepared], params: AdamParams) -> Step:
         backwards: list[TinkerFuture[ForwardBackwardOutput]] = []

@@ -124,7 +124,9 @@ def _run(
                 running[term.name] = _start(term, data, logprobs)
         base_loss = None
         if base is not None:
-            base_loss = surrogate.loss_and_metrics(base(data, logprobs), logprobs, needs_gradient=torch.is_grad_enabled())
+            base_loss = surrogate.loss_and_metrics(
+                base(data, logprobs), logprobs, needs_gradient=torch.is_grad_enabled()
+            )
             _check_names(base_loss[1], "value")
         for term in terms:
             if term.name not in running:

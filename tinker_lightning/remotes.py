@@ -1,0 +1,67 @@
+"""All the remote models of a module, taken together: what is promised of one holds for each."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from tinker_lightning.remote import RemoteHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from tinker_lightning.window import Remote
+
+
+def remotes_of(module: nn.Module) -> list[Remote]:
+    """Where the handles among a module's parameters lead, each once."""
+    return [parameter.remote for parameter in module.parameters() if isinstance(parameter, RemoteHandle)]
+
+
+def wait_for_all(module: nn.Module, timeout: float | None = None) -> None:
+    """Waits until everything that was sent is done, or until `timeout` seconds have passed."""
+    end = None if timeout is None else time.monotonic() + timeout
+    for remote in remotes_of(module):
+        if end is None:
+            remote.wait_for_all()
+        else:
+            remote.unread.wait(max(0.0, end - time.monotonic()))
+
+
+def raise_first(module: nn.Module) -> None:
+    """Raises the first failure that nobody has read."""
+    for remote in remotes_of(module):
+        remote.unread.raise_first()
+
+
+@contextmanager
+def saved_for_file(module: nn.Module) -> Iterator[None]:
+    """What is saved inside is for a file that takes its states with it, so that no other state dict may name them."""
+    remotes = remotes_of(module)
+    for remote in remotes:
+        remote.for_file = True
+    try:
+        yield
+    finally:
+        for remote in remotes:
+            remote.for_file = False
+
+
+def delete_state(module: nn.Module, path: str) -> None:
+    """Deletes a state on the server that has it, which a path does not say; one that is gone already is no error."""
+    remotes = remotes_of(module)
+    made = [remote for remote in remotes if remote.is_made] or remotes[:1]
+    backends: dict[int, Any] = {id(remote.backend): remote.backend for remote in made}
+    failures: list[Exception] = []
+    for backend in backends.values():
+        try:
+            backend.delete_checkpoint(path, missing_ok=True)
+        except Exception as error:  # it may be another's
+            failures.append(error)
+    for remote in remotes:
+        remote.forget(path)
+    if failures:
+        raise failures[0]
