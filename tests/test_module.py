@@ -289,7 +289,7 @@ def test_a_step_of_ones_own_is_checked_and_what_waited_is_dropped(
     class ByHand(Own):
         automatic_optimization = False
 
-        def training_step(self, batch: Any, batch_idx: int) -> None:
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
             self.manual_backward(super().training_step(batch, batch_idx))
 
     module = (ByHand if manual else Own)(service.create_lora_training_client("tiny", rank=4), fault=fault)
