@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,11 @@ class Stage:
 
     def custom(self, loss: Any, **more: Any) -> None:
         self.client.forward_backward_custom(DATA, loss, **more).result()
+
+    def preferences(self, targets: Any = (2, 3, 4), **inputs: Any) -> None:
+        shaped = {"weights": torch.ones(torch.tensor(targets).shape), **inputs}
+        data = [Datum.from_targets([1, 2, 3], targets, **shaped)] * 2
+        self.client.forward_backward_custom(data, partial(losses.dpo, reference_free=True)).result()
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +81,11 @@ def unreachable(_: Stage) -> None:
     custom_loss(service, name="urgent")(minimal)
 
 
+def distances(stage: Stage) -> None:
+    data = [Datum.from_targets([1, 2], [2, 3], logprobs=[-1.0, -1.0], advantages=[1.0, 1.0])]
+    stage.client.forward_backward(data, "ppo", {"clip_low_threshold": 0.2, "clip_high_threshold": 0.2}).result()
+
+
 def unread(stage: Stage) -> None:
     with embedded_service() as service:
         client = service.create_lora_training_client("tiny", rank=2)
@@ -99,6 +110,9 @@ MISTAKES: list[tuple[str, str, Callable[[Stage], object]]] = [
     ("R3.6", "a datum without an input that the loss reads", missing_input),
     ("R3.6", "a server that is not there", unreachable),
     ("R4.2", "a library loss without its input", lambda s: s.custom(losses.dpo)),
+    ("R4.5", "a library loss on a batch without weights", lambda s: s.preferences(weights=[0.0] * 3)),
+    ("R4.5", "alternatives for a loss of sequences", lambda s: s.preferences([[2, 3], [3, 4], [4, 5]])),
+    ("R4.5", "distances for the bounds of a ratio", distances),
     ("R4.5", "other numbers of tokens and weights", lambda _: Datum.from_tokens([1, 2, 3], [0.0, 1.0])),
     ("R4.5", "a per-token input of another length", lambda _: Datum.from_targets([1, 2], [2, 3], advantages=[1.0])),
     ("R4.5", "a failed pass whose result nobody reads", unread),

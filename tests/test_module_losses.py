@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from tinker_lightning import Datum, Regularizer, RemoteModule, losses
-from tinker_lightning.errors import LossNotFinite, ResultTimeout
+from tinker_lightning.errors import InvalidInput, LossNotFinite, ResultTimeout
 from tinker_lightning.losses import regularizers
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
@@ -198,6 +198,21 @@ def test_a_regularizer_that_takes_too_long_is_named(
     assert module.lm.handle.remote.steps == 0
 
 
+def test_a_timeout_that_nothing_can_keep_is_refused_before_anything_is_sent(
+    stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path
+) -> None:
+    class Hasty(Regularized):
+        regularizer_timeout = 0
+
+    module = Hasty(stage[1].create_lora_training_client("tiny", rank=4))
+    calls: dict[str, int] = defaultdict(int)
+    for name in ("forward", "forward_backward"):
+        _count(module.lm.backend, name, calls)
+    with pytest.raises(InvalidInput, match="regularizer_timeout must be a number of seconds above 0, or None, got 0"):
+        fit(module, tmp_path)
+    assert not calls
+
+
 class Tempered(torch.nn.Module):
     """A loss with a parameter of its own."""
 
@@ -237,6 +252,7 @@ def test_regularizers_stand_beside_a_loss_of_the_server(
     stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path
 ) -> None:
     class Both(ByName):
+        route = "builtin"
         regularizers = (Regularizer(regularizers.sparsity, 0.5, "sparsity"),)
 
     class Here(ByFunction):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import types
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tinker_lightning import Datum, LossFnOutput, RemoteModule, custom_loss, losses, routes
+from tinker_lightning import Datum, LossFnOutput, Regularizer, RemoteModule, custom_loss, losses, routes
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
+from tinker_lightning.losses import regularizers
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
 
@@ -175,6 +177,107 @@ def test_a_registered_loss_is_used_by_name(stage: tuple[EmbeddedTrainer, Service
 def test_what_needs_logits_cannot_run_here(stage: tuple[EmbeddedTrainer, ServiceClient]) -> None:
     with pytest.raises(InvalidInput, match="brevity runs on the server only"):
         fitted(stage, loss="brevity", route="two-pass")
+
+
+REGULARIZERS = (Regularizer(regularizers.sparsity, 0.1, "sparsity"),)
+
+
+@pytest.mark.parametrize(
+    ("loss", "config"),
+    [("cross_entropy", {}), ("ppo", {"clip_low_threshold": 0.9}), (losses.dpo, {"beta": 0.3})],
+    ids=["cross_entropy", "ppo", "dpo"],
+)
+def test_beside_regularizers_a_loss_is_computed_from_the_same_log_probabilities(
+    stage: tuple[EmbeddedTrainer, ServiceClient], loss: Any, config: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:  # R2.1
+    caplog.set_level(logging.INFO, "tinker_lightning")
+    attributes = {"loss": loss, "loss_config": config, "regularizers": REGULARIZERS}
+    auto, passes = fitted(stage, **attributes)
+    assert passes == TWO_PASSES
+    assert "route two-pass (its regularizers need the log-probabilities here)" in caplog.text
+    assert torch.equal(auto, fitted(stage, **attributes, route="two-pass")[0])
+
+
+def test_what_only_the_server_has_stays_there_beside_regularizers(
+    stage: tuple[EmbeddedTrainer, ServiceClient],
+) -> None:
+    @custom_loss(stage[1], name="likely")
+    def likely(model_outputs: Any, loss_fn_inputs: Any, attention_mask: Any) -> LossFnOutput:
+        logprobs = model_outputs.log_softmax(-1).gather(-1, loss_fn_inputs["target_tokens"].unsqueeze(-1)).squeeze(-1)
+        return LossFnOutput(loss=-(logprobs * attention_mask).sum(), logprobs=logprobs)
+
+    client = stage[1].create_lora_training_client("tiny", rank=4, seed=1)
+    for loss in ("likely", likely):
+        assert routes.choose(loss, {}, "auto", lambda: client, regularized=True).route == "server"
+    asked = routes.choose("cross_entropy", {}, "builtin", lambda: client, regularized=True)
+    assert asked.route == "builtin"
+
+
+def test_regularizers_that_come_or_go_change_the_route(stage: tuple[EmbeddedTrainer, ServiceClient]) -> None:
+    class Routed(RemoteModule):
+        loss = "cross_entropy"  # type: ignore[assignment]
+
+    module = Routed(stage[1].create_lora_training_client("tiny", rank=4, seed=1))
+    found = [module.chosen_route().route]
+    for module.regularizers in (REGULARIZERS, ()):
+        found.append(module.chosen_route().route)
+    assert found == ["builtin", "two-pass", "builtin"]
+
+
+WRONG_SETTINGS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "misspelt": (
+        losses.dpo,
+        {"betta": 1.0},
+        "loss_fn_config: dpo does not know 'betta'; it takes beta, margin, label_smoothing, length_normalized, "
+        "reference_free",
+    ),
+    "no settings": (losses.cross_entropy, {"beta": 1.0}, "cross_entropy does not know 'beta'; it takes no settings"),
+    "a text": (losses.dpo, {"beta": "x"}, "loss_fn_config: beta of dpo must be a finite number, got 'x'"),
+    "NaN": (losses.dpo, {"beta": float("nan")}, "loss_fn_config: beta of dpo must be a finite number, got nan"),
+    "no switch": (losses.dpo, {"reference_free": "no"}, "reference_free of dpo must be True or False, got 'no'"),
+    "half a datum": (losses.contrastive, {"group_size": 2.5}, "group_size of contrastive must be a whole number"),
+    "out of range": (losses.dpo, {"label_smoothing": 0.7}, "dpo: label_smoothing must lie in [0, 0.5), got 0.7"),
+    "an estimator": (losses.grpo, {"estimator": "k9"}, "grpo: estimator must be one of k1, k2, k3, got 'k9'"),
+    "a baseline": (losses.reinforce, {"baseline": "best"}, "reinforce: baseline must be 'leave_one_out', 'mean' or a"),
+    "a group": (losses.reinforce, {"group_size": 0}, "reinforce: a group has at least one datum, got a size of 0"),
+    "a distance": (losses.gspo, {"clip_high_threshold": 0.2}, "gspo: clip_low_threshold must lie in [0, 1] and"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_SETTINGS)
+def test_a_wrong_setting_is_refused_when_the_route_is_chosen_in_the_same_words(
+    stage: tuple[EmbeddedTrainer, ServiceClient], what: str
+) -> None:  # R5.7
+    client = stage[1].create_lora_training_client("tiny", rank=4, seed=1)
+    loss, config, message = WRONG_SETTINGS[what]
+    said = set()
+    for route in ("auto", "server", "two-pass"):
+        for form, given in ((loss, config), (functools.partial(loss, **config), {})):
+            with pytest.raises(InvalidInput, match=re.escape(message)) as caught:
+                routes.choose(form, given, route, lambda: client)
+            said.add((type(caught.value), str(caught.value)))
+    assert len(said) == 1
+
+
+def test_the_settings_of_a_built_in_loss_are_looked_at_too(stage: tuple[EmbeddedTrainer, ServiceClient]) -> None:
+    client = stage[1].create_lora_training_client("tiny", rank=4, seed=1)
+    for route in ("auto", "builtin", "two-pass"):
+        with pytest.raises(InvalidInput, match="loss_fn_config: ppo: clip_low_threshold must lie in"):
+            routes.choose("ppo", {"clip_low_threshold": 0.2, "clip_high_threshold": 0.2}, route, lambda: client)
+    with pytest.raises(InvalidInput, match="ppo does not know 'clip'; it takes clip_low_threshold, clip_high_thr"):
+        routes.choose("ppo", {"clip": 1.0}, "two-pass", lambda: client)
+    # A server of another make may know more.
+    assert routes.choose("ppo", {"clip": 1.0}, "auto", lambda: client).config == {"clip": 1.0}
+
+
+def test_a_traced_function_that_gives_the_library_a_wrong_setting_is_told_so(
+    stage: tuple[EmbeddedTrainer, ServiceClient],
+) -> None:
+    def mine(data: Any, logprobs: Any) -> Any:
+        return losses.grpo(data, logprobs, estimator="k9")  # type: ignore[arg-type]
+
+    with pytest.raises(InvalidInput, match=r"^estimator must be one of k1, k2, k3, got 'k9'$"):
+        custom_loss(stage[1], on="logprobs")(mine)
 
 
 def test_a_server_that_takes_no_losses_leaves_them_here(tmp_path: Path) -> None:

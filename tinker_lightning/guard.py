@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, Learnin
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.losses import composition
 from tinker_lightning.remote import RemoteHandle
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def check(trainer: pl.Trainer, module: RemoteModule) -> None:
     _check_precision(trainer)
     _check_imports(trainer)
     _check_callbacks(trainer, module)
+    composition.check_timeout("regularizer_timeout", module.regularizer_timeout)
     if module._compiler_ctx is not None:
         raise InvalidInput(
             f"torch.compile has nothing to compile in {type(module).__name__}: the passes run on the server. Fit the "

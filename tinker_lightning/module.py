@@ -440,12 +440,16 @@ class RemoteModule(pl.LightningModule):
     def chosen_route(self) -> Chosen:
         """Where the loss runs; decided once for each loss."""
         loss: Any = self._modules.get("loss", self.loss)  # torch keeps a module where the method hides it
-        key = (getattr(loss, "__func__", loss), self.route, repr(self.loss_config))
+        regularized = bool(self.regularizers)
+        key = (getattr(loss, "__func__", loss), self.route, repr(self.loss_config), regularized)
         if self._chosen is None or self._chosen[0] != key:
             if loss is None:
                 self._chosen = (key, Chosen("two-pass", None, {}))
             else:
-                self._chosen = (key, routes.choose(loss, self.loss_config, self.route, lambda: self.lm.backend))
+                chosen = routes.choose(
+                    loss, self.loss_config, self.route, lambda: self.lm.backend, regularized=regularized
+                )
+                self._chosen = (key, chosen)
         return self._chosen[1]
 
     def settle(self, timeout: float) -> None:

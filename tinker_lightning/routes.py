@@ -13,7 +13,7 @@ from tinker_lightning import losses
 from tinker_lightning.client.loss_handle import LossHandle
 from tinker_lightning.client.losses import BUILT_IN
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.losses.library import is_of_library, unwrapped
+from tinker_lightning.losses.library import check_settings, is_of_library, unwrapped
 from tinker_lightning.losses.server_loss import ServerLoss, function_name
 
 if TYPE_CHECKING:
@@ -46,7 +46,14 @@ class Chosen:
         return self.route == "two-pass"
 
 
-def choose(loss: Any, config: Mapping[str, float | str], route: Route, backend: Callable[[], Any]) -> Chosen:
+def choose(
+    loss: Any,
+    config: Mapping[str, float | str],
+    route: Route,
+    backend: Callable[[], Any],
+    *,
+    regularized: bool = False,
+) -> Chosen:
     """The best route for a loss that is exact, or the one that is asked for; says which, once, in the log.
 
     A function of one's own stays here unless the server is asked for: tracing fixes what Python decides, which may be
@@ -57,23 +64,30 @@ def choose(loss: Any, config: Mapping[str, float | str], route: Route, backend: 
         config: Its settings.
         route: What is asked for.
         backend: Gives the client; called only where it matters.
+        regularized: Whether there are regularizers beside it, for which the log-probabilities come here anyway. Then
+            one pass on the server would be a third.
 
     Raises:
-        InvalidInput: If the loss cannot run there; says where it can.
+        InvalidInput: If the loss cannot run there, and says where it can; or if a setting of it cannot be.
         LossNotTraceable: If the server was asked for, and the function does what cannot be traced.
     """
     if route not in ROUTES:
         raise InvalidInput(f"route must be one of {', '.join(ROUTES)}, got {route!r}")
-    chosen, why = _choose(loss, dict(config), route, backend)
+    chosen, why = _choose(loss, dict(config), route, backend, regularized)
     logger.info("loss %s: route %s (%s)", _name(loss), chosen.route, why)
     return chosen
 
 
-def _choose(loss: Any, config: dict[str, Any], route: Route, backend: Callable[[], Any]) -> tuple[Chosen, str]:
+def _choose(
+    loss: Any, config: dict[str, Any], route: Route, backend: Callable[[], Any], regularized: bool
+) -> tuple[Chosen, str]:
     asked = "asked for" if route != "auto" else ""
+    beside = "its regularizers need the log-probabilities here" if regularized and not asked else ""
     if isinstance(loss, str) and loss in BUILT_IN:
-        if route == "two-pass":
-            return Chosen("two-pass", functools.partial(getattr(losses, loss), **config), {}), asked
+        function, is_here = getattr(losses, loss), bool(beside) or route == "two-pass"
+        check_settings(function, config, may_have_others=not is_here)
+        if is_here:
+            return Chosen("two-pass", functools.partial(function, **config), {}), asked or beside
         return Chosen("builtin", loss, config), asked or "the server knows it by name"
     if route == "builtin":
         raise InvalidInput(f"{_name(loss)} is not built into servers, which know {', '.join(BUILT_IN)}")
@@ -86,11 +100,14 @@ def _choose(loss: Any, config: dict[str, Any], route: Route, backend: Callable[[
                 "function of datums and log-probabilities."
             )
         return Chosen("two-pass", functools.partial(loss, **config), {}), asked
+    if is_of_library(loss):
+        check_settings(loss, config)
     if route == "server":
         return Chosen("server", _uploaded(loss, config, backend()), {}), asked
-    if route == "auto" and is_of_library(loss) and _takes_losses(backend()):
+    if route == "auto" and is_of_library(loss) and not regularized and _takes_losses(backend()):
         return Chosen("server", _uploaded(loss, config, backend()), {}), "the server computes it in one pass"
-    return Chosen("two-pass", functools.partial(loss, **config) if config else loss, {}), asked or "it is Python's"
+    why = asked or (beside if is_of_library(loss) else "") or "it is Python's"
+    return Chosen("two-pass", functools.partial(loss, **config) if config else loss, {}), why
 
 
 def _uploaded(loss: Any, config: Mapping[str, Any], backend: Any) -> ServerLoss:

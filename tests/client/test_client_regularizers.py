@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.client.conftest import DATA, datum, nll
 from tests.reference import gathered
 from tinker_lightning import AdamParams, Regularizer, RemoteAdamW, RemoteLM
-from tinker_lightning.errors import InvalidLoss, LossWithoutGradient, OperationFailed, ResultTimeout
+from tinker_lightning.errors import InvalidInput, InvalidLoss, LossWithoutGradient, OperationFailed, ResultTimeout
 from tinker_lightning.losses import composition, regularizers
 
 if TYPE_CHECKING:
@@ -220,6 +220,16 @@ def test_a_term_that_takes_too_long_is_named(model: TrainingClient) -> None:
         future.result()
     model.forward_backward_custom(DATA, nll, THREE)
     model.optim_step(FAST).result()
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, "10"])
+def test_a_timeout_that_nothing_can_keep_is_refused_at_the_call(
+    recorded: Recorded, model: TrainingClient, timeout: Any
+) -> None:
+    sent = len(recorded.paths())
+    with pytest.raises(InvalidInput, match="regularizer_timeout must be a number of seconds above 0, or None, got"):
+        model.forward_backward_custom(DATA, nll, THREE, regularizer_timeout=timeout)
+    assert len(recorded.paths()) == sent
 
 
 def test_a_total_that_does_not_depend_on_the_model_is_refused(model: TrainingClient) -> None:  # R1.9

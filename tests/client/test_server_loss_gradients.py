@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.losses.test_library import LIBRARY
 from tests.reference import gathered
 from tinker_lightning import Datum, LossFnOutput, custom_loss, losses
+from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.losses import Batch
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.server.engine import batch_pass
@@ -217,14 +218,32 @@ def test_discounts_and_norms(
 POLICY = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", *POLICY])
+@pytest.mark.parametrize(
+    ("name", "alternatives"),
+    [(name, k) for name in ("cross_entropy", *POLICY) for k in (0, 3) if not (k and name == "gspo")],
+)
 def test_the_librarys_form_of_a_built_in_loss_is_that_loss(  # R3.3
-    trainer: EmbeddedTrainer, service: ServiceClient, model: TrainingClient, name: str
+    trainer: EmbeddedTrainer, service: ServiceClient, model: TrainingClient, name: str, alternatives: int
 ) -> None:
-    data = batch()
+    data = batch(alternatives)
     right = gradient(trainer, model, lambda: model.forward_backward(data, name))
     loss = custom_loss(service, f"own_{name}", on="logprobs")(getattr(losses, name))
     assert_same(gradient(trainer, model, lambda: model.forward_backward(data, loss)), right, 1e-9)
+
+
+def test_one_ratio_for_a_sequence_of_alternatives_is_refused_wherever_it_runs(
+    service: ServiceClient, model: TrainingClient
+) -> None:
+    on_the_server = custom_loss(service, "own_gspo", on="logprobs")(losses.gspo)
+    own = custom_loss(service, "calls_gspo", on="logprobs")(lambda data, logprobs: losses.gspo(data, logprobs))
+    with pytest.raises(InvalidInput, match=r"datum 0: target_tokens: has the shape \[9, 3\], but gspo has one ratio"):
+        model.forward(batch(3), "gspo").result()
+    with pytest.raises(InvalidDatum, match=r"datum 0: its targets have the shape \[9, 3\]"):
+        model.forward(batch(3), on_the_server)
+    with pytest.raises(InvalidDatum, match=r"datum 0: its targets have the shape \[9, 3\]"):
+        model.forward_backward_custom(batch(3), losses.gspo).result()
+    with pytest.raises(InvalidInput, match="dimensions"):  # a function that only calls it
+        model.forward(batch(3), own).result()
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", *POLICY])

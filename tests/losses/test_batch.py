@@ -65,6 +65,35 @@ def broken(i: int, **changes: Any) -> list[Datum]:
     return data
 
 
+def alternatives(i: int | None = None, **changes: Any) -> list[Datum]:
+    """The same with three targets at each position; those of datum i with other inputs."""
+    data, _ = batch()
+    for j, datum in enumerate(data):
+        inputs = {
+            name: tensor if name == "reward" else tensor.to_torch()[:, None].repeat(1, 3)
+            for name, tensor in datum.loss_fn_inputs.items()
+        }
+        inputs["teacher_logprobs"] = torch.tensor([0.5, 0.3, 0.1]).log().repeat(datum.model_input.length, 1)
+        data[j] = Datum(datum.model_input, {**inputs, **(changes if j == i else {})})
+    return data
+
+
+def without_weights(*which: int) -> list[Datum]:
+    data, _ = batch()
+    for i in which:
+        data[i] = broken(i, weights=torch.zeros(data[i].model_input.length))[i]
+    return data
+
+
+OF = "of its tokens"
+ONE_TARGET_ONLY = ("dpo", "contrastive", "grpo", "gspo", "reinforce")
+ONE_TARGET = "datum 0: its targets have the shape [5, 3], but there must be one at each position, [T]: the token that"
+NO_WEIGHT = "has a weight, so that it cannot be compared with the others of its group. Leave the group out, or give"
+NOTHING = "none of the tokens of these 6 datums has a weight, so there is nothing to train on. Leave them out, or give"
+BOUNDS = (
+    "clip_low_threshold must lie in [0, 1] and clip_high_threshold must be at least 1, got {} and {}: they are bounds "
+    "on the ratio itself, 0.8 and 1.2, not 0.2"
+)
 MISTAKES: dict[str, tuple[Callable[..., Any], list[Datum], str]] = {
     "cross-entropy without weights": (
         losses.cross_entropy,
@@ -96,12 +125,52 @@ MISTAKES: dict[str, tuple[Callable[..., Any], list[Datum], str]] = {
     "a reference of None on the prompt": (
         losses.kl_regularized,
         broken(0, reference_logprobs=[float("nan"), 0.0, 0.0, 0.0, 0.0]),
-        "datum 0: reference_logprobs has NaN or infinite entries; give 0 where there is no value",
+        "datum 0: reference_logprobs has NaN or infinite entries; give any finite value where there is none, and a "
+        "weight of 0",
     ),
     "distillation on [T] targets": (
         losses.topk_distillation,
-        broken(0),
+        broken(0, teacher_logprobs=[-1.0] * 5),
+        "datum 0: its targets have the shape [5], but there must be K alternatives at each position, [T, K]: a "
+        "teacher's likeliest tokens. For one target at each position use cross_entropy.",
+    ),
+    "distillation without a teacher": (
+        losses.topk_distillation,
+        [Datum(d.model_input, {n: t for n, t in d.loss_fn_inputs.items() if "teach" not in n}) for d in alternatives()],
         "datum 0: teacher_logprobs: missing; give the teacher's log-probability of each of the [T, K] targets.",
+    ),
+    "a teacher that rules tokens out": (
+        losses.topk_distillation,
+        alternatives(1, teacher_logprobs=torch.tensor([0.5, 0.5, 0.0]).log().repeat(2, 1)),
+        "datum 1: teacher_logprobs has NaN or infinite entries; give any finite value where there is none, and a "
+        "weight of 0",
+    ),
+    "a teacher that is certain of several tokens": (
+        losses.topk_distillation,
+        alternatives(1, teacher_logprobs=[[-1.0, -1.0, -1.0], [-1.0, 0.0, 0.0]]),
+        "datum 1: teacher_logprobs: the targets at position 1 have a probability of 2.37 together, and it can be 1 at "
+        "most. Give log-probabilities (0 is certainty), each token once, and a weight of 0 to an alternative that",
+    ),
+    **{
+        f"{loss.__name__} on [T, K] targets": (loss, alternatives(), ONE_TARGET)
+        for loss in (getattr(losses, name) for name in ONE_TARGET_ONLY)
+    },
+    "a pair whose rejected response has no weight": (losses.dpo, without_weights(3), f"datum 3: none {OF} {NO_WEIGHT}"),
+    "a pair without any weight": (losses.dpo, without_weights(2, 3), f"datum 2: none {OF} {NO_WEIGHT}"),
+    "a group of which one has no weight": (losses.contrastive, without_weights(1), f"datum 1: none {OF} {NO_WEIGHT}"),
+    **{
+        f"{loss.__name__} without any weight": (loss, without_weights(*range(6)), NOTHING)
+        for loss in (losses.grpo, losses.reinforce, losses.kl_regularized)
+    },
+    "a threshold of a token that is no bound on the ratio": (
+        losses.ppo,
+        broken(4, clip_high_threshold=[1.2, 1.2, 0.3, 1.2, 1.2, 1.2]),
+        "datum 4: " + BOUNDS.format(0.8, 0.3),
+    ),
+    "thresholds of a token that are swapped": (
+        losses.grpo,
+        broken(1, clip_high_threshold=[0.0, 0.8], clip_low_threshold=[0.0, 1.2]),
+        "datum 1: " + BOUNDS.format(1.2, 0.8),
     ),
     "half a pair": (losses.dpo, broken(0)[:5], "5 datums are no whole number of groups of 2. The datums of a group"),
     "half a group": (
@@ -121,10 +190,41 @@ MISTAKES: dict[str, tuple[Callable[..., Any], list[Datum], str]] = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_named_with_datum_field_and_mend(mistake: str) -> None:  # R1.9, R4.5
     loss, data, message = MISTAKES[mistake]
-    _, logprobs = batch()
+    logprobs = [torch.full(datum.loss_fn_inputs["target_tokens"].shape, -1.0) for datum in data]
     with pytest.raises(InvalidInput, match=re.escape(message)) as caught:
-        loss(data, logprobs[: len(data)])
-    assert message.startswith("datum") == isinstance(caught.value, InvalidDatum)
+        loss(data, logprobs)
+    assert message.startswith(("datum", "none of the tokens")) == isinstance(caught.value, InvalidDatum)
+
+
+@pytest.mark.parametrize(
+    ("loss", "shape", "wrong"),
+    [
+        *((name, [4, 7, 3], "[7, 3], but there must be one at each position, [T]") for name in ONE_TARGET_ONLY),
+        ("topk_distillation", [4, 7], "[7], but there must be K alternatives at each position, [T, K]"),
+    ],
+)
+def test_a_stacked_batch_of_the_wrong_rank_is_refused(loss: str, shape: list[int], wrong: str) -> None:
+    inputs = {name: torch.ones(shape) for name in ("weights", "logprobs", "advantages", "reference_logprobs")}
+    with pytest.raises(InvalidDatum, match=re.escape(f"the datums' targets have the shape {wrong}")):
+        getattr(losses, loss)({**inputs, "reward": torch.ones(4)}, torch.zeros(shape))
+
+
+def test_a_teacher_may_be_rounded_and_says_nothing_of_alternatives_without_weight() -> None:
+    weights = torch.tensor([1.0, 1.0, 0.0]).repeat(2, 1)
+    rounded = torch.tensor([0.51, 0.51, 1.0]).log().repeat(2, 1)
+    data = alternatives(1, teacher_logprobs=rounded, weights=weights)
+    value, _ = losses.topk_distillation(data, [torch.full((d.model_input.length, 3), -2.0) for d in data])
+    assert torch.isfinite(value)
+
+
+def test_thresholds_of_tokens_that_do_not_count_may_be_anything() -> None:
+    data = broken(1, clip_high_threshold=[0.0, 1.1], clip_low_threshold=[0.0, 0.9])
+    assert torch.isfinite(losses.ppo(data, batch()[1])[0])
+
+
+def test_one_response_without_weight_is_no_mistake_where_sequences_are_averaged() -> None:
+    for loss in (losses.grpo, losses.reinforce, losses.kl_regularized):
+        assert torch.isfinite(loss(without_weights(2), batch()[1])[0])
 
 
 def test_more_tensors_than_datums_are_refused() -> None:
@@ -152,9 +252,17 @@ def test_a_stacked_batch_names_the_input_that_it_lacks() -> None:
         ("dpo", {"label_smoothing": 0.5}, "label_smoothing must lie in [0, 0.5), got 0.5"),
         ("contrastive", {"group_size": 1}, "group_size must be at least 2"),
         ("contrastive", {"temperature": 0.0}, "temperature above 0, got 2 and 0.0"),
+        ("kl_regularized", {"estimator": "k4"}, "estimator must be one of k1, k2, k3, got 'k4'"),
+        *(
+            (name, {"clip_low_threshold": low, "clip_high_threshold": high}, BOUNDS.format(low, high))
+            for name in ("ppo", "cispo", "gspo", "grpo")
+            for low, high in ((0.2, 0.2), (1.2, 0.8), (-0.2, 1.2), (0.8, 0.9))
+        ),
         ("grpo", {"estimator": "k4"}, "estimator must be one of k1, k2, k3, got 'k4'"),
         ("grpo", {"reduction": "mean"}, "reduction must be 'sequence', 'token' or 'sum', got 'mean'"),
         ("reinforce", {"baseline": "median"}, "baseline must be 'leave_one_out', 'mean' or a number, got 'median'"),
+        ("reinforce", {"baseline": None}, "baseline must be 'leave_one_out', 'mean' or a number, got None"),
+        ("reinforce", {"group_size": "two"}, "a group has at least one datum, got a size of 'two'"),
         ("reinforce", {"group_size": 0}, "a group has at least one datum, got a size of 0"),
         ("topk_distillation", {"tail": "cut"}, "tail must be 'bucket', 'renormalize' or 'ignore', got 'cut'"),
     ],

@@ -96,6 +96,19 @@ def test_a_tokens_pull_ends_one_by_beta_above_the_reference() -> None:
     assert gradient.item() == 0.0
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("filler", [0.0, -1e9, 1e9])
+def test_what_stands_on_the_prompt_does_not_matter(estimator: str, filler: float) -> None:
+    data, logprobs = batch()
+    filled = []
+    for datum in data:
+        reference = entry(datum, "reference_logprobs")
+        reference[0] = filler
+        filled.append(Datum(datum.model_input, {**datum.loss_fn_inputs, "reference_logprobs": reference}))
+    loss = partial(kl_regularized, estimator=estimator)  # type: ignore[arg-type]
+    assert_same(value_and_gradient(loss, filled, logprobs), value_and_gradient(loss, data, logprobs))
+
+
 def test_the_divergence_is_logged_by_token() -> None:
     data, logprobs = batch()
     _, metrics = kl_regularized(data, logprobs, estimator="k1")

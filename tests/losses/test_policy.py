@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from tests.losses.case import assert_same, batch, entry, value_and_gradient
 from tinker_lightning import Datum, losses
+from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import grpo, gspo, importance_sampling, ppo, reinforce
 
 if TYPE_CHECKING:
@@ -226,6 +228,25 @@ def test_reinforce_with_a_baseline_of_ones_own() -> None:
     assert loss.item() == pytest.approx(-sum((r - 0.5) * s for r, s in zip(rewards, sums, strict=True)) / len(data))
     assert metrics["reward"].item() == pytest.approx(sum(rewards) / len(rewards))
     assert metrics["action_nll"].item() == pytest.approx(-torch.cat([p[1:] for p in logprobs]).mean().item())
+
+
+@pytest.mark.parametrize("rewards", [[1, 0, 5, 5], [1.0, 0.0, 5.0, 5.0], torch.tensor([1, 0, 5, 5])])
+def test_group_advantages_takes_any_numbers(rewards: Any) -> None:
+    assert losses.group_advantages(rewards, group_size=2).tolist() == [0.5, -0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        (["good", "bad"], "rewards must be numbers, one for each datum, got ['good', 'bad']"),
+        ([[1.0, 0.0], [2.0, 3.0]], "rewards has the shape [2, 2], but there must be one for each datum, [B]"),
+        ([], "rewards has the shape [0], but"),
+        ([1.0, float("nan")], "rewards has NaN or infinite entries; leave those datums out"),
+    ],
+)
+def test_rewards_that_are_none_are_refused(rewards: Any, message: str) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        losses.group_advantages(rewards)
 
 
 def test_group_advantages_in_standard_deviations() -> None:

@@ -283,7 +283,7 @@ def test_topology_is_the_mean_over_datums() -> None:
                 fn,
                 [Datum(ModelInput.from_ints([1]), {"target_tokens": [[1, 2]]})],
                 InvalidDatum,
-                r"datum 0: its targets have the shape \[1, 2\], but this regularizer takes one at each position, \[T\]",
+                r"datum 0: its targets have the shape \[1, 2\], but there must be one at each position, \[T\]",
             )
             for fn in (regularizers.consistency, regularizers.length, regularizers.sparsity, regularizers.topology)
         ),

@@ -16,6 +16,7 @@ from tinker_lightning.client.operations import Operation
 from tinker_lightning.client.server_pass import ServerPass
 from tinker_lightning.client.turns import Turns, perform_all
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.losses import composition
 from tinker_lightning.surrogate import SURROGATE
 from tinker_lightning.types import (
     AdamParams,
@@ -152,6 +153,7 @@ class TrainingClient:
             regularizer_timeout: How many seconds async ones, and those in an executor, may take.
         """
         self._check()
+        composition.check_timeout("regularizer_timeout", regularizer_timeout)
         return self._watched(
             self._custom.add(data, loss_fn, regularizers, grad_norms=grad_norms, timeout=regularizer_timeout)
         )

@@ -5,19 +5,11 @@ give them, or the same stacked: a dict of inputs and one tensor, `[B, T]`. Setti
 binds them.
 """
 
+from tinker_lightning.losses.advantages import group_advantages
 from tinker_lightning.losses.batch import Batch
 from tinker_lightning.losses.kl import k1, k2, k3, kl_estimate, kl_regularized
 from tinker_lightning.losses.likelihood import cross_entropy, topk_distillation
-from tinker_lightning.losses.policy import (
-    cispo,
-    dro,
-    group_advantages,
-    grpo,
-    gspo,
-    importance_sampling,
-    ppo,
-    reinforce,
-)
+from tinker_lightning.losses.policy import cispo, dro, grpo, gspo, importance_sampling, ppo, reinforce
 from tinker_lightning.losses.preference import contrastive, dpo, preference_nll
 
 __all__ = [

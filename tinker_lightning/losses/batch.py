@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -25,6 +25,24 @@ _WHERE_FROM = {
     "teacher_logprobs": "give the teacher's log-probability of each of the [T, K] targets",
     "reward": "give one number for the datum",
 }
+# What to give where an input has no value. A log-probability of 0 would be certainty.
+_WEIGHTLESS = "give any finite value where there is none, and a weight of 0"
+_GAPS = {
+    "logprobs": "give 0 where there is none, and an advantage of 0",
+    "reference_logprobs": _WEIGHTLESS,
+    "teacher_logprobs": _WEIGHTLESS,
+    "reward": "leave a datum without one out",
+}
+_RANKS = {
+    1: "there must be one at each position, [T]: the token that was sampled or written. Weighted alternatives are for "
+    "cross_entropy and topk_distillation.",
+    2: "there must be K alternatives at each position, [T, K]: a teacher's likeliest tokens. For one target at each "
+    "position use cross_entropy.",
+}
+
+
+class EmptyBatch(InvalidInput):
+    """There are no datums."""
 
 
 class Rehearsal(list[Any]):
@@ -50,6 +68,7 @@ class Batch:
     Args:
         data: Datums, ours or the official SDK's; or a dict of stacked inputs.
         logprobs: One tensor for each datum; or all of them stacked.
+        rank: Of each datum's targets, if only one will do: 1 for `[T]`, 2 for `[T, K]`.
 
     Attributes:
         logprobs: `[B, T]`, or `[B, T, K]` for K alternatives at each position.
@@ -65,25 +84,28 @@ class Batch:
             [1., 0.]])
 
     Raises:
-        InvalidInput: If there are no datums, not one tensor for each, or targets of different ranks.
+        InvalidInput: If there are no datums, not one tensor for each, or targets of different or wrong ranks.
     """
 
     __slots__ = ("_datums", "_each", "_end", "_stacked", "logprobs")
 
     logprobs: Tensor
 
-    def __init__(self, data: Data, logprobs: Logprobs) -> None:
+    def __init__(self, data: Data, logprobs: Logprobs, *, rank: Literal[1, 2] | None = None) -> None:
         self._datums: Sequence[Any] = ()
         self._each: Sequence[Tensor] = ()
         self._end = 1 if isinstance(data, Rehearsal) else None
         self._stacked: Mapping[str, Tensor] | None = None
         if isinstance(data, Mapping):
-            self._stacked, self.logprobs = data, logprobs  # type: ignore[assignment]  # stacked like the inputs
+            self._stacked, self.logprobs = data, _of_rank(logprobs, rank)  # type: ignore[arg-type]  # stacked, too
             return
         if not len(data) or len(data) != len(logprobs):
-            raise InvalidInput(f"a loss needs one tensor for each datum, got {len(logprobs)} for {len(data)} datums")
+            kind = InvalidInput if len(data) else EmptyBatch
+            raise kind(f"a loss needs one tensor for each datum, got {len(logprobs)} for {len(data)} datums")
         self._datums, self._each = data, list(logprobs)
         for i, each in enumerate(self._each):
+            if rank is not None and each.dim() != rank:
+                raise InvalidDatum(f"datum {i}: its targets have the shape {list(each.shape)}, but {_RANKS[rank]}")
             if each.shape[1:] != self._each[0].shape[1:]:
                 raise InvalidDatum(
                     f"datum {i}: its targets have the shape {list(each.shape)}, but those of datum 0 "
@@ -116,6 +138,34 @@ class Batch:
         ]
         return self._padded(entries)
 
+    def weights(self, *, of_each: bool = False) -> Tensor:
+        """The `weights`, for losses that mean nothing where nothing has one.
+
+        Args:
+            of_each: Whether every datum must have some, not only the batch.
+
+        Raises:
+            InvalidDatum: If there are none.
+        """
+        weights = self.tokens("weights")
+        has_some = [bool(self._entry(i, "weights").any()) for i in range(len(self._datums))]
+        if of_each and not all(has_some):
+            raise InvalidDatum(
+                f"datum {has_some.index(False)}: none of its tokens has a weight, so that it cannot be compared with "
+                "the others of its group. Leave the group out, or give the response a weight of 1."
+            )
+        if has_some and not any(has_some):
+            raise InvalidDatum(
+                f"none of the tokens of these {len(has_some)} datums has a weight, so there is nothing to train on. "
+                "Leave them out, or give their responses a weight of 1."
+            )
+        return weights
+
+    def each(self) -> Iterator[tuple[int, Batch]]:
+        """Every datum with its number, as a batch of its own and whole, for checks of values; none if stacked."""
+        for i, (datum, logprobs) in enumerate(zip(self._datums, self._each, strict=True)):
+            yield i, Batch([datum], [logprobs])
+
     def sequences(self, name: str) -> Tensor:
         """An input with one value for each datum, `[B]`.
 
@@ -138,8 +188,20 @@ class Batch:
             wanted = "one number" if one else f"the shape of the log-probabilities, {list(logprobs.shape)}"
             raise InvalidDatum(f"datum {i}: {name} has the shape {list(tensor.shape)}, but it must have {wanted}")
         if not torch.isfinite(tensor).all():
-            raise InvalidDatum(f"datum {i}: {name} has NaN or infinite entries; give 0 where there is no value")
+            mend = _GAPS.get(name, "give 0 where there is no value")
+            raise InvalidDatum(f"datum {i}: {name} has NaN or infinite entries; {mend}")
         return tensor.to(logprobs.dtype)
+
+
+def _of_rank(logprobs: Tensor, rank: int | None) -> Tensor:
+    """Stacked log-probabilities, of targets of that rank."""
+    if rank is None:
+        return logprobs
+    if is_traced(logprobs):
+        return logprobs.permute(*range(rank + 1))  # as they are; a graph refuses another rank when it runs
+    if logprobs.dim() != rank + 1:
+        raise InvalidDatum(f"the datums' targets have the shape {list(logprobs.shape[1:])}, but {_RANKS[rank]}")
+    return logprobs
 
 
 def _required(inputs: Mapping[str, Tensor], name: str) -> Tensor:

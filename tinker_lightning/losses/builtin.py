@@ -88,6 +88,29 @@ def gspo(
     return _clipped((log_ratio + logprobs - logprobs.detach()).exp(), advantages, low, high)
 
 
+def threshold_fault(low: Threshold, high: Threshold, counted: Tensor | None = None) -> str | None:
+    """What is wrong with thresholds, where they count; None if nothing is.
+
+    >>> threshold_fault(0.8, 1.2)
+    """
+    if not (isinstance(low, Tensor) or isinstance(high, Tensor)):  # in Python alone, for a function may be traced
+        return None if 0 <= low <= 1 <= high else _fault(low, high)
+    low, high = torch.as_tensor(low), torch.as_tensor(high)
+    wrong = ~((low >= 0) & (low <= 1) & (high >= 1))
+    if counted is not None:
+        wrong = wrong & counted
+    if not wrong.any():
+        return None
+    return _fault(*(bound.expand(wrong.shape)[wrong][0].item() for bound in (low, high)))
+
+
+def _fault(low: float, high: float) -> str:
+    return (
+        f"clip_low_threshold must lie in [0, 1] and clip_high_threshold must be at least 1, got {low:g} and {high:g}: "
+        "they are bounds on the ratio itself, 0.8 and 1.2, not 0.2"
+    )
+
+
 def _clipped(ratio: Tensor, advantages: Tensor, low: Threshold, high: Threshold) -> Tensor:
     return -torch.minimum(ratio * advantages, _clip(ratio, low, high) * advantages)
 

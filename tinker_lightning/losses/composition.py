@@ -63,8 +63,7 @@ def evaluate(
         ResultTimeout: If a term takes too long; names it. One in an executor cannot be stopped and goes on.
     """
     terms = as_regularizers(regularizers)
-    if timeout is not None and not timeout > 0:
-        raise InvalidInput(f"timeout must be a number of seconds above 0, or None, got {timeout}")
+    check_timeout("timeout", timeout)
     if not terms:
         if base is None:
             raise InvalidLoss("there is nothing to train on: give a loss function, a regularizer, or both")
@@ -91,6 +90,12 @@ def evaluate(
     if base_loss is not None:
         nested["base_loss"] = {"value": base_loss[0].item(), **base_loss[1]}
     return total, nested | {"regularizers": telemetry}
+
+
+def check_timeout(name: str, timeout: float | None) -> None:
+    """Refuses a timeout, under its name, in which nothing can be done."""
+    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+        raise InvalidInput(f"{name} must be a number of seconds above 0, or None, got {timeout!r}")
 
 
 def flatten(metrics: Mapping[str, Any]) -> dict[str, float]:

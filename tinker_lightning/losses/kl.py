@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+import torch
+
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import builtin
 from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, mean_where
@@ -57,14 +59,19 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 _ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
+def check_estimator(estimator: Estimator) -> None:
+    """Refuses a name that no estimator has."""
+    if estimator not in _ESTIMATORS:
+        raise InvalidInput(f"estimator must be one of {', '.join(_ESTIMATORS)}, got {estimator!r}")
+
+
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
     """The divergence from the reference at each token, by the estimator of that name.
 
     Raises:
         InvalidInput: If there is none.
     """
-    if estimator not in _ESTIMATORS:
-        raise InvalidInput(f"estimator must be one of {', '.join(_ESTIMATORS)}, got {estimator!r}")
+    check_estimator(estimator)
     return _ESTIMATORS[estimator](logprobs, reference)
 
 
@@ -74,7 +81,7 @@ def kl_regularized(data: Data, logprobs: Logprobs, *, beta: float = 0.1, estimat
     Metrics: those of `cross_entropy`, and `kl` by token.
 
     Args:
-        data: Datums with `weights` and `reference_logprobs`.
+        data: Datums with `weights` and `reference_logprobs`. Targets may be `[T]` or `[T, K]`, as in `cross_entropy`.
         logprobs: The model's.
         beta: How hard it is held. With k2 a token's pull ends at `1/β` above the reference.
         estimator: `k2`, or `k3`, whose pull on tokens that the model has learned never exceeds `β`.
@@ -85,8 +92,11 @@ def kl_regularized(data: Data, logprobs: Logprobs, *, beta: float = 0.1, estimat
     >>> kl_regularized(data, [torch.tensor([-1.0])], beta=0.5)[0]
     tensor(2.)
     """
+    check_estimator(estimator)
     batch = Batch(data, logprobs)
-    weights = batch.tokens("weights")
-    kl = kl_estimate(batch.logprobs, batch.tokens("reference_logprobs"), estimator)
-    loss = (builtin.cross_entropy(batch.logprobs, weights) + beta * weights * kl).sum()
-    return loss, {**likelihood_metrics(batch.logprobs, weights), "kl": mean_where(kl.detach(), weights != 0)}
+    p, weights = batch.logprobs, batch.weights()
+    counted = weights != 0
+    # What stands on the prompt must not overflow: infinity times 0 is NaN.
+    kl = kl_estimate(p, torch.where(counted, batch.tokens("reference_logprobs"), p.detach()), estimator)
+    loss = (builtin.cross_entropy(p, weights) + beta * weights * kl).sum()
+    return loss, {**likelihood_metrics(p, weights), "kl": mean_where(kl.detach(), counted)}

@@ -7,14 +7,19 @@ in the same words, and computes next to nothing.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
+import math
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from tinker_lightning import losses
-from tinker_lightning.losses.batch import Rehearsal
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.losses.batch import EmptyBatch, Rehearsal
 from tinker_lightning.surrogate import forward_datums
 from tinker_lightning.types import Datum, TensorData
 
@@ -36,6 +41,47 @@ def is_of_library(loss: Any) -> bool:
     function, _ = unwrapped(loss)
     name = getattr(function, "__name__", "")
     return name in losses.__all__ and function is getattr(losses, name)
+
+
+def check_settings(loss: Any, given: Mapping[str, Any], *, may_have_others: bool = False) -> None:
+    """Refuses settings that a loss of the library has not, or that cannot have these values, before it has a batch.
+
+    Args:
+        loss: The loss; what is bound to it is looked at, too.
+        given: Its settings.
+        may_have_others: Whether names that are not known here are left to a server that may know them.
+
+    Raises:
+        InvalidInput: Says which.
+    """
+    function, bound = unwrapped(loss)
+    _, _, *parameters = inspect.signature(function).parameters.values()
+    defaults = {parameter.name: parameter.default for parameter in parameters}
+    settings = {**bound, **given}
+    if may_have_others:
+        settings = {name: value for name, value in settings.items() if name in defaults}
+    for name, value in settings.items():
+        if name not in defaults:
+            known = ", ".join(defaults) or "no settings at all"
+            raise InvalidInput(f"loss_fn_config: {function.__name__} does not know {name!r}; it takes {known}")
+        if wanted := _wanted(defaults[name], value):
+            raise InvalidInput(f"loss_fn_config: {name} of {function.__name__} must be {wanted}, got {value!r}")
+    try:
+        with contextlib.suppress(EmptyBatch):  # a loss looks at its settings first
+            function([], [], **settings)
+    except InvalidInput as error:
+        raise InvalidInput(f"loss_fn_config: {function.__name__}: {error}") from None
+
+
+def _wanted(default: Any, value: Any) -> str | None:
+    """What a value should be in the place of a default, where its kind is wrong; of texts and None the loss says it."""
+    if isinstance(default, bool):
+        return None if isinstance(value, bool) else "True or False"
+    if isinstance(default, int):
+        return None if isinstance(value, Integral) else "a whole number"
+    if isinstance(default, float):
+        return None if isinstance(value, Real) and math.isfinite(value) else "a finite number"
+    return None
 
 
 def checked(loss: Any, data: Sequence[Datum], settings: Mapping[str, Any]) -> list[Datum]:

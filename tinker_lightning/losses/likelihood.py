@@ -7,12 +7,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.losses import builtin
 from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, mean_where
 
 # The least share of probability left to tokens outside the top K, where float32 still tells it from none.
 _LEAST_REST = 1e-6
+# What a teacher's K tokens may hold together, with the rounding of its log-probabilities to bfloat16.
+_MOST_MASS = 1.05
 
 
 def cross_entropy(data: Data, logprobs: Logprobs) -> Loss:
@@ -66,10 +68,11 @@ def topk_distillation(
     """
     if tail not in ("bucket", "renormalize", "ignore"):
         raise InvalidInput(f"tail must be 'bucket', 'renormalize' or 'ignore', got {tail!r}")
-    batch = Batch(data, logprobs)
-    weights = batch.tokens("weights")
+    batch = Batch(data, logprobs, rank=2)
+    weights, teacher = batch.weights(), batch.tokens("teacher_logprobs")
+    _check_mass(batch)
     hidden = torch.where(weights != 0, 0.0, -1e9)  # not -inf, of which a row would become NaN
-    student, teacher = batch.logprobs + hidden, batch.tokens("teacher_logprobs") + hidden
+    student, teacher = batch.logprobs + hidden, teacher + hidden
     student_mass, teacher_mass = student.logsumexp(-1), teacher.logsumexp(-1)
     counted = weights.amax(-1) != 0
     metrics = {
@@ -84,6 +87,19 @@ def topk_distillation(
         student_rest, teacher_rest = _rest(student_mass), _rest(teacher_mass)
         loss = loss + (weights.amax(-1) * teacher_rest.exp() * (teacher_rest - student_rest)).sum()
     return loss, metrics
+
+
+def _check_mass(batch: Batch) -> None:
+    """Refuses what cannot be the log-probabilities of different tokens."""
+    for i, datum in batch.each():
+        counted = datum.tokens("weights") != 0
+        mass = torch.where(counted, datum.tokens("teacher_logprobs").exp(), 0.0).sum(-1).flatten()
+        if mass.max() > _MOST_MASS:
+            raise InvalidDatum(
+                f"datum {i}: teacher_logprobs: the targets at position {int(mass.argmax())} have a probability of "
+                f"{mass.max().item():.3g} together, and it can be 1 at most. Give log-probabilities (0 is certainty), "
+                "each token once, and a weight of 0 to an alternative that is none."
+            )
 
 
 def _rest(log_mass: Tensor) -> Tensor:

@@ -12,10 +12,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.losses import builtin
-from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, groups, is_traced, mean_where, sequence_sums
-from tinker_lightning.losses.kl import Estimator, kl_estimate
+from tinker_lightning.losses.advantages import check_grouping, group_advantages
+from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, is_traced, mean_where, sequence_sums
+from tinker_lightning.losses.kl import Estimator, check_estimator, kl_estimate
 
 
 def importance_sampling(data: Data, logprobs: Logprobs) -> Loss:
@@ -51,6 +52,7 @@ def ppo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, clip
     >>> loss, metrics["clip_fraction"]
     (tensor(-3.6000), tensor(1.))
     """
+    _check_thresholds(clip_low_threshold, clip_high_threshold)
     batch = Batch(data, logprobs)
     old, advantages = batch.tokens("logprobs"), batch.tokens("advantages")
     low, high = _thresholds(batch, clip_low_threshold, clip_high_threshold)
@@ -68,6 +70,7 @@ def cispo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, cl
     >>> cispo(data, [torch.tensor([-1.0])])[0]
     tensor(3.6000)
     """
+    _check_thresholds(clip_low_threshold, clip_high_threshold)
     batch = Batch(data, logprobs)
     old, advantages = batch.tokens("logprobs"), batch.tokens("advantages")
     low, high = _thresholds(batch, clip_low_threshold, clip_high_threshold)
@@ -107,7 +110,8 @@ def gspo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, cli
     >>> gspo([Datum.from_targets([5, 6], [6, 7], **inputs)], [torch.tensor([-1.0, -3.0])])[0]
     tensor(-6.)
     """
-    batch = Batch(data, logprobs)
+    _check_thresholds(clip_low_threshold, clip_high_threshold)
+    batch = Batch(data, logprobs, rank=1)
     old, advantages, mask = (batch.tokens(name) for name in ("logprobs", "advantages", "sequence_ratio_mask"))
     low, high = _thresholds(batch, clip_low_threshold, clip_high_threshold)
     loss = builtin.gspo(batch.logprobs, old, advantages, mask, low, high, dim=-1).sum()
@@ -151,9 +155,11 @@ def grpo(
     """
     if reduction not in ("sequence", "token", "sum"):
         raise InvalidInput(f"reduction must be 'sequence', 'token' or 'sum', got {reduction!r}")
-    batch = Batch(data, logprobs)
-    p, weights, advantages = batch.logprobs, batch.tokens("weights"), batch.tokens("advantages")
-    low, high = _thresholds(batch, clip_low_threshold, clip_high_threshold)
+    check_estimator(estimator)
+    _check_thresholds(clip_low_threshold, clip_high_threshold)
+    batch = Batch(data, logprobs, rank=1)
+    p, weights, advantages = batch.logprobs, batch.weights(), batch.tokens("advantages")
+    low, high = _thresholds(batch, clip_low_threshold, clip_high_threshold, counting="weights")
     counted = weights != 0
     # What stands on the prompt must not overflow: infinity times 0 is NaN.
     old = torch.where(counted, batch.tokens("logprobs"), p.detach())
@@ -194,8 +200,9 @@ def reinforce(
     >>> reinforce(data, [torch.tensor([-1.0]), torch.tensor([-3.0])])[0]
     tensor(-1.)
     """
-    batch = Batch(data, logprobs)
-    weights, rewards = batch.tokens("weights"), batch.sequences("reward")
+    check_grouping(baseline, group_size)
+    batch = Batch(data, logprobs, rank=1)
+    weights, rewards = batch.weights(), batch.sequences("reward")
     advantages = group_advantages(rewards, baseline=baseline, group_size=group_size)
     loss = -(advantages * sequence_sums(batch.logprobs, weights)).mean()
     return loss, {
@@ -205,40 +212,27 @@ def reinforce(
     }
 
 
-def group_advantages(
-    rewards: Tensor,
-    *,
-    baseline: float | Literal["leave_one_out", "mean"] = "mean",
-    group_size: int | None = None,
-    scale: bool = False,
-) -> Tensor:
-    """How much better than its group each reward is, `[B]`; with `scale` in standard deviations, as GRPO has it.
-
-    >>> group_advantages(torch.tensor([1.0, 0.0, 5.0, 5.0]), group_size=2)
-    tensor([ 0.5000, -0.5000,  0.0000,  0.0000])
-
-    Raises:
-        InvalidInput: If the groups are not whole, or have one member whose advantage would always be 0.
-    """
-    grouped = rewards[None] if group_size is None else groups(rewards, group_size)
-    if isinstance(baseline, str):
-        if baseline not in ("leave_one_out", "mean"):
-            raise InvalidInput(f"baseline must be 'leave_one_out', 'mean' or a number, got {baseline!r}")
-        if not is_traced(grouped) and grouped.shape[-1] < 2:
-            raise InvalidInput("a group of one has nothing to compare with: sample several responses to each prompt")
-        advantages = grouped - grouped.mean(-1, keepdim=True)
-        if baseline == "leave_one_out":
-            size = torch.ones_like(grouped).sum(-1, keepdim=True)
-            advantages = advantages * size / (size - 1)
-    else:
-        advantages = grouped - baseline
-    if scale:
-        advantages = advantages / (grouped.std(-1, keepdim=True) + 1e-4)
-    return advantages.reshape(-1)
+def _check_thresholds(low: float, high: float) -> None:
+    if is_traced(low) or is_traced(high):
+        return  # they are looked at with each call
+    if fault := builtin.threshold_fault(low, high):
+        raise InvalidInput(fault)
 
 
-def _thresholds(batch: Batch, low: float, high: float) -> tuple[Tensor | float, Tensor | float]:
-    return batch.tokens_or("clip_low_threshold", low), batch.tokens_or("clip_high_threshold", high)
+def _thresholds(
+    batch: Batch, low: float, high: float, counting: str = "advantages"
+) -> tuple[Tensor | float, Tensor | float]:
+    """The setting, or one threshold for each token; `counting` names the input that is 0 where none is needed."""
+
+    def read(batch: Batch) -> tuple[Tensor | float, Tensor | float]:
+        return batch.tokens_or("clip_low_threshold", low), batch.tokens_or("clip_high_threshold", high)
+
+    thresholds = read(batch)
+    if any(isinstance(bound, Tensor) for bound in thresholds):
+        for i, datum in batch.each():
+            if fault := builtin.threshold_fault(*read(datum), datum.tokens(counting) != 0):
+                raise InvalidDatum(f"datum {i}: {fault}")
+    return thresholds
 
 
 def _metrics(

@@ -63,8 +63,8 @@ def dpo(
     """
     if not 0 <= label_smoothing < 0.5:
         raise InvalidInput(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")
-    batch = Batch(data, logprobs)
-    weights = batch.tokens("weights")
+    batch = Batch(data, logprobs, rank=1)
+    weights = batch.weights(of_each=True)
     gains = batch.logprobs if reference_free else batch.logprobs - batch.tokens("reference_logprobs")
     rewards = groups(beta * sequence_sums(gains, weights, mean=length_normalized), 2)
     chosen, rejected = rewards[:, 0], rewards[:, 1]
@@ -108,8 +108,8 @@ def contrastive(
     """
     if group_size < 2 or not temperature > 0:
         raise InvalidInput(f"group_size must be at least 2 and temperature above 0, got {group_size} and {temperature}")
-    batch = Batch(data, logprobs)
-    scores = groups(sequence_sums(batch.logprobs, batch.tokens("weights"), mean=length_normalized), group_size)
+    batch = Batch(data, logprobs, rank=1)
+    scores = groups(sequence_sums(batch.logprobs, batch.weights(of_each=True), mean=length_normalized), group_size)
     loss = -(scores / temperature).log_softmax(-1)[:, 0].mean()
     margin = scores.detach()[:, 0] - scores.detach()[:, 1:].amax(-1)
     return loss, {"accuracy": (margin > 0).float().mean(), "score_margin": margin.mean()}

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tinker_lightning.errors import InvalidDatum
 from tinker_lightning.losses.batch import Batch, groups, mean_where
 from tinker_lightning.losses.kl import k2, k3
 
@@ -208,12 +207,7 @@ def _mean(values: Tensor, counted: Tensor) -> Tensor:
 
 def _counted(data: list[Any], logprobs: list[Tensor], *, one_target: bool = False) -> tuple[Tensor, Tensor]:
     """Which tokens count, and the log-probabilities, with a row for each datum."""
-    batch = Batch(data, logprobs)
-    if one_target and batch.logprobs.dim() != 2:
-        raise InvalidDatum(
-            f"datum 0: its targets have the shape {list(logprobs[0].shape)}, but this regularizer takes one at each "
-            "position, [T]"
-        )
+    batch = Batch(data, logprobs, rank=1 if one_target else None)
     present = pad_sequence([torch.ones_like(each, requires_grad=False) for each in logprobs], batch_first=True)
     return present * batch.tokens_or("weights", 1.0) != 0, batch.logprobs
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from tinker_lightning.errors import InvalidLoss, LossNotTraceable
+from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
 from tinker_lightning.losses import graph_functions
 from tinker_lightning.losses.graph import Graph
 from tinker_lightning.losses.graph_lines import here, place_of, within
@@ -45,6 +45,7 @@ def record(fn: Callable[..., Any], body: Callable[[Recorder], Any]) -> Graph:
 
     Raises:
         LossNotTraceable: If it does what no graph can say; names the line.
+        InvalidInput: If it calls a loss of the library in a way that this refuses.
         DependsOn: If Python needs a value of certain inputs only.
     """
     recorder = Recorder()
@@ -65,6 +66,8 @@ def record(fn: Callable[..., Any], body: Callable[[Recorder], Any]) -> Graph:
     except (LossNotTraceable, DependsOn):
         raise
     except Exception as error:
+        if isinstance(error, InvalidInput) and not isinstance(error, InvalidLoss):
+            raise  # a loss of the library has refused a setting, or the lack of an input, in words of its own
         reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
         if _NO_LIST in reason:
             reason = (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import fx
 
-from tinker_lightning.errors import InvalidLoss, LossNotTraceable
+from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
 from tinker_lightning.losses.batch_loss import (
     MAX_VARIANTS,
     SOURCES,
@@ -104,14 +104,15 @@ def _variants(fn: Callable[..., Any], source: Source, hyperparameters: Mapping[s
         inputs = _Inputs(dict(decisions))
         try:
             graph = record(fn, functools.partial(_call, fn, source, hyperparameters, inputs))
-            absent = tuple(name for name, there in inputs.decisions.items() if not there)
-            variants.append(Variant(inputs.names, absent, Program(graph)))
-        except (LossNotTraceable, DependsOn) as error:
+        except (InvalidInput, DependsOn) as error:
             if isinstance(error, DependsOn) and _are_settings(error.inputs):
                 raise
             # A function may refuse a batch that lacks an input; but what it does with all of them must be traceable.
             if all(inputs.decisions.values()):
                 raise error.error if isinstance(error, DependsOn) else error from None
+        else:
+            absent = tuple(name for name, there in inputs.decisions.items() if not there)
+            variants.append(Variant(inputs.names, absent, Program(graph)))
         decisions = list(inputs.decisions.items())
         while decisions and not decisions[-1][1]:
             decisions.pop()

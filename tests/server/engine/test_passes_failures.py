@@ -88,6 +88,44 @@ REFUSED: dict[str, tuple[list[Datum], str, dict[str, float | str], type[TinkerLi
         "datum 1: weights: missing",
     ),
     "missing mask": ([policy_datum()], "gspo", {}, InvalidDatum, "datum 0: sequence_ratio_mask: missing"),
+    "alternatives where there is one ratio for a sequence": (
+        [
+            policy_datum(sequence_ratio_mask=[1.0, 1.0]),
+            Datum(
+                ModelInput.from_ints([1, 2]),
+                {
+                    "target_tokens": [[2, 3], [4, 5]],
+                    **{name: [[1.0, 1.0]] * 2 for name in (*POLICY, "sequence_ratio_mask")},
+                },
+            ),
+        ],
+        "gspo",
+        {},
+        InvalidDatum,
+        r"datum 1: target_tokens: has the shape \[2, 2\], but gspo has one ratio for a sequence of targets, \[T\]",
+    ),
+    "a distance for a threshold": (
+        [policy_datum()],
+        "ppo",
+        {"clip_low_threshold": 0.2, "clip_high_threshold": 0.2},
+        InvalidInput,
+        r"loss_fn_config: clip_low_threshold must lie in \[0, 1\] and clip_high_threshold must be at least 1, got 0.2 "
+        "and 0.2: they are bounds on the ratio itself, 0.8 and 1.2, not 0.2",
+    ),
+    "thresholds that are swapped": (
+        [policy_datum()],
+        "cispo",
+        {"clip_low_threshold": 1.2, "clip_high_threshold": 0.8},
+        InvalidInput,
+        "got 1.2 and 0.8: they are bounds on the ratio",
+    ),
+    "a distance for a token's threshold": (
+        [policy_datum(), policy_datum(clip_high_threshold=[1.2, 0.2])],
+        "ppo",
+        {},
+        InvalidDatum,
+        "datum 1: clip_low_threshold must lie in .*, got 0.8 and 0.2",
+    ),
     "missing targets": (
         [GOOD, Datum(ModelInput.from_ints([1, 2]))],
         "cross_entropy",

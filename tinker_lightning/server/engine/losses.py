@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 class LossSpec:
     """A built-in loss: its formula, the datum's entries it reads in that order, and its settings with defaults.
 
-    A threshold may also come with each datum, one per token, under the name of the setting.
+    A threshold may also come with each datum, one per token, under the name of the setting. `is_of_sequence` says that
+    a datum's values are taken for one sequence, so that `[T, K]` targets mean nothing.
     """
 
     formula: Callable[..., Tensor]
     inputs: tuple[str, ...]
     config: Mapping[str, float] = field(default_factory=dict)
+    is_of_sequence: bool = False
 
 
 # What an uploaded loss may run with all datums of a request. The model's own time is not counted.
@@ -45,7 +47,7 @@ LOSSES: Mapping[str, LossSpec] = {
     "ppo": LossSpec(builtin.ppo, _POLICY, _CLIP),
     "cispo": LossSpec(builtin.cispo, _POLICY, _CLIP),
     "dro": LossSpec(builtin.dro, _POLICY, {"beta": 0.05}),
-    "gspo": LossSpec(builtin.gspo, (*_POLICY, "sequence_ratio_mask"), _CLIP),
+    "gspo": LossSpec(builtin.gspo, (*_POLICY, "sequence_ratio_mask"), _CLIP, is_of_sequence=True),
 }
 
 
@@ -68,7 +70,7 @@ class BoundLoss:
     """A loss with its settings, ready for the datums of one request.
 
     Raises:
-        InvalidInput: If the loss or a setting of it is not known.
+        InvalidInput: If the loss or a setting of it is not known, or a setting has no value that it can have.
     """
 
     def __init__(self, name: str, config: Mapping[str, float | str]) -> None:
@@ -82,7 +84,9 @@ class BoundLoss:
                 raise InvalidInput(f"loss_fn_config: {name} does not know {key!r}; it takes {known}")
             if not isinstance(value, float | int) or not math.isfinite(value):
                 raise InvalidInput(f"loss_fn_config: {key} must be a finite number, got {value!r}")
-        self.config = {**self.spec.config, **config}
+        self.config: dict[str, Any] = {**self.spec.config, **config}
+        if self.spec.config == _CLIP and (fault := builtin.threshold_fault(*(self.config[name] for name in _CLIP))):
+            raise InvalidInput(f"loss_fn_config: {fault}")
 
     def read(self, datum: Datum, *, dtype: torch.dtype, forward_only: bool) -> list[Any]:
         """The formula's arguments behind the log-probabilities, from one datum.
@@ -91,6 +95,11 @@ class BoundLoss:
             InvalidDatum: If an entry is missing, has the wrong shape, or holds NaN or infinity.
         """
         shape = datum.loss_fn_inputs["target_tokens"].shape
+        if self.spec.is_of_sequence and len(shape) != 1:
+            raise InvalidDatum(
+                f"target_tokens: has the shape {shape}, but {self.name} has one ratio for a sequence of targets, [T]; "
+                "ppo takes alternatives"
+            )
         arguments: list[Any] = []
         for name in self.spec.inputs:
             if name in datum.loss_fn_inputs:
@@ -102,6 +111,10 @@ class BoundLoss:
         for name, value in self.config.items():
             per_token = name in datum.loss_fn_inputs
             arguments.append(self._tensor(datum, name, shape, dtype) if per_token else value)
+        if self.spec.config == _CLIP and any(name in datum.loss_fn_inputs for name in _CLIP):
+            _, advantages, *_, low, high = arguments
+            if fault := builtin.threshold_fault(low, high, advantages != 0):
+                raise InvalidDatum(fault)
         return arguments
 
     def _tensor(self, datum: Datum, name: str, shape: list[int], dtype: torch.dtype) -> Tensor:
