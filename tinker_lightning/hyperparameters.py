@@ -16,7 +16,8 @@ def not_plain(module: Any) -> list[str]:
     names: list[str] = []
     frame = inspect.currentframe()
     while (frame := frame and frame.f_back) is not None:
-        if frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is module:
+        code = frame.f_code
+        if code.co_name == "__init__" and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is module:
             names += [name for name, value in _arguments(frame) if value is not module and not _is_plain(value)]
     return names
 
