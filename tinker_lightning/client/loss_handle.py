@@ -46,7 +46,7 @@ class LossHandle:
                 selected = self.loss.select(to_datum(datum).loss_fn_inputs)
                 term, metrics = self.loss(each, self.loss.tensors(selected, each.dtype))
             except InvalidInput as error:
-                raise type(error)(f"datum {i}: {error}") from error
+                raise type(error)(f"datum {i}: {self.name}: {error}") from error
             terms.append(term)
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value.detach())

@@ -241,7 +241,9 @@ def settings(loss: str, known: Mapping[str, Hyperparameter], given: Mapping[str,
                 f"loss_fn_config: {name} of {loss} is fixed to {default!r}, for the function decides by it what to "
                 f"compute. Register it once more, under another name, with {name}={value!r}."
             )
-        if not known[name].fixed and not (isinstance(value, int | float) and math.isfinite(value)):
+        is_number = isinstance(value, int | float)
+        is_wrong = not math.isfinite(value) if is_number else isinstance(default, int | float)
+        if is_wrong and not known[name].fixed:
             raise InvalidInput(f"loss_fn_config: {name} must be a finite number, got {value!r}")
         values[name] = value
     return values

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from tinker_lightning.errors import InvalidDatum, InvalidLoss, LossNotTraceable
+from tinker_lightning.errors import InvalidDatum, InvalidLoss, LossNotScalar, LossNotTensor, LossNotTraceable
 from tinker_lightning.losses.graph import Graph, Node, Ref
 from tinker_lightning.losses.graph_limits import Limits
 from tinker_lightning.losses.graph_run import Program
@@ -144,9 +144,10 @@ class DatumLoss:
             InvalidLoss: If a call of the graph fails or takes too much, or the loss is no scalar.
         """
         loss, metrics = self.program([logprobs, *arguments], limits, deadline)
-        if not isinstance(loss, Tensor) or loss.ndim:
-            shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise InvalidLoss(f"{self.name} must return a scalar as its loss, got {shape}; use .sum() or .mean()")
+        if not isinstance(loss, Tensor):
+            raise LossNotTensor(f"the loss must be a tensor, got {type(loss).__name__}")
+        if loss.ndim:
+            raise LossNotScalar(f"the loss must be a scalar, got the shape {list(loss.shape)}; use .sum() or .mean()")
         return loss, metrics
 
 
