@@ -694,6 +694,48 @@ def test_settings_of_a_function_are_held_to_what_those_of_a_graph_are(
         model.forward(texts(), "mine", {"gamma": 1.0}).result()
 
 
+def test_an_error_of_a_graph_has_the_users_line(service: ServiceClient, model: TrainingClient) -> None:  # R3.6
+    @custom_loss(service, name="three")
+    def three(outputs: Tensor, inputs: Any, mask: Tensor) -> LossFnOutput:
+        squared = outputs * outputs
+        masked = squared * mask.unsqueeze(-1)
+        return LossFnOutput((masked * inputs["third"]).mean())
+
+    with pytest.raises(InvalidLoss) as raised:
+        model.forward_backward(texts(), "three", loss_fn_inputs={"third": np.ones((2, 3), np.float32)}).result()
+    assert "three: node 'mul_2': operator.mul failed: " in str(raised.value)
+    assert str(raised.value).endswith('return LossFnOutput((masked * inputs["third"]).mean())')
+    assert f"\n    at {__file__}:" in str(raised.value)
+    assert raised.value.operation == "forward_backward"
+
+
+@pytest.mark.parametrize("on_server", [True, False])
+def test_an_error_of_a_handle_has_the_users_line(trainer: EmbeddedTrainer, on_server: bool, monkeypatch: Any) -> None:
+    def mine(logprobs: Tensor, third: Tensor) -> Any:
+        doubled = 2 * logprobs
+        return (doubled * third).sum(), {}
+
+    if not on_server:
+        monkeypatch.setitem(handshake.CLIENT_CONFIG, "custom_loss_server_side", False)
+    with embedded_service(trainer) as service:
+        model = service.create_lora_training_client("tiny", rank=4)
+        handle = service.create_custom_loss(mine, {"logprobs": 1, "third": 1}).result()
+        assert (handle.loss_id is not None) == on_server
+        with pytest.raises(InvalidLoss, match=r"datum 0: mine: node 'mul_1': operator\.mul failed") as raised:
+            model.forward_backward(texts(third=lambda *_: np.ones(3)), handle).result()
+    assert f"\n    at {__file__}:" in str(raised.value)
+    assert str(raised.value).endswith("return (doubled * third).sum(), {}")
+
+
+def test_a_training_client_can_take_a_loss_too(service: ServiceClient, model: TrainingClient) -> None:
+    loss = custom_loss(model, name="mine")(minimal)
+    assert "mine" in service.list_loss_functions()["available_loss_functions"]
+    for each in (loss, "mine"):
+        assert model.forward_backward(texts(), each).result().metrics["loss:sum"] > 0
+    other = service.create_lora_training_client("tiny", rank=4)
+    assert other.forward(texts(), "mine").result().metrics["loss:sum"] > 0
+
+
 def test_a_built_in_loss_that_is_not_finite(model: TrainingClient) -> None:  # R1.9
     data = texts(logprobs=lambda _, n: np.full(n, -1e30), advantages=lambda _, n: np.ones(n))
     with pytest.raises(LossNotFinite, match=r"datum 0: importance_sampling: the loss is -inf; .* Look for tokens"):
