@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from tests.reference import gathered
-from tinker_lightning import AdamParams, Datum, LossFnOutput, custom_loss
+from tinker_lightning import AdamParams, Datum, LossFnOutput, custom_loss, losses
 from tinker_lightning.client import LossHandle, ServiceClient, TrainingClient
+from tinker_lightning.client.losses import READS
 from tinker_lightning.client.patience import Patience
 from tinker_lightning.errors import (
     ClientClosed,
@@ -31,6 +32,7 @@ from tinker_lightning.errors import (
 )
 from tinker_lightning.losses.tracing_batch import trace_batch_loss
 from tinker_lightning.server import EmbeddedTrainer, create_app
+from tinker_lightning.server.engine.losses import LOSSES
 from tinker_lightning.server.routes import handshake
 from tinker_lightning.testing import embedded_service
 
@@ -734,6 +736,35 @@ def test_a_training_client_can_take_a_loss_too(service: ServiceClient, model: Tr
         assert model.forward_backward(texts(), each).result().metrics["loss:sum"] > 0
     other = service.create_lora_training_client("tiny", rank=4)
     assert other.forward(texts(), "mine").result().metrics["loss:sum"] > 0
+
+
+def test_an_input_given_once_that_the_loss_does_not_read_is_refused(  # R3.4, R3.6
+    service: ServiceClient, model: TrainingClient
+) -> None:
+    custom_loss(service, name="pulled")(kl_regularized)
+    rows = {"wird": np.zeros((3, T))}
+    with pytest.raises(
+        InvalidInput, match=r"pulled does not read 'wird'; it reads reference_logprobs, target_tokens, weights$"
+    ):
+        model.forward_backward(texts(), "pulled", loss_fn_inputs=rows).result()
+    optional = {"weights": np.ones((3, T))}  # a variant reads it
+    assert model.forward(texts(), "pulled", loss_fn_inputs=optional).result().metrics["loss:sum"] > 0
+    assert model.forward(texts(wird=reference), "pulled").result()  # a datum may have more than one loss needs
+
+    handle = service.create_custom_loss(clipped, RANKS).result()
+    with pytest.raises(InvalidInput, match="clipped does not read 'wird'; it reads advantages, old, target_tokens"):
+        model.forward(policy(), handle, loss_fn_inputs=rows)
+    with pytest.raises(InvalidInput, match="ppo does not read 'wird'; it reads advantages, clip_high_threshold, clip"):
+        model.forward(policy(), "ppo", loss_fn_inputs=rows)
+    preference = custom_loss(service, name="preference", on="logprobs")(losses.dpo)
+    with pytest.raises(InvalidInput, match="preference does not read 'wird'; it reads reference_logprobs, target_toke"):
+        model.forward(texts(), preference, loss_fn_inputs=rows)
+
+
+def test_what_built_in_losses_read_is_what_the_server_reads() -> None:
+    assert {name: {*spec.inputs, *spec.config} for name, spec in LOSSES.items()} == {
+        name: set(reads) for name, reads in READS.items()
+    }
 
 
 def test_a_built_in_loss_that_is_not_finite(model: TrainingClient) -> None:  # R1.9

@@ -14,9 +14,10 @@ import numpy as np
 from torch import Tensor
 
 from tinker_lightning.client.loss_handle import LossHandle, located
-from tinker_lightning.client.losses import BUILT_IN
+from tinker_lightning.client.losses import BUILT_IN, READS
 from tinker_lightning.client.official import loss_name
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
+from tinker_lightning.losses.batch_loss import check_given
 from tinker_lightning.losses.datum_loss import SCALE
 from tinker_lightning.losses.graph import Graph
 from tinker_lightning.losses.scaling import scaled
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from tinker_lightning.client.service import ServiceClient
 
 _CUSTOM = "custom"
+_TARGETS = "target_tokens"
 # How our server ends the names of diagnostics that have no ending of the protocol's.
 _NO_ENDING = ":unique"
 
@@ -98,12 +100,16 @@ def prepare(
             raise InvalidLoss(f"{own.name} was registered with another client; register it with this one too")
         loss_id, settings = own.resolve(config or {})
         if own.is_of_library:
+            if own.graphs(loss_id):
+                check_given(own.name, inputs or {}, {*own.reads(loss_id), _TARGETS})
             data, inputs = own.checked(spread(data, inputs or {}), config or {}), None
         asked = _batch_pass(data, loss_id, settings, inputs, scale)
         return replace(asked, lose=functools.partial(own.lose, loss_id), graphs=own.graphs(loss_id))
     name = loss_name(loss_fn)
     if name not in BUILT_IN and name != _CUSTOM and extended:
         return _batch_pass(data, name, dict(config or {}), inputs, scale)
+    if extended and name in READS:
+        check_given(name, inputs or {}, {*READS[name], _TARGETS})
     data = spread(data, inputs or {})
     if extended:
         return ServerPass(data, name, dict(config or {}), scale=scale)
@@ -147,6 +153,7 @@ def handle_data(
         raise InvalidInput(f"{handle.name} is a loss of one datum, without settings; give {setting} with each datum")
     if handle.session_id != service.session.session_id:
         raise InvalidLoss(f"{handle.name} was created in another session; create it with this client too")
+    check_given(handle.name, inputs or {}, {*(each.name for each in handle.loss.inputs[1:]), _TARGETS})
     data = spread(data, inputs or {})
     for i, datum in enumerate(data):
         try:

@@ -109,6 +109,11 @@ class ServerLoss:
         uploads = [upload for upload in self._uploads.values() if upload.loss_id == loss_id]
         return [variant.program.graph for upload in uploads for variant in upload.loss.variants]
 
+    def reads(self, loss_id: str) -> frozenset[str]:
+        """All inputs that the loss with this id ever looks at, where it was traced."""
+        uploads = [upload for upload in self._uploads.values() if upload.loss_id == loss_id]
+        return frozenset(name for upload in uploads for name in upload.loss.reads)
+
     @property
     def is_of_library(self) -> bool:
         """Whether it is a loss of this package, of which it is known here what it reads."""

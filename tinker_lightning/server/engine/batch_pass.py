@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
-from tinker_lightning.losses.batch_loss import BatchLoss, metric_names
+from tinker_lightning.losses.batch_loss import BatchLoss, check_given, metric_names
 from tinker_lightning.losses.graph_limits import Limits
 from tinker_lightning.server.engine.batching import group_by_length
 from tinker_lightning.server.engine.inputs import stack_inputs
@@ -55,6 +55,10 @@ class StackedLoss(Protocol):
     @property
     def source(self) -> Source:
         """What it is computed from."""
+
+    @property
+    def reads(self) -> frozenset[str] | None:
+        """All inputs that it ever looks at; None if that is not known."""
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
         """All settings, with those of a call."""
@@ -103,6 +107,8 @@ def run_batch_pass(
     if not data:
         raise InvalidInput("data: the batch is empty; send at least one datum")
     settings = loss.settings(loss_fn_config)
+    if loss.reads is not None:
+        check_given(loss.name, loss_fn_inputs, loss.reads)
     dtype = next(iter(adapter.weights.tensors.values())).dtype
     tokens_B = [_read(i, datum, base) for i, datum in enumerate(data)]
     lengths = [len(tokens) for tokens in tokens_B]

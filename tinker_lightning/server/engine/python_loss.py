@@ -50,6 +50,10 @@ class PythonLoss:
         """
         return settings(self.name, {name: Hyperparameter(default) for name, default in self.defaults.items()}, given)
 
+    @property
+    def reads(self) -> None:
+        """Only the function knows."""
+
     def inputs(self, present: Iterable[str]) -> tuple[str, ...]:
         """All inputs that are there: only the function knows which it reads."""
         return tuple(present)
