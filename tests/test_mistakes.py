@@ -71,6 +71,30 @@ def captures(model_outputs: Any, loss_fn_inputs: Any, attention_mask: Any) -> Lo
     return LossFnOutput(loss=(model_outputs.sum() * HELD).sum(), logprobs=model_outputs[..., 0])
 
 
+def on_server(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def mine(model_outputs: Any, loss_fn_inputs: Any, attention_mask: Any) -> LossFnOutput:
+        return LossFnOutput(change(model_outputs.log_softmax(-1)[..., 0] * attention_mask))
+
+    with embedded_service() as service:  # a session of its own, whose losses the others do not list
+        custom_loss(service, name="mine")(mine)
+        service.create_lora_training_client("tiny", rank=2).forward_backward(DATA, "mine").result()
+
+
+def of_datums_on_server(stage: Stage, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def mine(logprobs: Any) -> Any:
+        return change(logprobs), {}
+
+    handle = stage.service.create_custom_loss(mine, {"logprobs": 1}).result()
+    stage.client.forward_backward(DATA, handle).result()
+
+
+def overflows(stage: Stage) -> None:
+    ones, far = [1.0] * 27, [-1000.0] * 27
+    tokens = list(b"All happy families are alike")
+    data = [Datum.from_targets(tokens[:-1], tokens[1:], advantages=ones, logprobs=far)]
+    stage.client.forward_backward(data, "importance_sampling").result()
+
+
 def missing_input(stage: Stage) -> None:
     custom_loss(stage.service, name="urgent")(minimal)
     stage.client.forward_backward(DATA, "urgent").result()
@@ -100,6 +124,14 @@ MISTAKES: list[tuple[str, str, Callable[[Stage], object]]] = [
     ("R1.9", "a loss whose gradient is not finite", lambda s: s.custom(lambda _, p: ((total(p) * 0).sqrt(), {}))),
     ("R1.9, R4.5", "a loss computed from detached tensors", lambda s: s.custom(lambda _, p: (total(p).detach(), {}))),
     ("R1.9, R4.5", "a loss that does not use the log-probabilities", lambda s: s.custom(lambda *_: (HELD.sum(), {}))),
+    ("R1.9", "the same on the server: one value per token", lambda _: on_server(lambda p: p)),
+    ("R1.9", "the same on the server: NaN", lambda _: on_server(lambda p: p.sum() * torch.nan)),
+    ("R1.9", "the same on the server: a gradient that is not finite", lambda _: on_server(_root)),
+    ("R1.9", "the same on the server: detached", lambda _: on_server(lambda p: p.detach().sum())),
+    ("R1.9", "the same of datums: one value per token", lambda s: of_datums_on_server(s, lambda p: p)),
+    ("R1.9", "the same of datums: NaN", lambda s: of_datums_on_server(s, lambda p: p.sum() * torch.nan)),
+    ("R1.9", "the same of datums: detached", lambda s: of_datums_on_server(s, lambda p: p.detach().sum())),
+    ("R1.9", "a built-in loss that overflows", overflows),
     ("R1.7", "a metric that is no number", lambda s: s.custom(lambda _, p: (total(p), {"text": "fine"}))),
     ("R2.1", "two regularizers of one name", lambda s: s.custom(None, regularizers=[_term("a"), _term("a")])),
     ("R2.1", "a regularizer's weight that is NaN", lambda s: s.custom(None, regularizers=[_term("a", float("nan"))])),
@@ -117,6 +149,10 @@ MISTAKES: list[tuple[str, str, Callable[[Stage], object]]] = [
     ("R4.5", "a per-token input of another length", lambda _: Datum.from_targets([1, 2], [2, 3], advantages=[1.0])),
     ("R4.5", "a failed pass whose result nobody reads", unread),
 ]
+
+
+def _root(logprobs: torch.Tensor) -> torch.Tensor:
+    return (logprobs * 0).sum().sqrt()
 
 
 def _term(name: str, weight: float = 1.0) -> Regularizer:

@@ -159,6 +159,8 @@ def test_a_loss_that_fails_says_where(service: tinker.ServiceClient, training: t
         return logprobs.reshape(7, 7).sum(), {}
 
     handle = service.create_custom_loss(reshaped, {"logprobs": 1}).result()
-    with pytest.raises(tinker.RequestFailedError, match=r"datum 0: node 'reshape': reshape failed: shape '\[7, 7\]'"):
+    with pytest.raises(
+        tinker.RequestFailedError, match=r"datum 0: reshaped: node 'reshape': reshape failed: shape '\[7, 7\]'"
+    ):
         training.forward_backward_custom(data(), handle).result()
     training.forward_backward(data(weights=[1.0] * 26)[:1], "cross_entropy").result()  # the model goes on

@@ -114,6 +114,26 @@ class LossWithoutGradient(InvalidLoss):
     """A custom loss does not depend on the log-probabilities."""
 
 
+# What a server may say by name that a caller's input is. Others have a meaning of their own on this side.
+_TOLD_BY_NAME: dict[str, type[InvalidInput]] = {
+    cls.__name__: cls
+    for cls in (
+        InvalidTensor,
+        InvalidDatum,
+        InvalidLoss,
+        LossNotTensor,
+        LossNotScalar,
+        LossNotFinite,
+        LossWithoutGradient,
+    )
+}
+
+
+def told_by_name(name: object) -> type[InvalidInput]:
+    """The class that a server's answer names, so that `except` means the same wherever a loss runs."""
+    return _TOLD_BY_NAME.get(name, InvalidInput) if isinstance(name, str) else InvalidInput
+
+
 class InvalidMessage(InvalidInput):
     """Bytes that are not the message they claim to be."""
 

@@ -12,7 +12,9 @@ from tests.client.conftest import DATA, QUICK
 from tinker_lightning import ModelInput, SamplingParams
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.errors import (
+    InvalidDatum,
     InvalidInput,
+    LossNotFinite,
     NotAnApi,
     NotATinkerServer,
     OperationFailed,
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tinker_lightning.server import EmbeddedTrainer
+
+
+USERS = {"error": "no", "category": "user"}
 
 
 class Meddler(httpx.AsyncBaseTransport):
@@ -45,7 +50,11 @@ class Meddler(httpx.AsyncBaseTransport):
         (lambda: httpx.Response(404, json={"detail": "unknown"}), ResultExpired, "knows nothing of it, or no more"),
         (lambda: httpx.Response(422, json={"detail": "failed"}), InvalidInput, "failed"),
         (lambda: httpx.Response(400, json={"detail": "bad"}), InvalidInput, "bad"),
-        (lambda: httpx.Response(200, json={"error": "no", "category": "user"}), InvalidInput, "no"),
+        (lambda: httpx.Response(200, json=USERS), InvalidInput, "no"),
+        (lambda: httpx.Response(200, json=USERS | {"error_class": "LossNotFinite"}), LossNotFinite, "no"),
+        (lambda: httpx.Response(200, json=USERS | {"error_class": "ClientForked"}), InvalidInput, "no"),
+        (lambda: httpx.Response(200, json=USERS | {"error_class": ["InvalidDatum"]}), InvalidInput, "no"),
+        (lambda: httpx.Response(400, json={"detail": "no", "error_class": "InvalidDatum"}), InvalidDatum, "no"),
         (lambda: httpx.Response(200, json={"error": "no", "category": "server"}), OperationFailed, "no"),
         (lambda: httpx.Response(200, json={"error": "no"}), OperationFailed, "no"),
         (lambda: httpx.Response(200, html="<html>login</html>"), NotAnApi, "Correct the URL"),

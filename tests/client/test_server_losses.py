@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,18 +15,24 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from tests.reference import gathered
-from tinker_lightning import AdamParams, Datum, LossFnOutput, custom_loss
+from tinker_lightning import AdamParams, Datum, LossFnOutput, custom_loss, losses
 from tinker_lightning.client import LossHandle, ServiceClient, TrainingClient
+from tinker_lightning.client.losses import READS
 from tinker_lightning.client.patience import Patience
 from tinker_lightning.errors import (
     ClientClosed,
     InvalidDatum,
     InvalidInput,
     InvalidLoss,
+    LossNotFinite,
+    LossNotScalar,
     LossNotTraceable,
+    LossWithoutGradient,
     ServerUnreachable,
 )
+from tinker_lightning.losses.tracing_batch import trace_batch_loss
 from tinker_lightning.server import EmbeddedTrainer, create_app
+from tinker_lightning.server.engine.losses import LOSSES
 from tinker_lightning.server.routes import handshake
 from tinker_lightning.testing import embedded_service
 
@@ -475,7 +482,7 @@ def test_a_function_in_this_process_needs_no_tracing(service: ServiceClient, mod
     def raises(outputs: Tensor, inputs: Any, mask: Tensor) -> LossFnOutput:
         raise ZeroDivisionError("oh")
 
-    with pytest.raises(InvalidInput, match="raises raised ZeroDivisionError: oh"):
+    with pytest.raises(InvalidInput, match="raises: it raised ZeroDivisionError: oh"):
         model.forward(texts(), "raises").result()
 
     @custom_loss(service, name="reads", trace=False)
@@ -501,7 +508,7 @@ def test_metrics_of_a_function_that_are_no_dict(
     if on == "logits" and metrics is None:  # an output of a class of one's own may have none
         assert model.forward(texts(), loss).result().metrics["tokens:sum"] > 0
         return
-    with pytest.raises(InvalidInput, match=r"odd must return its (diagnostics|metrics) as a dict, but returned \w+; "):
+    with pytest.raises(InvalidInput, match=r"odd: it must return its \w+ as a dict, but returned \w+; "):
         model.forward_backward(texts(), loss).result()
 
 
@@ -593,25 +600,189 @@ def test_what_is_no_client_and_no_function(service: ServiceClient, model: Traini
 
 
 @pytest.mark.parametrize(
-    ("loss", "because"),
+    ("loss", "kind", "because"),
     [
-        (lambda o, m: o[..., 0], r"mine must return one real number as its loss, got a tensor of \[3, 28\]"),
-        (lambda o, m: (o.sum() - o.sum()).log(), "mine is -inf"),
-        (lambda o, m: m.sum() * 1.0, "does not depend on what it is given of the model"),
-        (lambda o, m: o.detach().sum(), "does not depend on what it is given of the model"),
-        (lambda o, m: (o * 0).square().sum().sqrt(), "its gradient has NaN or infinite entries"),
-        (lambda o, m: o.sum() + m.sum(dim=7), "node 'sum_2': sum failed: Dimension out of range"),
+        (lambda o, m: o[..., 0], LossNotScalar, r"mine: the loss must be one real number, got .* shape \[3, 28\]"),
+        (lambda o, m: (o.sum() - o.sum()).log(), LossNotFinite, "mine: the loss is -inf"),
+        (lambda o, m: o.sum() * torch.nan, LossNotFinite, "mine: the loss is nan"),
+        (lambda o, m: m.sum() * 1.0, LossWithoutGradient, "mine: the loss does not depend on what it is given"),
+        (lambda o, m: o.detach().sum(), LossWithoutGradient, "mine: the loss does not depend on what it is given"),
+        (lambda o, m: (o * 0).square().sum().sqrt(), LossNotFinite, "mine: .* its gradient has NaN"),
+        (lambda o, m: o.sum() + m.sum(dim=7), InvalidLoss, "mine: node 'sum_2': sum failed: Dimension out of range"),
     ],
 )
-def test_losses_that_cannot_be_trained_on(
-    trainer: EmbeddedTrainer, service: ServiceClient, model: TrainingClient, loss: Any, because: str
+@pytest.mark.parametrize("trace", [True, False])
+def test_losses_that_cannot_be_trained_on(  # R1.9
+    trainer: EmbeddedTrainer,
+    service: ServiceClient,
+    model: TrainingClient,
+    loss: Any,
+    kind: type[InvalidLoss],
+    because: str,
+    trace: bool,
 ) -> None:
-    custom_loss(service, name="mine")(lambda outputs, inputs, mask: LossFnOutput(loss(outputs, mask)))
-    with pytest.raises(InvalidInput, match=because):
+    """Each is of the class that it has where the loss is computed here."""
+    custom_loss(service, name="mine", trace=trace)(lambda outputs, inputs, mask: LossFnOutput(loss(outputs, mask)))
+    because = because if trace else because.replace("node 'sum_2': sum failed", "it raised IndexError")
+    with pytest.raises(kind, match=because) as raised:
         model.forward_backward(texts(), "mine").result()
+    assert type(raised.value) is kind
     _, adapter = trainer.registry.model(model.model_id).ready()
     assert adapter.gradient == {}
     model.optim_step(AdamParams(learning_rate=0.0)).result()  # and the model goes on
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "because"),
+    [
+        (lambda p: p, LossNotScalar, r"datum 0: mine: the loss must be a scalar, got the shape \[28\]"),
+        (lambda p: p.sum() * torch.nan, LossNotFinite, "datum 0: mine: the loss is nan. Look for a division by zero"),
+        (lambda p: p.detach().sum(), LossWithoutGradient, "datum 0: mine: the loss does not depend on"),
+        (lambda p: (p * 0).sum().sqrt(), LossNotFinite, "datum 0: mine: .* its gradient has NaN"),
+        (lambda p: p.sum(dim=7).sum(), InvalidLoss, "datum 0: mine: node 'sum_1': sum failed: Dimension out of range"),
+    ],
+)
+def test_losses_of_one_datum_that_cannot_be_trained_on(  # R1.9
+    service: ServiceClient, model: TrainingClient, loss: Any, kind: type[InvalidLoss], because: str
+) -> None:
+    def mine(logprobs: Tensor) -> Any:
+        return loss(logprobs), {}
+
+    handle = service.create_custom_loss(mine, {"logprobs": 1}).result()
+    with pytest.raises(kind, match=because) as raised:
+        model.forward_backward(texts(), handle).result()
+    assert type(raised.value) is kind
+    if kind is LossNotFinite and "is nan" in because:
+        with pytest.raises(LossNotFinite, match=because):
+            model.forward(texts(), handle).result()
+
+
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize(
+    ("logprobs", "got"),
+    [
+        (lambda o: o.flatten(0, 1)[:, 0], r"the shape \[84\]"),
+        (lambda o: o.mean(), r"the shape \[\]"),
+        (lambda o: o[:2, :, 0], r"the shape \[2, 28\]"),
+    ],
+)
+def test_logprobs_that_are_not_by_datum_are_refused(
+    trainer: EmbeddedTrainer, service: ServiceClient, model: TrainingClient, logprobs: Any, got: str, trace: bool
+) -> None:
+    custom_loss(service, name="mine", trace=trace)(lambda o, inputs, mask: LossFnOutput(o.sum(), logprobs(o)))
+    for run in (model.forward, model.forward_backward):
+        with pytest.raises(InvalidLoss, match=rf"mine: its logprobs must have one row for each of the 3 datums.*{got}"):
+            run(texts(), "mine").result()
+    assert trainer.registry.model(model.model_id).ready()[1].gradient == {}
+
+
+def test_settings_of_a_function_are_held_to_what_those_of_a_graph_are(
+    service: ServiceClient, model: TrainingClient
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    @custom_loss(service, name="mine", trace=False)
+    def mine(o: Tensor, i: Any, m: Tensor, beta: float = 0.5, k: int = 2, mode: str = "a", top: Any = None) -> Any:
+        seen.append({"beta": beta, "k": k, "mode": mode, "top": top})
+        return LossFnOutput(o.sum())
+
+    model.forward(texts(), "mine", {"beta": 1, "k": 3.0, "mode": "b", "top": 4}).result()
+    assert seen == [{"beta": 1.0, "k": 3, "mode": "b", "top": 4}]
+    assert [type(seen[0][name]) for name in ("beta", "k")] == [float, int]
+    for name, value in (("beta", float("nan")), ("beta", "text"), ("k", float("inf")), ("top", float("nan"))):
+        with pytest.raises(InvalidInput, match=f"loss_fn_config: {name} must be a finite number, got"):
+            model.forward(texts(), "mine", {name: value}).result()
+    with pytest.raises(InvalidInput, match="mine does not know 'gamma'; it takes beta, k, mode, top"):
+        model.forward(texts(), "mine", {"gamma": 1.0}).result()
+
+
+def test_an_error_of_a_graph_has_the_users_line(service: ServiceClient, model: TrainingClient) -> None:  # R3.6
+    @custom_loss(service, name="three")
+    def three(outputs: Tensor, inputs: Any, mask: Tensor) -> LossFnOutput:
+        squared = outputs * outputs
+        masked = squared * mask.unsqueeze(-1)
+        return LossFnOutput((masked * inputs["third"]).mean())
+
+    with pytest.raises(InvalidLoss) as raised:
+        model.forward_backward(texts(), "three", loss_fn_inputs={"third": np.ones((2, 3), np.float32)}).result()
+    assert "three: node 'mul_2': operator.mul failed: " in str(raised.value)
+    assert str(raised.value).endswith('return LossFnOutput((masked * inputs["third"]).mean())')
+    assert f"\n    at {__file__}:" in str(raised.value)
+    assert raised.value.operation == "forward_backward"
+
+
+@pytest.mark.parametrize("on_server", [True, False])
+def test_an_error_of_a_handle_has_the_users_line(trainer: EmbeddedTrainer, on_server: bool, monkeypatch: Any) -> None:
+    def mine(logprobs: Tensor, third: Tensor) -> Any:
+        doubled = 2 * logprobs
+        return (doubled * third).sum(), {}
+
+    if not on_server:
+        monkeypatch.setitem(handshake.CLIENT_CONFIG, "custom_loss_server_side", False)
+    with embedded_service(trainer) as service:
+        model = service.create_lora_training_client("tiny", rank=4)
+        handle = service.create_custom_loss(mine, {"logprobs": 1, "third": 1}).result()
+        assert (handle.loss_id is not None) == on_server
+        with pytest.raises(InvalidLoss, match=r"datum 0: mine: node 'mul_1': operator\.mul failed") as raised:
+            model.forward_backward(texts(third=lambda *_: np.ones(3)), handle).result()
+    assert f"\n    at {__file__}:" in str(raised.value)
+    assert str(raised.value).endswith("return (doubled * third).sum(), {}")
+
+
+def test_a_training_client_can_take_a_loss_too(service: ServiceClient, model: TrainingClient) -> None:
+    loss = custom_loss(model, name="mine")(minimal)
+    assert "mine" in service.list_loss_functions()["available_loss_functions"]
+    for each in (loss, "mine"):
+        assert model.forward_backward(texts(), each).result().metrics["loss:sum"] > 0
+    other = service.create_lora_training_client("tiny", rank=4)
+    assert other.forward(texts(), "mine").result().metrics["loss:sum"] > 0
+
+
+def test_an_input_given_once_that_the_loss_does_not_read_is_refused(  # R3.4, R3.6
+    service: ServiceClient, model: TrainingClient
+) -> None:
+    custom_loss(service, name="pulled")(kl_regularized)
+    rows = {"wird": np.zeros((3, T))}
+    with pytest.raises(
+        InvalidInput, match=r"pulled does not read 'wird'; it reads reference_logprobs, target_tokens, weights$"
+    ):
+        model.forward_backward(texts(), "pulled", loss_fn_inputs=rows).result()
+    optional = {"weights": np.ones((3, T))}  # a variant reads it
+    assert model.forward(texts(), "pulled", loss_fn_inputs=optional).result().metrics["loss:sum"] > 0
+    assert model.forward(texts(wird=reference), "pulled").result()  # a datum may have more than one loss needs
+
+    handle = service.create_custom_loss(clipped, RANKS).result()
+    with pytest.raises(InvalidInput, match="clipped does not read 'wird'; it reads advantages, old, target_tokens"):
+        model.forward(policy(), handle, loss_fn_inputs=rows)
+    with pytest.raises(InvalidInput, match="ppo does not read 'wird'; it reads advantages, clip_high_threshold, clip"):
+        model.forward(policy(), "ppo", loss_fn_inputs=rows)
+    preference = custom_loss(service, name="preference", on="logprobs")(losses.dpo)
+    with pytest.raises(InvalidInput, match="preference does not read 'wird'; it reads reference_logprobs, target_toke"):
+        model.forward(texts(), preference, loss_fn_inputs=rows)
+
+
+def test_what_built_in_losses_read_is_what_the_server_reads() -> None:
+    assert {name: {*spec.inputs, *spec.config} for name, spec in LOSSES.items()} == {
+        name: set(reads) for name, reads in READS.items()
+    }
+
+
+def test_a_built_in_loss_that_is_not_finite(model: TrainingClient) -> None:  # R1.9
+    data = texts(logprobs=lambda _, n: np.full(n, -1e30), advantages=lambda _, n: np.ones(n))
+    with pytest.raises(LossNotFinite, match=r"datum 0: importance_sampling: the loss is -inf; .* Look for tokens"):
+        model.forward_backward(data, "importance_sampling").result()
+
+
+def test_what_is_wrong_with_a_datum_keeps_its_class(model: TrainingClient) -> None:
+    with pytest.raises(InvalidDatum, match="datum 0: advantages: missing") as raised:
+        model.forward_backward(texts(logprobs=reference), "ppo").result()
+    assert type(raised.value) is InvalidDatum
+
+
+def test_an_upload_that_is_refused_keeps_its_class(service: ServiceClient) -> None:
+    loss = trace_batch_loss(minimal, "mine", "logits")
+    with pytest.raises(InvalidLoss, match="a loss cannot be called '7'"):
+        service.losses.register(replace(loss, name="7"))
 
 
 def test_a_handle_of_another_session(trainer: EmbeddedTrainer, service: ServiceClient) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextvars
 import gc
 import math
@@ -458,6 +459,41 @@ def test_a_term_that_takes_too_long_is_named_and_cancelled() -> None:
     assert isinstance(caught.value.__cause__, TimeoutError)
     assert cancelled.wait(LONG)
     assert evaluate(*THREE, timeout=LONG)[1]["loss_total"] == 13.0  # the loop goes on
+
+
+def test_what_blocks_the_loop_is_named_and_not_who_waits_for_it() -> None:
+    go_on = threading.Event()
+
+    async def sleeps(_: list[Any], lp: list[Tensor]) -> Tensor:
+        go_on.wait(LONG)  # in place of an await
+        return lp[0].sum()
+
+    innocent = Regularizer(last, 1.0, "innocent")
+    blocks = r"no value within 0\.3 s, for 'sleeps' blocks the event loop that all async regularizers share"
+    try:
+        with pytest.raises(ResultTimeout, match=rf"^regularizer 'sleeps': {blocks}"):
+            evaluate(Regularizer(sleeps, 1.0, "sleeps"), innocent, timeout=0.3)
+        with pytest.raises(ResultTimeout, match=rf"^regularizer 'innocent': {blocks}"):  # at the next step
+            evaluate(innocent, timeout=0.3)
+    finally:
+        go_on.set()
+    assert evaluate(*THREE, timeout=LONG)[1]["loss_total"] == 13.0
+
+
+def test_the_time_that_the_base_takes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def waiting(futures: Any, timeout: float, until: str) -> Any:
+        waits.append(timeout)
+        return concurrent.futures.wait(futures, timeout, until)
+
+    def slow(data: list[Any], lp: list[Tensor]) -> Returned:
+        time.sleep(0.1)
+        return base(data, lp)
+
+    monkeypatch.setattr(composition, "wait", waiting)
+    evaluate(*THREE, base=slow, timeout=LONG)
+    assert 0 < waits[0] <= LONG - 0.1
 
 
 def test_an_executor_term_that_takes_too_long_is_named_and_keeps_nobody_waiting() -> None:

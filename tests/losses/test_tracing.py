@@ -278,7 +278,7 @@ def test_what_cannot_be_traced(fn: Callable[..., Any], line: str, because: str) 
     ("fn", "ranks", "because"),
     [
         (lambda logprobs: logprobs.sum(), {"logprobs": 1}, r"must return \(loss, metrics\)"),
-        (lambda logprobs: (1.0, {}), {"logprobs": 1}, "its loss as a tensor, got float"),
+        (lambda logprobs: (1.0, {}), {"logprobs": 1}, "its loss as a tensor computed from what it is given, got float"),
         (
             lambda logprobs: (logprobs.sum(), {"custom/x:sum": 1.0}),
             {"logprobs": 1},

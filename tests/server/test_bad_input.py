@@ -114,7 +114,7 @@ INPUTS = f"{DATUM}.loss_fn_inputs"
         (f"{INPUTS}.weights.data", [1.0] * 9 + [None], "datum 1: weights"),
         (f"{INPUTS}.weights.data", [1.0] * 9 + [1e39], "datum 1: weights"),
         (f"{INPUTS}.weights.data", [1.0] * 9 + ["nan"], "datum 1: weights"),
-        (f"{INPUTS}.weights.data", [3e38] * 10, "datum 1: its cross_entropy is inf"),
+        (f"{INPUTS}.weights.data", [3e38] * 10, "datum 1: cross_entropy: the loss is inf"),
         (f"{INPUTS}.weights.sparse_crow_indices", [0, 99], "datum 1: weights"),
         (f"{INPUTS}.weights.sparse_col_indices", [0], "datum 1: weights"),
         ("forward_backward_input.data", [], "data: the batch is empty"),

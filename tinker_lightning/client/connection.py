@@ -24,6 +24,7 @@ from tinker_lightning.errors import (
     ServerUnreachable,
     TinkerLightningError,
     Unauthorized,
+    told_by_name,
 )
 from tinker_lightning.wire import json as wire_json
 
@@ -229,7 +230,7 @@ class Connection:
         if status == 404:
             return NotFound(message)
         if 400 <= status < 500 and not _may_help(response):
-            return InvalidInput(message)
+            return told_by_name((body or {}).get("error_class"))(message)
         return OperationFailed(f"{message} (HTTP {status})")
 
     def _not_an_api(self, response: httpx.Response) -> NotAnApi:

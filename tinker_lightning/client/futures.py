@@ -107,8 +107,10 @@ class TinkerFuture(Generic[T]):
         self._source.add_done_callback(wake)
         await woken.wait()
 
-    def then(self, change: Callable[[T], U]) -> TinkerFuture[U]:
-        """The same result in another form."""
+    def then(
+        self, change: Callable[[T], U], explain: Callable[[BaseException], BaseException] | None = None
+    ) -> TinkerFuture[U]:
+        """The same result in another form, and if asked, the same failure in other words."""
         changed: concurrent.futures.Future[U] = concurrent.futures.Future()
         changed.set_running_or_notify_cancel()
 
@@ -116,7 +118,7 @@ class TinkerFuture(Generic[T]):
             try:
                 changed.set_result(change(self._outcome()))
             except BaseException as error:
-                changed.set_exception(error)
+                changed.set_exception(error if explain is None else explain(error))
 
         self._source.add_done_callback(settle)
         return TinkerFuture(changed, self.operation, self._owner)

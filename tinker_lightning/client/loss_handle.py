@@ -12,10 +12,13 @@ from tinker_lightning import surrogate
 from tinker_lightning.client.official import to_datum
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses.datum_loss import DatumLoss
+from tinker_lightning.losses.graph import places_of
 from tinker_lightning.types import Datum, ForwardBackwardOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from tinker_lightning.losses.graph import Graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +49,23 @@ class LossHandle:
                 selected = self.loss.select(to_datum(datum).loss_fn_inputs)
                 term, metrics = self.loss(each, self.loss.tensors(selected, each.dtype))
             except InvalidInput as error:
-                raise type(error)(f"datum {i}: {error}") from error
+                raise located(type(error)(f"datum {i}: {self.name}: {error}"), [self.loss.program.graph]) from error
             terms.append(term)
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value.detach())
         means = {name: value / len(terms) if name.endswith(":mean") else value for name, value in sums.items()}
         return torch.stack(terms).sum(), means
+
+
+def located(error: BaseException, graphs: Sequence[Graph]) -> BaseException:
+    """An error that names a node of a graph, with the line of the user's function that the node comes from."""
+    places = places_of(str(error), graphs) if isinstance(error, InvalidInput) else []
+    if not places:
+        return error
+    told = type(error)(f"{error}\n    at {' or '.join(places)}")
+    told.__dict__.update(error.__dict__)  # the operation and request that it was about
+    told.__cause__ = error.__cause__
+    return told
 
 
 def with_loss(output: ForwardBackwardOutput, data: list[Datum], handle: LossHandle) -> ForwardBackwardOutput:

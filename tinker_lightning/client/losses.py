@@ -38,6 +38,18 @@ BUILT_IN: dict[str, str] = {
     "gspo": "clipped policy gradient with one ratio for each sequence",
 }
 
+# What each of them reads beside the targets, on our server.
+_POLICY = ("logprobs", "advantages")
+_CLIPPED = (*_POLICY, "clip_low_threshold", "clip_high_threshold")
+READS: dict[str, tuple[str, ...]] = {
+    "cross_entropy": ("weights",),
+    "importance_sampling": _POLICY,
+    "ppo": _CLIPPED,
+    "cispo": _CLIPPED,
+    "dro": (*_POLICY, "beta"),
+    "gspo": (*_CLIPPED, "sequence_ratio_mask"),
+}
+
 
 class Losses:
     """Uploads losses, and knows those that were uploaded.

@@ -11,13 +11,13 @@ import httpx
 
 from tinker_lightning.client.connection import JSON, PROTOBUF
 from tinker_lightning.errors import (
-    InvalidInput,
     InvalidMessage,
     NotFound,
     OperationFailed,
     ResultExpired,
     ServerUnreachable,
     TinkerLightningError,
+    told_by_name,
 )
 from tinker_lightning.types import ForwardBackwardOutput, SampleResponse
 from tinker_lightning.types.requests import RetrieveFutureRequest
@@ -177,7 +177,8 @@ def _is_receipt(response: httpx.Response) -> bool:
 
 def _failure(message: dict[str, Any]) -> TinkerLightningError:
     error = str(message["error"])
-    return InvalidInput(error) if message.get("category") == "user" else OperationFailed(error)
+    is_users = message.get("category") == "user"
+    return told_by_name(message.get("error_class"))(error) if is_users else OperationFailed(error)
 
 
 def _accept(operation: Operation[Any]) -> str:

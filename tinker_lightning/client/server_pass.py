@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from tinker_lightning.client.loss_handle import LossHandle
-from tinker_lightning.client.losses import BUILT_IN
+from tinker_lightning.client.loss_handle import LossHandle, located
+from tinker_lightning.client.losses import BUILT_IN, READS
 from tinker_lightning.client.official import loss_name
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
+from tinker_lightning.losses.batch_loss import check_given
 from tinker_lightning.losses.datum_loss import SCALE
+from tinker_lightning.losses.graph import Graph
 from tinker_lightning.losses.scaling import scaled
 from tinker_lightning.losses.server_loss import ServerLoss
 from tinker_lightning.types import Datum, ForwardBackwardOutput, TensorData
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from tinker_lightning.client.service import ServiceClient
 
 _CUSTOM = "custom"
+_TARGETS = "target_tokens"
 # How our server ends the names of diagnostics that have no ending of the protocol's.
 _NO_ENDING = ":unique"
 
@@ -46,6 +49,7 @@ class ServerPass:
         whole: Whether the batch must not be split: the loss is not a sum over datums.
         finish: What becomes of the result.
         lose: Told of a failure that may have come because the server no longer knows the loss.
+        graphs: What the server runs, as it was traced here.
     """
 
     data: list[Datum]
@@ -56,6 +60,7 @@ class ServerPass:
     whole: bool = False
     finish: Callable[[ForwardBackwardOutput], ForwardBackwardOutput] | None = None
     lose: Callable[[], None] | None = None
+    graphs: Sequence[Graph] = ()
 
     def received(self, future: TinkerFuture[ForwardBackwardOutput]) -> TinkerFuture[ForwardBackwardOutput]:
         """The result as the caller gets it.
@@ -67,7 +72,7 @@ class ServerPass:
         if lose is not None:
             # First, so that whoever sees the failure and goes on finds it told.
             future._source.add_done_callback(lambda source: lose() if _is_refused(source) else None)
-        return future.then(self.finish or _unchanged)
+        return future.then(self.finish or _unchanged, functools.partial(located, graphs=self.graphs))
 
 
 def prepare(
@@ -87,18 +92,24 @@ def prepare(
     if isinstance(loss_fn, LossHandle):
         data = handle_data(service, data, loss_fn, config, inputs)
         service.losses.renew(loss_fn)
-        return replace(_datum_pass(data, loss_fn, scale), lose=functools.partial(service.losses.lose, loss_fn))
+        lose = functools.partial(service.losses.lose, loss_fn)
+        return replace(_datum_pass(data, loss_fn, scale), lose=lose, graphs=[loss_fn.loss.program.graph])
     own = loss_fn if isinstance(loss_fn, ServerLoss) else service.losses.by_name.get(loss_name(loss_fn))
     if own is not None:
         if own.server is not service.losses:
             raise InvalidLoss(f"{own.name} was registered with another client; register it with this one too")
         loss_id, settings = own.resolve(config or {})
         if own.is_of_library:
+            if own.graphs(loss_id):
+                check_given(own.name, inputs or {}, {*own.reads(loss_id), _TARGETS})
             data, inputs = own.checked(spread(data, inputs or {}), config or {}), None
-        return replace(_batch_pass(data, loss_id, settings, inputs, scale), lose=functools.partial(own.lose, loss_id))
+        asked = _batch_pass(data, loss_id, settings, inputs, scale)
+        return replace(asked, lose=functools.partial(own.lose, loss_id), graphs=own.graphs(loss_id))
     name = loss_name(loss_fn)
     if name not in BUILT_IN and name != _CUSTOM and extended:
         return _batch_pass(data, name, dict(config or {}), inputs, scale)
+    if extended and name in READS:
+        check_given(name, inputs or {}, {*READS[name], _TARGETS})
     data = spread(data, inputs or {})
     if extended:
         return ServerPass(data, name, dict(config or {}), scale=scale)
@@ -142,6 +153,7 @@ def handle_data(
         raise InvalidInput(f"{handle.name} is a loss of one datum, without settings; give {setting} with each datum")
     if handle.session_id != service.session.session_id:
         raise InvalidLoss(f"{handle.name} was created in another session; create it with this client too")
+    check_given(handle.name, inputs or {}, {*(each.name for each in handle.loss.inputs[1:]), _TARGETS})
     data = spread(data, inputs or {})
     for i, datum in enumerate(data):
         try:

@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import os
 import threading
+import time
 import types
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 THREAD = "tinker-lightning-regularizers"
+_SLOW_SECONDS = 0.1  # what asyncio itself calls slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,12 @@ def on_thread(call: Callable[[], T], name: str) -> Future[T]:
     return future
 
 
-def on_loop(awaitable: Awaitable[T]) -> Future[T]:
+def on_loop(awaitable: Awaitable[T], name: str = "") -> Future[T]:
     """Awaits something on the event loop that all share. It lives on, so that clients which belong to it can be kept.
+
+    Args:
+        awaitable: What is awaited.
+        name: Whose it is, for `blocker`.
 
     Raises:
         RuntimeError: If called on that loop, which would then wait for itself.
@@ -88,7 +94,13 @@ def on_loop(awaitable: Awaitable[T]) -> Future[T]:
     if threading.current_thread() is loop.thread:
         coroutine.close()
         raise RuntimeError("it was called by an async regularizer, on the event loop that it needs itself")
-    return asyncio.run_coroutine_threadsafe(_InModes(coroutine, Modes.current()), loop.loop)
+    return asyncio.run_coroutine_threadsafe(_InModes(coroutine, Modes.current(), loop, name), loop.loop)
+
+
+def blocker() -> str:
+    """The name of what runs on the shared loop without an await and keeps all others waiting; empty if none does."""
+    step = _Loop.shared().step
+    return step[0] if step is not None and time.monotonic() - step[1] > _SLOW_SECONDS else ""
 
 
 class _Loop:
@@ -100,6 +112,7 @@ class _Loop:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.pid = os.getpid()
+        self.step: tuple[str, float] | None = None  # whose code it runs, and since when
         self.thread = threading.Thread(target=self.loop.run_forever, name=THREAD, daemon=True)
         self.thread.start()
 
@@ -122,9 +135,11 @@ class _InModes(Coroutine[Any, Any, T]):
     Coroutines take turns on one thread: without this, a `no_grad` around an await would reach into all the others.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T], modes: Modes) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, T], modes: Modes, loop: _Loop, name: str) -> None:
         self._coroutine = coroutine
         self._modes = modes
+        self._loop = loop
+        self._name = name
 
     def send(self, value: Any) -> Any:
         """Runs it up to its next await."""
@@ -143,10 +158,13 @@ class _InModes(Coroutine[Any, Any, T]):
 
     def _advance(self, step: Callable[[], Any]) -> Any:
         with self._modes.applied():
+            self._loop.step = self._name, time.monotonic()
             try:
                 awaited = step()
             except (KeyboardInterrupt, SystemExit) as error:
                 # Either would end the loop, and whoever needs it next would wait for ever.
                 raise RuntimeError(f"it raised {type(error).__name__}") from error
+            finally:
+                self._loop.step = None
             self._modes = Modes.current()
             return awaited

@@ -97,6 +97,11 @@ class BatchLoss:
         """
         return self._variant(set(present)).inputs
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """All inputs that it ever looks at."""
+        return frozenset(name for variant in self.variants for name in (*variant.inputs, *variant.absent))
+
     def __call__(
         self,
         sources: Mapping[str, Tensor],
@@ -241,10 +246,24 @@ def settings(loss: str, known: Mapping[str, Hyperparameter], given: Mapping[str,
                 f"loss_fn_config: {name} of {loss} is fixed to {default!r}, for the function decides by it what to "
                 f"compute. Register it once more, under another name, with {name}={value!r}."
             )
-        if not known[name].fixed and not (isinstance(value, int | float) and math.isfinite(value)):
+        is_number = isinstance(value, int | float)
+        is_wrong = not math.isfinite(value) if is_number else isinstance(default, int | float)
+        if is_wrong and not known[name].fixed:
             raise InvalidInput(f"loss_fn_config: {name} must be a finite number, got {value!r}")
         values[name] = value
     return values
+
+
+def check_given(loss: str, given: Iterable[str], reads: Iterable[str]) -> None:
+    """Refuses inputs that were given once for the batch, hence for this loss, if it does not read them.
+
+    Raises:
+        InvalidInput: If there is one; names those that it reads.
+    """
+    if unread := [name for name in given if name not in reads]:
+        raise InvalidInput(
+            f"loss_fn_inputs: {loss} does not read {unread[0]!r:.80}; it reads {', '.join(sorted(reads)) or 'none'}"
+        )
 
 
 def check_name(name: Any) -> None:

@@ -20,7 +20,7 @@ from tinker_lightning.errors import (
     ResultTimeout,
     TinkerLightningError,
 )
-from tinker_lightning.losses.background import on_loop, on_thread
+from tinker_lightning.losses.background import blocker, on_loop, on_thread
 from tinker_lightning.losses.regularizer import as_regularizers
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _start(term: Regularizer, data: list[Any], logprobs: list[Tensor]) -> Future
 
     def call() -> Any:
         returned = term.fn(data, logprobs)
-        return on_loop(returned) if inspect.isawaitable(returned) else returned
+        return on_loop(returned, term.name) if inspect.isawaitable(returned) else returned
 
     with _blaming(term):
         if term.run_in_executor and not term.is_async:
@@ -184,6 +184,13 @@ def _blaming(term: Regularizer, timeout: float | None = None) -> Iterator[None]:
         named.__dict__.update(error.__dict__)  # the operation and request that it was about
         raise named from error
     except Exception as error:
+        has_own_thread = term.run_in_executor and not term.is_async
+        if timeout is not None and not has_own_thread and (by := blocker()):
+            raise ResultTimeout(
+                f"regularizer {term.name!r}: no value within {timeout} s, for {by!r} blocks the event loop that all "
+                "async regularizers share: it sleeps or computes without an await. Use asyncio.sleep and "
+                "asyncio.to_thread in it, or make it a plain function with run_in_executor=True; nothing was sent."
+            ) from error
         if timeout is not None:
             raise ResultTimeout(
                 f"regularizer {term.name!r}: no value within {timeout} s. Give it more time, or look at what it waits "

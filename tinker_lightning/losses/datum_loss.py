@@ -10,17 +10,17 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
 
-from tinker_lightning.errors import InvalidDatum, InvalidLoss, LossNotTraceable
+from tinker_lightning.errors import InvalidDatum, InvalidLoss, LossNotScalar, LossNotTensor, LossNotTraceable
 from tinker_lightning.losses.graph import Graph, Node, Ref
 from tinker_lightning.losses.graph_limits import Limits
 from tinker_lightning.losses.graph_run import Program
-from tinker_lightning.losses.tracing import WAYS_OUT, DependsOn, Recorder, record
+from tinker_lightning.losses.tracing import DependsOn, Recorder, record
 
 if TYPE_CHECKING:
     from tinker_lightning.types import TensorData
@@ -144,9 +144,10 @@ class DatumLoss:
             InvalidLoss: If a call of the graph fails or takes too much, or the loss is no scalar.
         """
         loss, metrics = self.program([logprobs, *arguments], limits, deadline)
-        if not isinstance(loss, Tensor) or loss.ndim:
-            shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise InvalidLoss(f"{self.name} must return a scalar as its loss, got {shape}; use .sum() or .mean()")
+        if not isinstance(loss, Tensor):
+            raise LossNotTensor(f"the loss must be a tensor, got {type(loss).__name__}")
+        if loss.ndim:
+            raise LossNotScalar(f"the loss must be a scalar, got the shape {list(loss.shape)}; use .sum() or .mean()")
         return loss, metrics
 
 
@@ -166,18 +167,22 @@ def trace_datum_loss(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> 
     def body(recorder: Recorder) -> Any:
         returned = fn(*(recorder.input(each.name, each.rank) for each in inputs))
         if not (isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], Mapping)):
-            raise LossNotTraceable(f"{name} must return (loss, metrics), a tensor and a dict. {WAYS_OUT}")
+            raise LossNotTraceable(
+                f"{name} must return (loss, metrics), a tensor and a dict, but returned {type(returned).__name__}"
+            )
         loss, metrics = returned
         for what, value in (("its loss", loss), *((f"metric {key!r}", value) for key, value in metrics.items())):
             if not isinstance(value, fx.Proxy):
-                raise LossNotTraceable(f"{name} must return {what} as a tensor, got {type(value).__name__}. {WAYS_OUT}")
+                raise LossNotTraceable(
+                    f"{name} must return {what} as a tensor computed from what it is given, got {type(value).__name__}"
+                )
         return loss, dict(metrics)
 
     try:
         graph = record(fn, body)
     except DependsOn as blocked:
         raise blocked.error from None
-    return DatumLoss.decode(name, inputs, graph.encode())
+    return replace(DatumLoss.decode(name, inputs, graph.encode()), program=Program(graph))
 
 
 def _signature(fn: Callable[..., Any], name: str, input_ranks: Mapping[str, int]) -> list[LossInput]:

@@ -6,7 +6,9 @@ may cost when it runs is bounded by `graph_run`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.errors import InvalidLoss
@@ -15,12 +17,13 @@ from tinker_lightning.losses.graph_functions import Function
 from tinker_lightning.losses.graph_json import MAX_VALUES, NAME, Node, Reader, Ref, encode_value, refs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["FORMAT", "MAX_NODES", "MAX_VALUES", "Graph", "Node", "Ref", "encode_value", "refs"]
+__all__ = ["FORMAT", "MAX_NODES", "MAX_VALUES", "Graph", "Node", "Ref", "encode_value", "places_of", "refs"]
 
 FORMAT = 1
 MAX_NODES = 4096
+_NAMED = re.compile(r"\bnode '(\w+)'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +35,14 @@ class Graph:
         calls: What is computed of them. Ref 0 is the first placeholder.
         functions: What each call calls.
         output: What is returned, with a Ref where a value stands.
+        places: The user's line behind each call, by its name, where it was traced. It stays there.
     """
 
     inputs: tuple[str, ...]
     calls: tuple[Node, ...]
     functions: tuple[Function, ...]
     output: Any
+    places: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def size(self) -> int:
@@ -111,6 +116,13 @@ class Graph:
         if inputs is not None and tuple(reader.inputs) != tuple(inputs):
             raise InvalidLoss(f"the placeholders are {_listing(reader.inputs)}, but should be {_listing(inputs)}")
         return cls(tuple(reader.inputs), tuple(reader.calls), tuple(reader.functions), reader.output[0])
+
+
+def places_of(message: str, graphs: Iterable[Graph]) -> list[str]:
+    """The user's lines behind the node that an error names; more than one if graphs call others by the same name."""
+    named = _NAMED.search(message)
+    found = [graph.places.get(named[1]) for graph in graphs] if named else []
+    return [place for place in dict.fromkeys(found) if place]
 
 
 def _count(value: Any) -> int:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 # How many pieces a tensor may be cut into; each is an object.
 MAX_PIECES = 1024
 _WRITES = {"inplace", "out"}
+# What processors multiply matrices of with all their might. Of others torch does it in a plain loop, which takes a
+# hundred times as long and more, by how the matrices lie in memory.
+_QUICK = (torch.float32, torch.float64)
 
 
 def attribute(value: Any, name: Any) -> Any:
@@ -233,11 +236,16 @@ def kthvalue(self: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tupl
 
 
 def product_work(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
-    """Each element of the left meets each column of the right; multiplications are quick."""
+    """Each element of the left meets each column of the right."""
     columns = right.shape[-1] if right.ndim > 1 else 1
     batch = int(torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]).numel())
     rows = math.prod(left.shape[-2:])
-    return batch * rows * columns // 16
+    return _multiplications(batch * rows * columns, left, right)
+
+
+def _multiplications(count: int, *operands: Any) -> int:
+    """As many elements as would take as long to read."""
+    return count // 16 if all(operand.dtype in _QUICK for operand in operands) else 8 * count
 
 
 def product_inside(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
@@ -248,7 +256,8 @@ def product_inside(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
 
 def inner_work(left: Tensor, right: Tensor) -> int:
     """Each row of the left meets each row of the right."""
-    return left.numel() * right.numel() // (16 * max(1, right.shape[-1] if right.ndim else 1))
+    meetings = left.numel() * right.numel() // max(1, right.shape[-1] if right.ndim else 1)
+    return _multiplications(meetings, left, right)
 
 
 def einsum(equation: str, *operands: Any) -> Tensor:
@@ -261,7 +270,7 @@ def einsum(equation: str, *operands: Any) -> Tensor:
 
 
 def einsum_work(equation: str, *operands: Any) -> int:
-    """The product of all sizes, for multiplications are quick."""
+    """The product of all sizes; where one operand has 1, that is the other's."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     sizes: dict[str, int] = {}
@@ -269,8 +278,9 @@ def einsum_work(equation: str, *operands: Any) -> int:
         letters = part.replace("...", "").replace(" ", "")
         extra = operand.shape[: operand.ndim - len(letters)]
         sizes["..."] = sizes.get("...", 1) * math.prod(extra)
-        sizes |= dict(zip(letters, operand.shape[operand.ndim - len(letters) :], strict=False))
-    return math.prod(sizes.values()) // 16
+        for letter, size in zip(letters, operand.shape[operand.ndim - len(letters) :], strict=False):
+            sizes[letter] = max(size, sizes.get(letter, 0))
+    return _multiplications(math.prod(sizes.values()), *operands)
 
 
 def sorting_work(self: Tensor, *_: Any, **__: Any) -> int:

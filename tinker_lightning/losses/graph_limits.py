@@ -87,5 +87,6 @@ class Meter:
         if self._total > self._limits.total:
             raise InvalidLoss(
                 f"node {node.name!r}: up to here the loss reads and writes {self._total:.3g} elements; at most "
-                f"{self._limits.total:.3g} are taken. Use a smaller batch, or fewer operations on large tensors."
+                f"{self._limits.total:.3g} are taken. Use a smaller batch, or fewer operations on large tensors; "
+                "products of matrices count least in float32."
             )

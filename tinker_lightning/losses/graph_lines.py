@@ -4,26 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import linecache
+import os
+import re
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import FrameType
 
 
-def here() -> str:
-    """The user's line that is being run, for the start of a message."""
+class Place(NamedTuple):
+    """A line of the user's, and the library that it calls if it happened in there. As text: how a message begins."""
+
+    line: str
+    library: str = ""
+
+    def __str__(self) -> str:
+        if not self.line:
+            return ""
+        through = f"it gives a tensor to {self.library}, and there " if self.library else ""
+        return f"{self.line}{through}"
+
+
+def here() -> Place:
+    """The user's line that is being run."""
+    frames = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return _place(frame.f_code.co_filename, frame.f_lineno)
+    # Behind the one who traces are those who asked for it.
+    while frame is not None and not (frame.f_code.co_name == "record" and frame.f_code.co_filename in _OWN):
+        frames.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
-    return ""
+    return _place(frames)
 
 
 def within(filename: str, function: str) -> bool:
@@ -36,22 +54,47 @@ def within(filename: str, function: str) -> bool:
     return False
 
 
-def place_of(error: BaseException) -> str:
+def place_of(error: BaseException) -> Place:
     """The user's last line that an exception passed through."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
-    return _place(frames[-1].filename, frames[-1].lineno or 0) if frames else ""
+    return _place([(each.filename, each.lineno or 0) for each in reversed(traceback.extract_tb(error.__traceback__))])
 
 
-def _place(filename: str, line: int) -> str:
-    source = linecache.getline(filename, line).strip()
-    return f"{filename}:{line}: {source}\n    " if source else f"{filename}:{line}: "
+def _place(frames: Iterable[tuple[str, int]]) -> Place:
+    """The innermost line of the user's, of frames from the inside out."""
+    outside = [(filename, line) for filename, line in frames if is_outside(filename)]
+    library = ""
+    for filename, line in outside:
+        # What is traced may itself be a library's function.
+        if not library_of(filename) or filename == outside[-1][0]:
+            source = linecache.getline(filename, line).strip()
+            return Place(f"{filename}:{line}: {source}\n    " if source else f"{filename}:{line}: ", library)
+        library = library_of(filename)
+    return Place("")
 
 
-def is_users(filename: str) -> bool:
+def is_outside(filename: str) -> bool:
     """Whether a file is neither torch's nor one that traces."""
     return not (filename.startswith(_TORCH) or filename in _OWN)
 
 
-_TORCH = torch.__path__[0]
+@functools.lru_cache(maxsize=1024)
+def library_of(filename: str) -> str:
+    """The library that a file belongs to, by the name that is imported; empty for the user's own."""
+    if frozen := _FROZEN.match(filename):
+        return frozen[1]
+    if filename.startswith(_PACKAGE):
+        return "tinker_lightning"
+    installed = _INSTALLED.match(filename)
+    if installed is None and not filename.startswith(_PYTHON):
+        return ""
+    rest = filename[installed.end() :] if installed else filename.removeprefix(_PYTHON)
+    return rest.partition(os.sep)[0].removesuffix(".py")
+
+
+_TORCH = f"{torch.__path__[0]}{os.sep}"
 _OWN = {contextlib.__file__, copy.__file__, *(str(path) for path in Path(__file__).parent.glob("tracing*.py"))}
-_OWN |= {str(Path(__file__).parent / name) for name in ("graph_lines.py", "graph_writer.py")}
+_OWN |= {str(Path(__file__).parent / name) for name in ("datum_loss.py", "graph_lines.py", "graph_writer.py")}
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_PYTHON = f"{Path(os.__file__).parent}{os.sep}"
+_INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
+_FROZEN = re.compile(r"<frozen ([\w.]+)>")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from tinker_lightning.losses.batch_loss import Setting, Source
+    from tinker_lightning.losses.graph import Graph
     from tinker_lightning.types import Datum
 
 __all__ = ["LossFnOutput", "ServerLoss", "custom_loss"]
@@ -103,6 +104,16 @@ class ServerLoss:
         for upload in list(self._uploads.values()):
             upload.is_lost |= upload.loss_id == loss_id
 
+    def graphs(self, loss_id: str) -> list[Graph]:
+        """Those of the loss with this id, as they were traced here; none of a function that was handed over."""
+        uploads = [upload for upload in self._uploads.values() if upload.loss_id == loss_id]
+        return [variant.program.graph for upload in uploads for variant in upload.loss.variants]
+
+    def reads(self, loss_id: str) -> frozenset[str]:
+        """All inputs that the loss with this id ever looks at, where it was traced."""
+        uploads = [upload for upload in self._uploads.values() if upload.loss_id == loss_id]
+        return frozenset(name for upload in uploads for name in upload.loss.reads)
+
     @property
     def is_of_library(self) -> bool:
         """Whether it is a loss of this package, of which it is known here what it reads."""
@@ -162,7 +173,7 @@ def custom_loss(
     decides, it decides now.
 
     Args:
-        client: The client that `connect()` gives.
+        client: The client that `connect()` gives, or a training client that it made, for they share their losses.
         name: What to call the loss; the function's name if not given. A lambda has none.
         on: What the loss is computed from.
         trace: If False the function itself is handed over: to a trainer in this process as it is, elsewhere pickled,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import threading
 import types
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
 from tinker_lightning.losses import graph_functions
+from tinker_lightning.losses.background import Modes
 from tinker_lightning.losses.graph import Graph
 from tinker_lightning.losses.graph_lines import here, place_of, within
 from tinker_lightning.losses.graph_writer import Writer, is_write, target_name
@@ -52,7 +55,12 @@ def record(fn: Callable[..., Any], body: Callable[[Recorder], Any]) -> Graph:
     returned: list[Any] = []
 
     def run() -> None:
-        with _Factories(recorder), torch.enable_grad():
+        with ExitStack() as stack:
+            # What is cast around the decoration is no part of the function, and the server knows nothing of it.
+            for device, _ in Modes.current().autocast:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(_Factories(recorder))
+            stack.enter_context(torch.enable_grad())
             returned.append(recorder.create_arg(body(recorder)))
 
     def driver() -> None:
@@ -82,17 +90,21 @@ def _graph(recorder: Recorder, output: Any) -> Graph:
     nodes = [node for node in recorder.graph.nodes if node.op != "output"]
     inputs = [proxy.node for proxy in recorder.inputs.values()]
     writer = Writer(inputs, recorder.numbers, seen_writes(nodes, output), keeps=any(map(is_write, nodes)))
+    places: dict[str, str] = {}
     for node in nodes:
         if node.op in ("call_function", "call_method"):
+            written = len(writer.calls)
             try:
                 writer.add(node)
             except InvalidLoss as error:
                 raise LossNotTraceable(f"{node.meta['place']}{error}. {WAYS_OUT}") from error
+            places |= {call.name: node.meta["place"].line.strip() for call in writer.calls[written:]}
     try:
         graph = Graph.build(tuple(recorder.inputs), writer.calls, writer.argument(output, no_grad=False))
-        return Graph.decode(graph.encode())  # which is what the server does, so that it is refused here already
+        decoded = Graph.decode(graph.encode())  # which is what the server does, so that it is refused here already
     except InvalidLoss as error:
         raise LossNotTraceable(f"{error}. {WAYS_OUT}") from error
+    return replace(decoded, places=places)
 
 
 class Recorder(fx.Tracer):
@@ -129,6 +141,8 @@ class Recorder(fx.Tracer):
         """A call, with its place and whether it would take part in gradients."""
         if not torch.is_grad_enabled() and within(torch.autograd.function.__file__, "apply"):
             refuse("it has a backward of its own, which a graph cannot hold; write it with detach()")
+        if kind.startswith("call_") and Modes.current().autocast:
+            refuse("it computes under torch.autocast, which a graph does not hold; cast with x.to(torch.bfloat16)")
         node = super().create_node(kind, *args, **kwargs)
         node.meta["place"] = here()
         node.meta["no_grad"] = not torch.is_grad_enabled()

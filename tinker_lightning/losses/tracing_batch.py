@@ -24,7 +24,7 @@ from tinker_lightning.losses.batch_loss import (
     check_name,
 )
 from tinker_lightning.losses.graph_run import Program
-from tinker_lightning.losses.tracing import WAYS_OUT, DependsOn, Recorder, Value, record, refuse
+from tinker_lightning.losses.tracing import DependsOn, Recorder, Value, record, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,28 +143,30 @@ def _call(
     if source == "logits":
         returned = fn(given["model_outputs"], inputs, given["attention_mask"], **settings)
         if not isinstance(returned, LossFnOutput):
-            _wrong_output("a LossFnOutput(loss, logprobs, diagnostics)", returned)
+            _wrong_output(fn, "a LossFnOutput(loss, logprobs, diagnostics)", returned)
         loss, logprobs, diagnostics = returned.loss, returned.logprobs, returned.diagnostics
+        diagnostics = {} if diagnostics is None else diagnostics
     else:
         returned = fn(inputs, given["logprobs"], **settings)
         if not (isinstance(returned, tuple) and len(returned) == 2):
-            _wrong_output("(loss, metrics)", returned)
+            _wrong_output(fn, "(loss, metrics)", returned)
         (loss, diagnostics), logprobs = returned, None
     if not isinstance(loss, fx.Proxy):
-        _wrong_output("its loss as a tensor computed from what it is given", loss)
+        _wrong_output(fn, "its loss as a tensor computed from what it is given", loss)
     if not (logprobs is None or isinstance(logprobs, fx.Proxy)):
-        _wrong_output("its logprobs as a tensor or None", logprobs)
+        _wrong_output(fn, "its logprobs as a tensor or None", logprobs)
     if not isinstance(diagnostics, Mapping):
-        _wrong_output("its diagnostics as a dict", diagnostics)
+        _wrong_output(fn, "its diagnostics as a dict", diagnostics)
     for name, value in diagnostics.items():
         check_diagnostic(name)
         if not isinstance(value, fx.Proxy | int | float):
-            _wrong_output(f"the diagnostic {name!r} as a number", value)
+            _wrong_output(fn, f"the diagnostic {name!r} as a number", value)
     return loss, logprobs, dict(diagnostics)
 
 
-def _wrong_output(wanted: str, got: Any) -> None:
-    raise LossNotTraceable(f"the function must return {wanted}, but returned {type(got).__name__}. {WAYS_OUT}")
+def _wrong_output(fn: Callable[..., Any], wanted: str, got: Any) -> None:
+    name = getattr(fn, "__name__", type(fn).__name__)
+    raise LossNotTraceable(f"{name} must return {wanted}, but returned {type(got).__name__}")
 
 
 class _Inputs(Mapping[str, Value]):

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from tinker_lightning.errors import LossNotTraceable
 from tinker_lightning.losses.graph_guards import ATTRIBUTES
-from tinker_lightning.losses.graph_lines import here, is_users
+from tinker_lightning.losses.graph_lines import here, is_outside
 from tinker_lightning.losses.graph_writer import setitem
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Value(fx.Proxy):
     @property  # type: ignore[misc]  # read-only
     def __class__(self) -> type:
         """What `isinstance` goes by in the user's code. torch asks too, from the same line, so that it never lies."""
-        if not is_users(sys._getframe(1).f_code.co_filename):
+        if not is_outside(sys._getframe(1).f_code.co_filename):
             return type(self)
         kind: type | None = self.node.meta["kind"]
         if kind is None:
@@ -81,11 +81,14 @@ class Value(fx.Proxy):
     def __str__(self) -> str:
         needs_value(self, "it makes text of a value (an f-string, str(), print)")
 
+    def __round__(self, _: Any = None) -> Any:
+        needs_value(self, "it rounds a value with round(); leave that out, or use torch.round(x, decimals=3)")
+
     def __format__(self, _: str) -> str:
         return str(self)
 
     def __repr__(self) -> str:
-        return str(self) if is_users(sys._getframe(1).f_code.co_filename) else super().__repr__()
+        return str(self) if is_outside(sys._getframe(1).f_code.co_filename) else super().__repr__()
 
     def __deepcopy__(self, _: Any) -> NoReturn:
         refuse("it copies a tensor with Python's copy; use x.clone()")

@@ -112,6 +112,12 @@ def error_category(error: BaseException) -> str:
     return "user" if isinstance(error, TinkerLightningError) and not isinstance(error, TrainerClosed) else "server"
 
 
+def error_fields(error: BaseException) -> dict[str, str]:
+    """What an answer says of an error beside its text. The protocol knows the category; our clients also the class."""
+    known = {"error_class": type(error).__name__} if isinstance(error, TinkerLightningError) else {}
+    return {"category": error_category(error), **known}
+
+
 def error_text(error: BaseException) -> str:
     """What a client is told; a defect of ours often has a message that says nothing without its class."""
     known = isinstance(error, TinkerLightningError)
@@ -121,7 +127,7 @@ def error_text(error: BaseException) -> str:
 async def on_error(_: Request, error: Exception) -> Response:
     """Any error of ours as JSON with a fitting status."""
     status = next((code for cls, code in _STATUS if isinstance(error, cls)), 500)
-    return JSONResponse({"detail": str(error), "category": error_category(error)}, status)
+    return JSONResponse({"detail": str(error), **error_fields(error)}, status)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tinker_lightning.errors import InvalidDatum, InvalidInput, OperationFailed, TinkerLightningError
+from tinker_lightning.errors import InvalidDatum, InvalidInput, LossNotFinite, OperationFailed, TinkerLightningError
 from tinker_lightning.server.engine.passes import run_pass
 from tinker_lightning.types import AdamParams, Datum, ModelInput, TensorData
 from tinker_lightning.types.model_input import ImageChunk
@@ -186,15 +186,15 @@ REFUSED: dict[str, tuple[list[Datum], str, dict[str, float | str], type[TinkerLi
         [policy_datum(), policy_datum(), policy_datum(logprobs=[-1e30, -1.0]), policy_datum()],
         "importance_sampling",
         {},
-        OperationFailed,
-        "datum 2: its importance_sampling is -inf; nothing of the batch was added",
+        LossNotFinite,
+        "datum 2: importance_sampling: the loss is -inf; nothing of the batch was added. Look for tokens",
     ),
     "overflowing ratio without advantage": (
         [policy_datum(logprobs=[-1e30, -1.0], advantages=[0.0, 1.0])],
         "ppo",
         {},
-        OperationFailed,
-        "datum 0: its ppo is nan",
+        LossNotFinite,
+        "datum 0: ppo: the loss is nan",
     ),
     "overflowing ratio that is clipped": (
         [policy_datum(), policy_datum(logprobs=[-1e30, -1.0])],

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss, LossNotFinite
-from tinker_lightning.losses.batch_loss import BatchLoss, metric_names
+from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
+from tinker_lightning.losses.batch_loss import BatchLoss, check_given, metric_names
 from tinker_lightning.losses.graph_limits import Limits
 from tinker_lightning.server.engine.batching import group_by_length
 from tinker_lightning.server.engine.inputs import stack_inputs
-from tinker_lightning.server.engine.losses import loss_gradient, metric_number
+from tinker_lightning.server.engine.losses import blaming, loss_gradient, loss_number, metric_number
 from tinker_lightning.server.engine.passes import TOKEN_BUDGET, read_targets, read_tokens
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 # A loss on logits sees those of the whole batch at once, and keeps several tensors of their size: a gigabyte each.
 MAX_LOGITS = 1 << 28
+_PADDING: dict[Source, str] = {
+    "logits": "; padding has attention_mask 0, but logits like any other position",
+    "logprobs": "; behind the end of shorter datums all is 0",
+}
 # What the tensors of a loss may take together beside these, and the elements that it may read and write.
 MAX_LOSS_BYTES = 4 << 30
 MAX_WORK = 1 << 32
@@ -51,6 +55,10 @@ class StackedLoss(Protocol):
     @property
     def source(self) -> Source:
         """What it is computed from."""
+
+    @property
+    def reads(self) -> frozenset[str] | None:
+        """All inputs that it ever looks at; None if that is not known."""
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
         """All settings, with those of a call."""
@@ -99,6 +107,8 @@ def run_batch_pass(
     if not data:
         raise InvalidInput("data: the batch is empty; send at least one datum")
     settings = loss.settings(loss_fn_config)
+    if loss.reads is not None:
+        check_given(loss.name, loss_fn_inputs, loss.reads)
     dtype = next(iter(adapter.weights.tensors.values())).dtype
     tokens_B = [_read(i, datum, base) for i, datum in enumerate(data)]
     lengths = [len(tokens) for tokens in tokens_B]
@@ -110,7 +120,9 @@ def run_batch_pass(
     names = loss.inputs({*loss_fn_inputs, *(name for datum in data for name in datum.loss_fn_inputs)})
     inputs = stack_inputs(data, loss_fn_inputs, names, lengths, dtype, limits.elements)
     mask_BT = pad_sequence([torch.ones(length, dtype=dtype) for length in lengths], batch_first=True)
-    loss.check(_sources(loss.source, torch.empty(shape, dtype=dtype, device="meta"), mask_BT), inputs, settings, limits)
+    shapes = _sources(loss.source, torch.empty(shape, dtype=dtype, device="meta"), mask_BT)
+    with blaming(loss.name):
+        loss.check(shapes, inputs, settings, limits)
 
     with base.lora.use(adapter.weights) as parameters, torch.no_grad() if forward_only else nullcontext():
         hidden_B = _hidden_states(base, tokens_B, token_budget)
@@ -122,20 +134,18 @@ def run_batch_pass(
         if isinstance(loss, BatchLoss) and loss.writes:
             given = given.clone()  # else it would write to what the model's backward needs
         leaf = given.requires_grad_(not forward_only)
-        output = loss(_sources(loss.source, leaf, mask_BT), inputs, settings, limits)
-        own = {"loss:sum": _scalar(loss.name, output.loss), "tokens:sum": float(sum(lengths))}
-        if not forward_only:
-            gradient = loss_gradient(output.loss, leaf)
-            returned = output.logprobs.detach() if isinstance(output.logprobs, Tensor) else output.logprobs
-            diagnostics = _numbers(loss.name, output.diagnostics, own)
-            del output, leaf, given  # the loss's own graph, before the model's backward needs the memory
+        with blaming(loss.name):
+            output = loss(_sources(loss.source, leaf, mask_BT), inputs, settings, limits)
+            own = {"loss:sum": loss_number(output.loss, _PADDING[loss.source]), "tokens:sum": float(sum(lengths))}
+            metrics = {**_numbers(output.diagnostics, own), **own}
+            returned = model_output if output.logprobs is None and loss.source == "logprobs" else output.logprobs
+            by_datum = _per_datum(returned, lengths)
+            gradient = None if forward_only else loss_gradient(output.loss, leaf)
+        if gradient is not None:
+            del output, returned, leaf, given  # the loss's own graph, before the model's backward needs the memory
             model_output.backward(gradient if scale == 1 else gradient * scale)
             adapter.add_gradient(parameters)
-        else:
-            returned, diagnostics = output.logprobs, _numbers(loss.name, output.diagnostics, own)
-    if returned is None and loss.source == "logprobs":
-        returned = model_output.detach()
-    return ForwardBackwardOutput(_per_datum(returned, lengths), {**diagnostics, **own})
+    return ForwardBackwardOutput(by_datum, metrics)
 
 
 def _limits(elements: int) -> Limits:
@@ -196,40 +206,35 @@ def _target_logprobs(base: BaseModel, hidden_B: Sequence[Tensor], targets_B: Seq
     )
 
 
-def _scalar(name: str, loss: Any) -> float:
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        shape = f"a tensor of {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise InvalidLoss(f"{name} must return one real number as its loss, got {shape}; use .sum() or .mean()")
-    value = float(loss.detach())
-    if not math.isfinite(value):
-        raise LossNotFinite(
-            f"{name} is {value}. Look for a division by zero, the log of zero, or an exp that overflows; padding has "
-            "attention_mask 0, but logits like any other position."
-        )
-    return value
-
-
-def _numbers(loss: str, diagnostics: Mapping[str, Any], own: Mapping[str, float]) -> dict[str, float]:
+def _numbers(diagnostics: Mapping[str, Any], own: Mapping[str, float]) -> dict[str, float]:
     """Diagnostics as metrics; those that every pass has may be given too, but not as something else."""
     names = metric_names(diagnostics)
-    numbers = {
-        names[name]: metric_number(f"{loss}: the diagnostic {name!r}", value) for name, value in diagnostics.items()
-    }
+    numbers = {names[name]: metric_number(f"the diagnostic {name!r}", value) for name, value in diagnostics.items()}
     for name, value in own.items():
         if not math.isclose(numbers.get(name, value), value, rel_tol=1e-6):
             raise InvalidLoss(
-                f"{loss}: the diagnostic {name!r} is {numbers[name]:g}, but every pass has a metric of this name, "
-                f"which is {value:g}; rename it"
+                f"the diagnostic {name!r} is {numbers[name]:g}, but every pass has a metric of this name, which is "
+                f"{value:g}; rename it"
             )
     return numbers
 
 
 def _per_datum(logprobs: Any, lengths: Sequence[int]) -> list[dict[str, TensorData]]:
-    """What the loss returns for each datum, without padding; nothing where it is not by datum."""
-    if not isinstance(logprobs, Tensor) or not logprobs.ndim or logprobs.shape[0] != len(lengths):
+    """What the loss returns for each datum, without padding.
+
+    Raises:
+        InvalidLoss: If it has not one row for each.
+    """
+    if logprobs is None:
         return [{} for _ in lengths]
+    if not isinstance(logprobs, Tensor) or not logprobs.ndim or logprobs.shape[0] != len(lengths):
+        got = f"the shape {list(logprobs.shape)}" if isinstance(logprobs, Tensor) else type(logprobs).__name__
+        raise InvalidLoss(
+            f"its logprobs must have one row for each of the {len(lengths)} datums, as [B, T] has, got {got}. Return "
+            "None if there are none; other numbers are diagnostics."
+        )
     by_token = logprobs.ndim > 1 and logprobs.shape[1] == max(lengths)
     return [
         {"logprobs": TensorData.from_torch(row[:length] if by_token else row.reshape(-1))}
-        for row, length in zip(logprobs.to(torch.float32), lengths, strict=True)
+        for row, length in zip(logprobs.detach().to(torch.float32), lengths, strict=True)
     ]

@@ -13,7 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss, LossNotFinite, LossWithoutGradient
+from tinker_lightning.errors import (
+    InvalidDatum,
+    InvalidInput,
+    InvalidLoss,
+    LossNotFinite,
+    LossNotScalar,
+    LossNotTensor,
+    LossWithoutGradient,
+)
 from tinker_lightning.losses import builtin
 
 if TYPE_CHECKING:
@@ -127,9 +135,24 @@ class BoundLoss:
         return tensor.to_torch().to(dtype)
 
     def evaluate(self, logprobs: Tensor, arguments: list[Any]) -> Evaluated:
-        """The loss of a datum."""
+        """The loss of a datum.
+
+        Raises:
+            LossNotFinite: If its value is NaN or infinite.
+        """
         value = self.spec.formula(logprobs, *arguments).sum()
+        if not math.isfinite(value.item()):
+            raise LossNotFinite(f"the loss is {value.item()}; nothing of the batch was added. {self._mend}")
         return Evaluated(value.item(), value, self._metrics(logprobs.detach(), arguments))
+
+    @property
+    def _mend(self) -> str:
+        if self.name == "cross_entropy":
+            return "Look for weights that are huge, or a learning rate so high that the model has come apart."
+        return (
+            "Look for tokens whose logprobs are far below the model's, so that their ratio overflows (also where the "
+            "advantage is 0), for advantages that are huge, or a learning rate so high that the model has come apart."
+        )
 
     def reduce(self, metrics: Mapping[str, float], _: int) -> dict[str, float]:
         """The metrics of a batch from their sums over its datums."""
@@ -182,12 +205,13 @@ class BoundGraph:
         leaf = logprobs.detach().clone().requires_grad_(torch.is_grad_enabled())
         with self._clock() as deadline:
             loss, metrics = self._loss(leaf, self._loss.tensors(arguments, logprobs.dtype), deadline=deadline)
-            numbers = {name: metric_number(f"the metric {name!r}", value) for name, value in metrics.items()}
+            value = loss_number(loss)
+            numbers = {name: metric_number(f"the metric {name!r}", each) for name, each in metrics.items()}
             if not torch.is_grad_enabled():
-                return Evaluated(loss.item(), loss, numbers)
+                return Evaluated(value, loss, numbers)
             gradient = loss_gradient(loss, leaf)
         # As a client's own custom loss does it: the linear loss that has the same gradient.
-        return Evaluated(loss.item(), (gradient * logprobs).sum(), numbers)
+        return Evaluated(value, (gradient * logprobs).sum(), numbers)
 
     @contextmanager
     def _clock(self) -> Iterator[float]:
@@ -206,6 +230,34 @@ class BoundGraph:
     def reduce(self, metrics: Mapping[str, float], datums: int) -> dict[str, float]:
         """The metrics of a batch from their sums over its datums."""
         return {name: value / datums if name.endswith(":mean") else value for name, value in metrics.items()}
+
+
+@contextmanager
+def blaming(what: str) -> Iterator[None]:
+    """Puts in front of an error of a loss whose it is."""
+    try:
+        yield
+    except InvalidLoss as error:
+        raise type(error)(f"{what}: {error}") from error
+
+
+def loss_number(loss: Any, hint: str = "") -> float:
+    """The value of a loss; `hint` says where else to look if it is not finite.
+
+    Raises:
+        InvalidLoss: If it is not one finite real number.
+    """
+    if not isinstance(loss, Tensor):
+        raise LossNotTensor(f"the loss must be a tensor of one real number, got {type(loss).__name__}")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        got = f"a tensor of shape {list(loss.shape)} and dtype {loss.dtype}"
+        raise LossNotScalar(f"the loss must be one real number, got {got}; use .sum() or .mean()")
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise LossNotFinite(
+            f"the loss is {value}. Look for a division by zero, the log of zero, or an exp that overflows{hint}."
+        )
+    return value
 
 
 def metric_number(what: str, value: Any) -> float:

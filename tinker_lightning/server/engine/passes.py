@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss, OperationFailed
+from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.server.engine.batching import group_by_length
-from tinker_lightning.server.engine.losses import BoundGraph, BoundLoss
+from tinker_lightning.server.engine.losses import BoundGraph, BoundLoss, blaming
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from tinker_lightning.server.engine.adapter import Adapter
     from tinker_lightning.server.engine.base import BaseModel
-    from tinker_lightning.server.engine.losses import Evaluated
     from tinker_lightning.types import Datum, ModelInput
 
 # How many positions, padding included, go through the model at once. Activations take about 2.5 MB each on a model of
@@ -59,7 +58,8 @@ def run_pass(
 
     Raises:
         InvalidInput: If a datum cannot be used; names the datum and its field. Nothing was computed.
-        OperationFailed: If the loss or its gradient is not finite. The adapter is as it was.
+        InvalidLoss: If the loss of a datum cannot be trained on; names the datum. The adapter is as it was.
+        OperationFailed: If the gradient is not finite. The adapter is as it was.
     """
     loss = BoundLoss(loss_fn, loss_fn_config) if isinstance(loss_fn, str) else loss_fn
     dtype = next(iter(adapter.weights.tensors.values())).dtype
@@ -75,7 +75,8 @@ def run_pass(
             terms: list[Tensor] = []
             logprobs_B = _logprobs(base, [examples[i] for i in batch])
             for i, logprobs in zip(batch, logprobs_B, strict=True):
-                evaluated = _evaluate(i, loss, logprobs, examples[i].arguments)
+                with blaming(f"datum {i}: {loss.name}"):
+                    evaluated = loss.evaluate(logprobs, examples[i].arguments)
                 terms.append(evaluated.term if scale == 1 else evaluated.term * scale)
                 total += evaluated.value
                 outputs[i] = {"logprobs": TensorData.from_torch(logprobs.detach())}
@@ -87,16 +88,6 @@ def run_pass(
     tokens = sum(len(example.tokens_T) for example in examples)
     reduced = loss.reduce(metrics, len(examples))
     return ForwardBackwardOutput(outputs, {"loss:sum": total, **reduced, "tokens:sum": tokens})
-
-
-def _evaluate(index: int, loss: BoundLoss | BoundGraph, logprobs: Tensor, arguments: list[Any]) -> Evaluated:
-    try:
-        evaluated = loss.evaluate(logprobs, arguments)
-    except InvalidLoss as error:
-        raise type(error)(f"datum {index}: {loss.name}: {error}") from error
-    if not math.isfinite(evaluated.value):
-        raise OperationFailed(f"datum {index}: its {loss.name} is {evaluated.value}; nothing of the batch was added")
-    return evaluated
 
 
 def _logprobs(base: BaseModel, examples: Sequence[_Example]) -> list[Tensor]:
@@ -122,7 +113,10 @@ def _read(
     try:
         tokens = read_tokens("model_input", datum.model_input, base)
         targets = _read_targets(datum, base)
-        arguments = loss.read(datum, dtype=dtype, forward_only=forward_only)
+        with blaming(f"datum {index}: {loss.name}"):
+            arguments = loss.read(datum, dtype=dtype, forward_only=forward_only)
+    except InvalidLoss:
+        raise
     except InvalidInput as error:
         raise InvalidDatum(f"datum {index}: {error}") from error
     return _Example(tokens, targets.reshape(len(tokens), -1), list(targets.shape), arguments)

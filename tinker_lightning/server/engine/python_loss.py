@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss, TinkerLightningError
-from tinker_lightning.losses.batch_loss import LossFnOutput, Setting, Source, check_name
+from tinker_lightning.losses.batch_loss import Hyperparameter, LossFnOutput, Setting, Source, check_name, settings
 from tinker_lightning.losses.tracing_batch import read_hyperparameters
 
 if TYPE_CHECKING:
@@ -43,17 +43,16 @@ class PythonLoss:
         return cls(name, source, function, read_hyperparameters(function, source), description[:200])
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
-        """All settings, with those of a call."""
-        values = dict(self.defaults)
-        for name, value in given.items():
-            if name not in values:
-                known = ", ".join(values) or "no settings at all"
-                raise InvalidInput(f"loss_fn_config: {self.name} does not know {name!r}; it takes {known}")
-            default = values[name]
-            if isinstance(default, int) and isinstance(value, float) and value.is_integer():
-                value = type(default)(value)  # the wire knows numbers only as floats
-            values[name] = value
-        return values
+        """All settings, with those of a call; none is fixed, for Python decides at each call what to compute.
+
+        Raises:
+            InvalidInput: If one is not known, or has no value that it can have.
+        """
+        return settings(self.name, {name: Hyperparameter(default) for name, default in self.defaults.items()}, given)
+
+    @property
+    def reads(self) -> None:
+        """Only the function knows."""
 
     def inputs(self, present: Iterable[str]) -> tuple[str, ...]:
         """All inputs that are there: only the function knows which it reads."""
@@ -86,7 +85,7 @@ class PythonLoss:
         except TinkerLightningError:
             raise
         except Exception as error:
-            raise InvalidLoss(f"{self.name} raised {type(error).__name__}: {error}") from error
+            raise InvalidLoss(f"it raised {type(error).__name__}: {error}") from error
         if self.source == "logprobs" and isinstance(returned, tuple) and len(returned) == 2:
             loss, logprobs, diagnostics = returned[0], None, returned[1]
         # By its fields, for a function that was pickled elsewhere may return a class of its own.
@@ -95,11 +94,11 @@ class PythonLoss:
             diagnostics = {} if diagnostics is None else diagnostics
         else:
             wanted = "a LossFnOutput" if self.source == "logits" else "(loss, metrics)"
-            raise InvalidLoss(f"{self.name} must return {wanted}, but returned {type(returned).__name__}")
+            raise InvalidLoss(f"it must return {wanted}, but returned {type(returned).__name__}")
         if not isinstance(diagnostics, Mapping):
             what = "diagnostics" if self.source == "logits" else "metrics"
             raise InvalidLoss(
-                f"{self.name} must return its {what} as a dict, but returned {type(diagnostics).__name__}; "
-                "return {} if there are none"
+                f"it must return its {what} as a dict, but returned {type(diagnostics).__name__}; return {{}} if there "
+                "are none"
             )
         return LossFnOutput(loss, logprobs, diagnostics)

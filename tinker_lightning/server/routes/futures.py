@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tinker_lightning.server.http import PROTOBUF, answer, error_category, error_text, read
+from tinker_lightning.server.http import PROTOBUF, answer, error_fields, error_text, read
 from tinker_lightning.server.routes import trainer_of
 from tinker_lightning.server.scheduler import Operation
 from tinker_lightning.types import ForwardBackwardOutput, SampleResponse
@@ -72,7 +72,7 @@ async def _result(request: Request, operation: Operation) -> Response:
     operation.mark_fetched()
     error = operation.future.exception()
     if error is not None:
-        return answer({"error": error_text(error), "category": error_category(error)})
+        return answer({"error": error_text(error), **error_fields(error)})
     result = operation.future.result()
     if PROTOBUF in request.headers.get("accept", ""):
         if isinstance(result, ForwardBackwardOutput):
