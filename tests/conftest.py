@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -50,6 +51,12 @@ def _one_thread() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # for servers in processes of their own
         yield
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c() -> None:
+    """Each test can be interrupted: a shell's jobs in the background cannot, nor can what Lightning has interrupted."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

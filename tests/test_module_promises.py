@@ -186,7 +186,7 @@ def test_datums_that_draw_random_numbers_resume_exactly(service: ServiceClient, 
     torch.manual_seed(3)
     quiet(accumulate_grad_batches=4, callbacks=[SavesInTheMidst(tmp_path)]).fit(whole, loader())
     torch.manual_seed(4)
-    quiet(accumulate_grad_batches=4).fit(resumed, loader(), ckpt_path=tmp_path / "1.ckpt", weights_only=True)
+    quiet(accumulate_grad_batches=4).fit(resumed, loader(), ckpt_path=tmp_path / "1.ckpt")
     with torch.no_grad():
         assert torch.equal(torch.cat(whole.lm(DATA)), torch.cat(resumed.lm(DATA)))
 
