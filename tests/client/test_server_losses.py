@@ -30,7 +30,7 @@ from tinker_lightning.errors import (
     LossWithoutGradient,
     ServerUnreachable,
 )
-from tinker_lightning.losses.tracing_batch import trace_batch_loss
+from tinker_lightning.losses.tracing.batch import trace_batch_loss
 from tinker_lightning.server import EmbeddedTrainer, create_app
 from tinker_lightning.server.engine.losses import LOSSES
 from tinker_lightning.server.routes import handshake

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import tinker_lightning.losses
-from tests.losses.test_tracing import optional
+from tests.losses.tracing.test_record import optional
 from tinker_lightning import losses
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses.datum_loss import DatumLoss, LossInput, trace_datum_loss
-from tinker_lightning.losses.graph_functions import FUNCTIONS, METHODS
-from tinker_lightning.losses.tracing_batch import trace_batch_loss
+from tinker_lightning.losses.graphs.functions import FUNCTIONS, METHODS
+from tinker_lightning.losses.tracing.batch import trace_batch_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.losses.test_graph import graph, node, ref
+from tests.losses.graphs.test_graph import graph, node, ref
 from tinker_lightning import Datum, LossFnOutput, connect, custom_loss, losses, routes
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.server import loss_registry

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.losses.test_graph import graph, node, ref
+from tests.losses.graphs.test_graph import graph, node, ref
 from tinker_lightning import LossFnOutput
-from tinker_lightning.losses.graph import MAX_NODES
-from tinker_lightning.losses.tracing_batch import trace_batch_loss
+from tinker_lightning.losses.graphs.graph import MAX_NODES
+from tinker_lightning.losses.tracing.batch import trace_batch_loss
 from tinker_lightning.server import EmbeddedTrainer, loss_registry
 from tinker_lightning.server.routes import losses as routes
 

@@ -19,7 +19,7 @@ from tinker_lightning.client.official import loss_name
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses.batch_loss import check_given
 from tinker_lightning.losses.datum_loss import SCALE
-from tinker_lightning.losses.graph import Graph
+from tinker_lightning.losses.graphs.graph import Graph
 from tinker_lightning.losses.scaling import scaled
 from tinker_lightning.losses.server_loss import ServerLoss
 from tinker_lightning.types import Datum, ForwardBackwardOutput, TensorData

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss
-from tinker_lightning.losses.graph import Graph, Ref
-from tinker_lightning.losses.graph_run import Program
+from tinker_lightning.losses.graphs.graph import Graph, Ref
+from tinker_lightning.losses.graphs.run import Program
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import Tensor
 
-    from tinker_lightning.losses.graph_limits import Limits
+    from tinker_lightning.losses.graphs.limits import Limits
 
 # What a loss is computed from: logits and a mask of what is no padding, or the log-probabilities of the targets.
 Source: TypeAlias = Literal["logits", "logprobs"]

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, fx
 
 from tinker_lightning.errors import InvalidDatum, InvalidLoss, LossNotScalar, LossNotTensor, LossNotTraceable
-from tinker_lightning.losses.graph import Graph, Node, Ref
-from tinker_lightning.losses.graph_limits import Limits
-from tinker_lightning.losses.graph_run import Program
-from tinker_lightning.losses.tracing import DependsOn, Recorder, record
+from tinker_lightning.losses.graphs.graph import Graph, Node, Ref
+from tinker_lightning.losses.graphs.limits import Limits
+from tinker_lightning.losses.graphs.run import Program
+from tinker_lightning.losses.tracing.record import DependsOn, Recorder, record
 
 if TYPE_CHECKING:
     from tinker_lightning.types import TensorData

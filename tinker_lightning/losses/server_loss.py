@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.losses.batch_loss import SOURCES, BatchLoss, LossFnOutput, check_name, settings
 from tinker_lightning.losses.library import checked, is_of_library
-from tinker_lightning.losses.tracing_batch import trace_batch_loss
+from tinker_lightning.losses.tracing.batch import trace_batch_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from tinker_lightning.losses.batch_loss import Setting, Source
-    from tinker_lightning.losses.graph import Graph
+    from tinker_lightning.losses.graphs.graph import Graph
     from tinker_lightning.types import Datum
 
 __all__ = ["LossFnOutput", "ServerLoss", "custom_loss"]

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses.batch_loss import BatchLoss, check_given, metric_names
-from tinker_lightning.losses.graph_limits import Limits
+from tinker_lightning.losses.graphs.limits import Limits
 from tinker_lightning.server.engine.batching import group_by_length
 from tinker_lightning.server.engine.inputs import stack_inputs
 from tinker_lightning.server.engine.losses import blaming, loss_gradient, loss_number, metric_number

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.losses.test_tracing import B, T, assert_same, expected, run
+from tests.losses.tracing.test_record import B, T, assert_same, expected, run
 from tinker_lightning import LossFnOutput
 from tinker_lightning.errors import InvalidLoss, LossNotTraceable
 from tinker_lightning.losses.datum_loss import trace_datum_loss
-from tinker_lightning.losses.graph import Graph
-from tinker_lightning.losses.tracing_batch import trace_batch_loss
+from tinker_lightning.losses.graphs.graph import Graph
+from tinker_lightning.losses.tracing.batch import trace_batch_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -141,7 +141,7 @@ def test_torch_may_look_at_a_setting_without_fixing_it(use: Any) -> None:
 )
 def test_a_tensor_in_the_place_of_a_number(fn: Any, because: str) -> None:  # R3.6
     """There torch would read its memory."""
-    with pytest.raises(LossNotTraceable, match=f"(?s)test_tracing_python.py:[0-9]+: .*{because}"):
+    with pytest.raises(LossNotTraceable, match=f"(?s)test_python.py:[0-9]+: .*{because}"):
         trace_datum_loss(fn, {"logprobs": 1, "weights": 1})
 
 
@@ -186,7 +186,7 @@ def test_a_setting_in_a_text_is_fixed() -> None:
     ],
 )
 def test_refused_with_the_line(fn: Any, because: str) -> None:  # R3.6
-    with pytest.raises(LossNotTraceable, match=f"(?s)test_tracing_python.py:[0-9]+: .*{because}"):
+    with pytest.raises(LossNotTraceable, match=f"(?s)test_python.py:[0-9]+: .*{because}"):
         trace_datum_loss(fn, {"logprobs": 1, "weights": 1})
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.losses import graph_functions
-from tinker_lightning.losses.graph_functions import FORBIDDEN_ARGUMENTS, Function
-from tinker_lightning.losses.graph_guards import ATTRIBUTES
-from tinker_lightning.losses.graph_numbers import MAX_INT
+from tinker_lightning.losses.graphs import functions
+from tinker_lightning.losses.graphs.functions import FORBIDDEN_ARGUMENTS, Function
+from tinker_lightning.losses.graphs.guards import ATTRIBUTES
+from tinker_lightning.losses.graphs.numbers import MAX_INT
 
 MAX_VALUES = 1 << 15  # arguments of all nodes together, those inside lists counted too
 MAX_DEPTH = 8
@@ -93,7 +93,7 @@ class Reader:
         if op == "placeholder":
             self._placeholder(target, args or kwargs)
         elif op in ("call_function", "call_method"):
-            self.functions.append(graph_functions.find(op, target))
+            self.functions.append(functions.find(op, target))
             self.calls.append(Node(op, name, target, *self._arguments(args, kwargs)))
             if target in ("getattr", "builtins.getattr"):
                 check_attribute(*args[1:])

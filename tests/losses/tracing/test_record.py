@@ -20,8 +20,8 @@ from tinker_lightning import LossFnOutput
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
 from tinker_lightning.losses.batch_loss import BatchLoss
 from tinker_lightning.losses.datum_loss import SCALE, DatumLoss, trace_datum_loss
-from tinker_lightning.losses.graph_limits import Limits
-from tinker_lightning.losses.tracing_batch import trace_batch_loss
+from tinker_lightning.losses.graphs.limits import Limits
+from tinker_lightning.losses.tracing.batch import trace_batch_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable

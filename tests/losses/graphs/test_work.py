@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.losses.test_graph_run import call, method, program
+from tests.losses.graphs.test_run import call, method, program
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.losses.graph import Node, Ref
-from tinker_lightning.losses.graph_limits import Limits
+from tinker_lightning.losses.graphs.graph import Node, Ref
+from tinker_lightning.losses.graphs.limits import Limits
 
 # For each estimate calls that take much more time or memory than the elements that they are given and return, the
 # elements that are too few to let them run, and those that are enough.

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.losses.graph import Graph, Node, Ref, refs
-from tinker_lightning.losses.graph_guards import MAX_PIECES, check_device, is_mask
-from tinker_lightning.losses.graph_limits import Limits, Meter
+from tinker_lightning.losses.graphs.graph import Graph, Node, Ref, refs
+from tinker_lightning.losses.graphs.guards import MAX_PIECES, check_device, is_mask
+from tinker_lightning.losses.graphs.limits import Limits, Meter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from tinker_lightning.losses.graph_functions import Function
+    from tinker_lightning.losses.graphs.functions import Function
 
 _META = torch.device("meta")
 _KEPT_PLANS = 4096  # one for each length that datums have

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from tinker_lightning.losses.graph_writer import target_name
+from tinker_lightning.losses.tracing.writer import target_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.losses import graph_functions, graph_run
-from tinker_lightning.losses.graph import Graph, Node, Ref
-from tinker_lightning.losses.graph_limits import Limits
-from tinker_lightning.losses.graph_run import Program
+from tinker_lightning.losses.graphs import functions
+from tinker_lightning.losses.graphs.graph import Graph, Node, Ref
+from tinker_lightning.losses.graphs.limits import Limits
+from tinker_lightning.losses.graphs.run import _WRITING, Program
 
 X = Ref(0)
 
@@ -369,8 +369,8 @@ def unary(table: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(
     "op_and_name",
-    [("call_method", name) for name in unary(graph_functions.METHODS)]
-    + [("call_function", name) for name in unary(graph_functions.FUNCTIONS) if name.startswith("torch")],
+    [("call_method", name) for name in unary(functions.METHODS)]
+    + [("call_function", name) for name in unary(functions.FUNCTIONS) if name.startswith("torch")],
 )
 def test_everything_on_the_list_that_takes_a_tensor_runs(op_and_name: tuple[str, str]) -> None:
     """Its size can be told before it runs, or it is known that it cannot; and the result is torch's."""
@@ -378,10 +378,10 @@ def test_everything_on_the_list_that_takes_a_tensor_runs(op_and_name: tuple[str,
     short = name.rpartition(".")[2]
     x = torch.rand(3, 4) + 0.1 if short not in WHOLE else torch.randint(0, 3, (3, 4))
     arguments = ARGUMENTS.get(short, ())
-    expected = graph_functions.find(op, name).call(x.clone(), *arguments)
+    expected = functions.find(op, name).call(x.clone(), *arguments)
     given = x.clone()
     got = program(Node(op, "bomb", name, (X, *arguments)))([given])
-    assert bool(given._version) == (short in graph_run._WRITING)
+    assert bool(given._version) == (short in _WRITING)
     torch.testing.assert_close(plain(got), plain(expected), equal_nan=True)
 
 
@@ -390,5 +390,5 @@ def plain(value: Any) -> Any:
 
 
 def test_most_of_the_list_is_covered_by_the_test_above() -> None:
-    assert len(unary(graph_functions.METHODS)) > 120
+    assert len(unary(functions.METHODS)) > 120
     assert isinstance(run(method("abs", X)), Tensor)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.losses.graph import Graph, Node, Ref
-from tinker_lightning.losses.graph_functions import FUNCTIONS, METHODS
-from tinker_lightning.losses.graph_run import _WRITING, Program
+from tinker_lightning.losses.graphs.functions import FUNCTIONS, METHODS
+from tinker_lightning.losses.graphs.graph import Graph, Node, Ref
+from tinker_lightning.losses.graphs.run import _WRITING, Program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """A loss as plain data: the nodes that a tracer recorded, on the wire as the official SDK writes them.
 
 Reading a graph checks its form and looks every call up in the allow-list; nothing of it is run or evaluated. What it
-may cost when it runs is bounded by `graph_run`.
+may cost when it runs is bounded by `run`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.losses import graph_functions
-from tinker_lightning.losses.graph_functions import Function
-from tinker_lightning.losses.graph_json import MAX_VALUES, NAME, Node, Reader, Ref, encode_value, refs
+from tinker_lightning.losses.graphs import functions
+from tinker_lightning.losses.graphs.functions import Function
+from tinker_lightning.losses.graphs.json import MAX_VALUES, NAME, Node, Reader, Ref, encode_value, refs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -57,13 +57,13 @@ class Graph:
         Raises:
             InvalidLoss: If a call is not on the list.
         """
-        functions = []
+        called: list[Function] = []
         for node in calls:
             try:
-                functions.append(graph_functions.find(node.op, node.target))
+                called.append(functions.find(node.op, node.target))
             except InvalidLoss as error:
                 raise InvalidLoss(f"node {node.name!r}: {error}") from error
-        return cls(tuple(inputs), tuple(calls), tuple(functions), output)
+        return cls(tuple(inputs), tuple(calls), tuple(called), output)
 
     def encode(self) -> dict[str, Any]:
         """The graph as JSON has it."""

@@ -8,10 +8,10 @@ from torch import Tensor, fx
 from torch.fx.node import _get_qualified_name
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.losses import graph_functions
-from tinker_lightning.losses.graph import Node, Ref, encode_value
-from tinker_lightning.losses.graph_functions import FORBIDDEN_ARGUMENTS
-from tinker_lightning.losses.graph_json import check_attribute
+from tinker_lightning.losses.graphs import functions
+from tinker_lightning.losses.graphs.functions import FORBIDDEN_ARGUMENTS
+from tinker_lightning.losses.graphs.graph import Node, Ref, encode_value
+from tinker_lightning.losses.graphs.json import check_attribute
 
 # What gives a number, a shape or a dtype, and not a tensor.
 _PLAIN = ("size", "dim", "ndimension", "numel", "element_size", "is_floating_point")
@@ -80,7 +80,7 @@ class Writer:
         if target == "item":
             self._item(node)
             return
-        graph_functions.find(node.op, target)
+        functions.find(node.op, target)
         if target in ("getattr", "builtins.getattr"):
             check_attribute(node.args[1])
         if forbidden := FORBIDDEN_ARGUMENTS.intersection(node.kwargs):

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.losses import graph_functions
-from tinker_lightning.losses.graph import MAX_NODES, MAX_VALUES, Graph, Node, Ref
+from tinker_lightning.losses.graphs import functions
+from tinker_lightning.losses.graphs.graph import MAX_NODES, MAX_VALUES, Graph, Node, Ref
 
 
 def node(name: str, target: str = "torch.exp", *args: Any, op: str = "call_function", **kwargs: Any) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def test_methods_that_are_not_on_the_list(method: str) -> None:  # R3.7
 
 
 def test_the_lists_hold_torchs_own_functions_and_ours_and_no_others() -> None:  # R3.7
-    for table in (graph_functions.FUNCTIONS, graph_functions.METHODS):
+    for table in (functions.FUNCTIONS, functions.METHODS):
         for name, function in table.items():
             module = getattr(function.call, "__module__", None) or "torch"
             assert module.split(".")[0] in ("torch", "tinker_lightning"), name

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from tinker_lightning.losses.graph_writer import target_name
+from tinker_lightning.losses.tracing.writer import target_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -92,9 +92,9 @@ def library_of(filename: str) -> str:
 
 
 _TORCH = f"{torch.__path__[0]}{os.sep}"
-_OWN = {contextlib.__file__, copy.__file__, *(str(path) for path in Path(__file__).parent.glob("tracing*.py"))}
-_OWN |= {str(Path(__file__).parent / name) for name in ("datum_loss.py", "graph_lines.py", "graph_writer.py")}
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_HERE = Path(__file__).parent
+_OWN = {contextlib.__file__, copy.__file__, str(_HERE.with_name("datum_loss.py")), *map(str, _HERE.glob("*.py"))}
+_PACKAGE = f"{_HERE.parents[1]}{os.sep}"
 _PYTHON = f"{Path(os.__file__).parent}{os.sep}"
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 _FROZEN = re.compile(r"<frozen ([\w.]+)>")

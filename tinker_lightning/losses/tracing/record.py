@@ -19,14 +19,14 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
-from tinker_lightning.losses import graph_functions
 from tinker_lightning.losses.background import Modes
-from tinker_lightning.losses.graph import Graph
-from tinker_lightning.losses.graph_lines import here, place_of, within
-from tinker_lightning.losses.graph_writer import Writer, is_write, target_name
-from tinker_lightning.losses.tracing_kinds import kind_of, rank_of
-from tinker_lightning.losses.tracing_values import WAYS_OUT, DependsOn, TensorValue, Value, needs_value, refuse
-from tinker_lightning.losses.tracing_writes import seen_writes
+from tinker_lightning.losses.graphs import functions
+from tinker_lightning.losses.graphs.graph import Graph
+from tinker_lightning.losses.tracing.kinds import kind_of, rank_of
+from tinker_lightning.losses.tracing.lines import here, place_of, within
+from tinker_lightning.losses.tracing.values import WAYS_OUT, DependsOn, TensorValue, Value, needs_value, refuse
+from tinker_lightning.losses.tracing.writer import Writer, is_write, target_name
+from tinker_lightning.losses.tracing.writes import seen_writes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -199,7 +199,7 @@ class _Factories(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Whether or not it is given a stand-in: in the place of a number torch would not ask it.
-        is_known = target_name(func) in graph_functions.FUNCTIONS
+        is_known = target_name(func) in functions.FUNCTIONS
         if is_known and (_holds(Value, [args, kwargs]) or not _holds(Tensor, [args, kwargs])):
             return self._recorder.create_proxy("call_function", func, args, kwargs)
         if _holds(Tensor, [args, kwargs]) or _holds(Value, [args, kwargs]):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.losses.graph_guards import MAX_PIECES
-from tinker_lightning.losses.graph_numbers import number
+from tinker_lightning.losses.graphs.guards import MAX_PIECES
+from tinker_lightning.losses.graphs.numbers import number
 
 if TYPE_CHECKING:
-    from tinker_lightning.losses.graph import Node
+    from tinker_lightning.losses.graphs.graph import Node
 
 _MAX_RANK = 12
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from tinker_lightning.errors import LossNotTraceable
-from tinker_lightning.losses.graph_guards import ATTRIBUTES
-from tinker_lightning.losses.graph_lines import here, is_outside
-from tinker_lightning.losses.graph_writer import setitem
+from tinker_lightning.losses.graphs.guards import ATTRIBUTES
+from tinker_lightning.losses.tracing.lines import here, is_outside
+from tinker_lightning.losses.tracing.writer import setitem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -16,8 +16,8 @@ from torch.fx.node import _get_qualified_name
 from torch.nn import functional as F  # noqa: N812
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.losses import graph_guards as guards
-from tinker_lightning.losses.graph_numbers import MATH, OPERATORS
+from tinker_lightning.losses.graphs import guards as guards
+from tinker_lightning.losses.graphs.numbers import MATH, OPERATORS
 
 # Arguments that would give a function more power than its name says.
 FORBIDDEN_ARGUMENTS = frozenset({"out", "generator", "requires_grad", "pin_memory", "names"})

@@ -23,8 +23,8 @@ from tinker_lightning.losses.batch_loss import (
     check_diagnostic,
     check_name,
 )
-from tinker_lightning.losses.graph_run import Program
-from tinker_lightning.losses.tracing import DependsOn, Recorder, Value, record, refuse
+from tinker_lightning.losses.graphs.run import Program
+from tinker_lightning.losses.tracing.record import DependsOn, Recorder, Value, record, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable

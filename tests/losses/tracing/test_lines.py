@@ -16,9 +16,9 @@ import torch
 
 from tinker_lightning import LossFnOutput, losses
 from tinker_lightning.errors import LossNotTraceable
-from tinker_lightning.losses import graph_lines
-from tinker_lightning.losses.graph import places_of
-from tinker_lightning.losses.tracing_batch import trace_batch_loss
+from tinker_lightning.losses.graphs.graph import places_of
+from tinker_lightning.losses.tracing import lines
+from tinker_lightning.losses.tracing.batch import trace_batch_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,8 +77,8 @@ def test_a_library_whose_name_begins_as_torchs(tmp_path: Path) -> None:
     with pytest.raises(LossNotTraceable, match="it gives a tensor to torchlike, and there it branches") as raised:
         trace_batch_loss(mine, "mine", "logits")
     assert str(raised.value).startswith(line_of(mine))
-    assert not graph_lines.is_outside(torch.nn.functional.__file__)
-    assert graph_lines.is_outside(torch.__path__[0] + "metrics/functional.py")
+    assert not lines.is_outside(torch.nn.functional.__file__)
+    assert lines.is_outside(torch.__path__[0] + "metrics/functional.py")
 
 
 def test_a_librarys_own_loss_has_its_own_lines(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_librarys_own_loss_has_its_own_lines(tmp_path: Path) -> None:
     ],
 )
 def test_whose_a_file_is(filename: str, library: str) -> None:
-    assert graph_lines.library_of(filename) == library
+    assert lines.library_of(filename) == library
 
 
 def test_every_call_has_its_line() -> None:

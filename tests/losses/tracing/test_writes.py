@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.losses.test_tracing import T, assert_same
+from tests.losses.tracing.test_record import T, assert_same
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses.datum_loss import trace_datum_loss
-from tinker_lightning.losses.graph_functions import FUNCTIONS, METHODS
-from tinker_lightning.losses.tracing_writes import FRESH
+from tinker_lightning.losses.graphs.functions import FUNCTIONS, METHODS
+from tinker_lightning.losses.tracing.writes import FRESH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
