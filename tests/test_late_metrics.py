@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tinker_lightning import Datum
+from tinker_lightning.calls import Prepared
 from tinker_lightning.late_metrics import of_losses
-from tinker_lightning.window import Prepared
 
 
 def sent(count: int, loss: str = "ppo", added: float | None = None, **config: float) -> Prepared:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from tinker_lightning.calls import Call, ServerCall
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.states import window_from, window_state
 from tinker_lightning.types import Datum, ImageChunk, ModelInput, ProvenanceSpan, TensorData
-from tinker_lightning.window import Call, ServerCall
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,12 +11,12 @@ import torch
 
 from tests.reference import gathered
 from tinker_lightning import AdamParams, Datum, RemoteAdamW, RemoteLM
+from tinker_lightning.calls import Prepared
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotFinite, OperationFailed
 from tinker_lightning.losses.scaling import scaled
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
-from tinker_lightning.window import Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

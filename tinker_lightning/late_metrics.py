@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 
+from tinker_lightning.calls import Prepared, Step
 from tinker_lightning.client.chunking import reduced, weighted_mean
-from tinker_lightning.window import Prepared, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

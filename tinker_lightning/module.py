@@ -47,9 +47,10 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from tinker_lightning.calls import Pass, Step
     from tinker_lightning.losses.regularizer import Regularizer
     from tinker_lightning.routes import Route
-    from tinker_lightning.window import Pass, Remote, Step
+    from tinker_lightning.window import Remote
 
 
 # How long something that was told to end waits for the server, in seconds.

@@ -13,7 +13,7 @@ from tinker_lightning.types import AdamParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from tinker_lightning.window import Step
+    from tinker_lightning.calls import Step
 
 
 class RemoteAdamW(torch.optim.AdamW):

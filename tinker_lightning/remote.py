@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from tinker_lightning import surrogate
+from tinker_lightning.calls import Call, Pass, ServerCall
 from tinker_lightning.client.official import to_datums
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.window import Call, Pass, Remote, ServerCall
+from tinker_lightning.window import Remote
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

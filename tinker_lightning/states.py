@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tinker_lightning.calls import Call, ServerCall
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.remote import NAMED_BY_FILE, RemoteHandle, name_in, named
 from tinker_lightning.types import Datum, TensorData
-from tinker_lightning.window import Call, ServerCall
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:

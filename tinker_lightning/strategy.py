@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins import Precision
 
-    from tinker_lightning.window import Pass
+    from tinker_lightning.calls import Pass
 
 logger = logging.getLogger("tinker_lightning")
 
