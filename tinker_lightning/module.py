@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from tinker_lightning import guard, remotes, routes, states, surrogate
-from tinker_lightning.batches import count_datums, datums_of, listed, prompts_of, weights_of
+from tinker_lightning.batches import count_datums, datums_of, listed, weights_of
 from tinker_lightning.client.export import export_adapter
 from tinker_lightning.errors import (
     InvalidDatum,
@@ -35,6 +35,7 @@ from tinker_lightning.metrics import Scores
 from tinker_lightning.optim import RemoteAdamW
 from tinker_lightning.remote import RemoteHandle, RemoteLM, holds_server_loss
 from tinker_lightning.routes import Chosen
+from tinker_lightning.samples import Samples
 from tinker_lightning.session import Session
 from tinker_lightning.states import STATE_KEY, window_from
 from tinker_lightning.types import SamplingParams
@@ -139,7 +140,7 @@ class RemoteModule(pl.LightningModule):
         self._chosen: tuple[Any, Chosen] | None = None
         self._received = 0
         self._waiting: dict[str, Any] | None = None
-        self._sampler: tuple[int, Any, Any] | None = None
+        self._samples = Samples(self.lm)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -261,19 +262,7 @@ class RemoteModule(pl.LightningModule):
         in another step or by hand, it samples from the model as it is then.
         """
         del batch_idx, dataloader_idx
-        sampler, tokenizer = self._sampling()
-        prompts = prompts_of(batch, tokenizer)
-        futures = [sampler.sample(prompt, 1, self.sampling_params()) for prompt in prompts]
-        sequences = [future.result().sequences[0] for future in futures]
-        return [
-            {
-                "tokens": sequence.tokens,
-                "logprobs": sequence.logprobs,
-                "stop_reason": sequence.stop_reason,
-                "text": tokenizer.decode(sequence.tokens, skip_special_tokens=True),
-            }
-            for sequence in sequences
-        ]
+        return self._samples.of(batch, self.sampling_params())
 
     def sampling_params(self) -> SamplingParams:
         """How `predict_step` samples; override it."""
@@ -373,8 +362,8 @@ class RemoteModule(pl.LightningModule):
 
     @essential
     def on_predict_start(self) -> None:
-        """Samples come from the model as it is now; a client that was given may have been trained by others, too."""
-        self._sampler = None
+        """Samples come from the model as it is now."""
+        self._samples.forget()
 
     @essential
     def teardown(self, stage: str) -> None:
@@ -511,14 +500,6 @@ class RemoteModule(pl.LightningModule):
         self._metric_attributes = None  # where Lightning keeps the names of those it has seen
         for name, metric in metrics.items():
             self.log(f"{stage}_{name}", metric, prog_bar=name == "loss", batch_size=len(data))
-
-    def _sampling(self) -> tuple[Any, Any]:
-        """A client that samples from the weights as they are, and the tokenizer; one for all samples of a version."""
-        version, backend = self.lm.handle.remote.version, self.lm.backend
-        if self._sampler is None or self._sampler[0] != version:
-            sampler = backend.save_weights_and_get_sampling_client()  # type: ignore[attr-defined]
-            self._sampler = (version, sampler, backend.get_tokenizer())
-        return self._sampler[1:]
 
     def _stepped(self, sent: Step) -> None:
         if self._trainer is not None and self.trainer.lightning_module is self:  # within another it has no hooks to log
