@@ -132,7 +132,7 @@ def window_from(state: Sequence[dict[str, Any]]) -> list[Call | ServerCall]:
         if entry["loss"] is None:
             window.append(Call(datums, entry["gradients"]))
         else:
-            window.append(ServerCall(datums, entry["loss"], entry["config"], entry["gradients"], entry.get("added")))
+            window.append(ServerCall(datums, entry["loss"], entry["config"], entry["gradients"], entry["added"]))
     return window
 
 
