@@ -74,7 +74,7 @@ def tiny() -> BaseModel:
 @pytest.fixture
 def trainer(tmp_path: Path) -> Iterator[EmbeddedTrainer]:
     """A trainer of its own for a test."""
-    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path, gap_timeout=0.5)
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
     yield trainer
     trainer.close()
 
@@ -231,7 +231,7 @@ def api(trainer: EmbeddedTrainer) -> Iterator[Api]:
 @pytest.fixture(scope="module")
 def shared_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     """One for all tests of a module, for those that expect to change nothing."""
-    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path_factory.mktemp("shared"), gap_timeout=0.5)
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path_factory.mktemp("shared"))
     api = Api(trainer)
     yield api
     api.close()

@@ -49,7 +49,7 @@ def _no_environment() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTrainer]:
     """One trainer for all tests that need no more than models of their own."""
-    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path_factory.mktemp("shared"), gap_timeout=5.0)
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path_factory.mktemp("shared"))
     yield trainer
     trainer.close()
 

@@ -139,6 +139,7 @@ def test_delays_grow_up_to_a_limit() -> None:
 
 
 def test_patience_ends(trainer: EmbeddedTrainer) -> None:
+    trainer.scheduler._gap_timeout = 0.1  # for what is never sent leaves a gap
     script = Script(httpx.ASGITransport(create_app(trainer)))
     patience = replace(QUICK, seconds=0.3)
     with ServiceClient("http://embedded", transport=script, patience=patience) as service:

@@ -45,7 +45,7 @@ T = max(map(len, TEXTS)) - 1
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTrainer]:
-    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path_factory.mktemp("losses"), gap_timeout=2.0)
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path_factory.mktemp("losses"))
     yield trainer
     trainer.close()
 

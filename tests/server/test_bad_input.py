@@ -29,7 +29,7 @@ def trained(shared_api: Api) -> Iterator[str]:
     api.run("forward_backward", api.train(model, 3))
     before = api.state(model)
     yield model
-    assert "metrics" in api.run("optim_step", api.step(model, 10**6))
+    assert "metrics" in api.run("optim_step", api.step(model, next_number(api, model)))
     assert api.state(model) != before
 
 
@@ -44,7 +44,11 @@ def model(shared_api: Api, trained: str) -> Iterator[str]:
 @pytest.fixture
 def seq(shared_api: Api, trained: str) -> int:
     """The model's next number."""
-    return shared_api.trainer.scheduler._lines[trained].last + 1
+    return next_number(shared_api, trained)
+
+
+def next_number(api: Api, model: str) -> int:
+    return api.trainer.scheduler._lines[model].last + 1
 
 
 def refusal(api: Api, path: str, body: Any) -> tuple[int, str]:

@@ -35,11 +35,12 @@ def test_resuming_with_the_optimizer_is_bit_equal_to_not_stopping(api: Api, pend
     train(api, whole, range(1, 5))
     if pending:  # the gradient of a window that has not been stepped is part of the state
         api.run("forward_backward", api.train(whole, 5, "pending"))
-    path = save(api, whole, 6 if pending else 5)
+    number = 6 if pending else 5
+    path = save(api, whole, number)
     for model, optimizer in ((resumed, True), (without, False)):
         assert load(api, model, 1, path, optimizer=optimizer)["path"] == path
     assert api.state(resumed) == api.state(whole)
-    for model, seq in ((whole, 7), (resumed, 2), (without, 2)):
+    for model, seq in ((whole, number + 1), (resumed, 2), (without, 2)):
         api.submit("forward_backward", api.train(model, seq, "more"))
         api.run("optim_step", api.step(model, seq + 1))
     assert api.state(resumed) == api.state(whole)

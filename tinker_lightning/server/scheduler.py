@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinker_lightning.server")
 
-GAP_TIMEOUT = 30.0
+# Longer than a client needs to notice that a request was lost (they wait a minute for an answer) and to send it again:
+# otherwise one broken connection would cost a step.
+GAP_TIMEOUT = 120.0
 # A result that nobody has fetched yet waits for a client that may be away; one that was fetched only has to survive
 # the loss of the answer that carried it.
 RETENTION = 3600.0

@@ -141,7 +141,7 @@ def part_of(tensor_name: str) -> str:
         (LoraConfig(train_attn=False, train_unembed=False), {"mlp.c_fc", "mlp.c_proj"}),
         (LoraConfig(train_unembed=False), {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}),
     ],
-    ids=str,
+    ids=["attention", "mlp", "both"],
 )
 def test_layers_of_one_name_in_two_places_are_told_apart(
     tiny: BaseModel, tmp_path: Path, config: LoraConfig, modules: set[str]
