@@ -110,12 +110,12 @@ async def _awaited(future: Any) -> Any:
 
 
 def test_several_failures_are_raised_one_by_one(model: TrainingClient, held: threading.Event) -> None:
-    futures = [model.forward(DATA, f"loss_{i}") for i in range(2)]
+    futures = [model.forward(DATA, "ppo", {f"setting_{i}": 1.0}) for i in range(2)]
     held.set()  # not before: the first failure would be raised by the second call
     for future in futures:
         future.wait()
     for i in range(2):
-        with pytest.raises(InvalidInput, match=f"loss_{i}"):
+        with pytest.raises(InvalidInput, match=f"setting_{i}"):
             model.optim_step()
     model.optim_step().result()
 
@@ -124,11 +124,11 @@ def test_close_raises_what_nobody_has_read(shared: EmbeddedTrainer, held: thread
     service = ServiceClient("http://embedded", transport=httpx.ASGITransport(create_app(shared)))
     model = service.create_lora_training_client("tiny", rank=4)
     for i in range(2):
-        model.forward(DATA, f"loss_{i}")
+        model.forward(DATA, "ppo", {f"setting_{i}": 1.0})
     held.set()
-    with pytest.raises(InvalidInput, match=f"forward 1 of {model.model_id}.*loss_0") as caught:
+    with pytest.raises(InvalidInput, match=f"forward 1 of {model.model_id}.*setting_0") as caught:
         service.close()
-    assert any("loss_1" in note for note in caught.value.__notes__)
+    assert any("setting_1" in note for note in caught.value.__notes__)
     service.close()
     with pytest.raises(ClientClosed, match=r"Make a new one with connect\(\)"):
         model.optim_step()
