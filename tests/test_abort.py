@@ -252,7 +252,7 @@ def test_a_checkpoint_on_the_way_out_has_the_unfinished_window(
     with pytest.raises(raised or ()):
         fit(stopped, "tinker", callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
     file = tmp_path / "on_exception.ckpt"
-    waiting = torch.load(file, weights_only=True)["tinker"]["window"]
+    waiting = torch.load(file, weights_only=True)["tinker"]["windows"]["lm.handle"]
     assert len(waiting) == (3 if way == "SIGTERM" else 2)  # the other two stop before the gradient is there
     resumed = server.module()
     fit(resumed, "tinker", ckpt_path=file)

@@ -352,7 +352,7 @@ def test_clipping_by_value_is_refused(service: ServiceClient) -> None:
 
 def test_files_of_other_models_are_refused(tmp_path: Path) -> None:
     module = Mean("tiny", rank=4)
-    state = {"path": "tinker://x/weights/y", "base_model": "smollm2-135m", "rank": 4, "window": []}
+    state = {"path": "tinker://x/weights/y", "base_model": "smollm2-135m", "rank": 4}
     with pytest.raises(InvalidInput, match="of smollm2-135m, but this module of tiny"):
         module.on_load_checkpoint({"tinker": state})
     with pytest.raises(InvalidInput, match="has rank 8, but this module 4"):

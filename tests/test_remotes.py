@@ -121,6 +121,34 @@ def test_a_run_goes_on_with_all_its_models(kind: Any, strategy: str, server: Ser
     assert_same(resumed, whole)
 
 
+class Saves(pl.Callback):
+    """Writes a file after a batch, and one within the next, when its gradients are there."""
+
+    def __init__(self, folder: Path, batch: int) -> None:
+        self.folder = folder
+        self.batch = batch
+
+    def on_after_backward(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.fit_loop.batch_idx == self.batch + 1:
+            trainer.save_checkpoint(self.folder / "within.ckpt")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.fit_loop.batch_idx == self.batch:
+            trainer.save_checkpoint(self.folder / "after.ckpt")
+
+
+@pytest.mark.parametrize("kind", [Second, Nested])
+def test_a_run_goes_on_in_the_midst_of_the_windows_of_all_its_models(kind: Any, server: Server, tmp_path: Path) -> None:
+    whole = server.module(kind)
+    quiet(max_epochs=1, accumulate_grad_batches=3, callbacks=[Saves(tmp_path, 0)]).fit(whole, loader())
+    for file in ("after.ckpt", "within.ckpt"):
+        windows = torch.load(tmp_path / file, weights_only=True)["tinker"]["windows"]
+        assert [len(window) for window in windows.values()] == [1, 1], file
+        resumed = server.module(kind, seed=7)
+        quiet(max_epochs=1, accumulate_grad_batches=3).fit(resumed, loader(), ckpt_path=tmp_path / file)
+        assert_same(resumed, whole)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_dict_has_all_models(kind: Any, server: Server) -> None:
     module, other = server.module(kind), server.module(kind, seed=7)

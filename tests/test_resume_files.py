@@ -46,9 +46,9 @@ def test_a_window_that_waits_for_its_step_is_in_the_file_and_nothing_else_is(ben
     saver = Everywhere(tmp_path, "batch end 0.1", "batch end 0.2", "batch start 0.4", "batch end 0.5")
     bench.run("shuffled", saver)
     contents = [torch.load(file.path, weights_only=True) for file in saver.files]
-    assert [len(content["tinker"]["window"]) for content in contents] == [1, 0, 1, 0]
+    assert [len(content["tinker"]["windows"]["lm.handle"]) for content in contents] == [1, 0, 1, 0]
     assert [content["tinker"]["steps"] for content in contents] == [0, 1, 1, 3]
-    (call,) = contents[0]["tinker"]["window"]
+    (call,) = contents[0]["tinker"]["windows"]["lm.handle"]
     lengths = [len(datum["inputs"]["target_tokens"]) for datum in call["datums"]]
     assert [len(gradient) for gradient in call["gradients"]] == lengths
 

@@ -37,7 +37,7 @@ from tinker_lightning.remote import RemoteHandle, RemoteLM, holds_server_loss
 from tinker_lightning.routes import Chosen
 from tinker_lightning.samples import Samples
 from tinker_lightning.session import Session
-from tinker_lightning.states import STATE_KEY, window_from
+from tinker_lightning.states import STATE_KEY
 from tinker_lightning.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -344,15 +344,14 @@ class RemoteModule(pl.LightningModule):
 
     @essential
     def on_train_start(self) -> None:
-        """Takes up the window of a checkpoint; Lightning has zeroed the gradients since it was loaded.
+        """Takes up the windows of a checkpoint; Lightning has zeroed the gradients since it was loaded.
 
         Raises:
             InvalidInput: If nothing would train the remote model.
         """
         guard.check_optimizers(self.trainer, self)
         if self._waiting is not None and self.trainer.ckpt_path is not None:
-            self.lm.handle.remote.window = window_from(self._waiting["window"])
-            states.put_back(self._waiting["local_gradients"], self)
+            states.put_back(self._waiting, self)
         self._waiting = None
 
     @essential
@@ -382,7 +381,8 @@ class RemoteModule(pl.LightningModule):
         # Only TinkerStrategy deletes states; elsewhere the state dict has saved one already, and shares it.
         is_counted = self._trainer is not None and hasattr(self.trainer.strategy, "release_states")
         with remotes.saved_for_file(self) if is_counted else contextlib.nullcontext():
-            checkpoint[STATE_KEY] = {**states.saved(remote), "local_gradients": self.local_gradients()}
+            gradients = {"windows": states.windows(self), "local_gradients": self.local_gradients()}
+            checkpoint[STATE_KEY] = {**states.saved(remote), **gradients}
         states.leave_to_file(checkpoint)
 
     @essential
@@ -397,7 +397,8 @@ class RemoteModule(pl.LightningModule):
         self._session.resume(remote, state["path"])
         self._waiting = state
         # The next file gets a state of its own: this one belongs to the files that name it, wherever they lie.
-        remote.goes_on(state["steps"], window=window_from(state["window"]))
+        remote.goes_on(state["steps"])
+        states.put_back(state, self)
         states.mark_loaded(checkpoint)
 
     # The session.
@@ -422,8 +423,8 @@ class RemoteModule(pl.LightningModule):
 
     def local_gradients(self) -> dict[str, Tensor]:
         """The gradients of local parameters that wait for a step, by name."""
-        handle = self.lm.handle
-        if not handle.remote.window and handle.requires_grad and self.automatic_optimization:
+        waits = any(remote.window for remote in remotes.remotes_of(self))
+        if not waits and self.lm.handle.requires_grad and self.automatic_optimization:
             return {}  # those that are left over from the last step
         return states.local_gradients(self)
 

@@ -55,14 +55,14 @@ class Begun:
 
     Args:
         trainer: Who trains it.
-        window: How many gradients waited for a step.
+        windows: How many gradients of each remote model waited for a step.
         local_gradients: Those of local parameters, by name.
     """
 
-    def __init__(self, trainer: pl.Trainer, window: int, local_gradients: dict[str, Tensor]) -> None:
+    def __init__(self, trainer: pl.Trainer, windows: dict[str, int], local_gradients: dict[str, Tensor]) -> None:
         self.rng = rng.snapshot()
         self.epoch_metrics = epoch_metrics.capture(trainer)
-        self.window = window
+        self.windows = windows
         self.local_gradients = local_gradients
         self._number = trainer.fit_loop.epoch_loop.total_batch_idx
 

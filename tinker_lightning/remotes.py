@@ -16,9 +16,14 @@ if TYPE_CHECKING:
     from tinker_lightning.window import Remote
 
 
+def handles_of(module: nn.Module) -> dict[str, RemoteHandle]:
+    """The handles among a module's parameters by their names, each once."""
+    return {name: one for name, one in module.named_parameters() if isinstance(one, RemoteHandle)}
+
+
 def remotes_of(module: nn.Module) -> list[Remote]:
-    """Where the handles among a module's parameters lead, each once."""
-    return [parameter.remote for parameter in module.parameters() if isinstance(parameter, RemoteHandle)]
+    """Where they lead."""
+    return [handle.remote for handle in handles_of(module).values()]
 
 
 def wait_for_all(module: nn.Module, timeout: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint file keeps of remote models: the names of states on the server, and a window that waits."""
+"""What a checkpoint file keeps of remote models: the names of states on the server, and windows that wait."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tinker_lightning.calls import Call, ServerCall
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.remote import NAMED_BY_FILE, RemoteHandle, name_in, named
+from tinker_lightning.remotes import handles_of
 from tinker_lightning.types import Datum, TensorData
 from tinker_lightning.wire import json as wire_json
 
@@ -35,8 +36,12 @@ def saved(remote: Remote) -> dict[str, Any]:
         "base_model": info.model_data.model_name,
         "rank": info.lora_rank,
         "steps": remote.steps,
-        "window": window_state(remote.window),
     }
+
+
+def windows(module: nn.Module) -> dict[str, list[dict[str, Any]]]:
+    """The windows of a module's remote models by the names of their parameters, as a file keeps them."""
+    return {name: window_state(handle.remote.window) for name, handle in handles_of(module).items()}
 
 
 def local_gradients(module: nn.Module) -> dict[str, Tensor]:
@@ -45,11 +50,13 @@ def local_gradients(module: nn.Module) -> dict[str, Tensor]:
     return {name: one.grad.clone() for name, one in local if one.grad is not None}
 
 
-def put_back(gradients: dict[str, Tensor], module: nn.Module) -> None:
-    """Gives parameters on this machine the gradients that a file has kept."""
+def put_back(state: dict[str, Any], module: nn.Module) -> None:
+    """Gives remote models the windows that a file has kept, and parameters on this machine their gradients."""
     for name, parameter in module.named_parameters():
-        if name in gradients:
-            parameter.grad = gradients[name].clone()
+        if name in state["windows"] and isinstance(parameter, RemoteHandle):
+            parameter.remote.window = window_from(state["windows"][name])
+        elif name in state["local_gradients"]:
+            parameter.grad = state["local_gradients"][name].clone()
 
 
 def read(checkpoint: dict[str, Any], base_model: str, rank: int) -> dict[str, Any]:

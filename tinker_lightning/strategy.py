@@ -131,7 +131,8 @@ class TinkerStrategy(SingleDeviceStrategy):
         """A step whose forward pass may have been asked for at the start of its window."""
         module = self.lightning_module
         if isinstance(module, RemoteModule):
-            self._begun = progress.Begun(module.trainer, len(module.lm.handle.remote.window), module.local_gradients())
+            waiting = {name: len(handle.remote.window) for name, handle in remotes.handles_of(module).items()}
+            self._begun = progress.Begun(module.trainer, waiting, module.local_gradients())
         if not self.look_ahead or self._cannot_look or not isinstance(module, RemoteModule) or not args:
             return super().training_step(*args, **kwargs)
         number = module.trainer.fit_loop.epoch_loop.total_batch_idx
@@ -197,7 +198,8 @@ class TinkerStrategy(SingleDeviceStrategy):
                 checkpoint[KEY]["rng"] = rng.capture(self._begun.rng)
                 checkpoint[KEY]["place"]["epoch_metrics"] = self._begun.epoch_metrics
                 if (state := checkpoint.get(STATE_KEY)) is not None:
-                    del state["window"][self._begun.window :]
+                    for name, before in self._begun.windows.items():
+                        del state["windows"][name][before:]
                     state["local_gradients"] = self._begun.local_gradients
             for each in trainer.loggers:
                 each.save()  # what was logged before a checkpoint is not logged again after a resume

@@ -92,12 +92,11 @@ class Remote:
         self.backend.load_state_with_optimizer(state).result()  # type: ignore[attr-defined]
         self.goes_on(steps)
 
-    def goes_on(self, steps: int | None = None, *, window: Sequence[Call | ServerCall] = ()) -> None:
-        """The weights are others now, so many steps old, with a window that waits."""
+    def goes_on(self, steps: int | None = None) -> None:
+        """The weights are others now, so many steps old."""
         self.drop()
         self.version += 1
         self.steps = self.steps if steps is None else steps
-        self.window = list(window)
         self._saved = {}  # what was loaded belongs to those who name it, and may go with them
 
     def take(self, data: Sequence[Any]) -> Pass | None:
