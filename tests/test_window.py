@@ -100,21 +100,66 @@ def test_its_value_is_not_known_here(double: tuple[EmbeddedTrainer, ServiceClien
     assert torch.isnan(lm.server_loss(DATA["cross_entropy"], "cross_entropy"))
 
 
-@pytest.mark.parametrize("misuse", [torch.exp, torch.square, torch.sigmoid], ids=["exp", "square", "sigmoid"])
+MISUSES: dict[str, Any] = {
+    "exp": torch.exp,
+    "square": torch.square,
+    "a branch": lambda loss: torch.relu(loss - 1000),
+    "a bound": lambda loss: loss.clamp(0, 1),
+    "the greater": lambda loss: torch.maximum(loss, torch.tensor(1.0)),
+    "the greatest": lambda loss: torch.stack([loss, torch.tensor(1.0)]).max(),
+    "one or the other": lambda loss: torch.where(loss > 1, 2 * loss, loss),
+    "an if": lambda loss: loss if loss else 5 * loss,
+    "an if of a comparison": lambda loss: loss if loss < 1000 else 5 * loss,
+    "a divisor": lambda loss: 1 / loss,
+    "a divisor by its name": lambda loss: torch.div(torch.tensor(1.0), other=loss),
+    "a loss of torch's": lambda loss: torch.nn.functional.huber_loss(loss + 1, torch.tensor(0.0)),
+    "a number in place of NaN": torch.nan_to_num,
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES.values(), ids=MISUSES)
 def test_functions_of_it_are_refused(double: tuple[EmbeddedTrainer, ServiceClient], misuse: Any) -> None:
     lm = RemoteLM(double[1].create_lora_training_client("tiny", rank=4))
+    with pytest.raises(InvalidLoss, match="is no linear function of a loss that the server computes"):
+        misuse(lm.server_loss(DATA["cross_entropy"], "cross_entropy"))
+
+
+def test_a_product_with_itself_is_refused(double: tuple[EmbeddedTrainer, ServiceClient]) -> None:
+    lm = RemoteLM(double[1].create_lora_training_client("tiny", rank=4))
+    loss = lm.server_loss(DATA["cross_entropy"], "cross_entropy")
     with pytest.raises(LossNotFinite, match=r"'cross_entropy'.*nothing|but no other function"):
-        misuse(lm.server_loss(DATA["cross_entropy"], "cross_entropy")).backward()
+        (loss * loss).backward()
     assert lm.handle.grad is None
 
 
-def test_a_clamp_that_swallows_it_is_refused_at_the_step(double: tuple[EmbeddedTrainer, ServiceClient]) -> None:
+def test_a_factor_of_zero_is_refused_at_the_step(double: tuple[EmbeddedTrainer, ServiceClient]) -> None:
     lm = RemoteLM(double[1].create_lora_training_client("tiny", rank=4))
-    lm.server_loss(DATA["ppo"], "ppo").clamp(0, 1).backward()
+    (0 * lm.server_loss(DATA["ppo"], "ppo")).backward()
     with pytest.raises(InvalidLoss, match="a gradient of 0 reached the server's loss 'ppo'"):
         RemoteAdamW(lm.parameters()).step()
     assert lm.handle.grad is None
     assert lm.handle.remote.steps == 0
+
+
+LINEAR: dict[str, tuple[Any, float]] = {
+    "a mean": (lambda loss: torch.stack([loss, 3 * loss]).mean(), 2.0),
+    "a sum": (lambda loss: sum([loss, loss / 4, -loss / 2]), 0.75),
+    "in place": (lambda loss: torch.zeros(()).add_(loss).mul_(3.0), 3.0),
+    "a difference": (lambda loss: 1 - (2 - loss * 0.5).reshape(1)[0].double(), 0.5),
+    "weighed": (lambda loss: (loss.unsqueeze(0) * torch.tensor([0.25, 0.5])).sum(), 0.75),
+}
+
+
+@pytest.mark.parametrize(("function", "factor"), LINEAR.values(), ids=LINEAR)
+def test_linear_functions_of_it_scale_its_gradient(
+    double: tuple[EmbeddedTrainer, ServiceClient], function: Any, factor: float
+) -> None:
+    lm = RemoteLM(double[1].create_lora_training_client("tiny", rank=4))
+    loss = lm.server_loss(DATA["cross_entropy"], "cross_entropy")
+    assert "nan" in f"{loss} {loss:.2f} {loss.item()}"
+    function(loss).backward()
+    (call,) = lm.handle.remote.window
+    assert call.prepare().scale == factor
 
 
 def test_it_adds_to_losses_of_ones_own(double: tuple[EmbeddedTrainer, ServiceClient]) -> None:

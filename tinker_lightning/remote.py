@@ -15,6 +15,7 @@ from tinker_lightning import surrogate
 from tinker_lightning.calls import Call, Pass, ServerCall
 from tinker_lightning.client.official import to_datums
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.late_loss import LateLoss
 from tinker_lightning.window import Remote
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ class RemoteLM(nn.Module):
         """One of the server's losses, computed there in the one pass that also gives its gradient.
 
         It is sent at the step, and nothing is waited for. So its value is not known here: it is NaN, and can be scaled
-        and added to other losses, but nothing else.
+        and added to other losses; everything else is refused.
 
         Args:
             data: The datums.
@@ -225,7 +226,7 @@ class RemoteLM(nn.Module):
         call = ServerCall(to_datums(data), loss, dict(config or {}), added=added)
         (value,) = _Join.apply(self.handle, call, torch.tensor(torch.nan))  # type: ignore[no-untyped-call]
         assert isinstance(value, Tensor)  # noqa: S101 for the type checker
-        return value
+        return value.as_subclass(LateLoss)
 
 
 def holds_server_loss(loss: Tensor) -> bool:
