@@ -167,6 +167,22 @@ def test_autograd_grad_on_logprobs_leaves_the_window_alone(stage: Stage) -> None
     assert model.handle.grad is None
 
 
+def test_autograd_grad_by_the_parameters_is_refused_and_gathers_nothing(stage: Stage) -> None:
+    model = stage.model()
+    scale = torch.nn.Parameter(torch.ones(()))
+    loss = scale * mean(model(DATA))
+    for inputs in ([*model.parameters()], [scale, *model.parameters()]):
+        with pytest.raises(InvalidInput, match="that gradient is on the server and cannot be returned"):
+            torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
+    assert model.handle.grad is None
+    (by_scale,) = torch.autograd.grad(loss, [scale], retain_graph=True)
+    assert torch.equal(by_scale, loss.detach())
+    loss.backward(inputs=[scale], retain_graph=True)
+    assert model.handle.grad is None
+    loss.backward(inputs=[*model.parameters()])
+    assert len(model.handle.remote.window) == 1
+
+
 def test_anomaly_mode_works(stage: Stage) -> None:
     model = stage.model()
     with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():

@@ -255,5 +255,25 @@ class _Join(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        _check_that_it_gathers(ctx.next_functions[0][0])
         ctx.remote.receive(ctx.call, gradients)
         return (None, None, *(None for _ in gradients))
+
+
+def _check_that_it_gathers(handle: Any) -> None:
+    """Refuses `torch.autograd.grad`, which adds to no gradient: the window would hold what nobody asked it to.
+
+    Args:
+        handle: The node of the graph that adds to the handle's gradient.
+
+    Raises:
+        InvalidInput: If a gradient is to be returned, and not to be gathered.
+    """
+    try:
+        torch._C._will_engine_execute_node(handle)  # raises where a leaf's gradient is to be returned
+    except RuntimeError as error:
+        raise InvalidInput(
+            "torch.autograd.grad by the parameter of a remote model: that gradient is on the server and cannot be "
+            "returned. Ask for it by the log-probabilities, leave the model's parameters out (those of local layers "
+            "may stay), or call backward()."
+        ) from error
