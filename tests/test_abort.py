@@ -22,9 +22,10 @@ from tests.client.conftest import bits
 from tests.trainers import LIGHTNING, SMALL, quiet
 from tinker_lightning import Datum, RemoteModule, collate
 from tinker_lightning.client import ServiceClient
-from tinker_lightning.errors import LossNotFinite
+from tinker_lightning.errors import LossNotFinite, TinkerLightningError
 from tinker_lightning.server import EmbeddedTrainer, create_app
 from tinker_lightning.testing import embedded_service
+from tinker_lightning.types import OptimStepResponse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -125,7 +126,7 @@ def _handlers() -> Iterator[None]:
 
 def fit(module: RemoteModule, strategy: str, data: list[Datum] = DATA, **options: Any) -> pl.Trainer:
     file = options.pop("ckpt_path", None)
-    trainer = quiet(strategy=strategy, accelerator="cpu", accumulate_grad_batches=N, **{"max_epochs": 1, **options})
+    trainer = quiet(strategy=strategy, accelerator="cpu", **{"accumulate_grad_batches": N, "max_epochs": 1, **options})
     trainer.fit(module, DataLoader(data, 1, collate_fn=collate), ckpt_path=file)  # type: ignore[arg-type]
     return trainer
 
@@ -304,3 +305,37 @@ class Stalling(httpx.AsyncBaseTransport):
 
     async def aclose(self) -> None:
         await self._inner.aclose()
+
+
+class Settles(pl.Callback):
+    """Waits after each batch until the server has answered all that was sent."""
+
+    def on_train_batch_end(self, _: pl.Trainer, pl_module: Any, *__: Any, **___: Any) -> None:
+        pl_module.lm.handle.remote.wait_for_all()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("failing", ["optim_step", "forward_backward"])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_request_that_fails_between_windows_is_not_lost(
+    n: int, failing: str, strategy: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:  # R4.5
+    module = server.module()
+    client: Any = module.lm.backend
+    send, sent = getattr(client, failing), []
+
+    def fails_once(*args: Any, **kwargs: Any) -> Any:
+        sent.append(args)
+        if len(sent) == 1:
+            return client._submit(
+                failing,
+                failing,
+                OptimStepResponse,
+                lambda number: {"model_id": client.model_id, "seq_id": number, "adam_params": 5},
+            )
+        return send(*args, **kwargs)
+
+    monkeypatch.setattr(client, failing, fails_once)
+    with pytest.raises(TinkerLightningError, match=f"{failing} .* of {client.model_id}"):
+        fit(module, strategy, accumulate_grad_batches=n, callbacks=[Settles()])
+    assert module.lm.handle.remote.steps == 1

@@ -164,16 +164,18 @@ class TinkerStrategy(SingleDeviceStrategy):
         index, size = trainer.fit_loop.batch_idx, trainer.accumulate_grad_batches
         left = int(min((index // size + 1) * size, trainer.num_training_batches)) - index
         asked: list[tuple[list[Any], Pass | None]] = []
-        for number, following in enumerate([batch, *loader.iterables.peek(index, left - 1)], index):
-            try:
-                if following is not batch:
-                    following = self.batch_to_device(self.precision_plugin.convert_input(following))
-                # From random numbers of the batch's own: how far ahead that is must not change what is drawn.
-                with rng.seeded(loader.iterables.seed + number):
-                    data = module.datums(following)
-                asked.append((data, module.lm.send(data) if left > 1 else None))
-            except Exception:  # the batch's own step will raise it, in its turn
-                break
+        # What has failed before is raised here, and not by a request whose own failure can wait for its turn.
+        with module.lm.handle.remote.failures_held():
+            for number, following in enumerate([batch, *loader.iterables.peek(index, left - 1)], index):
+                try:
+                    if following is not batch:
+                        following = self.batch_to_device(self.precision_plugin.convert_input(following))
+                    # From random numbers of the batch's own: how far ahead that is must not change what is drawn.
+                    with rng.seeded(loader.iterables.seed + number):
+                        data = module.datums(following)
+                    asked.append((data, module.lm.send(data) if left > 1 else None))
+                except Exception:  # the batch's own step will raise it, in its turn
+                    break
         return asked
 
     def _stop_looking(self, module: RemoteModule, reason: str) -> None:

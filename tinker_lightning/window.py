@@ -187,7 +187,7 @@ class Remote:
             raise
         self._make_room()
         # Half a window on the server would stay there, and be part of the next step.
-        with interrupts.held(), self._failures_held():
+        with interrupts.held(), self.failures_held():
             step = self._send(prepared, params)
             self.drop()
             self.steps += 1
@@ -241,8 +241,8 @@ class Remote:
         losses = [(backward, each) for backward, each in pairs if each.by_server]
         return Step(backwards, optim, losses)
 
-    def _failures_held(self) -> contextlib.AbstractContextManager[None]:
-        """Failures of earlier requests are raised before the requests of a step, or after them."""
+    def failures_held(self) -> contextlib.AbstractContextManager[None]:
+        """Failures of earlier requests are raised before those that are sent inside, or after them; never by one."""
         unread = getattr(self.backend, "unread", None)
         return unread.held() if isinstance(unread, Unread) else contextlib.nullcontext()
 
