@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from tests.client.conftest import bits
 from tests.trainers import LIGHTNING, SMALL, quiet
-from tinker_lightning import Datum, RemoteModule, collate
+from tinker_lightning import Datum, RemoteAdamW, RemoteModule, collate
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.errors import LossNotFinite, TinkerLightningError
 from tinker_lightning.server import EmbeddedTrainer, create_app
@@ -38,6 +38,7 @@ pytestmark = [
     # Lightning looks for a file of an `OnExceptionCheckpoint` at every start.
     pytest.mark.filterwarnings("ignore:`.fit.ckpt_path=None.` was called without a model"),
     pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),
+    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided"),
 ]
 
 N = 4
@@ -242,7 +243,7 @@ def test_ctrl_c_between_the_requests_of_a_step_waits_for_the_last_of_them(
     assert server.bits(module) == expected[2][1]
 
 
-@pytest.mark.parametrize("way", ["the loss raises", "Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "should_stop"])
 def test_a_checkpoint_on_the_way_out_has_the_unfinished_window(
     way: str, server: Server, tmp_path: Path
 ) -> None:  # R5.3
@@ -254,7 +255,7 @@ def test_a_checkpoint_on_the_way_out_has_the_unfinished_window(
         fit(stopped, "tinker", callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
     file = tmp_path / "on_exception.ckpt"
     waiting = torch.load(file, weights_only=True)["tinker"]["windows"]["lm.handle"]
-    assert len(waiting) == (3 if way == "SIGTERM" else 2)  # the other two stop before the gradient is there
+    assert len(waiting) == (3 if way == "SIGTERM" else 2)  # the others stop before the gradient is there
     resumed = server.module()
     fit(resumed, "tinker", ckpt_path=file)
     assert server.bits(resumed) == server.bits(whole)
@@ -307,11 +308,101 @@ class Stalling(httpx.AsyncBaseTransport):
         await self._inner.aclose()
 
 
+class Hybrid(Interrupted):
+    """Beside the remote model trains a parameter of its own."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def loss(self, data: list[Any], logprobs: list[Tensor]) -> Tensor:
+        return self.scale * super().loss(data, logprobs)
+
+
+def ctrl_c_in_the_sending(module: RemoteModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    client: Any = module.lm.backend
+    send, steps = client.optim_step, []
+
+    def optim_step(*args: Any) -> Any:
+        steps.append(args)
+        if len(steps) == 2:
+            ctrl_c()
+        return send(*args)
+
+    monkeypatch.setattr(client, "optim_step", optim_step)
+
+
+def ctrl_c_in_the_local_step(module: RemoteModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = RemoteAdamW._step_local
+
+    def step_local(optimizer: Any) -> None:
+        if module.lm.handle.remote.steps == 2:
+            ctrl_c()
+        step(optimizer)
+
+    monkeypatch.setattr(RemoteAdamW, "_step_local", step_local)
+
+
+def ctrl_c_before_the_step_is_counted(module: RemoteModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = module.optimizer_step
+
+    def optimizer_step(*args: Any) -> None:
+        step(*args)
+        if module.lm.handle.remote.steps == 2:
+            ctrl_c()
+
+    monkeypatch.setattr(module, "optimizer_step", optimizer_step)
+
+
+def ctrl_c_while_a_metric_is_waited_for(module: RemoteModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = module._late._wait
+
+    def interrupted(future: Any) -> None:
+        if module.lm.handle.remote.steps == 2:
+            ctrl_c()
+        wait(future)
+
+    monkeypatch.setattr(module._late, "_wait", interrupted)
+
+
+@pytest.mark.parametrize("n", [1, N])
+@pytest.mark.parametrize(
+    "when",
+    [
+        ctrl_c_in_the_sending,
+        ctrl_c_in_the_local_step,
+        ctrl_c_before_the_step_is_counted,
+        ctrl_c_while_a_metric_is_waited_for,
+    ],
+)
+def test_a_file_of_a_run_that_is_stopped_in_its_step_knows_of_the_step(
+    when: Any, n: int, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # R5.3
+    def hybrid() -> Hybrid:
+        return Hybrid(server.service.create_lora_training_client("tiny", rank=2, seed=1))
+
+    options: dict[str, Any] = {"accumulate_grad_batches": n, "max_steps": 3, "max_epochs": -1}
+    whole, stopped, resumed = hybrid(), hybrid(), hybrid()
+    fit(whole, "tinker", **options)
+    with monkeypatch.context() as patch:
+        when(stopped, patch)
+        best = ModelCheckpoint(tmp_path, monitor="grad_norm", every_n_train_steps=1)
+        callbacks = [OnExceptionCheckpoint(tmp_path), best]
+        with pytest.raises(SystemExit):
+            fit(stopped, "tinker", callbacks=callbacks, enable_checkpointing=True, **options)
+    content = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
+    assert content["tinker"]["steps"] == content["global_step"] == 2
+    trainer = fit(resumed, "tinker", ckpt_path=tmp_path / "on_exception.ckpt", **options)
+    assert resumed.lm.handle.remote.steps == trainer.global_step == 3
+    assert server.bits(resumed) == server.bits(whole)
+    assert torch.equal(resumed.scale, whole.scale)
+
+
 class Settles(pl.Callback):
     """Waits after each batch until the server has answered all that was sent."""
 
-    def on_train_batch_end(self, _: pl.Trainer, pl_module: Any, *__: Any, **___: Any) -> None:
-        pl_module.lm.handle.remote.wait_for_all()
+    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        trainer.lightning_module.lm.handle.remote.wait_for_all()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

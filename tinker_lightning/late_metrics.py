@@ -49,7 +49,7 @@ class LateMetrics:
         """Whether something is about to look at a metric that comes late; at any metric while none has come yet."""
         looking: list[Any] = [*trainer.callbacks, *trainer.lr_scheduler_configs]  # type: ignore[attr-defined]
         if by_step:
-            looking = [one for one in trainer.checkpoint_callbacks if _saves_after(one, trainer.global_step + 1)]
+            looking = [one for one in trainer.checkpoint_callbacks if _saves_after(one, trainer.global_step)]
         monitored = {getattr(one, "monitor", None) for one in looking} - {None}
         return bool(monitored & self._names if self._names else monitored)
 

@@ -38,6 +38,7 @@ from tinker_lightning.routes import Chosen
 from tinker_lightning.samples import Samples
 from tinker_lightning.session import Session
 from tinker_lightning.states import STATE_KEY
+from tinker_lightning.step_end import StepEnd
 from tinker_lightning.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class RemoteModule(pl.LightningModule):
         self._scores = Scores()
         remote = self.lm.handle.remote
         self._late = LateMetrics(remote.wait_for_end)
-        remote.on_step, remote.after_step = self._stepped, self._wait_if_monitored
+        remote.on_step = self._stepped
         remote.max_steps_in_flight = max_steps_in_flight
         self._in_trainer: pl.Trainer | None = None
         self._ahead: tuple[Any, list[Any]] | None = None
@@ -213,8 +214,11 @@ class RemoteModule(pl.LightningModule):
         del stage
         guard.check(self.trainer, self)
         self._in_trainer = self.trainer
+        step_end = StepEnd(self._wait_if_monitored)
+        step_end.attach(self.trainer)
         for remote in remotes.remotes_of(self):
             remote.while_waiting = self._look_up
+            remote.on_sent = step_end.begin if self.automatic_optimization else None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """A forward pass, the loss, and its metrics; or the server's loss, sent at the step."""
@@ -324,7 +328,8 @@ class RemoteModule(pl.LightningModule):
         """Refuses a loss that would silently train nothing."""
         received, self._received = self._received, self.lm.handle.remote.received
         if self.automatic_optimization and self.lm.handle.requires_grad and received == self._received:
-            raise LossWithoutGradient(surrogate.WITHOUT_GRADIENT)
+            with self._dropping():
+                raise LossWithoutGradient(surrogate.WITHOUT_GRADIENT)
 
     @essential
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -368,6 +373,7 @@ class RemoteModule(pl.LightningModule):
     def teardown(self, stage: str) -> None:
         """Waits for what is under way; the session stays, for the next stage must see the same model."""
         del stage
+        StepEnd.detach(self.trainer)
         self.drain()
 
     @essential

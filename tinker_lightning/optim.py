@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tinker_lightning import interrupts
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.remote import RemoteHandle
 from tinker_lightning.types import AdamParams
@@ -13,7 +15,8 @@ from tinker_lightning.types import AdamParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from tinker_lightning.calls import Step
+    from tinker_lightning.calls import Prepared, Step
+    from tinker_lightning.window import Remote
 
 
 class RemoteAdamW(torch.optim.AdamW):
@@ -46,21 +49,25 @@ class RemoteAdamW(torch.optim.AdamW):
         self.clip_next: float | None = None  # in place of the groups' own, for the next step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps remote models on the server and local parameters here."""
+        """Steps remote models on the server and local parameters here; without a gradient nothing is sent."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.sent = []
         clip, self.clip_next = self.clip_next, None
+        ready: list[tuple[Remote, list[Prepared], AdamParams]] = []
         for group in self.param_groups:
             params = _adam_params(group if clip is None else {**group, "grad_clip_norm": clip})
-            for parameter in group["params"]:
-                if isinstance(parameter, RemoteHandle):
-                    step = parameter.remote.step(params)
-                    if step is not None:
-                        self.sent.append(step)
-        self._step_local()
+            remotes = [parameter.remote for parameter in group["params"] if isinstance(parameter, RemoteHandle)]
+            ready += [(remote, prepared, params) for remote in remotes if (prepared := remote.prepare())]
+        # All that may wait or be refused was done above: from here on it is one step, on all sides or on none.
+        with contextlib.ExitStack() as held:
+            held.enter_context(interrupts.held())
+            for remote, _, _ in ready:
+                held.enter_context(remote.failures_held())
+            self.sent += [remote.step(prepared, params) for remote, prepared, params in ready]
+            self._step_local()
         return loss
 
     def clip(self, norm: float) -> None:

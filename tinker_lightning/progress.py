@@ -7,17 +7,19 @@ what was left to do is done before training goes on.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.fit_loop import RestartStage as FitStage
 from lightning.pytorch.loops.training_epoch_loop import RestartStage as EpochStage
 
-from tinker_lightning import epoch_metrics, rng
+from tinker_lightning import epoch_metrics, remotes, rng, states
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from torch import Tensor
+
+    from tinker_lightning.module import RemoteModule
 
 # What was under way when a file was written.
 EPOCH_START = "epoch start"  # nothing, or the hooks of an epoch's start, which are called again
@@ -55,16 +57,24 @@ class Begun:
 
     Args:
         trainer: Who trains it.
-        windows: How many gradients of each remote model waited for a step.
-        local_gradients: Those of local parameters, by name.
+        module: What is trained.
     """
 
-    def __init__(self, trainer: pl.Trainer, windows: dict[str, int], local_gradients: dict[str, Tensor]) -> None:
+    def __init__(self, trainer: pl.Trainer, module: RemoteModule) -> None:
         self.rng = rng.snapshot()
         self.epoch_metrics = epoch_metrics.capture(trainer)
-        self.windows = windows
-        self.local_gradients = local_gradients
+        # Copies, for a loss that is refused empties its window; what gradients are added to is another list then.
+        self._windows = {
+            name: [copy.copy(call) for call in handle.remote.window]
+            for name, handle in remotes.handles_of(module).items()
+        }
+        self._local_gradients = module.local_gradients()
         self._number = trainer.fit_loop.epoch_loop.total_batch_idx
+
+    def gradients(self) -> dict[str, Any]:
+        """What waited for a step, as a file keeps it."""
+        windows = {name: states.window_state(window) for name, window in self._windows.items()}
+        return {"windows": windows, "local_gradients": self._local_gradients}
 
     def is_under_way(self, trainer: pl.Trainer) -> bool:
         """Whether it is still being trained; after a resume it begins anew."""

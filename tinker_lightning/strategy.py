@@ -131,8 +131,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         """A step whose forward pass may have been asked for at the start of its window."""
         module = self.lightning_module
         if isinstance(module, RemoteModule):
-            waiting = {name: len(handle.remote.window) for name, handle in remotes.handles_of(module).items()}
-            self._begun = progress.Begun(module.trainer, waiting, module.local_gradients())
+            self._begun = progress.Begun(module.trainer, module)
         if not self.look_ahead or self._cannot_look or not isinstance(module, RemoteModule) or not args:
             return super().training_step(*args, **kwargs)
         number = module.trainer.fit_loop.epoch_loop.total_batch_idx
@@ -200,9 +199,7 @@ class TinkerStrategy(SingleDeviceStrategy):
                 checkpoint[KEY]["rng"] = rng.capture(self._begun.rng)
                 checkpoint[KEY]["place"]["epoch_metrics"] = self._begun.epoch_metrics
                 if (state := checkpoint.get(STATE_KEY)) is not None:
-                    for name, before in self._begun.windows.items():
-                        del state["windows"][name][before:]
-                    state["local_gradients"] = self._begun.local_gradients
+                    state |= self._begun.gradients()
             for each in trainer.loggers:
                 each.save()  # what was logged before a checkpoint is not logged again after a resume
         named = self._named_in(checkpoint, filepath)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from tinker_lightning import interrupts
 from tinker_lightning.calls import LINEAR_ONLY, Call, ServerCall, Step
 from tinker_lightning.client.backend import as_backend
 from tinker_lightning.client.futures import Unread
@@ -52,8 +51,9 @@ class Remote:
         self.max_steps_in_flight = max_steps_in_flight
         self.received = 0  # how many gradients have come back
         self.version = 0  # of the weights: a step or a load makes another
-        self.on_step: Callable[[Step], None] | None = None  # told of every step that was sent; must not wait
-        self.after_step: Callable[[], None] | None = None  # called when it was, and may wait
+        # Told of every step that was sent, while a Ctrl-C is held; must not wait.
+        self.on_step: Callable[[Step], None] | None = None
+        self.on_sent: Callable[[], None] | None = None
         self.while_waiting: Callable[[], None] | None = None  # called now and then; what it raises ends the wait
         self._under_way: deque[Step] = deque()
         self.resumes = False  # whether the backend, once it is made, goes on from a state
@@ -168,16 +168,16 @@ class Remote:
             call.gradients = None
         self.window = []
 
-    def step(self, params: AdamParams) -> Step | None:
-        """Sends the window and a step on it; waits for nothing. Without a gradient nothing is sent.
+    def prepare(self) -> list[Prepared]:
+        """The window, ready to be sent; waits while too many steps are under way.
 
         Raises:
             TinkerLightningError: If something that was sent before has failed and nobody has read it; then the window
-                waits on. Or if a call of the window cannot be sent; then none is, and the window is dropped.
+                waits on. Or if a call of the window cannot be sent; then the window is dropped.
         """
         self.unread.raise_first()
         if not self.window:
-            return None
+            return []
         try:
             prepared = [call.prepare() for call in self.window]
             for each in prepared:
@@ -186,20 +186,26 @@ class Remote:
             self.drop()
             raise
         self._make_room()
-        # Half a window on the server would stay there, and be part of the next step.
-        with interrupts.held(), self.failures_held():
-            step = self._send(prepared, params)
-            self.drop()
-            self.steps += 1
-            self.version += 1
-            self._under_way.append(step)
-            for backward in step.backwards:
-                self.unread.add(backward)
-            self.unread.add(step.optim)
-            if self.on_step is not None:
-                self.on_step(step)
-        if self.after_step is not None:
-            self.after_step()
+        return prepared
+
+    def step(self, prepared: Sequence[Prepared], params: AdamParams) -> Step:
+        """Sends the window and a step on it; waits for nothing.
+
+        Half of them would stay on the server, and be part of the next step: call it while interrupts and failures are
+        held.
+        """
+        step = self._send(prepared, params)
+        self.drop()
+        self.steps += 1
+        self.version += 1
+        self._under_way.append(step)
+        for backward in step.backwards:
+            self.unread.add(backward)
+        self.unread.add(step.optim)
+        if self.on_step is not None:
+            self.on_step(step)
+        if self.on_sent is not None:
+            self.on_sent()
         return step
 
     def save(self, *, anew: bool = False) -> str:
