@@ -117,6 +117,45 @@ def test_a_function_of_ones_own_stays_here_unless_the_server_is_asked_for(
     assert (there - here).norm() <= 1e-5 * here.norm()  # four backwards of float32 numbers, through Adam
 
 
+def focal(data: Any, logprobs: Any, gamma: float = 2.0) -> Any:
+    batch = losses.Batch(data, logprobs)
+    surprise = -batch.logprobs * (1 - batch.logprobs.exp()) ** gamma
+    return (batch.tokens("weights") * surprise).sum() / 100, {}
+
+
+@pytest.mark.parametrize("function", [focal, lambda data, logprobs: focal(data, logprobs)], ids=["function", "lambda"])
+def test_a_function_may_stand_in_a_class(stage: tuple[EmbeddedTrainer, ServiceClient], function: Any) -> None:
+    static, _ = fitted(stage, loss=staticmethod(focal))
+    inside, _ = fitted(stage, loss=function)
+    assert torch.equal(inside, static)
+    there, passes = fitted(stage, loss=function, route="server")
+    assert passes == ONE_PASS
+    assert (there - static).norm() <= 1e-5 * static.norm()  # four backwards of float32 numbers, through Adam
+
+
+def test_a_function_may_be_put_into_a_class_later(stage: tuple[EmbeddedTrainer, ServiceClient]) -> None:
+    class Later(RemoteModule):
+        pass
+
+    Later.loss = focal  # type: ignore[method-assign,assignment]
+    assert Later(stage[1].create_lora_training_client("tiny", rank=4)).chosen_route().loss is focal
+
+
+def test_methods_of_other_objects_are_told_apart(stage: tuple[EmbeddedTrainer, ServiceClient]) -> None:
+    class Scaled:
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        def compute(self, _: Any, logprobs: Any) -> Any:
+            return -self.factor * torch.cat(logprobs).mean(), {}
+
+    module = RemoteModule(stage[1].create_lora_training_client("tiny", rank=4))
+    for factor in (1.0, 100.0):
+        module.loss = Scaled(factor).compute  # type: ignore[method-assign]
+        loss, _ = module.chosen_route().loss(DATA, [torch.ones(2)])
+        assert loss == -factor
+
+
 def weighted(factor: float, data: Any, logprobs: Any) -> Any:
     return -factor * (data["weights"] * logprobs).sum(), {}
 

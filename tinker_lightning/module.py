@@ -30,7 +30,7 @@ from tinker_lightning.essential import complete, essential
 from tinker_lightning.hyperparameters import not_plain
 from tinker_lightning.late_metrics import LOSS, LateMetrics
 from tinker_lightning.losses import composition
-from tinker_lightning.losses.library import is_of_library
+from tinker_lightning.losses.library import takes_no_self
 from tinker_lightning.metrics import Scores
 from tinker_lightning.optim import RemoteAdamW
 from tinker_lightning.remote import RemoteHandle, RemoteLM, holds_server_loss
@@ -145,8 +145,8 @@ class RemoteModule(pl.LightningModule):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if is_of_library(vars(cls).get("loss")):
-            cls.loss = staticmethod(vars(cls)["loss"])  # type: ignore[method-assign]  # takes no self
+        if takes_no_self(loss := vars(cls).get("loss")):
+            cls.loss = staticmethod(loss)  # type: ignore[method-assign]
         if cls.datums is not RemoteModule.datums and getattr(cls.datums, _ONCE, None) is not cls.datums:
             cls.datums = _once(cls.datums)  # type: ignore[method-assign,assignment]
         complete(cls, RemoteModule)
@@ -438,7 +438,9 @@ class RemoteModule(pl.LightningModule):
         """Where the loss runs; decided once for each loss."""
         loss: Any = self._modules.get("loss", self.loss)  # torch keeps a module where the method hides it
         regularized = bool(self.regularizers)
-        key = (getattr(loss, "__func__", loss), self.route, repr(self.loss_config), regularized)
+        if takes_no_self(getattr(loss, "__func__", None)):
+            loss = loss.__func__  # a function, which the class has made a method of
+        key = (loss, self.route, repr(self.loss_config), regularized)
         if self._chosen is None or self._chosen[0] != key:
             if loss is None:
                 self._chosen = (key, Chosen("two-pass", None, {}))

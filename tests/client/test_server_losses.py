@@ -676,6 +676,14 @@ def test_logprobs_that_are_not_by_datum_are_refused(
     assert trainer.registry.model(model.model_id).ready()[1].gradient == {}
 
 
+def test_truth_values_are_refused_where_they_would_no_longer_be_a_mask(service: ServiceClient) -> None:
+    model = service.create_lora_training_client("tiny", rank=2)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    for given in (mask, mask.numpy(), mask.tolist()):
+        with pytest.raises(InvalidInput, match=r"mask holds truth values.*Give mask\.float\(\)"):
+            model.forward(texts(), "minimal", loss_fn_inputs={"mask": given})
+
+
 def test_settings_of_a_function_are_held_to_what_those_of_a_graph_are(
     service: ServiceClient, model: TrainingClient
 ) -> None:

@@ -23,6 +23,7 @@ from tinker_lightning.losses.graphs.graph import Graph
 from tinker_lightning.losses.scaling import scaled
 from tinker_lightning.losses.server_loss import ServerLoss
 from tinker_lightning.types import Datum, ForwardBackwardOutput, TensorData
+from tinker_lightning.types.tensor import as_array
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -133,6 +134,11 @@ def _batch_pass(
             tensors[name] = TensorData.of(value)
         except InvalidInput as error:
             raise InvalidInput(f"loss_fn_inputs: {name}: {error}") from error
+        if not isinstance(value, TensorData) and as_array(value).dtype.kind == "b":
+            raise InvalidInput(
+                f"loss_fn_inputs: {name} holds truth values, which come to the server as numbers and are no mask there. "
+                "Give mask.float(), and write mask > 0 in the loss."
+            )
     return ServerPass(data, loss, config, tensors, scale, whole=True, finish=_with_own_names)
 
 
