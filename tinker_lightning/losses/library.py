@@ -45,7 +45,7 @@ def is_of_library(loss: Any) -> bool:
 
 
 def takes_no_self(loss: Any) -> bool:
-    """Whether what stands in a class as its loss is a function of `(data, logprobs)`, and was not written as a method."""
+    """Whether what stands in a class as its loss is a function of `(data, logprobs)`, not written as a method."""
     if is_of_library(loss):
         return True
     if not isinstance(loss, FunctionType):
