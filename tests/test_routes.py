@@ -151,7 +151,7 @@ def test_methods_of_other_objects_are_told_apart(stage: tuple[EmbeddedTrainer, S
 
     module = RemoteModule(stage[1].create_lora_training_client("tiny", rank=4))
     for factor in (1.0, 100.0):
-        module.loss = Scaled(factor).compute  # type: ignore[method-assign]
+        module.loss = Scaled(factor).compute  # type: ignore[method-assign,assignment]
         loss, _ = module.chosen_route().loss(DATA, [torch.ones(2)])
         assert loss == -factor
 

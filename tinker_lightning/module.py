@@ -145,8 +145,8 @@ class RemoteModule(pl.LightningModule):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if takes_no_self(loss := vars(cls).get("loss")):
-            cls.loss = staticmethod(loss)  # type: ignore[method-assign]
+        if takes_no_self(vars(cls).get("loss")):
+            cls.loss = staticmethod(vars(cls)["loss"])  # type: ignore[method-assign]
         if cls.datums is not RemoteModule.datums and getattr(cls.datums, _ONCE, None) is not cls.datums:
             cls.datums = _once(cls.datums)  # type: ignore[method-assign,assignment]
         complete(cls, RemoteModule)

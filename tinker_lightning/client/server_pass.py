@@ -136,7 +136,7 @@ def _batch_pass(
             raise InvalidInput(f"loss_fn_inputs: {name}: {error}") from error
         if not isinstance(value, TensorData) and as_array(value).dtype.kind == "b":
             raise InvalidInput(
-                f"loss_fn_inputs: {name} holds truth values, which come to the server as numbers and are no mask there. "
+                f"loss_fn_inputs: {name} holds truth values, which come to the server as numbers, and no mask. "
                 "Give mask.float(), and write mask > 0 in the loss."
             )
     return ServerPass(data, loss, config, tensors, scale, whole=True, finish=_with_own_names)
