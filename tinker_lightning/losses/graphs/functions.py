@@ -6,7 +6,7 @@ Left out on purpose: whatever draws random numbers (a pass must be repeatable), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from tinker_lightning.losses.graphs import guards as guards
 from tinker_lightning.losses.graphs.numbers import MATH, OPERATORS
 
 # Arguments that would give a function more power than its name says.
-FORBIDDEN_ARGUMENTS = frozenset({"out", "generator", "requires_grad", "pin_memory", "names"})
+_FORBIDDEN_ARGUMENTS = frozenset({"out", "generator", "requires_grad", "pin_memory", "names"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +158,15 @@ def find(op: str, target: str) -> Function:
         kind = "function" if op == "call_function" else "method"
         raise InvalidLoss(f"the {kind} {target!r} is not among those that a loss on a server may call")
     return table[target]
+
+
+def without_forbidden(op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name. Of those that no call may have, torch writes some down itself, with nothing in them.
+
+    Raises:
+        InvalidLoss: If one has something in it, or a method has one, which torch has not written: numpy calls so.
+    """
+    for name in sorted(_FORBIDDEN_ARGUMENTS & arguments.keys()):
+        if op == "call_method" or not (arguments[name] is None or arguments[name] is False):
+            raise InvalidLoss(f"the argument {name!r} is not taken")
+    return {name: value for name, value in arguments.items() if name not in _FORBIDDEN_ARGUMENTS}

@@ -6,15 +6,17 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses.graphs import functions
-from tinker_lightning.losses.graphs.functions import FORBIDDEN_ARGUMENTS, Function
 from tinker_lightning.losses.graphs.guards import ATTRIBUTES
 from tinker_lightning.losses.graphs.numbers import MAX_INT
+
+if TYPE_CHECKING:
+    from tinker_lightning.losses.graphs.functions import Function
 
 MAX_VALUES = 1 << 15  # arguments of all nodes together, those inside lists counted too
 MAX_DEPTH = 8
@@ -94,7 +96,7 @@ class Reader:
             self._placeholder(target, args or kwargs)
         elif op in ("call_function", "call_method"):
             self.functions.append(functions.find(op, target))
-            self.calls.append(Node(op, name, target, *self._arguments(args, kwargs)))
+            self.calls.append(Node(op, name, target, *self._arguments(op, args, kwargs)))
             if target in ("getattr", "builtins.getattr"):
                 check_attribute(*args[1:])
         elif op == "output":
@@ -114,11 +116,12 @@ class Reader:
             raise InvalidLoss(f"there is another placeholder for {target!r}")
         self.inputs.append(target)
 
-    def _arguments(self, args: list[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(self, op: str, args: list[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for key in kwargs:
-            if not NAME.fullmatch(key) or key in FORBIDDEN_ARGUMENTS:
+            if not NAME.fullmatch(key):
                 raise InvalidLoss(f"the argument {key!r:.140} is not taken")
-        return tuple(self._decode(arg, 0) for arg in args), {key: self._decode(arg, 0) for key, arg in kwargs.items()}
+        named = functions.without_forbidden(op, kwargs)
+        return tuple(self._decode(arg, 0) for arg in args), {key: self._decode(arg, 0) for key, arg in named.items()}
 
     def _decode(self, value: Any, depth: int) -> Any:
         self._values += 1

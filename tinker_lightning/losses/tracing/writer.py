@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 from torch.fx.node import _get_qualified_name
 
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses.graphs import functions
-from tinker_lightning.losses.graphs.functions import FORBIDDEN_ARGUMENTS
 from tinker_lightning.losses.graphs.graph import Node, Ref, encode_value
 from tinker_lightning.losses.graphs.json import check_attribute
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 # What gives a number, a shape or a dtype, and not a tensor.
 _PLAIN = ("size", "dim", "ndimension", "numel", "element_size", "is_floating_point")
@@ -83,11 +85,10 @@ class Writer:
         functions.find(node.op, target)
         if target in ("getattr", "builtins.getattr"):
             check_attribute(node.args[1])
-        if forbidden := FORBIDDEN_ARGUMENTS.intersection(node.kwargs):
-            raise InvalidLoss(f"the argument {min(forbidden)!r} is not taken")
+        named = functions.without_forbidden(node.op, node.kwargs)
         self._check_numbers(node, target)
         if node in self._in_place or is_write(node):
-            self._write(node, target)
+            self._write(node, target, named)
             return
         if self._is_plain(node, target):
             self._plain.add(node)
@@ -97,7 +98,7 @@ class Writer:
         if no_grad:
             self._no_grad.add(node)
         args = tuple(self.argument(arg, no_grad=no_grad) for arg in node.args)
-        kwargs = {key: self.argument(arg, no_grad=no_grad) for key, arg in node.kwargs.items()}
+        kwargs = {key: self.argument(arg, no_grad=no_grad) for key, arg in named.items()}
         self._places[node] = self._call(node.op, node.name, target, args, kwargs).node
         if no_grad and self._keeps and node.meta["kind"] is Tensor and node not in self._plain:
             # Once for all: through what shares its memory it may be given a gradient later.
@@ -125,7 +126,7 @@ class Writer:
                 value = self._call("call_method", f"{node.name}_kept", "clone", (value,))
         self._places[node] = value.node
 
-    def _write(self, node: fx.Node, target: str) -> None:
+    def _write(self, node: fx.Node, target: str, named: Mapping[str, Any]) -> None:
         """A call that changes its first argument, and returns it."""
         source = node.args[0]
         assert isinstance(source, fx.Node)  # noqa: S101  # what is written to
@@ -134,7 +135,7 @@ class Writer:
         if no_grad:  # the value changes, and its gradient does not
             written = self._call("call_method", f"{node.name}_written", "detach", (value,))
         args = tuple(self.argument(arg, no_grad=no_grad) for arg in node.args[1:])
-        kwargs = {key: self.argument(arg, no_grad=no_grad) for key, arg in node.kwargs.items()}
+        kwargs = {key: self.argument(arg, no_grad=no_grad) for key, arg in named.items()}
         op = node.op
         if node in self._in_place:
             op, method = "call_method", _WRITES.get(target, "copy_")
