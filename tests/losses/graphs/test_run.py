@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -243,8 +244,10 @@ def test_an_error_of_torch_names_the_node() -> None:
         run(call("builtins.getattr", X, "grad_fn"))
     with pytest.raises(InvalidLoss, match="sum failed"):
         run(method("sum", "text"))
-    with pytest.raises(InvalidLoss, match="depends on values"):
-        run(call("torch.where", X))
+    unknown = program(call("torch.exp", X))  # of which it was forgotten that its size cannot be told
+    unknown.graph = replace(unknown.graph, functions=(functions.Function(torch.nonzero),))
+    with pytest.raises(InvalidLoss, match=r"how large the result of torch\.exp is depends on values"):
+        unknown([torch.ones(2)])
 
 
 def test_values_whose_size_depends_on_values() -> None:
@@ -255,6 +258,8 @@ def test_values_whose_size_depends_on_values() -> None:
     assert total.item() == 4.0
     assert x.grad is not None
     assert x.grad.tolist() == [1.0, 0.0, 1.0]
+    places = (call("operator.gt", X, 0), call("torch.where", Ref(1)), call("operator.getitem", Ref(2), 0))
+    assert run(*places, x=x).tolist() == [0, 2]
     with pytest.raises(InvalidLoss, match=r"node 'bomb_2': repeat would|node 'bomb_2': repeat"):
         run(call("operator.gt", X, 0), call("operator.getitem", X, Ref(1)), method("repeat", Ref(2), 10**9), x=x)
 

@@ -122,6 +122,21 @@ estimate(
     enough=4 * 100 * 100 + 40_000,
 )
 estimate(
+    "where of a condition alone",
+    call("torch.ones", [100, 100]),
+    call("torch.where", Ref(1)),
+    few=4 * 100 * 100 + 5_000,
+    enough=4 * 100 * 100 + 40_000,
+)
+estimate(
+    "what a difference puts together",
+    call("torch.zeros", [500]),
+    call("torch.diff", Ref(1), prepend=Ref(1)),
+    few=999,
+    enough=1000,
+    limit="elements",
+)
+estimate(
     "what stands in sequences",
     call("torch.ones", [32, 2]),
     call("torch.unbind", Ref(1)),
@@ -129,6 +144,17 @@ estimate(
     few=32 * 1024,
     enough=32 * 1024 + 1_000,
 )
+
+
+# The same where arguments are given by name.
+estimate(
+    "matmul by names",
+    call("torch.ones", [256, 256]),
+    call("torch.matmul", other=Ref(1), input=Ref(1)),
+    few=1 << 20,
+    enough=(1 << 20) + 300_000,
+)
+estimate("sort by name", call("torch.ones", 10_000), call("torch.sort", input=Ref(1)), few=160_000, enough=210_000)
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")

@@ -6,7 +6,9 @@ Left out on purpose: whatever draws random numbers (a pass must be repeatable), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.fx.node import _get_qualified_name
 from torch.nn import functional as F  # noqa: N812
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.losses.graphs import guards as guards
+from tinker_lightning.losses.graphs import guards, work
 from tinker_lightning.losses.graphs.numbers import MATH, OPERATORS
 
 # Arguments that would give a function more power than its name says.
@@ -30,14 +32,15 @@ class Function:
     Args:
         call: What is called.
         is_factory: Whether it makes a tensor out of nothing, so that it has to be told where.
-        is_dynamic: Whether the size of its result is known only afterwards. It is never more than its argument's.
+        is_dynamic: Whether the size of its result is known only afterwards. It is never more than its argument's. Of
+            some functions it depends on the arguments.
         inside: The elements of the largest tensor that it makes on the way, where that may be more than its result's.
         work: The elements that would take as long to read, where that may be more than those it is given and returns.
     """
 
     call: Callable[..., Any]
     is_factory: bool = False
-    is_dynamic: bool = False
+    is_dynamic: bool | Callable[..., bool] = False
     inside: Callable[..., int] | None = None
     work: Callable[..., int] | None = None
 
@@ -67,14 +70,14 @@ broadcast_tensors cat concat dstack full_like hstack ones_like outer stack std_m
 """
 _METHODS = """
 add_ bfloat16 bool clamp_ contiguous copy_ dim double element_size expand expand_as fill_ float half int
-is_floating_point long masked_fill_ mul_ ndimension new_full new_ones new_zeros numel outer repeat reshape_as size sub_
+is_floating_point long masked_fill_ mul_ ndimension new_full new_ones new_zeros outer repeat reshape_as size sub_
 type_as unfold view view_as zero_
 """
 _FACTORIES = "arange eye full linspace ones zeros"
 _FUNCTIONAL = """
 binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cosine_similarity cross_entropy elu gelu
 hardtanh hinge_embedding_loss huber_loss kl_div l1_loss leaky_relu log_softmax logsigmoid margin_ranking_loss mse_loss
-nll_loss normalize one_hot pad pairwise_distance poisson_nll_loss relu relu6 sigmoid silu smooth_l1_loss
+nll_loss normalize pad pairwise_distance poisson_nll_loss relu relu6 sigmoid silu smooth_l1_loss
 soft_margin_loss softmax softmin softplus softsign tanh tanhshrink threshold
 """
 _SPECIAL: dict[str, Function] = {
@@ -85,16 +88,16 @@ _SPECIAL: dict[str, Function] = {
     "chunk": Function(guards.chunk),
     "unbind": Function(guards.unbind),
     "norm": Function(guards.norm),
-    "diff": Function(guards.diff),
+    "diff": Function(guards.diff, inside=work.joined),
     "roll": Function(guards.roll),
-    "nonzero": Function(lambda self: torch.nonzero(self), is_dynamic=True),
-    "argwhere": Function(lambda self: torch.nonzero(self), is_dynamic=True),
+    "nonzero": Function(guards.nonzero, is_dynamic=True),
+    "argwhere": Function(torch.argwhere, is_dynamic=True),
     "masked_select": Function(torch.masked_select, is_dynamic=True),
-    "matmul": Function(torch.matmul, inside=guards.product_inside, work=guards.product_work),
-    **{name: Function(getattr(torch, name), work=guards.product_work) for name in ("mm", "bmm", "mv", "dot")},
-    "inner": Function(torch.inner, work=guards.inner_work),
-    **{name: Function(getattr(torch, name), work=guards.sorting_work) for name in _SORTING.split()},
-    "kthvalue": Function(guards.kthvalue, work=guards.sorting_work),
+    "matmul": Function(torch.matmul, inside=work.product_inside, work=work.product_work),
+    **{name: Function(getattr(torch, name), work=work.product_work) for name in ("mm", "bmm", "mv", "dot")},
+    "inner": Function(torch.inner, work=work.inner_work),
+    **{name: Function(getattr(torch, name), work=work.sorting_work) for name in _SORTING.split()},
+    "kthvalue": Function(guards.kthvalue, work=work.sorting_work),
 }
 
 
@@ -103,13 +106,13 @@ def _functions() -> dict[str, Function]:
         **{name: Function(call) for name, call in {**OPERATORS, **MATH}.items()},
         "operator.matmul": _SPECIAL["matmul"],
         "operator.getitem": Function(guards.getitem),
-        "operator.setitem": Function(guards.setitem, work=guards.setitem_work),
+        "operator.setitem": Function(guards.setitem, work=work.setitem_work),
         "torch.tensor": Function(guards.tensor, is_factory=True),
         "torch.scalar_tensor": Function(guards.tensor, is_factory=True),
         "torch.as_tensor": Function(guards.as_tensor, is_factory=True),
-        "torch.functional.einsum": Function(guards.einsum, work=guards.einsum_work),
-        "torch.einsum": Function(guards.einsum, work=guards.einsum_work),
-        "torch.cosine_similarity": Function(F.cosine_similarity, inside=guards.broadcast),
+        "torch.functional.einsum": Function(guards.einsum, work=work.einsum_work),
+        "torch.einsum": Function(guards.einsum, work=work.einsum_work),
+        "torch.cosine_similarity": Function(F.cosine_similarity, inside=work.broadcast),
     }
     for name in ("getattr", "builtins.getattr"):
         allowed[name] = Function(guards.attribute)
@@ -121,12 +124,14 @@ def _functions() -> dict[str, Function]:
     for name in _FUNCTIONAL.split():
         call = getattr(F, name)
         allowed[f"torch.nn.functional.{name}"] = allowed[_get_qualified_name(call)] = Function(
-            guards.pure(call), inside=guards.broadcast
+            guards.pure(call), inside=work.broadcast
         )
     vector_norm = torch.linalg.vector_norm
     allowed["torch.linalg.vector_norm"] = allowed[_get_qualified_name(vector_norm)] = Function(vector_norm)
     for name, function in _SPECIAL.items():
         allowed[f"torch.{name}"] = allowed[_get_qualified_name(getattr(torch, name))] = function
+    allowed["torch.nn.functional.one_hot"] = allowed[_get_qualified_name(F.one_hot)] = Function(guards.one_hot)
+    allowed["torch.where"] = Function(guards.where, is_dynamic=guards.finds_places)
     return allowed
 
 
@@ -135,6 +140,7 @@ def _methods() -> dict[str, Function]:
     allowed |= {name: Function(getattr(Tensor, name)) for name in _METHODS.split()}
     allowed |= _SPECIAL
     allowed["to"] = Function(guards.to)
+    allowed["numel"] = Function(guards.numel)
     allowed["new_tensor"] = Function(guards.new_tensor, is_factory=True)
     for name in ("cpu", "cuda"):  # a loss runs where the model is
         allowed[name] = Function(guards.same)
@@ -170,3 +176,27 @@ def without_forbidden(op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         if op == "call_method" or not (arguments[name] is None or arguments[name] is False):
             raise InvalidLoss(f"the argument {name!r} is not taken")
     return {name: value for name, value in arguments.items() if name not in _FORBIDDEN_ARGUMENTS}
+
+
+def check_arguments(target: str, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuses arguments that a function has no parameters for, where that can be told: of those written in Python.
+
+    Raises:
+        InvalidLoss: If there are such, or one is missing.
+    """
+    signature = _signature(function.call)
+    if signature is None:
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters)
+        raise InvalidLoss(f"{target}: {error}; on a server it takes ({takes})") from None
+
+
+@functools.cache
+def _signature(call: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(call)
+    except ValueError:
+        return None  # one of torch's C++ functions

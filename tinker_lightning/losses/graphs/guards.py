@@ -1,4 +1,9 @@
-"""Functions of the allow-list that need a guard around torch's own, and what some of them take beside their result."""
+"""Functions of the allow-list that need a guard around torch's own.
+
+Their parameters have the names that torch's have, for a loss may give them by name.
+"""
+
+# ruff: noqa: A002  # torch's name for a tensor is `input`
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from tinker_lightning.errors import InvalidLoss
 
@@ -18,9 +24,6 @@ if TYPE_CHECKING:
 # How many pieces a tensor may be cut into; each is an object.
 MAX_PIECES = 1024
 _WRITES = {"inplace", "out"}
-# What processors multiply matrices of with all their might. Of others torch does it in a plain loop, which takes a
-# hundred times as long and more, by how the matrices lie in memory.
-_QUICK = (torch.float32, torch.float64)
 
 
 def attribute(value: Any, name: Any) -> Any:
@@ -52,7 +55,7 @@ def is_mask(index: Any) -> bool:
     return isinstance(index, tuple | list) and any(is_mask(part) for part in index)
 
 
-def _check_index(index: Any) -> None:
+def check_index(index: Any) -> None:
     """Refuses masks beside other index tensors: they are broadcast against each other, by the number of true values."""
     parts = index if isinstance(index, tuple) else (index,)
     if is_mask(index) and not all(is_mask(part) for part in parts if isinstance(part, Tensor | list | tuple)):
@@ -63,7 +66,7 @@ def getitem(value: Any, index: Any) -> Any:
     """`value[index]`."""
     if not isinstance(value, Tensor | tuple):
         raise InvalidLoss(f"only tensors and tuples have items, not {type(value).__name__}")
-    _check_index(index)
+    check_index(index)
     return value[index]
 
 
@@ -71,16 +74,10 @@ def setitem(value: Any, index: Any, item: Any) -> None:
     """`value[index] = item`."""
     if not isinstance(value, Tensor) or not isinstance(item, Tensor | int | float):
         raise InvalidLoss("only items of tensors can be set, to tensors and numbers")
-    _check_index(index)
+    check_index(index)
     if value.is_meta and is_mask(index):
         return  # what a mask picks is not known, and never more than there is
     value[index] = item
-
-
-def setitem_work(value: Any, index: Any, _: Any) -> int:
-    """The elements that are set."""
-    _check_index(index)
-    return int(value.numel() * (value.ndim + 2) if is_mask(index) else value[index].numel())
 
 
 def tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
@@ -109,40 +106,40 @@ def _check_numbers(data: Any) -> None:
         raise InvalidLoss(f"torch.tensor takes numbers here, not {type(data).__name__}; join tensors with torch.stack")
 
 
-def divide(self: Any, other: Any, *, rounding_mode: str | None = None) -> Tensor:
+def divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Tensor:
     """`torch.div`, without the one case that ends the process."""
-    exact = not any(isinstance(x, Tensor) and x.dtype.is_floating_point for x in (self, other))
+    exact = not any(isinstance(x, Tensor) and x.dtype.is_floating_point for x in (input, other))
     if rounding_mode == "trunc" and exact:
         # The smallest whole number by -1 does not only overflow: it ends the process.
         raise InvalidLoss("rounding_mode='trunc' needs a tensor of floats")
-    return torch.div(self, other, rounding_mode=rounding_mode)
+    return torch.div(input, other, rounding_mode=rounding_mode)
 
 
-def repeat_interleave(self: Tensor, repeats: Any, dim: int | None = None) -> Tensor:
+def repeat_interleave(input: Tensor, repeats: Any, dim: int | None = None) -> Tensor:
     """The same number of repeats for every element: a tensor of them could ask for any size."""
     if not isinstance(repeats, int):
         raise InvalidLoss("repeat_interleave takes a whole number of repeats, not a tensor of them")
-    return torch.repeat_interleave(self, repeats, dim)
+    return torch.repeat_interleave(input, repeats, dim)
 
 
-def split(self: Tensor, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None) -> Any:
+def split(tensor: Tensor, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None) -> Any:
     """`torch.split` into a bounded number of pieces."""
     size = split_size_or_sections if split_size is None else split_size
     if isinstance(size, int):
-        _check_pieces(self.shape[dim] / max(size, 1))
-    return torch.split(self, size, dim)
+        _check_pieces(tensor.shape[dim] / max(size, 1))
+    return torch.split(tensor, size, dim)
 
 
-def chunk(self: Tensor, chunks: int, dim: int = 0) -> Any:
+def chunk(input: Tensor, chunks: int, dim: int = 0) -> Any:
     """`torch.chunk` into a bounded number of pieces."""
-    _check_pieces(min(chunks, self.shape[dim]))
-    return torch.chunk(self, chunks, dim)
+    _check_pieces(min(chunks, input.shape[dim]))
+    return torch.chunk(input, chunks, dim)
 
 
-def unbind(self: Tensor, dim: int = 0) -> Any:
+def unbind(input: Tensor, dim: int = 0) -> Any:
     """`torch.unbind` into a bounded number of pieces."""
-    _check_pieces(self.shape[dim])
-    return torch.unbind(self, dim)
+    _check_pieces(input.shape[dim])
+    return torch.unbind(input, dim)
 
 
 def _check_pieces(pieces: float) -> None:
@@ -181,26 +178,28 @@ def same(self: Tensor, *_: Any, **__: Any) -> Tensor:
     return self
 
 
-def norm(self: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
+def norm(input: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
     """`torch.norm` of vectors."""
     if p == "nuc":
         raise InvalidLoss("the nuclear norm is not taken: it needs a singular value decomposition")
-    result: Tensor = torch.norm(self, p, dim, keepdim, dtype=dtype)
+    result: Tensor = torch.norm(input, p, dim, keepdim, dtype=dtype)
     return result
 
 
-def diff(self: Tensor, n: int = 1, dim: int = -1) -> Tensor:
+def diff(
+    input: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None
+) -> Tensor:
     """`torch.diff`, which is computed `n` times over."""
     if n > 8:
         raise InvalidLoss(f"diff is taken up to n=8, not {n}")
-    return torch.diff(self, n, dim)
+    return torch.diff(input, n, dim, prepend, append)
 
 
-def roll(self: Tensor, shifts: Any, dims: Any = None) -> Tensor:
+def roll(input: Tensor, shifts: Any, dims: Any = None) -> Tensor:
     """`torch.roll`, which is computed once for each shift."""
-    if isinstance(shifts, list | tuple) and len(shifts) > self.ndim:
-        raise InvalidLoss(f"{len(shifts)} shifts for {self.ndim} dimensions")
-    return torch.roll(self, shifts, () if dims is None else dims)
+    if isinstance(shifts, list | tuple) and len(shifts) > input.ndim:
+        raise InvalidLoss(f"{len(shifts)} shifts for {input.ndim} dimensions")
+    return torch.roll(input, shifts, () if dims is None else dims)
 
 
 def pure(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -223,41 +222,49 @@ def pure(function: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def kthvalue(self: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+def kthvalue(input: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """`torch.kthvalue` by sorting: torch's own takes the square of the time on values that are laid out for it."""
-    size = self.shape[dim] if self.ndim else 1
+    size = input.shape[dim] if input.ndim else 1
     if not isinstance(k, int) or not 1 <= k <= size:
         raise InvalidLoss(f"kthvalue takes k from 1 to the size of the dimension, {size}, not {k!r:.40}")
-    values, places = torch.sort(self, dim=dim)
-    if not self.ndim:
+    values, places = torch.sort(input, dim=dim)
+    if not input.ndim:
         return values, places
     values, places = values.narrow(dim, k - 1, 1), places.narrow(dim, k - 1, 1)
     return (values, places) if keepdim else (values.squeeze(dim), places.squeeze(dim))
 
 
-def product_work(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
-    """Each element of the left meets each column of the right."""
-    columns = right.shape[-1] if right.ndim > 1 else 1
-    batch = int(torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]).numel())
-    rows = math.prod(left.shape[-2:])
-    return _multiplications(batch * rows * columns, left, right)
+def nonzero(input: Tensor, *, as_tuple: bool = False) -> Any:
+    """The places of what is true: a row for each, or a tensor for each dimension."""
+    return torch.nonzero(input, as_tuple=as_tuple)
 
 
-def _multiplications(count: int, *operands: Any) -> int:
-    """As many elements as would take as long to read."""
-    return count // 16 if all(operand.dtype in _QUICK for operand in operands) else 8 * count
+def where(condition: Tensor, input: Any = None, other: Any = None) -> Any:
+    """`torch.where`, which of a condition alone gives the places where it holds."""
+    if finds_places(condition, input, other):
+        return torch.nonzero(condition, as_tuple=True)
+    return torch.where(condition, input, other)
 
 
-def product_inside(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
-    """Both are copied to the shape that their batches are broadcast to."""
-    batch = int(torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]).numel())
-    return batch * max(math.prod(left.shape[-2:]), math.prod(right.shape[-2:]))
+def one_hot(input: Tensor, num_classes: int) -> Tensor:
+    """`one_hot` of so many classes; torch's own would else go by the values."""
+    if num_classes < 0:
+        raise InvalidLoss(
+            "one_hot needs num_classes here, e.g. x.shape[-1]: what there is among the values is not known"
+        )
+    return F.one_hot(input, num_classes)
 
 
-def inner_work(left: Tensor, right: Tensor) -> int:
-    """Each row of the left meets each row of the right."""
-    meetings = left.numel() * right.numel() // max(1, right.shape[-1] if right.ndim else 1)
-    return _multiplications(meetings, left, right)
+def finds_places(condition: Tensor, input: Any = None, other: Any = None) -> bool:  # noqa: ARG001  # as in `where`
+    """Whether `torch.where` is given a condition alone, so that the size of its result is known only afterwards."""
+    return input is None and other is None
+
+
+def numel(self: Any) -> int:
+    """The number of elements: of a tensor, or of those that would have a shape."""
+    if isinstance(self, tuple) and all(isinstance(size, int) for size in self):
+        return math.prod(self)
+    return Tensor.numel(self)
 
 
 def einsum(equation: str, *operands: Any) -> Tensor:
@@ -267,31 +274,3 @@ def einsum(equation: str, *operands: Any) -> Tensor:
     if not isinstance(equation, str) or len(operands) > 2:
         raise InvalidLoss("einsum takes an equation and one or two tensors; of more, take two at a time")
     return torch.einsum(equation, *operands)
-
-
-def einsum_work(equation: str, *operands: Any) -> int:
-    """The product of all sizes; where one operand has 1, that is the other's."""
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
-        operands = tuple(operands[0])
-    sizes: dict[str, int] = {}
-    for part, operand in zip(equation.split("->")[0].split(","), operands, strict=False):
-        letters = part.replace("...", "").replace(" ", "")
-        extra = operand.shape[: operand.ndim - len(letters)]
-        sizes["..."] = sizes.get("...", 1) * math.prod(extra)
-        for letter, size in zip(letters, operand.shape[operand.ndim - len(letters) :], strict=False):
-            sizes[letter] = max(size, sizes.get(letter, 0))
-    return _multiplications(math.prod(sizes.values()), *operands)
-
-
-def sorting_work(self: Tensor, *_: Any, **__: Any) -> int:
-    """To sort an element takes as long as to read several."""
-    return 16 * self.numel()
-
-
-def broadcast(*args: Any, **kwargs: Any) -> int:
-    """What the tensors become when they meet, which a reduction afterwards does not show."""
-    shapes = [value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    try:
-        return int(torch.broadcast_shapes(*shapes).numel())
-    except RuntimeError:
-        return 0  # they do not meet element by element

@@ -95,8 +95,11 @@ class Reader:
         if op == "placeholder":
             self._placeholder(target, args or kwargs)
         elif op in ("call_function", "call_method"):
-            self.functions.append(functions.find(op, target))
-            self.calls.append(Node(op, name, target, *self._arguments(op, args, kwargs)))
+            function = functions.find(op, target)
+            node = Node(op, name, target, *self._arguments(op, args, kwargs))
+            functions.check_arguments(target, function, node.args, node.kwargs)
+            self.functions.append(function)
+            self.calls.append(node)
             if target in ("getattr", "builtins.getattr"):
                 check_attribute(*args[1:])
         elif op == "output":

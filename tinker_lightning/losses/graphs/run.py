@@ -138,7 +138,10 @@ def _attempt(node: Node, function: Function, args: Any, kwargs: Any, meter: Mete
 
 def _check_dynamic(node: Node, function: Function, args: Any, kwargs: Any, meter: Meter) -> bool:
     """Whether only a run can tell what a call returns; then it is no more than what it is given, place by place."""
-    if not (function.is_dynamic or (node.target == "operator.getitem" and len(args) == 2 and is_mask(args[1]))):
+    is_dynamic = function.is_dynamic
+    if callable(is_dynamic):
+        is_dynamic = _estimate(node, is_dynamic, args, kwargs)
+    if not (is_dynamic or (node.target == "operator.getitem" and len(args) == 2 and is_mask(args[1]))):
         return False
     given = list(_tensors([args, list(kwargs.values())]))
     # A mask that is broadcast against a smaller tensor picks from what that becomes.

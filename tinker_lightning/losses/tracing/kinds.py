@@ -72,7 +72,9 @@ def _of_call(name: str, node: fx.Node) -> type:
     if name in _TUPLES_ALONG:
         along = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
         return Tensor if along is None or _kind(along) is Tensor else tuple
-    if name == "where" and node.op == "call_function" and len(node.args) == 1 and not node.kwargs:
+    if name == "where" and node.op == "call_function" and len(node.args) + len(node.kwargs) == 1:
+        return tuple
+    if name == "nonzero" and node.kwargs.get("as_tuple"):
         return tuple
     return Tensor
 

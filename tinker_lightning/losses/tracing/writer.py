@@ -82,10 +82,11 @@ class Writer:
         if target == "item":
             self._item(node)
             return
-        functions.find(node.op, target)
+        function = functions.find(node.op, target)
         if target in ("getattr", "builtins.getattr"):
             check_attribute(node.args[1])
         named = functions.without_forbidden(node.op, node.kwargs)
+        functions.check_arguments(target, function, node.args, named)
         self._check_numbers(node, target)
         if node in self._in_place or is_write(node):
             self._write(node, target, named)
@@ -112,6 +113,9 @@ class Writer:
         fill = node.kwargs.get("fill_value", node.args[1] if len(node.args) > 1 else None)
         if target in ("torch.full", "torch.full_like") and isinstance(fill, fx.Node) and fill not in self._plain:
             raise InvalidLoss(f"{target} fills with a number that is known before; write torch.ones(...) * value")
+        repeats = node.kwargs.get("repeats", node.args[1] if len(node.args) > 1 else None)
+        if target.endswith("repeat_interleave") and isinstance(repeats, fx.Node) and repeats not in self._plain:
+            raise InvalidLoss("repeat_interleave takes a whole number of repeats, not a tensor of them")
 
     def _item(self, node: fx.Node) -> None:
         """The value without its gradient, as a number has it."""
