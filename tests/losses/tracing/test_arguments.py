@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch import ones
 from torch.nn import functional as F  # noqa: N812
 
 from tests.losses.graphs.test_graph import graph, node, ref
@@ -82,6 +83,22 @@ def test_the_places_of_what_is_true() -> None:
     assert_same(loss)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.zeros(x.shape[0], x.shape[1]) + 1,
+        lambda x: torch.ones(*x.shape),
+        lambda x: torch.ones(x.size(0), 4, dtype=torch.float64),
+        lambda x: ones(x.shape[0], x.shape[1], device=x.device),
+        lambda x: torch.ones(x.shape),
+        lambda x: torch.ones(5, x.shape[1]),
+    ],
+)
+def test_sizes_one_by_one(make: Callable[[Tensor], Tensor]) -> None:
+    assert_same(lambda logprobs: ((logprobs * make(logprobs)).sum() * make(logprobs).sum(), {}), {"logprobs": 2})
+    assert torch.ones is ones  # while it is traced it is another
+
+
 def test_a_shape_has_a_number_of_elements() -> None:
     assert_same(lambda logprobs: (logprobs.sum() / logprobs.shape.numel() * logprobs[1:].numel(), {}), {"logprobs": 2})
     assert_same(lambda logprobs: (logprobs.sum() * logprobs.shape[:1].numel(), {}), {"logprobs": 2})
@@ -97,6 +114,10 @@ def test_a_shape_has_a_number_of_elements() -> None:
             r"got an unexpected keyword argument 'output_size'; on a server it takes \(input, repeats, dim\)",
         ),
         (lambda x: F.one_hot(x.argsort()), "one_hot: missing a required argument: 'num_classes'"),
+        (lambda x: x + torch.rand(x.shape[0], 1), r"'torch\.rand' is not among those"),
+        (lambda x: x.clamp(torch.finfo(x.dtype).min), r"a tensor's dtype, .* name a dtype, as in torch\.finfo"),
+        (lambda x: x.long().clamp(torch.iinfo(x.long().dtype).min), "a tensor's dtype, which is not known"),
+        (lambda x: x.to(torch.promote_types(x.dtype, torch.float64)), r"'torch\.promote_types' is not among those"),
         (lambda x: F.mse_loss(x), "torch.nn.functional.mse_loss: missing a required argument: 'target'"),
     ],
 )

@@ -33,10 +33,15 @@ if TYPE_CHECKING:
 
 __all__ = ["WAYS_OUT", "DependsOn", "Recorder", "Value", "record", "refuse"]
 
-# While it traces, fx replaces functions of `math` and methods of modules for the whole process.
+# While it traces, fx replaces functions of `math`, some of torch and methods of modules for the whole process.
 _ONE_AT_A_TIME = threading.RLock()
 # What torch says of torch.cat(x), where a function takes the batch for a list.
 _NO_LIST = "must be tuple of Tensors, not Tensor"
+# Functions that never ask a stand-in. Torch takes sizes one by one only if the first is a number of Python's, and what
+# is given as a dtype for one, so that it would read the memory of something else.
+_OF_SIZES = (torch.empty, torch.ones, torch.rand, torch.randn, torch.zeros)
+_LIMITS = (torch.finfo, torch.iinfo)
+_OF_DTYPES = (*_LIMITS, torch.can_cast, torch.promote_types)
 
 
 def record(fn: Callable[..., Any], body: Callable[[Recorder], Any]) -> Graph:
@@ -111,7 +116,8 @@ class Recorder(fx.Tracer):
     """Records what happens to stand-ins, with the line of each call."""
 
     def __init__(self) -> None:
-        super().__init__(autowrap_modules=(math,))
+        super().__init__(autowrap_modules=(math,), autowrap_functions=(*_OF_SIZES, *_OF_DTYPES))
+        self._autowrap_search.append(torch)  # where these functions are called from, beside the user's globals
         self.inputs: dict[str, Value] = {}
         self.numbers: set[fx.Node] = set()
 
@@ -143,6 +149,11 @@ class Recorder(fx.Tracer):
             refuse("it has a backward of its own, which a graph cannot hold; write it with detach()")
         if kind.startswith("call_") and Modes.current().autocast:
             refuse("it computes under torch.autocast, which a graph does not hold; cast with x.to(torch.bfloat16)")
+        if kind == "call_function" and args[0] in _LIMITS:
+            refuse(
+                "it asks for the limits of a tensor's dtype, which is not known while tracing; name a dtype, as in "
+                "torch.finfo(torch.float32).min"
+            )
         node = super().create_node(kind, *args, **kwargs)
         node.meta["place"] = here()
         node.meta["no_grad"] = not torch.is_grad_enabled()
