@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
-from tinker_lightning.losses.batch_loss import BatchLoss, check_given, metric_names
+from tinker_lightning.losses.batch_loss import check_given, metric_names
 from tinker_lightning.losses.graphs.limits import Limits
 from tinker_lightning.server.engine.batching import group_by_length
 from tinker_lightning.server.engine.inputs import stack_inputs
@@ -59,6 +59,10 @@ class StackedLoss(Protocol):
     @property
     def reads(self) -> frozenset[str] | None:
         """All inputs that it ever looks at; None if that is not known."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether it may change tensors in place, also those that it is given."""
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
         """All settings, with those of a call."""
@@ -130,12 +134,12 @@ def run_batch_pass(
             model_output = base.head(pad_sequence(hidden_B, batch_first=True)).to(dtype)
         else:
             model_output = _target_logprobs(base, hidden_B, targets_B)
-        given = model_output.detach()
-        if isinstance(loss, BatchLoss) and loss.writes:
-            given = given.clone()  # else it would write to what the model's backward needs
-        leaf = given.requires_grad_(not forward_only)
+        leaf = model_output.detach().requires_grad_(not forward_only)
+        # A copy, where it may write: else it would write to what the model's backward needs. Not to the leaf itself,
+        # of which autograd allows no writing.
+        given = leaf.clone() if loss.writes else leaf
         with blaming(loss.name):
-            output = loss(_sources(loss.source, leaf, mask_BT), inputs, settings, limits)
+            output = loss(_sources(loss.source, given, mask_BT), inputs, settings, limits)
             own = {"loss:sum": loss_number(output.loss, _PADDING[loss.source]), "tokens:sum": float(sum(lengths))}
             metrics = {**_numbers(output.diagnostics, own), **own}
             returned = model_output if output.logprobs is None and loss.source == "logprobs" else output.logprobs

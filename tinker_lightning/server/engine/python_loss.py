@@ -54,6 +54,11 @@ class PythonLoss:
     def reads(self) -> None:
         """Only the function knows."""
 
+    @property
+    def writes(self) -> bool:
+        """It may."""
+        return True
+
     def inputs(self, present: Iterable[str]) -> tuple[str, ...]:
         """All inputs that are there: only the function knows which it reads."""
         return tuple(present)
