@@ -142,6 +142,23 @@ def test_a_setting_that_decides_and_changes_with_each_step_fills_no_memory(
         value(model, annealed, {"weakness": 1.0})
 
 
+def test_a_setting_that_decides_only_beside_another_is_taken(
+    trainer: EmbeddedTrainer, service: ServiceClient, model: TrainingClient
+) -> None:
+    @custom_loss(service, name="clipped")
+    def clipped(outputs: Tensor, inputs: Any, mask: Tensor, mode: str = "plain", beta: float = 0.25) -> LossFnOutput:
+        total = (outputs * mask.unsqueeze(-1)).square().mean()
+        if mode == "clip" and beta > 0.5:
+            total = total * 2
+        return LossFnOutput(total * beta)
+
+    once = value(model, clipped, {"beta": 1.0})
+    assert value(model, clipped, {"mode": "clip", "beta": 0.75}) == pytest.approx(1.5 * once)
+    assert value(model, clipped, {"beta": 0.5, "mode": "clip"}) == pytest.approx(0.5 * once)
+    assert value(model, clipped, {"beta": 0.75}) == pytest.approx(0.75 * once)
+    assert kept(trainer, service) == 3  # what only showed that more is decided is not uploaded
+
+
 def test_handles_of_functions_made_for_each_step_fill_no_memory(
     service: ServiceClient, model: TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,9 +41,9 @@ class LossServer(Protocol):
 
 @dataclass(slots=True)
 class _Upload:
-    loss_id: str
     loss: BatchLoss
-    is_lost: bool = False
+    loss_id: str = ""
+    is_there: bool = False
 
 
 class ServerLoss:
@@ -66,7 +66,7 @@ class ServerLoss:
         self._fixed = dict(fixed)
         self._uploads: OrderedDict[Any, _Upload] = OrderedDict()
         self._function_id: str | None = None
-        self._first = self._upload(self._fixed).loss if trace else None
+        self._first = self._uploaded(self._traced(self._fixed)).loss if trace else None
         if not trace:
             self._register_function()
         functools.update_wrapper(self, function, updated=())
@@ -92,17 +92,23 @@ class ServerLoss:
             known = ", ".join(first.hyperparameters) or "no settings at all"
             raise InvalidInput(f"loss_fn_config: {self.name} does not know {unknown[0]!r}; it takes {known}")
         decided = {name: value for name, value in config.items() if first.hyperparameters[name].fixed}
-        upload = self._upload({**self._fixed, **decided})
-        carried = {name: value for name, value in config.items() if name not in decided}
+        while True:
+            upload = self._traced({**self._fixed, **decided})
+            carried = {name: value for name, value in config.items() if name not in decided}
+            # With these settings the function may decide by others, too.
+            further = {name: value for name, value in carried.items() if upload.loss.hyperparameters[name].fixed}
+            if not further:
+                break
+            decided |= further
         settings(self.name, upload.loss.hyperparameters, carried)
-        return upload.loss_id, carried
+        return self._uploaded(upload).loss_id, carried
 
     def lose(self, loss_id: str) -> None:
         """Says that a pass with this id has failed: the server may no longer know it, so the next one uploads it."""
         if self._function_id == loss_id:
             self._function_id = None
         for upload in list(self._uploads.values()):
-            upload.is_lost |= upload.loss_id == loss_id
+            upload.is_there &= upload.loss_id != loss_id
 
     def graphs(self, loss_id: str) -> list[Graph]:
         """Those of the loss with this id, as they were traced here; none of a function that was handed over."""
@@ -135,18 +141,20 @@ class ServerLoss:
                     f"cannot be {given[name]!r} in a call. Leave it out there, to give it with each call."
                 )
 
-    def _upload(self, fixed: Mapping[str, Setting]) -> _Upload:
-        """The graphs with these settings, on the server if they can be."""
+    def _traced(self, fixed: Mapping[str, Setting]) -> _Upload:
+        """The graphs with these settings, which may not be on the server yet."""
         key = _key(fixed)
-        upload = self._uploads.get(key)
-        if upload is None:
-            loss = trace_batch_loss(self._function, self.name, self.source, fixed)
-            upload = self._uploads[key] = _Upload(self.server.register(loss), loss)
-        elif upload.is_lost:
-            upload.loss_id, upload.is_lost = self.server.register(upload.loss), False
+        if key not in self._uploads:
+            self._uploads[key] = _Upload(trace_batch_loss(self._function, self.name, self.source, fixed))
         self._uploads.move_to_end(key)
         while len(self._uploads) > _KEPT_UPLOADS:
             self._uploads.popitem(last=False)
+        return self._uploads[key]
+
+    def _uploaded(self, upload: _Upload) -> _Upload:
+        """The same, on the server."""
+        if not upload.is_there:
+            upload.loss_id, upload.is_there = self.server.register(upload.loss), True
         return upload
 
     def _register_function(self) -> str:
