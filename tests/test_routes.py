@@ -191,6 +191,41 @@ def test_any_function_runs_on_the_server_whatever_it_is_called(
     assert got == pytest.approx(expected, rel=1e-6)
 
 
+class Alone(torch.nn.Module):
+    """A module, which returns its loss only."""
+
+    def forward(self, data: Any, logprobs: Any, factor: float = 0.01) -> Any:
+        batch = losses.Batch(data, logprobs)
+        return -(batch.weights() * batch.logprobs).sum() * factor
+
+
+def test_a_module_that_returns_its_loss_only_is_a_loss_on_every_route(
+    stage: tuple[EmbeddedTrainer, ServiceClient],
+) -> None:
+    attributes = {"loss": Alone(), "loss_config": {"factor": 0.02}}
+    here, there = (fitted(stage, **attributes, route=route)[0] for route in ("two-pass", "server"))
+    assert (there - here).norm() <= 1e-5 * here.norm()
+    client = stage[1].create_lora_training_client("tiny", rank=4, seed=1)
+    for trace in (True, False):
+        loss = custom_loss(stage[1], on="logprobs", trace=trace, factor=0.5)(Alone())
+        got = client.forward(DATA, loss).result().metrics["loss:sum"]
+        expected = client.forward(DATA, "cross_entropy").result().metrics["loss:sum"]
+        assert got == pytest.approx(0.5 * expected, rel=1e-6)
+
+
+def test_what_would_read_the_padding_on_a_server_stays_here(
+    stage: tuple[EmbeddedTrainer, ServiceClient], caplog: pytest.LogCaptureFixture
+) -> None:
+    def margin(_: Any, __: Any, logprobs: Any) -> Any:
+        return logprobs[1].mean() - logprobs[0].mean(), {}
+
+    caplog.set_level(logging.INFO, "tinker_lightning")
+    assert fitted(stage, loss=margin)[1] == TWO_PASSES
+    assert "loss margin: route two-pass (it is Python's)" in caplog.text
+    with pytest.raises(LossNotTraceable, match=r"(?s)log-probabilities of datum 1, .*or use route='two-pass'"):
+        fitted(stage, loss=margin, route="server")
+
+
 @pytest.mark.parametrize("kind", ["a lambda", "a name that no server takes"])
 def test_a_decorator_without_a_name_asks_for_one(stage: tuple[EmbeddedTrainer, ServiceClient], kind: str) -> None:
     with pytest.raises(InvalidLoss, match=r"cannot be called .* Give it a name: custom_loss\(client, name='my_loss'\)"):

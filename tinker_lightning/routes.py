@@ -116,7 +116,7 @@ def _uploaded(loss: Any, config: Mapping[str, Any], backend: Any) -> ServerLoss:
         raise InvalidInput(f"{type(backend).__name__} takes no losses of one's own; use route='two-pass'")
     # Nobody uses the name, so that it may stand beside those of the server's losses, and of one's own registered ones.
     name = f"{'library' if is_of_library(loss) else 'own'}.{_NOT_IN_NAMES.sub('', _name(loss))[:50]}"
-    return ServerLoss(backend.losses, name, function, "logprobs", {**settings, **config}, trace=True)
+    return ServerLoss(backend.losses, name, function, "logprobs", {**settings, **config}, trace=True, of_lists=True)
 
 
 def _takes_losses(backend: Any) -> bool:

@@ -101,3 +101,6 @@ def test_log_probabilities_of_one_datum_can_be_written_to(service: ServiceClient
     ranks = {"logprobs": 1, "weights": 1}
     writing, copying = (service.create_custom_loss(each, ranks).result() for each in (loss, copies))
     assert trained(service, writing) == trained(service, copying)
+    model = service.create_lora_training_client("tiny", rank=4, seed=1)
+    here = [model.forward_backward_custom(DATA, each).result().metrics["loss:sum"] for each in (writing, copying)]
+    assert here[0] == here[1]

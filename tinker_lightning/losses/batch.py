@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.nn.utils.rnn import pad_sequence
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.losses.tracing.values import stacked
 
 # Datums with one tensor of log-probabilities each; or inputs by name and log-probabilities, stacked: `[B, T]`.
 Data: TypeAlias = Sequence[Any] | Mapping[str, Tensor]
@@ -195,6 +196,7 @@ class Batch:
 
 def _of_rank(logprobs: Tensor, rank: int | None) -> Tensor:
     """Stacked log-probabilities, of targets of that rank."""
+    logprobs = stacked(logprobs)
     if rank is None:
         return logprobs
     if is_traced(logprobs):

@@ -6,7 +6,6 @@ returns `(loss, metrics)`. A batch's loss is the sum over its datums.
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from tinker_lightning.losses.graphs.graph import Graph, Node, Ref
 from tinker_lightning.losses.graphs.limits import Limits
 from tinker_lightning.losses.graphs.run import Program
 from tinker_lightning.losses.tracing.record import DependsOn, Recorder, record
+from tinker_lightning.losses.tracing.signatures import place_of_function, signature_of
 
 if TYPE_CHECKING:
     from tinker_lightning.types import TensorData
@@ -143,7 +143,9 @@ class DatumLoss:
         Raises:
             InvalidLoss: If a call of the graph fails or takes too much, or the loss is no scalar.
         """
-        loss, metrics = self.program([logprobs, *arguments], limits, deadline)
+        # A copy, where it writes to what it is given: that is not its own, and of a leaf autograd allows no writing.
+        given = logprobs.clone() if self.program.writes else logprobs
+        loss, metrics = self.program([given, *arguments], limits, deadline)
         if not isinstance(loss, Tensor):
             raise LossNotTensor(f"the loss must be a tensor, got {type(loss).__name__}")
         if loss.ndim:
@@ -166,16 +168,22 @@ def trace_datum_loss(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> 
 
     def body(recorder: Recorder) -> Any:
         returned = fn(*(recorder.input(each.name, each.rank) for each in inputs))
+        if isinstance(returned, fx.Proxy):
+            returned = returned, {}
         if not (isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], Mapping)):
             raise LossNotTraceable(
-                f"{name} must return (loss, metrics), a tensor and a dict, but returned {type(returned).__name__}"
+                f"{place_of_function(fn)}{name} must return (loss, metrics), a tensor and a dict, but returned "
+                f"{type(returned).__name__}"
             )
         loss, metrics = returned
         for what, value in (("its loss", loss), *((f"metric {key!r}", value) for key, value in metrics.items())):
             if not isinstance(value, fx.Proxy):
                 raise LossNotTraceable(
-                    f"{name} must return {what} as a tensor computed from what it is given, got {type(value).__name__}"
+                    f"{place_of_function(fn)}{name} must return {what} as a tensor computed from what it is given, got "
+                    f"{type(value).__name__}"
                 )
+        if others := [key for key in metrics if not isinstance(key, str)]:
+            raise LossNotTraceable(f"{place_of_function(fn)}a metric cannot be called {others[0]!r:.100}; use a text")
         return loss, dict(metrics)
 
     try:
@@ -186,7 +194,7 @@ def trace_datum_loss(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> 
 
 
 def _signature(fn: Callable[..., Any], name: str, input_ranks: Mapping[str, int]) -> list[LossInput]:
-    parameters = list(inspect.signature(fn).parameters.values())
+    parameters = list(signature_of(fn).parameters.values())
     for each in parameters:
         if each.kind not in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) or each.default is not each.empty:
             raise InvalidLoss(

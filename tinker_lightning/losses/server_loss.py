@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,6 +11,7 @@ from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.losses.batch_loss import SOURCES, BatchLoss, LossFnOutput, check_name, settings
 from tinker_lightning.losses.library import checked, is_of_library
 from tinker_lightning.losses.tracing.batch import trace_batch_loss
+from tinker_lightning.losses.tracing.signatures import signature_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,17 @@ class _Upload:
 
 
 class ServerLoss:
-    """A loss that a server keeps. Call it to compute it here; pass it, or its name, to `forward_backward`."""
+    """A loss that a server keeps. Call it to compute it here; pass it, or its name, to `forward_backward`.
+
+    Args:
+        server: Where it is kept.
+        name: What to call it.
+        function: The function.
+        source: What it is computed from.
+        fixed: Values of hyperparameters that are not to change from call to call.
+        trace: Whether to send its graphs; else the function itself is handed over.
+        of_lists: Whether the function was written for lists of datums and log-probabilities, as routes take them.
+    """
 
     def __init__(
         self,
@@ -58,12 +68,14 @@ class ServerLoss:
         fixed: Mapping[str, Setting],
         *,
         trace: bool,
+        of_lists: bool = False,
     ) -> None:
         self.name = name
         self.server = server
         self.source = source
         self._function = function
         self._fixed = dict(fixed)
+        self._of_lists = of_lists
         self._uploads: OrderedDict[Any, _Upload] = OrderedDict()
         self._function_id: str | None = None
         self._first = self._uploaded(self._traced(self._fixed)).loss if trace else None
@@ -145,7 +157,8 @@ class ServerLoss:
         """The graphs with these settings, which may not be on the server yet."""
         key = _key(fixed)
         if key not in self._uploads:
-            self._uploads[key] = _Upload(trace_batch_loss(self._function, self.name, self.source, fixed))
+            loss = trace_batch_loss(self._function, self.name, self.source, fixed, of_lists=self._of_lists)
+            self._uploads[key] = _Upload(loss)
         self._uploads.move_to_end(key)
         while len(self._uploads) > _KEPT_UPLOADS:
             self._uploads.popitem(last=False)
@@ -228,7 +241,7 @@ def function_name(function: Any) -> str:
 def _bound(function: Callable[..., Any], fixed: Mapping[str, Setting]) -> Callable[..., Any]:
     if not fixed:
         return function
-    if unknown := [key for key in fixed if key not in inspect.signature(function).parameters]:
+    if unknown := [key for key in fixed if key not in signature_of(function).parameters]:
         raise InvalidLoss(f"the function has no hyperparameter {unknown[0]!r}")
     return functools.partial(function, **fixed)
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import statistics
@@ -16,6 +17,7 @@ import torch
 
 from tinker_lightning import LossFnOutput, losses
 from tinker_lightning.errors import LossNotTraceable
+from tinker_lightning.losses.datum_loss import trace_datum_loss
 from tinker_lightning.losses.graphs.graph import places_of
 from tinker_lightning.losses.tracing import lines
 from tinker_lightning.losses.tracing.batch import trace_batch_loss
@@ -172,7 +174,26 @@ def test_what_a_function_returns_is_named_with_the_function() -> None:
     with pytest.raises(LossNotTraceable) as raised:
         trace_batch_loss(mine, "other", "logits")
     told = "mine must return a LossFnOutput(loss, logprobs, diagnostics), but returned Tensor"
-    assert str(raised.value) == told
+    line = inspect.getsourcelines(mine)[1]
+    assert str(raised.value) == (
+        f"{__file__}:{line}: def mine(outputs: Any, inputs: Any, mask: Any) -> Any:\n    {told}"
+    )
+
+
+def test_what_a_function_calls_its_numbers_is_told_with_its_line() -> None:
+    line = inspect.currentframe().f_lineno + 2  # type: ignore[union-attr]
+
+    @functools.lru_cache  # a line that does not tell the function
+    def plain(outputs: Any, inputs: Any, mask: Any) -> Any:
+        return LossFnOutput(outputs.sum(), None, {1: outputs.sum()})  # type: ignore[dict-item]
+
+    function = plain.__wrapped__
+    with pytest.raises(LossNotTraceable) as raised:
+        trace_batch_loss(function, "mine", "logits")
+    assert str(raised.value).startswith(f"{__file__}:{line + 1}: def plain(outputs: Any, inputs: Any, mask: Any)")
+    assert "a diagnostic cannot be called 1; use a short text" in str(raised.value)
+    with pytest.raises(LossNotTraceable, match=rf"{__file__}:\d+: .*\n    a metric cannot be called 1; use a text"):
+        trace_datum_loss(lambda logprobs: (logprobs.sum(), {1: logprobs.sum()}), {"logprobs": 1})
 
 
 def test_no_diagnostics_may_be_none() -> None:

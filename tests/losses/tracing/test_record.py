@@ -148,6 +148,36 @@ def test_two_dimensions_and_functional_losses() -> None:
     assert_same(loss, {"logprobs": 2, "teacher": 2, "weights": 1})
 
 
+def test_a_loss_may_be_all_that_is_returned() -> None:
+    alone = trace_datum_loss(lambda logprobs: logprobs.sum(), {"logprobs": 1})
+    assert alone(torch.tensor([1.0, 2.0]), []) == (torch.tensor(3.0), {})
+    batch = trace_batch_loss(lambda data, logprobs: logprobs.sum() * data["weights"].sum(), "mine", "logprobs")
+    assert batch.variants[0].program.graph.output[2] == {}
+
+
+class Likelihood(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sigmoid = torch.nn.LogSigmoid()
+
+    def forward(self, logprobs: Tensor, weights: Tensor) -> Any:
+        return -(self.sigmoid(logprobs) * weights).sum() / sqrt(logprobs.shape[0]), {}
+
+
+class Margin(torch.nn.Module):
+    def forward(self, outputs: Tensor, _: Any, mask: Tensor, factor: float = 0.5) -> Any:
+        return LossFnOutput((outputs[..., 0] * mask).sum() * factor)
+
+
+def test_a_module_is_a_function_with_the_parameters_of_its_forward() -> None:
+    assert_same(Likelihood())
+    loss = trace_batch_loss(Margin(), "margin", "logits")
+    assert loss.settings({"factor": 2.0}) == {"factor": 2.0}
+    assert torch.equal(run(loss, {}, factor=2.0)[1], expected(Margin(), {}, factor=2.0)[1])
+    bound = trace_batch_loss(functools.partial(Margin(), factor=3.0), "margin", "logits")
+    assert bound.settings({}) == {"factor": 3.0}
+
+
 def test_partials_methods_and_objects() -> None:
     class Scaled:
         def __init__(self, factor: float) -> None:
@@ -277,7 +307,7 @@ def test_what_cannot_be_traced(fn: Callable[..., Any], line: str, because: str) 
 @pytest.mark.parametrize(
     ("fn", "ranks", "because"),
     [
-        (lambda logprobs: logprobs.sum(), {"logprobs": 1}, r"must return \(loss, metrics\)"),
+        (lambda logprobs: [logprobs.sum()], {"logprobs": 1}, r"must return \(loss, metrics\)"),
         (lambda logprobs: (1.0, {}), {"logprobs": 1}, "its loss as a tensor computed from what it is given, got float"),
         (
             lambda logprobs: (logprobs.sum(), {"custom/x:sum": 1.0}),
@@ -385,8 +415,16 @@ def test_a_function_of_lists_of_datums_is_told_so() -> None:
     def lists(data: Any, logprobs: Any) -> Any:
         return sum((data[i].loss_fn_inputs["weights"].to_torch() * each).sum() for i, each in enumerate([logprobs])), {}
 
-    with pytest.raises(LossNotTraceable, match=r"(?s)it takes datum 0 of its data, .*data\['weights'\] is \[B, T\]"):
-        trace_batch_loss(lists, "lists", "logprobs")
+    def pairs(data: Any, logprobs: Any) -> Any:
+        return sum(each.sum() for _, each in zip(data, logprobs, strict=True)), {}
+
+    def counts(data: Any, logprobs: Any) -> Any:
+        return logprobs.sum() / len(data), {}
+
+    for fn, does in ((lists, "takes datum 0 of"), (pairs, "goes through"), (counts, r"counts")):
+        told = rf"(?s)it {does} its data.*, but on a server data are inputs of .*data\['weights'\] is \[B, T\]"
+        with pytest.raises(LossNotTraceable, match=told):
+            trace_batch_loss(fn, "lists", "logprobs")
 
 
 def test_whole_numbers_stay_whole() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from torch import fx
@@ -25,6 +25,8 @@ from tinker_lightning.losses.batch_loss import (
 )
 from tinker_lightning.losses.graphs.run import Program
 from tinker_lightning.losses.tracing.record import DependsOn, Recorder, Value, record, refuse
+from tinker_lightning.losses.tracing.signatures import place_of_function, signature_of
+from tinker_lightning.losses.tracing.values import ListValue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +40,12 @@ _SIGNATURES = {
 
 
 def trace_batch_loss(
-    fn: Callable[..., Any], name: str, source: Source, fixed: Mapping[str, Setting] | None = None
+    fn: Callable[..., Any],
+    name: str,
+    source: Source,
+    fixed: Mapping[str, Setting] | None = None,
+    *,
+    of_lists: bool = False,
 ) -> BatchLoss:
     """A function of a batch as graphs.
 
@@ -49,6 +56,8 @@ def trace_batch_loss(
         name: What to call it.
         source: What it is computed from.
         fixed: Values of settings that are not to change from call to call.
+        of_lists: Whether it also runs elsewhere, with lists of datums and of log-probabilities. What would give other
+            numbers there is refused.
 
     Raises:
         LossNotTraceable: If it does what no graph can say; names the line.
@@ -64,7 +73,7 @@ def trace_batch_loss(
     }
     while True:
         try:
-            variants = _variants(fn, source, hyperparameters)
+            variants = _variants(fn, source, hyperparameters, of_lists)
             break
         except DependsOn as blocked:
             # What Python decides by settings alone is decided now, by their values.
@@ -80,11 +89,12 @@ def read_hyperparameters(fn: Callable[..., Any], source: Source) -> dict[str, Se
     Raises:
         InvalidLoss: If it has not the parameters of its kind, or a setting without a default.
     """
-    parameters = list(inspect.signature(fn).parameters.values())
+    signature = signature_of(fn)
+    parameters = list(signature.parameters.values())
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     count = 3 if source == "logits" else 2
     if len(parameters) < count or any(each.kind not in positional for each in parameters[:count]):
-        raise InvalidLoss(f"a loss on {source} takes {_SIGNATURES[source]}, but this one {inspect.signature(fn)}")
+        raise InvalidLoss(f"a loss on {source} takes {_SIGNATURES[source]}, but this one {signature}")
     settings: dict[str, Setting] = {}
     for each in parameters[count:]:
         if each.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
@@ -96,14 +106,16 @@ def read_hyperparameters(fn: Callable[..., Any], source: Source) -> dict[str, Se
     return settings
 
 
-def _variants(fn: Callable[..., Any], source: Source, hyperparameters: Mapping[str, Hyperparameter]) -> list[Variant]:
+def _variants(
+    fn: Callable[..., Any], source: Source, hyperparameters: Mapping[str, Hyperparameter], of_lists: bool
+) -> list[Variant]:
     """A graph for each way in which the function asks whether inputs are there."""
     variants: list[Variant] = []
     decisions: list[tuple[str, bool]] = []
     for _ in range(_MAX_TRACES):
-        inputs = _Inputs(dict(decisions))
+        inputs = _Inputs(source, dict(decisions))
         try:
-            graph = record(fn, functools.partial(_call, fn, source, hyperparameters, inputs))
+            graph = record(fn, functools.partial(_call, fn, source, hyperparameters, inputs, of_lists))
         except (InvalidInput, DependsOn) as error:
             if isinstance(error, DependsOn) and _are_settings(error.inputs):
                 raise
@@ -132,6 +144,7 @@ def _call(
     source: Source,
     hyperparameters: Mapping[str, Hyperparameter],
     inputs: _Inputs,
+    of_lists: bool,
     recorder: Recorder,
 ) -> tuple[Any, Any, dict[str, Any]]:
     given = {name: recorder.input(name, _RANKS.get(name)) for name in SOURCES[source]}
@@ -147,7 +160,10 @@ def _call(
         loss, logprobs, diagnostics = returned.loss, returned.logprobs, returned.diagnostics
         diagnostics = {} if diagnostics is None else diagnostics
     else:
-        returned = fn(inputs, given["logprobs"], **settings)
+        logprobs = given["logprobs"]
+        returned = fn(inputs, ListValue(logprobs.node, recorder) if of_lists else logprobs, **settings)
+        if isinstance(returned, fx.Proxy):
+            returned = returned, {}
         if not (isinstance(returned, tuple) and len(returned) == 2):
             _wrong_output(fn, "(loss, metrics)", returned)
         (loss, diagnostics), logprobs = returned, None
@@ -158,7 +174,10 @@ def _call(
     if not isinstance(diagnostics, Mapping):
         _wrong_output(fn, "its diagnostics as a dict", diagnostics)
     for name, value in diagnostics.items():
-        check_diagnostic(name)
+        try:
+            check_diagnostic(name)
+        except InvalidLoss as error:
+            raise LossNotTraceable(f"{place_of_function(fn)}{error}") from None
         if not isinstance(value, fx.Proxy | int | float):
             _wrong_output(fn, f"the diagnostic {name!r} as a number", value)
     return loss, logprobs, dict(diagnostics)
@@ -166,13 +185,14 @@ def _call(
 
 def _wrong_output(fn: Callable[..., Any], wanted: str, got: Any) -> None:
     name = getattr(fn, "__name__", type(fn).__name__)
-    raise LossNotTraceable(f"{name} must return {wanted}, but returned {type(got).__name__}")
+    raise LossNotTraceable(f"{place_of_function(fn)}{name} must return {wanted}, but returned {type(got).__name__}")
 
 
 class _Inputs(Mapping[str, Value]):
     """The inputs by name. Whether one is there is decided by who traces."""
 
-    def __init__(self, decisions: dict[str, bool]) -> None:
+    def __init__(self, source: Source, decisions: dict[str, bool]) -> None:
+        self.source = source
         self.recorder: Recorder | None = None
         self.used: dict[str, None] = {}
         self.decisions = decisions
@@ -184,10 +204,7 @@ class _Inputs(Mapping[str, Value]):
 
     def __getitem__(self, name: str) -> Value:
         if not isinstance(name, str):
-            refuse(  # a function may take it for a list of datums
-                f"it takes datum {name!r:.40} of its data, but on a server data are inputs of the whole batch by name: "
-                "data['weights'] is [B, T]"
-            )
+            self._refuse(f"it takes datum {name!r:.40} of its data")
         if not self.decisions.get(name, True):
             raise KeyError(name)
         assert self.recorder is not None  # noqa: S101  # set before the function runs
@@ -204,10 +221,19 @@ class _Inputs(Mapping[str, Value]):
         return self[name] if name in self else default  # noqa: SIM401  # this is `get`
 
     def __iter__(self) -> Iterator[str]:
+        if self.source == "logprobs":
+            self._refuse("it goes through its data")
         refuse("it goes through all of its inputs, which are not known while tracing; name those that it reads")
 
     def __len__(self) -> int:
+        if self.source == "logprobs":
+            self._refuse("it counts its data with len()")
         refuse("it counts its inputs, which are not known while tracing")
+
+    def _refuse(self, reason: str) -> NoReturn:
+        """Refuses what takes it for a list of datums."""
+        name = "data" if self.source == "logprobs" else "loss_fn_inputs"
+        refuse(f"{reason}, but on a server {name} are inputs of the whole batch by name: {name}['weights'] is [B, T]")
 
 
 def _are_settings(inputs: frozenset[str]) -> bool:

@@ -24,6 +24,7 @@ from tinker_lightning.losses.graphs import functions
 from tinker_lightning.losses.graphs.graph import Graph
 from tinker_lightning.losses.tracing.kinds import kind_of, rank_of
 from tinker_lightning.losses.tracing.lines import here, place_of, within
+from tinker_lightning.losses.tracing.signatures import globals_of
 from tinker_lightning.losses.tracing.values import WAYS_OUT, DependsOn, TensorValue, Value, needs_value, refuse
 from tinker_lightning.losses.tracing.writer import Writer, is_write, target_name
 from tinker_lightning.losses.tracing.writes import seen_writes
@@ -72,7 +73,7 @@ def record(fn: Callable[..., Any], body: Callable[[Recorder], Any]) -> Graph:
         run()
 
     # fx looks for functions of `math` in the globals of what it traces; those are to be the user's.
-    traced = types.FunctionType(driver.__code__, _globals(fn), closure=driver.__closure__)
+    traced = types.FunctionType(driver.__code__, globals_of(fn), closure=driver.__closure__)
     try:
         with _ONE_AT_A_TIME:
             recorder.trace(traced)
@@ -219,15 +220,6 @@ class _Factories(TorchFunctionMode):
         if isinstance(result, Tensor):
             refuse(f"it calls {target_name(func)}, which is not among the functions that a loss on a server may call")
         return result
-
-
-def _globals(fn: Any) -> dict[str, Any]:
-    """The globals of the function behind a partial, a method or an object that can be called."""
-    for _ in range(8):
-        if isinstance(fn, types.FunctionType):
-            return fn.__globals__
-        fn = getattr(fn, "func", None) or getattr(fn, "__func__", None) or type(fn).__call__
-    return {}
 
 
 def _holds(kind: type, values: Any) -> bool:

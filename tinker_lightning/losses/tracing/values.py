@@ -132,6 +132,52 @@ class TensorValue(Value, Tensor):  # type: ignore[misc]  # their operators diffe
         return method if callable(getattr(Tensor, k)) else method.node
 
 
+class ListValue(TensorValue):
+    """The stand-in for log-probabilities of a function that may take them for a list, with a tensor for each datum.
+
+    On a server they are one tensor. What a list can do too is refused, where it would mean something else.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        _check_index(index)
+        part = super().__getitem__(index)
+        return ListValue(part.node, part.tracer) if isinstance(index, slice) else part
+
+    def __setitem__(self, index: Any, item: Any) -> None:
+        _check_index(index)
+        super().__setitem__(index, item)
+
+    def __iter__(self) -> NoReturn:
+        _no_list("it goes through the log-probabilities of each datum")
+
+    def __reversed__(self) -> NoReturn:
+        _no_list("it goes through the log-probabilities of each datum")
+
+    def __len__(self) -> int:
+        _no_list("it counts the log-probabilities of datums with len()")
+
+
+def _check_index(index: Any) -> None:
+    """Refuses an index that would pick one of a list. Others a list does not take, or gives a list for."""
+    if not (index is None or index is Ellipsis or isinstance(index, slice | tuple | list)):
+        which = f"datum {index}" if isinstance(index, int) else "a datum"
+        _no_list(f"it takes the log-probabilities of {which}")
+
+
+def stacked(value: Any) -> Any:
+    """A stand-in as the tensor that it is, for those who know."""
+    return TensorValue(value.node, value.tracer) if isinstance(value, ListValue) else value
+
+
+def _no_list(reason: str) -> NoReturn:
+    refuse(
+        f"{reason}, but on a server they are one tensor, [B, T], with zeros behind the end of shorter datums, which a "
+        "mean would count",
+        "Write it with losses.Batch(data, logprobs), whose tensors are so everywhere, and its weights; or use "
+        "route='two-pass'.",
+    )
+
+
 class Attribute(Value):
     """An attribute that becomes a method if it is called; read in another way it is refused."""
 
@@ -168,7 +214,7 @@ def _in_place(name: str) -> Callable[[Value, Any], Any]:
     return write
 
 
-TensorValue.__name__ = "Tensor"  # which messages of torch's and ours have in them
+TensorValue.__name__ = ListValue.__name__ = "Tensor"  # which messages of torch's and ours have in them
 
 # Of numbers `+=` makes a new one, which is what Python does without these.
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift"):
@@ -187,9 +233,9 @@ def needs_value(value: fx.Proxy, reason: str) -> NoReturn:
     raise DependsOn(frozenset(names[node] for node in _placeholders(value.node)), error) from error
 
 
-def refuse(reason: str) -> NoReturn:
+def refuse(reason: str, mend: str = WAYS_OUT) -> NoReturn:
     """Refuses what stands on the line that is being traced."""
-    raise LossNotTraceable(f"{here()}{reason}. {WAYS_OUT}")
+    raise LossNotTraceable(f"{here()}{reason}. {mend}")
 
 
 def _placeholders(node: fx.Node) -> Iterable[fx.Node]:

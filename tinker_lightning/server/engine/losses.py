@@ -202,10 +202,8 @@ class BoundGraph:
             InvalidLoss: If a call of the graph fails or takes too much, or there is no gradient.
         """
         leaf = logprobs.detach().requires_grad_(torch.is_grad_enabled())
-        # A copy, where the graph writes to what it is given; of a leaf, autograd allows no writing.
-        given = leaf.clone() if self._loss.program.writes else leaf
         with self._clock() as deadline:
-            loss, metrics = self._loss(given, self._loss.tensors(arguments, logprobs.dtype), deadline=deadline)
+            loss, metrics = self._loss(leaf, self._loss.tensors(arguments, logprobs.dtype), deadline=deadline)
             value = loss_number(loss)
             numbers = {name: metric_number(f"the metric {name!r}", each) for name, each in metrics.items()}
             if not torch.is_grad_enabled():

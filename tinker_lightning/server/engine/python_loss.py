@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from tinker_lightning.errors import InvalidInput, InvalidLoss, TinkerLightningError
 from tinker_lightning.losses.batch_loss import Hyperparameter, LossFnOutput, Setting, Source, check_name, settings
 from tinker_lightning.losses.tracing.batch import read_hyperparameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from torch import Tensor
 
     from tinker_lightning.losses.graphs.limits import Limits
 
@@ -91,6 +91,8 @@ class PythonLoss:
             raise
         except Exception as error:
             raise InvalidLoss(f"it raised {type(error).__name__}: {error}") from error
+        if self.source == "logprobs" and isinstance(returned, Tensor):
+            returned = returned, {}
         if self.source == "logprobs" and isinstance(returned, tuple) and len(returned) == 2:
             loss, logprobs, diagnostics = returned[0], None, returned[1]
         # By its fields, for a function that was pickled elsewhere may return a class of its own.
