@@ -352,6 +352,13 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "view": (4, 3),
     "fill_": (1.0,),
     "clamp_": (-1.0, 1.0),
+    "clamp_max_": (1.0,),
+    "clamp_min_": (-1.0,),
+    "div_": (2.0,),
+    "layer_norm": ((4,),),
+    "mul_": (2.0,),
+    "pow_": (2.0,),
+    "special_logsumexp": (-1,),
 }
 WHOLE = ("bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "one_hot")
 

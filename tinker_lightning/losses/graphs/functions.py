@@ -56,7 +56,7 @@ subtract tan tanh true_divide trunc where xlogy
 """
 _REDUCTIONS = """
 all amax amin aminmax any argmax argmin count_nonzero cummax cummin cumprod cumsum log_softmax logcumsumexp logsumexp
-max mean min nanmean nansum prod softmax std sum var
+max mean min nanmean nansum prod softmax std sum trace var
 """
 _SORTING = "argsort median nanmedian nanquantile quantile sort topk"
 _SHAPES = """
@@ -69,16 +69,24 @@ _JOINS = """
 broadcast_tensors cat concat dstack full_like hstack ones_like outer stack std_mean var_mean vstack zeros_like
 """
 _METHODS = """
-add_ bfloat16 bool clamp_ contiguous copy_ dim double element_size expand expand_as fill_ float half int
-is_floating_point long masked_fill_ mul_ ndimension new_full new_ones new_zeros outer repeat reshape_as size sub_
-type_as unfold view view_as zero_
+bfloat16 bool contiguous dim double element_size expand expand_as float half int is_floating_point long ndimension
+new_full new_ones new_zeros outer repeat reshape_as size type_as unfold view view_as
+"""
+_WRITING = """
+abs_ add_ clamp_ clamp_max_ clamp_min_ copy_ exp_ fill_ log_ masked_fill_ mul_ neg_ pow_ relu_ scatter_ scatter_add_
+sigmoid_ sqrt_ square_ sub_ tanh_ zero_
 """
 _FACTORIES = "arange eye full linspace ones zeros"
 _FUNCTIONAL = """
-binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cosine_similarity cross_entropy elu gelu
-hardtanh hinge_embedding_loss huber_loss kl_div l1_loss leaky_relu log_softmax logsigmoid margin_ranking_loss mse_loss
-nll_loss normalize pad pairwise_distance poisson_nll_loss relu relu6 sigmoid silu smooth_l1_loss
-soft_margin_loss softmax softmin softplus softsign tanh tanhshrink threshold
+binary_cross_entropy binary_cross_entropy_with_logits celu cosine_embedding_loss cosine_similarity cross_entropy elu
+gelu hardtanh hinge_embedding_loss huber_loss kl_div l1_loss layer_norm leaky_relu log_softmax logsigmoid
+margin_ranking_loss mish mse_loss nll_loss normalize pad pairwise_distance poisson_nll_loss relu relu6 selu sigmoid
+silu smooth_l1_loss soft_margin_loss softmax softmin softplus softsign tanh tanhshrink threshold triplet_margin_loss
+"""
+# Of `torch.special`: others are series that take long, or have no gradient.
+_OF_SPECIAL = """
+digamma entr erf erfc erfinv exp2 expit expm1 gammaln log1p log_softmax logit logsumexp psi round sinc softmax xlog1py
+xlogy
 """
 _SPECIAL: dict[str, Function] = {
     "div": Function(guards.divide),
@@ -126,8 +134,14 @@ def _functions() -> dict[str, Function]:
         allowed[f"torch.nn.functional.{name}"] = allowed[_get_qualified_name(call)] = Function(
             guards.pure(call), inside=work.broadcast
         )
+    for name in _OF_SPECIAL.split():
+        call = getattr(torch.special, name)
+        allowed[f"torch.special.{name}"] = allowed[_get_qualified_name(call)] = Function(call)
     vector_norm = torch.linalg.vector_norm
     allowed["torch.linalg.vector_norm"] = allowed[_get_qualified_name(vector_norm)] = Function(vector_norm)
+    allowed["torch.linalg.norm"] = allowed[_get_qualified_name(torch.linalg.norm)] = Function(guards.linalg_norm)
+    for name in ("torch.nn.utils.rnn.pad_sequence", "torch._C._nn.pad_sequence"):
+        allowed[name] = Function(guards.pad_sequence)
     for name, function in _SPECIAL.items():
         allowed[f"torch.{name}"] = allowed[_get_qualified_name(getattr(torch, name))] = function
     allowed["torch.nn.functional.one_hot"] = allowed[_get_qualified_name(F.one_hot)] = Function(guards.one_hot)
@@ -137,8 +151,9 @@ def _functions() -> dict[str, Function]:
 
 def _methods() -> dict[str, Function]:
     allowed = {name: Function(getattr(Tensor, name)) for name in f"{_POINTWISE} {_REDUCTIONS} {_SHAPES}".split()}
-    allowed |= {name: Function(getattr(Tensor, name)) for name in _METHODS.split()}
+    allowed |= {name: Function(getattr(Tensor, name)) for name in f"{_METHODS} {_WRITING}".split()}
     allowed |= _SPECIAL
+    allowed["div_"] = Function(guards.divide_)
     allowed["to"] = Function(guards.to)
     allowed["numel"] = Function(guards.numel)
     allowed["new_tensor"] = Function(guards.new_tensor, is_factory=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils import rnn
 
 from tinker_lightning.errors import InvalidLoss
 
@@ -115,6 +116,13 @@ def divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Tenso
     return torch.div(input, other, rounding_mode=rounding_mode)
 
 
+def divide_(input: Tensor, other: Any, *, rounding_mode: str | None = None) -> Tensor:
+    """`x.div_(y)`, without the one case that ends the process."""
+    if rounding_mode is not None and not input.dtype.is_floating_point:
+        raise InvalidLoss("rounding_mode needs a tensor of floats")
+    return input.div_(other, rounding_mode=rounding_mode)
+
+
 def repeat_interleave(input: Tensor, repeats: Any, dim: int | None = None) -> Tensor:
     """The same number of repeats for every element: a tensor of them could ask for any size."""
     if not isinstance(repeats, int):
@@ -184,6 +192,22 @@ def norm(input: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, 
         raise InvalidLoss("the nuclear norm is not taken: it needs a singular value decomposition")
     result: Tensor = torch.norm(input, p, dim, keepdim, dtype=dtype)
     return result
+
+
+def linalg_norm(A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """`torch.linalg.norm` of vectors, and those of matrices that are sums."""
+    is_of_matrix = A.ndim == 2 if dim is None else isinstance(dim, list | tuple) and len(dim) == 2
+    if is_of_matrix and ord in (2, -2, "nuc"):
+        raise InvalidLoss(f"the norm {ord!r} of a matrix is not taken: it needs a singular value decomposition")
+    result: Tensor = torch.linalg.norm(A, ord, dim, keepdim, dtype=dtype)
+    return result
+
+
+def pad_sequence(sequences: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """`pad_sequence` of a list: of a tensor torch's own would make an object for each row."""
+    if not isinstance(sequences, list | tuple):
+        raise InvalidLoss(f"pad_sequence takes a list of tensors, not {type(sequences).__name__}")
+    return rnn.pad_sequence(sequences, *args, **kwargs)  # type: ignore[arg-type]  # a tuple will do
 
 
 def diff(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidLoss
+from tinker_lightning.losses.graphs.functions import METHODS
 from tinker_lightning.losses.graphs.graph import Graph, Node, Ref, refs
 from tinker_lightning.losses.graphs.guards import MAX_PIECES, check_device, is_mask
 from tinker_lightning.losses.graphs.limits import Limits, Meter
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 _META = torch.device("meta")
 _KEPT_PLANS = 4096  # one for each length that datums have
-_WRITING = {"operator.setitem", "add_", "clamp_", "copy_", "fill_", "masked_fill_", "mul_", "sub_", "zero_"}
+_WRITING = {"operator.setitem", *(name for name in METHODS if name.endswith("_"))}
 # What stands in sequences is handled part by part, which takes as long as so many elements of a tensor.
 _MAX_PARTS = 4 * MAX_PIECES
 _PART_WORK = 1024
