@@ -146,6 +146,22 @@ def test_two_dimensions_sparse_and_dense(
     )
 
 
+def test_the_sdk_writes_down_arguments_with_nothing_in_them(
+    service: tinker.ServiceClient, training: tinker.TrainingClient
+) -> None:
+    """`out=None`, of which torch itself makes an argument."""
+
+    def angled(logprobs: Any, old: Any) -> Any:
+        return (torch.nn.functional.normalize(logprobs, dim=0) * old).sum() + torch.norm(logprobs), {}
+
+    handle = service.create_custom_loss(angled, {"logprobs": 1, "old": 1}).result()
+    output = training.forward_backward_custom(data(), handle).result()
+    logprobs = [torch.tensor(each["logprobs"].data) for each in output.loss_fn_outputs]
+    olds = [datum.loss_fn_inputs["old"].to_torch() for datum in data()]
+    expected = sum(float(angled(*pair)[0]) for pair in zip(logprobs, olds, strict=True))
+    assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_what_the_sdk_traces_but_the_server_does_not_take(service: tinker.ServiceClient) -> None:
     def noisy(logprobs: Any) -> Any:
         return (logprobs * torch.rand_like(logprobs)).sum(), {}

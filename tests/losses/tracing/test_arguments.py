@@ -118,7 +118,7 @@ def test_a_shape_has_a_number_of_elements() -> None:
         (lambda x: x.clamp(torch.finfo(x.dtype).min), r"a tensor's dtype, .* name a dtype, as in torch\.finfo"),
         (lambda x: x.long().clamp(torch.iinfo(x.long().dtype).min), "a tensor's dtype, which is not known"),
         (lambda x: x.to(torch.promote_types(x.dtype, torch.float64)), r"'torch\.promote_types' is not among those"),
-        (lambda x: F.mse_loss(x), "torch.nn.functional.mse_loss: missing a required argument: 'target'"),
+        (lambda x: F.mse_loss(*[x]), "torch.nn.functional.mse_loss: missing a required argument: 'target'"),
     ],
 )
 def test_arguments_that_no_run_could_take(change: Callable[[Tensor], Tensor], because: str) -> None:

@@ -260,7 +260,7 @@ def kthvalue(input: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tup
 
 def nonzero(input: Tensor, *, as_tuple: bool = False) -> Any:
     """The places of what is true: a row for each, or a tensor for each dimension."""
-    return torch.nonzero(input, as_tuple=as_tuple)
+    return torch.nonzero(input, as_tuple=True) if as_tuple else torch.nonzero(input)
 
 
 def where(condition: Tensor, input: Any = None, other: Any = None) -> Any:

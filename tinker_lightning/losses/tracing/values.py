@@ -140,7 +140,7 @@ class ListValue(TensorValue):
 
     def __getitem__(self, index: Any) -> Any:
         _check_index(index)
-        part = super().__getitem__(index)
+        part: Any = super().__getitem__(index)
         return ListValue(part.node, part.tracer) if isinstance(index, slice) else part
 
     def __setitem__(self, index: Any, item: Any) -> None:
