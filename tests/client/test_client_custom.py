@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.client.conftest import DATA, bits, nll
-from tinker_lightning import AdamParams, Datum, ModelInput
-from tinker_lightning.errors import InvalidInput, LossNotScalar, OperationFailed
+from tinker_lightning import AdamParams, Datum, LossFnOutput, ModelInput, custom_loss
+from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotScalar, OperationFailed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,6 +111,24 @@ def test_an_error_in_the_loss_shows_the_users_own_line(model: TrainingClient) ->
     assert 'logprobs["first"].sum()' in "".join(traceback.format_exception(caught.value))
     assert future.exception() is caught.value
     model.optim_step(FAST).result()  # it was read, so it is not raised again
+
+
+def test_what_is_no_function_of_log_probabilities_is_refused_before_anything_is_sent(
+    recorded: Recorded, model: TrainingClient
+) -> None:
+    def on_logits(model_outputs: Any, loss_fn_inputs: Any, attention_mask: Any) -> Any:
+        del loss_fn_inputs, attention_mask
+        return LossFnOutput(model_outputs.sum(), None, {})
+
+    sent = len(recorded.paths())
+    with pytest.raises(InvalidLoss, match=r"of \(data, logprobs\), but takes \(model_outputs.*: missing a required"):
+        model.forward_backward_custom(DATA, on_logits)
+    with pytest.raises(InvalidLoss, match=r"but takes \(\): too many positional"):
+        model.forward_backward_custom(DATA, lambda: 0)  # type: ignore[arg-type,misc]
+    registered = custom_loss(recorded.service, name="on_logits")(on_logits)
+    with pytest.raises(InvalidLoss, match=r"stay on the server\. Call forward_backward\(data, 'on_logits'\)"):
+        model.forward_backward_custom(DATA, registered)
+    assert "forward_backward" not in recorded.paths()[sent:]
 
 
 def test_a_failing_loss_stops_its_step_and_nothing_else(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import inspect
 import threading
 import time
 from functools import partial
@@ -224,7 +225,8 @@ def _evaluation(
     if not callable(loss_fn) and (loss_fn is not None or not regularizers):
         beside = "" if loss_fn is not None else "; only beside regularizers it may be None"
         raise InvalidLoss(f"loss_fn must be a function of (data, logprobs), got {type(loss_fn).__name__}{beside}")
-
+    if loss_fn is not None:
+        _check_arguments(loss_fn)
     if loss_fn is not None and not regularizers:
         return partial(surrogate.evaluate, loss_fn)
 
@@ -237,3 +239,19 @@ def _evaluation(
         return surrogate.differentiate(composed, logprobs)
 
     return evaluate
+
+
+def _check_arguments(loss_fn: Any) -> None:
+    if getattr(loss_fn, "source", "logprobs") != "logprobs":
+        raise InvalidLoss(
+            f"loss_fn: {loss_fn.name} is computed from logits, which stay on the server. Call forward_backward(data, "
+            f"{loss_fn.name!r}), or write it as a function of (data, logprobs)."
+        )
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # some of what is written in C says nothing of its arguments
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise InvalidLoss(f"loss_fn must be a function of (data, logprobs), but takes {signature}: {error}") from None
