@@ -97,6 +97,16 @@ def test_model_checkpoint_by_a_metric_that_comes_late(service: ServiceClient, tm
     assert scores == pytest.approx({step: losses[step] for step in (2, 4, 6)})
 
 
+def test_model_checkpoint_by_the_clock_and_a_metric_that_comes_late(service: ServiceClient, tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    often = timedelta(microseconds=1)
+    files = ModelCheckpoint(tmp_path, "{step}", monitor="train_loss", save_top_k=-1, train_time_interval=often)
+    quiet(enable_checkpointing=True, callbacks=[files], logger=logger).fit(new(service, OnServer), loader())
+    losses = {int(row["step"]) + 1: float(row["train_loss"]) for row in rows_of(logger)}
+    scores = {int(path.split("step=")[1].split(".")[0]): float(score) for path, score in files.best_k_models.items()}
+    assert scores == pytest.approx({step: losses[step] for step in (1, 2, 3)})
+
+
 @pytest.mark.filterwarnings("ignore:.*`?.fit.ckpt_path=")  # Lightning looks for a file to go on from
 def test_on_exception_checkpoint(service: ServiceClient, tmp_path: Path) -> None:
     class Fails(RemoteModule):

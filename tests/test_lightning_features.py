@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import pytorch_lightning as other
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
 from packaging.version import Version
 from torch.utils.data import DataLoader
 
@@ -174,6 +176,35 @@ def test_reduce_lr_on_plateau(service: ServiceClient, kind: type[RemoteModule], 
     # Epochs of one step, whose metrics are still on their way when they end.
     trainer.fit(new(service, Plateau), loader(2, 2), loader(2, 2) if monitor == "val_loss" else None)
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 * 0.1**3)
+
+
+@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("monitor", ["train_loss", "grad_norm"])
+def test_reduce_lr_on_plateau_of_steps(
+    service: ServiceClient, tmp_path: Path, monitor: str, strict: bool, strategy: str
+) -> None:
+    class Watching(torch.optim.lr_scheduler.ReduceLROnPlateau):
+        seen: list[float] = []
+
+        def step(self, metrics: Any, epoch: int | None = None) -> None:
+            self.seen.append(float(metrics))
+            super().step(metrics)
+
+    class Plateau(OnServer):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            schedule = Watching(optimizer, patience=0, threshold=1e9)
+            settings = {"scheduler": schedule, "monitor": monitor, "interval": "step", "frequency": 2, "strict": strict}
+            return {"optimizer": optimizer, "lr_scheduler": settings}
+
+    logger = CSVLogger(tmp_path)
+    trainer = quiet(max_epochs=2, logger=logger, strategy=strategy, accelerator="cpu", devices=1)
+    trainer.fit(new(service, Plateau), loader())
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        logged = [float(row[monitor]) for row in csv.DictReader(file)]
+    assert Watching.seen == pytest.approx(logged[1::2])
+    assert len(logged) == 8
 
 
 def test_several_training_loaders(service: ServiceClient) -> None:

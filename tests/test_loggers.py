@@ -78,6 +78,7 @@ def assert_whole(table: Table, steps: list[int], validated: list[int]) -> None:
     """Each metric once for each of its steps, and the rates and norms where they belong."""
     for name in ("train_loss", "grad_norm", "learning_rate"):
         assert [step for step, _ in table[name]] == steps, name
+    assert {(step, epoch) for step, epoch in table["epoch"]} == {(step, step // 4) for step in steps}
     assert [step for step, _ in table["val_loss"]] == validated
     assert all(norm > 0 for _, norm in table["grad_norm"])
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import TypeAlias
 
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
+
     from tinker_lightning.client.futures import TinkerFuture
 
     # What the server says of a pass, and what was sent for it.
@@ -30,6 +32,7 @@ class _Entry:
     sent: Step
     trainer: pl.Trainer
     step: int
+    epoch: int
     to_loggers: bool
 
 
@@ -47,9 +50,11 @@ class LateMetrics:
 
     def are_monitored(self, trainer: pl.Trainer, *, by_step: bool = False) -> bool:
         """Whether something is about to look at a metric that comes late; at any metric while none has come yet."""
-        looking: list[Any] = [*trainer.callbacks, *trainer.lr_scheduler_configs]  # type: ignore[attr-defined]
+        schedulers = trainer.lr_scheduler_configs
+        looking: list[Any] = [*trainer.callbacks, *schedulers]  # type: ignore[attr-defined]  # set by a connector
         if by_step:
-            looking = [one for one in trainer.checkpoint_callbacks if _saves_after(one, trainer.global_step)]
+            looking = [one for one in trainer.checkpoint_callbacks if _may_save(one, trainer.global_step)]
+            looking += [one for one in schedulers if _is_due(one, trainer)]
         monitored = {getattr(one, "monitor", None) for one in looking} - {None}
         return bool(monitored & self._names if self._names else monitored)
 
@@ -57,7 +62,8 @@ class LateMetrics:
         """A step was sent; it belongs to the step that the trainer's loggers would write now."""
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
-        self._waiting.append(_Entry(sent, trainer, step, bool(every) and (step + 1) % every == 0))
+        to_loggers = bool(every) and (step + 1) % every == 0
+        self._waiting.append(_Entry(sent, trainer, step, trainer.current_epoch, to_loggers))
 
     def log(self, *, wait: bool) -> None:
         """Logs what is there; with `wait` waits for the rest. Failures are left to be raised by the client."""
@@ -70,17 +76,25 @@ class LateMetrics:
             metrics = _metrics(entry.sent)
             self._names.update(metrics)
             if entry.to_loggers and metrics:
-                # Directly: `self.log` has no step of its own, and is refused after the last one.
+                # Directly: `self.log` has no step of its own, and is refused after the last one. The epoch is added
+                # as Lightning adds it to what it logs.
                 for logger in entry.trainer.loggers:
-                    logger.log_metrics(metrics, step=entry.step)
+                    logger.log_metrics({"epoch": entry.epoch, **metrics}, step=entry.step)
             entry.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
             if LOSS in metrics:
                 entry.trainer.progress_bar_metrics[LOSS] = metrics[LOSS]
 
 
-def _saves_after(callback: Any, step: int) -> bool:
+def _may_save(callback: Any, step: int) -> bool:
+    """Whether a checkpoint callback may save after so many steps; one that goes by the clock may after each."""
     every: int = getattr(callback, "_every_n_train_steps", 0)
-    return every > 0 and step % every == 0
+    return getattr(callback, "_train_time_interval", None) is not None or (every > 0 and step % every == 0)
+
+
+def _is_due(scheduler: LRSchedulerConfig, trainer: pl.Trainer) -> bool:
+    """Whether a scheduler looks at its metric after this step, for which Lightning counts batches."""
+    batches = trainer.fit_loop.epoch_loop.batch_idx + 1
+    return scheduler.interval == "step" and batches % scheduler.frequency == 0
 
 
 def _metrics(sent: Step) -> dict[str, float]:
