@@ -67,11 +67,15 @@ class LateMetrics:
 
     def log(self, *, wait: bool) -> None:
         """Logs what is there; with `wait` waits for the rest. Failures are left to be raised by the client."""
-        while self._waiting and (wait or self._waiting[0].sent.optim.done()):
+        while self._waiting:
             entry = self._waiting[0]
-            self._wait(entry.sent.optim)
+            futures: list[TinkerFuture[Any]] = [entry.sent.optim, *(loss for loss, _ in entry.sent.losses)]
+            if not wait and not all(future.done() for future in futures):
+                return
+            for future in futures:
+                self._wait(future)
             self._waiting.popleft()
-            if entry.sent.optim.failed:
+            if any(future.failed for future in futures):
                 continue
             metrics = _metrics(entry.sent)
             self._names.update(metrics)

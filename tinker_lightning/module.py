@@ -410,7 +410,7 @@ class RemoteModule(pl.LightningModule):
     # The session.
 
     def drain(self) -> None:
-        """Waits for everything that was sent, logs it, and raises the first failure that nobody has read.
+        """Waits for everything that was sent, logs it, and raises what has failed and nobody has read, as one error.
 
         Of all remote models of the module, for it may have more than `lm`.
         """
@@ -451,10 +451,9 @@ class RemoteModule(pl.LightningModule):
                 self._chosen = (key, chosen)
         return self._chosen[1]
 
-    def settle(self, timeout: float) -> None:
-        """Waits a while for what was sent, after something went wrong; what fails or takes longer is left alone."""
-        with contextlib.suppress(TinkerLightningError):
-            remotes.wait_for_all(self, timeout)
+    def settle(self, timeout: float, error: BaseException) -> None:
+        """Waits a while for what was sent before an error, and logs it; what has failed is told in the error's notes."""
+        remotes.settle(self, timeout, error)
         with contextlib.suppress(TinkerLightningError):
             self._late.log(wait=False)
 

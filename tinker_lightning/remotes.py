@@ -6,6 +6,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from tinker_lightning.client.futures import note_failures, raise_together
 from tinker_lightning.remote import RemoteHandle
 
 if TYPE_CHECKING:
@@ -37,9 +38,23 @@ def wait_for_all(module: nn.Module, timeout: float | None = None) -> None:
 
 
 def raise_first(module: nn.Module) -> None:
-    """Raises the first failure that nobody has read."""
+    """Raises the first failure that nobody has read; the others are its notes."""
+    raise_together([failure for remote in remotes_of(module) for failure in remote.unread.take_failures()])
+
+
+def settle(module: nn.Module, timeout: float, error: BaseException) -> None:
+    """Waits a while for what was sent before an error; what has failed is told with it, and is no later fit's to raise.
+
+    What ends the process shows no notes; then it is left to whoever uses the models next.
+    """
+    end = time.monotonic() + timeout
     for remote in remotes_of(module):
-        remote.unread.raise_first()
+        # Also of the client itself: forward passes that were asked for ahead.
+        of_client = getattr(remote.backend, "unread", None) if remote.is_made else None
+        for unread in filter(None, (remote.unread, of_client)):
+            unread.wait(max(0.0, end - time.monotonic()))
+            if isinstance(error, Exception):
+                note_failures(error, unread.take_failures())
 
 
 @contextmanager

@@ -274,8 +274,11 @@ class TinkerStrategy(SingleDeviceStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Waits a few seconds for what was sent, and logs it; loggers write their files when this is done."""
         super().on_exception(exception)
-        if isinstance(self.lightning_module, RemoteModule):
-            self.lightning_module.settle(LAST_WAIT)
+        module = self.lightning_module
+        if isinstance(module, RemoteModule):
+            module.settle(LAST_WAIT, exception)
+        elif module is not None:
+            remotes.settle(module, LAST_WAIT, exception)
 
     def teardown(self) -> None:
         """Forgets what was looked up ahead, and releases states when the last file has been written."""

@@ -33,6 +33,9 @@ T = TypeVar("T")
 # How often somebody who waits is asked whether it is still worth it, in seconds.
 _LOOK_UP = 0.5
 
+# How long a failure waits for those that may have come with it, in seconds.
+_PATIENCE = 5.0
+
 
 class Remote:
     """Where a handle leads: a backend, and the window of gradients that waits for the next step.
@@ -44,7 +47,7 @@ class Remote:
 
     def __init__(self, backend: Any, max_steps_in_flight: int = 8) -> None:
         self.window: list[Call | ServerCall] = []
-        self.unread = Unread()
+        self.unread = Unread(_PATIENCE)
         self.steps = 0
         self.expected: Pass | None = None  # a forward that was asked for ahead, for the call that comes next
         self.missed = False  # whether another one came

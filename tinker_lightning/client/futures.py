@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from tinker_lightning.errors import ClientClosed, ClientForked, ResultTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -131,9 +131,14 @@ class TinkerFuture(Generic[T]):
 
 
 class Unread:
-    """The futures of a client whose failure nobody has seen yet; it is raised at the client's next use."""
+    """The futures of a client whose failure nobody has seen yet; it is raised at the client's next use.
 
-    def __init__(self) -> None:
+    Args:
+        patience: How many seconds a failure waits for the rest of what was sent, for more may have failed with it.
+    """
+
+    def __init__(self, patience: float = 0.0) -> None:
+        self._patience = patience
         self._futures: list[TinkerFuture[Any]] = []
         self._lock = threading.Lock()
         self._held = 0
@@ -163,13 +168,14 @@ class Unread:
             self._held -= 1
 
     def raise_first(self) -> None:
-        """Raises the first failure that nobody has read."""
+        """Raises the first failure that nobody has read; the others that are there are its notes."""
         if self._held:
             return
         with self._lock:
             failed = self._forget_settled()
         if failed:
-            failed[0].result()
+            self.wait(self._patience)
+            raise_together(self.take_failures())
 
     def take_failures(self) -> list[BaseException]:
         """All failures that nobody has read."""
@@ -187,3 +193,17 @@ class Unread:
         """Keeps those that are under way or failed, and returns the failed ones."""
         self._futures = [f for f in self._futures if not f.done() or (f.failed and not f.was_read)]
         return [future for future in self._futures if future.done()]
+
+
+def raise_together(failures: Sequence[BaseException]) -> None:
+    """Raises the first of failures, if there are any, and tells of the others with it."""
+    if failures:
+        note_failures(failures[0], failures[1:])
+        raise failures[0]
+
+
+def note_failures(error: BaseException, failures: Iterable[BaseException]) -> None:
+    """Tells of failures that nobody has read with an error that is raised in their place."""
+    for other in failures:
+        if other is not error:
+            error.add_note(f"Nor was this failure read: {type(other).__name__}: {other}")

@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 from tinker_lightning.client import checkpoints, download, tokenizer
 from tinker_lightning.client.connection import Connection
 from tinker_lightning.client.credentials import Credentials
+from tinker_lightning.client.futures import raise_together
 from tinker_lightning.client.loop import BackgroundLoop
 from tinker_lightning.client.losses import Losses
 from tinker_lightning.client.operations import Operation, perform
@@ -184,10 +185,7 @@ class ServiceClient:
                 failures += unread.take_failures()
         finally:
             self._end("errored" if failures else status)
-        if failures:
-            for other in failures[1:]:
-                failures[0].add_note(f"Nor was this failure read: {type(other).__name__}: {other}")
-            raise failures[0]
+        raise_together(failures)
 
     def __enter__(self) -> Self:
         return self
