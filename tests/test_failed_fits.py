@@ -83,7 +83,7 @@ def test_forward_passes_that_were_asked_for_ahead_are_told_of_too(
     monkeypatch.setattr("tinker_lightning.server.training.run_pass", held)
     module = new(service, Ahead)
     unknown: Any = [Datum.from_tokens([5, 6, 99999])] * N
-    with pytest.raises(InvalidDatum, match="forward 1 of .*99999") as caught:
+    with pytest.raises(InvalidDatum, match=r"forward 1 of .*99999") as caught:
         trainer().fit(module, DataLoader(unknown, batch_size=1, collate_fn=collate))
     assert len(caught.value.__notes__) == N - 1
     assert_trains(module, loader())

@@ -184,12 +184,12 @@ def test_reduce_lr_on_plateau(service: ServiceClient, kind: type[RemoteModule], 
 def test_reduce_lr_on_plateau_of_steps(
     service: ServiceClient, tmp_path: Path, monitor: str, strict: bool, strategy: str
 ) -> None:
-    class Watching(torch.optim.lr_scheduler.ReduceLROnPlateau):
-        seen: list[float] = []
+    seen: list[float] = []
 
-        def step(self, metrics: Any, epoch: int | None = None) -> None:
-            self.seen.append(float(metrics))
-            super().step(metrics)
+    class Watching(torch.optim.lr_scheduler.ReduceLROnPlateau):
+        def step(self, metrics: Any, epoch: Any = None) -> None:
+            seen.append(float(metrics))
+            super().step(metrics, epoch)
 
     class Plateau(OnServer):
         def configure_optimizers(self) -> Any:
@@ -203,7 +203,7 @@ def test_reduce_lr_on_plateau_of_steps(
     trainer.fit(new(service, Plateau), loader())
     with open(f"{logger.log_dir}/metrics.csv") as file:
         logged = [float(row[monitor]) for row in csv.DictReader(file)]
-    assert Watching.seen == pytest.approx(logged[1::2])
+    assert seen == pytest.approx(logged[1::2])
     assert len(logged) == 8
 
 

@@ -452,7 +452,7 @@ class RemoteModule(pl.LightningModule):
         return self._chosen[1]
 
     def settle(self, timeout: float, error: BaseException) -> None:
-        """Waits a while for what was sent before an error, and logs it; what has failed is told in the error's notes."""
+        """Waits a while for what was sent before an error, and logs it; the error's notes tell what has failed."""
         remotes.settle(self, timeout, error)
         with contextlib.suppress(TinkerLightningError):
             self._late.log(wait=False)
