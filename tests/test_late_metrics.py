@@ -8,6 +8,7 @@ import pytest
 
 from tinker_lightning import Datum
 from tinker_lightning.calls import Prepared
+from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.late_metrics import of_losses
 
 
@@ -40,6 +41,16 @@ def test_what_one_pass_says_is_left_as_it_is(name: str) -> None:
     assert of_losses([({"loss:sum": 10.0, name: 2.0}, sent(3))]) == {"train_loss": 5.0, name: 2.0}
     window = [({"loss:sum": 10.0}, sent(1)), ({"loss:sum": 10.0, name: 2.0}, sent(3))]
     assert of_losses(window) == {"train_loss": 10.0, name: 2.0}
+
+
+@pytest.mark.parametrize("name", ["train_loss", "grad_norm", "learning_rate"])
+def test_what_is_logged_of_every_step_is_no_name_for_a_diagnostic(name: str) -> None:
+    with pytest.raises(InvalidLoss, match=f"called '{name}', but '{name}' is logged of every step anyway; rename"):
+        of_losses([({"loss:sum": 10.0, name: 2.0}, sent(3))])
+    told = {"loss:sum": 10.0, name: 2.0}
+    assert of_losses([(told, sent(3, added=1.0))])[f"base_loss/{name}"] == 2.0
+    with pytest.raises(InvalidLoss, match="called 'value', but 'base_loss/value' is logged"):
+        of_losses([({"loss:sum": 10.0, "value": 2.0}, sent(3, added=1.0))])
 
 
 TOLD: dict[str, Any] = {"loss:sum": 10.0, "kl": 2.0}

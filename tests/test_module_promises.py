@@ -365,15 +365,6 @@ def test_a_remote_model_that_no_optimizer_holds_is_refused(optimizer: str | None
             quiet().fit(module, loader())
 
 
-def test_a_metric_with_the_name_of_the_loss_is_refused(service: ServiceClient) -> None:
-    class Named(Mean):
-        def loss(self, _: list[Any], logprobs: list[torch.Tensor]) -> Any:
-            return -torch.cat(logprobs).mean(), {"train_loss": 1.0}
-
-    with pytest.raises(InvalidLoss, match=r"a metric called 'train_loss'.*rename"):
-        quiet().fit(made(service, Named), loader())
-
-
 def test_names_that_users_choose_are_free(service: ServiceClient) -> None:
     class Taken(Mean):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 
+from tinker_lightning import metric_names
 from tinker_lightning.calls import Prepared, Step
 from tinker_lightning.client.chunking import reduced, weighted_mean
+from tinker_lightning.errors import InvalidLoss
+from tinker_lightning.metric_names import LOSS, VALUE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +26,6 @@ if TYPE_CHECKING:
     # What the server says of a pass, and what was sent for it.
     _Ran: TypeAlias = tuple[Mapping[str, Any], Prepared]
 
-LOSS = "train_loss"
 _SUM = "loss:sum"
 
 
@@ -66,7 +68,11 @@ class LateMetrics:
         self._waiting.append(_Entry(sent, trainer, step, trainer.current_epoch, to_loggers))
 
     def log(self, *, wait: bool) -> None:
-        """Logs what is there; with `wait` waits for the rest. Failures are left to be raised by the client."""
+        """Logs what is there; with `wait` waits for the rest. Failures are left to be raised by the client.
+
+        Raises:
+            InvalidLoss: If a loss that the server computes returns metrics that cannot be logged.
+        """
         while self._waiting:
             entry = self._waiting[0]
             futures: list[TinkerFuture[Any]] = [entry.sent.optim, *(loss for loss, _ in entry.sent.losses)]
@@ -77,7 +83,11 @@ class LateMetrics:
             self._waiting.popleft()
             if any(future.failed for future in futures):
                 continue
-            metrics = _metrics(entry.sent)
+            try:
+                metrics = _metrics(entry.sent)
+            except InvalidLoss:
+                self._waiting.clear()  # those behind it have the same names
+                raise
             self._names.update(metrics)
             if entry.to_loggers and metrics:
                 # Directly: `self.log` has no step of its own, and is refused after the last one. The epoch is added
@@ -112,6 +122,9 @@ def of_losses(ran: Sequence[_Ran]) -> dict[str, float]:
 
     Those of the one loss of a window have its names, or stand under `base_loss` where something was added to it here,
     as for a loss that runs here. Several different ones have their own names before them.
+
+    Raises:
+        InvalidLoss: If a diagnostic has a name under which something else is logged.
     """
     different: dict[tuple[bool, str, str], list[_Ran]] = {}
     for metrics, call in ran:
@@ -124,11 +137,13 @@ def of_losses(ran: Sequence[_Ran]) -> dict[str, float]:
         if len(different) > 1:
             names[name] += 1
             prefix += f"{name}/" if names[name] == 1 else f"{name}_{names[name]}/"
-        found |= {prefix + metric: number for metric, number in _combined(alike).items()}
+        combined = _combined(alike)
+        metric_names.check(combined, prefix)
+        found |= {prefix + metric: number for metric, number in combined.items()}
         value = sum(call.scale * float(metrics.get(_SUM, 0.0)) for metrics, call in alike)
         total = value + sum(call.scale * (call.added or 0.0) for _, call in alike)
         if prefix:
-            found[f"{prefix}value"] = value
+            found[f"{prefix}{VALUE}"] = value
         if is_base:
             found["loss_total"] = found.get("loss_total", 0.0) + total
         found[LOSS] += total

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from tinker_lightning import guard, remotes, routes, states, surrogate
+from tinker_lightning import guard, metric_names, remotes, routes, states, surrogate
 from tinker_lightning.batches import count_datums, datums_of, listed, weights_of
 from tinker_lightning.client.export import export_adapter
 from tinker_lightning.errors import (
@@ -28,9 +28,10 @@ from tinker_lightning.errors import (
 )
 from tinker_lightning.essential import complete, essential
 from tinker_lightning.hyperparameters import not_plain
-from tinker_lightning.late_metrics import LOSS, LateMetrics
+from tinker_lightning.late_metrics import LateMetrics
 from tinker_lightning.losses import composition
 from tinker_lightning.losses.library import takes_no_self
+from tinker_lightning.metric_names import LOSS
 from tinker_lightning.metrics import Scores
 from tinker_lightning.optim import RemoteAdamW
 from tinker_lightning.remote import RemoteHandle, RemoteLM, holds_server_loss
@@ -238,8 +239,7 @@ class RemoteModule(pl.LightningModule):
                 grad_norms=self.grad_norms,
                 timeout=self.regularizer_timeout,
             )
-        if LOSS in metrics:
-            raise InvalidLoss(f"the loss returns a metric called {LOSS!r}, as it is itself logged; rename the metric")
+            metric_names.check(metrics)
         if chosen.is_here:
             self.log(LOSS, loss.detach(), prog_bar=True, batch_size=len(data))
         else:

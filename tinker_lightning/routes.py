@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from tinker_lightning import losses
+from tinker_lightning import losses, metric_names
 from tinker_lightning.client.loss_handle import LossHandle
 from tinker_lightning.client.losses import BUILT_IN
 from tinker_lightning.errors import InvalidInput
@@ -69,11 +69,14 @@ def choose(
 
     Raises:
         InvalidInput: If the loss cannot run there, and says where it can; or if a setting of it cannot be.
+        InvalidLoss: If a metric of a loss that is the server's cannot be logged under its name.
         LossNotTraceable: If the server was asked for, and the function does what cannot be traced.
     """
     if route not in ROUTES:
         raise InvalidInput(f"route must be one of {', '.join(ROUTES)}, got {route!r}")
     chosen, why = _choose(loss, dict(config), route, backend, regularized)
+    if chosen.route == "server" and (own := _registered(chosen.loss, backend)) is not None:
+        metric_names.check(own.diagnostics, "base_loss/" if regularized else "")
     logger.info("loss %s: route %s (%s)", _name(loss), chosen.route, why)
     return chosen
 
@@ -108,6 +111,13 @@ def _choose(
         return Chosen("server", _uploaded(loss, config, backend()), {}), "the server computes it in one pass"
     why = asked or (beside if is_of_library(loss) else "") or "it is Python's"
     return Chosen("two-pass", functools.partial(loss, **config) if config else loss, {}), why
+
+
+def _registered(loss: Any, backend: Callable[[], Any]) -> ServerLoss | None:
+    """What `custom_loss` has made of it, where that is known here."""
+    if isinstance(loss, str):
+        loss = getattr(getattr(backend(), "losses", None), "by_name", {}).get(loss)
+    return loss if isinstance(loss, ServerLoss) else None
 
 
 def _uploaded(loss: Any, config: Mapping[str, Any], backend: Any) -> ServerLoss:

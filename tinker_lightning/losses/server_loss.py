@@ -133,6 +133,12 @@ class ServerLoss:
         return frozenset(name for upload in uploads for name in upload.loss.reads)
 
     @property
+    def diagnostics(self) -> frozenset[str]:
+        """The names of all diagnostics that are known, which are those of graphs."""
+        losses = [upload.loss for upload in self._uploads.values()]
+        return frozenset(name for loss in losses for each in loss.variants for name in each.program.graph.output[2])
+
+    @property
     def is_of_library(self) -> bool:
         """Whether it is a loss of this package, of which it is known here what it reads."""
         return self.source == "logprobs" and is_of_library(self._function)
