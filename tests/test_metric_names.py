@@ -92,5 +92,5 @@ def test_beside_regularizers_a_base_has_names_of_its_own(service: ServiceClient,
     trainer.fit(made(service, loss=telling("grad_norm"), route=route, regularizers=beside), loader())
     found = trainer.callback_metrics
     assert found["base_loss/grad_norm"] == pytest.approx(float(found["base_loss/value"]), rel=1e-5)
-    with pytest.raises(InvalidLoss, match="metric.*'value'"):
+    with pytest.raises(InvalidLoss, match=r"metric.*'value'"):
         quiet().fit(made(service, loss=telling("value"), route=route, regularizers=beside), loader())

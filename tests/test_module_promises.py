@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from tinker_lightning import Datum, RemoteAdamW, RemoteModule
-from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss, LossWithoutGradient
+from tinker_lightning.errors import InvalidDatum, InvalidInput, LossWithoutGradient
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:

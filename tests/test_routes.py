@@ -272,6 +272,26 @@ def test_beside_regularizers_a_loss_is_computed_from_the_same_log_probabilities(
     assert torch.equal(auto, fitted(stage, **attributes, route="two-pass")[0])
 
 
+@pytest.mark.parametrize("kind", ["a handle", "of the library"])
+def test_beside_regularizers_a_registered_loss_that_is_the_same_here_is_computed_here(
+    stage: tuple[EmbeddedTrainer, ServiceClient], kind: str
+) -> None:
+    def of_datum(logprobs: Any, weights: Any) -> Any:
+        return -(logprobs * weights).sum(), {}
+
+    loss: Any = (
+        stage[1].create_custom_loss(of_datum, {"logprobs": 1, "weights": 1}).result()
+        if kind == "a handle"
+        else custom_loss(stage[1], name="preference", on="logprobs")(losses.dpo)
+    )
+    assert fitted(stage, loss=loss)[1] == ONE_PASS
+    auto, passes = fitted(stage, loss=loss, regularizers=REGULARIZERS)
+    assert passes == TWO_PASSES
+    there, passes = fitted(stage, loss=loss, regularizers=REGULARIZERS, route="server")
+    assert passes == {"forward": 4, "forward_backward": 8}
+    assert (there - auto).norm() <= 1e-5 * auto.norm()  # four backwards of float32 numbers, through Adam
+
+
 def test_what_only_the_server_has_stays_there_beside_regularizers(
     stage: tuple[EmbeddedTrainer, ServiceClient],
 ) -> None:
@@ -280,11 +300,27 @@ def test_what_only_the_server_has_stays_there_beside_regularizers(
         logprobs = model_outputs.log_softmax(-1).gather(-1, loss_fn_inputs["target_tokens"].unsqueeze(-1)).squeeze(-1)
         return LossFnOutput(loss=-(logprobs * attention_mask).sum(), logprobs=logprobs)
 
+    # As it was traced, and with the inputs that a server gives it.
+    stacked = custom_loss(stage[1], name="stacked", on="logprobs")(functools.partial(weighted, 1.0))
     client = stage[1].create_lora_training_client("tiny", rank=4, seed=1)
-    for loss in ("likely", likely):
+    for loss in ("likely", likely, "stacked", stacked):
         assert routes.choose(loss, {}, "auto", lambda: client, regularized=True).route == "server"
     asked = routes.choose("cross_entropy", {}, "builtin", lambda: client, regularized=True)
     assert asked.route == "builtin"
+
+
+def test_the_log_says_what_was_asked_for_and_what_is_taken(
+    stage: tuple[EmbeddedTrainer, ServiceClient], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tinker_lightning")
+    client = stage[1].create_lora_training_client("tiny", rank=4, seed=1)
+    for route in ("auto", "builtin", "server"):
+        assert routes.choose("ppo", {}, route, lambda: client).route == "builtin"
+    assert [record.message.partition("route ")[2] for record in caplog.records if "route " in record.message] == [
+        "builtin (the server knows it by name)",
+        "builtin (asked for)",
+        "builtin (the server was asked for, which knows it by name)",
+    ]
 
 
 def test_regularizers_that_come_or_go_change_the_route(stage: tuple[EmbeddedTrainer, ServiceClient]) -> None:

@@ -31,6 +31,7 @@ from tinker_lightning.hyperparameters import not_plain
 from tinker_lightning.late_metrics import LateMetrics
 from tinker_lightning.losses import composition
 from tinker_lightning.losses.library import takes_no_self
+from tinker_lightning.losses.regularizer import as_regularizers
 from tinker_lightning.metric_names import LOSS
 from tinker_lightning.metrics import Scores
 from tinker_lightning.optim import RemoteAdamW
@@ -211,9 +212,10 @@ class RemoteModule(pl.LightningModule):
 
     @essential
     def setup(self, stage: str) -> None:
-        """Refuses the same, for `configure_callbacks` is easily overridden."""
-        del stage
+        """Refuses the same, for `configure_callbacks` is easily overridden; and regularizers that are none."""
         guard.check(self.trainer, self)
+        if stage == "fit":
+            as_regularizers(self.regularizers)  # those of each step are looked at again
         self._in_trainer = self.trainer
         step_end = StepEnd(self._wait_if_monitored)
         step_end.attach(self.trainer)

@@ -91,18 +91,22 @@ def _choose(
         check_settings(function, config, may_have_others=not is_here)
         if is_here:
             return Chosen("two-pass", functools.partial(function, **config), {}), asked or beside
+        if route == "server":
+            return Chosen("builtin", loss, config), "the server was asked for, which knows it by name"
         return Chosen("builtin", loss, config), asked or "the server knows it by name"
     if route == "builtin":
         raise InvalidInput(f"{_name(loss)} is not built into servers, which know {', '.join(BUILT_IN)}")
     if isinstance(loss, str | ServerLoss | LossHandle):
-        if route != "two-pass":
+        # What else was registered is as it was traced, and may take the batch in no other form than a server's.
+        is_the_same_here = isinstance(loss, LossHandle) or (isinstance(loss, ServerLoss) and loss.is_of_library)
+        if route != "two-pass" and not (beside and is_the_same_here):
             return Chosen("server", loss, config), asked or "it was registered there"
         if isinstance(loss, str) or getattr(loss, "source", "logprobs") != "logprobs":
             raise InvalidInput(
                 f"{_name(loss)} runs on the server only: what it is computed from does not come here. Write it as a "
                 "function of datums and log-probabilities."
             )
-        return Chosen("two-pass", functools.partial(loss, **config), {}), asked
+        return Chosen("two-pass", functools.partial(loss, **config), {}), asked or beside
     if is_of_library(loss):
         check_settings(loss, config)
     if route == "server":
