@@ -182,6 +182,27 @@ def test_gradient_norms_of_regularizers_can_be_left_out(
     assert not [name for name in rows[1] if name.startswith("regularizers") and name.endswith("/grad_norm")]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ([Regularizer(slow_length, 1.0, "a")] * 2, "are both named 'a'"),
+        ([{"fn": slow_length, "weight": 1.0}], "the dict has no name"),
+        ([slow_length], "write Regularizer"),
+    ],
+    ids=["twice", "no name", "a function"],
+)
+def test_regularizers_that_are_none_are_refused_before_anything_is_sent(
+    stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path, wrong: Any, message: str
+) -> None:
+    module = ByFunction(stage[1].create_lora_training_client("tiny", rank=4, seed=1))
+    module.regularizers = wrong
+    counts: dict[str, int] = defaultdict(int)
+    _count(module.lm.backend, "forward", counts)
+    with pytest.raises(InvalidLoss, match=message):
+        fit(module, tmp_path)
+    assert not counts
+
+
 def test_a_regularizer_that_takes_too_long_is_named(
     stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path
 ) -> None:

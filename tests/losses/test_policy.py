@@ -187,7 +187,7 @@ def test_what_stands_on_the_prompt_does_not_matter_to_grpo(filler: float) -> Non
 
 
 @pytest.mark.parametrize("reduction", ["sequence", "token", "sum"])
-def test_a_response_that_was_cut_away_counts_nothing(reduction: Any) -> None:
+def test_a_response_that_was_cut_away_adds_nothing(reduction: Any) -> None:
     data, logprobs = batch(lengths=(4, 4))
     cut = Datum(data[1].model_input, {**data[1].loss_fn_inputs, "weights": torch.zeros(4)})
     loss = partial(grpo, reduction=reduction)
@@ -210,6 +210,17 @@ def test_reinforce_compares_each_reward_with_those_of_its_group(group_size: int 
 
     loss = partial(reinforce, group_size=group_size)
     assert_same(value_and_gradient(loss, *batch()), value_and_gradient(expected, *batch()))
+
+
+@pytest.mark.parametrize("baseline", ["leave_one_out", "mean"])
+def test_a_response_that_was_cut_away_is_still_one_to_compare_with(baseline: Any) -> None:
+    data, logprobs = batch(lengths=(4, 4))
+    cut = Datum(data[1].model_input, {**data[1].loss_fn_inputs, "weights": torch.zeros(4)})
+    first, second = (entry(datum, "reward").item() for datum in data)
+    advantage = (first - second) * (1.0 if baseline == "leave_one_out" else 0.5)
+    loss, metrics = reinforce([data[0], cut], logprobs, baseline=baseline)
+    assert loss.item() == pytest.approx(-advantage * (entry(data[0], "weights") * logprobs[0]).sum().item() / 2)
+    assert metrics["reward"].item() == pytest.approx((first + second) / 2)
 
 
 @given(shift=st.floats(-5, 5), baseline=st.sampled_from(["leave_one_out", "mean"]))

@@ -179,6 +179,12 @@ def test_consistency_pulls_the_two_of_a_pair_together() -> None:
     assert [each.grad.tolist() for each in p if each.grad is not None] == [[1.5, 1.5], [-3.0], [0.0], [0.0, 0.0]]
 
 
+def test_consistency_needs_something_to_compare() -> None:
+    pair = [datum(2), datum(2, weights=[0.0, 0.0])]
+    with pytest.raises(InvalidDatum, match="datum 1: none of its tokens has a weight, so that it cannot be compared"):
+        regularizers.consistency(pair, [torch.tensor([-1.0, -2.0])] * 2)
+
+
 def test_length_makes_long_responses_less_likely_than_the_others() -> None:
     p = [torch.full((n,), -1.0).requires_grad_() for n in (2, 3, 7)]
     loss, metrics = regularizers.length([datum(len(each)) for each in p], p, limit=3)

@@ -150,11 +150,8 @@ class Batch:
         """
         weights = self.tokens("weights")
         has_some = [bool(self._entry(i, "weights").any()) for i in range(len(self._datums))]
-        if of_each and not all(has_some):
-            raise InvalidDatum(
-                f"datum {has_some.index(False)}: none of its tokens has a weight, so that it cannot be compared with "
-                "the others of its group. Leave the group out, or give the response a weight of 1."
-            )
+        if of_each:
+            check_each_counts(has_some)
         if has_some and not any(has_some):
             raise InvalidDatum(
                 f"none of the tokens of these {len(has_some)} datums has a weight, so there is nothing to train on. "
@@ -219,6 +216,19 @@ def _mend(name: str) -> str:
 def is_traced(value: object) -> bool:
     """Whether it is a stand-in, which has no size yet."""
     return isinstance(value, fx.Proxy)
+
+
+def check_each_counts(has_some: Sequence[bool]) -> None:
+    """Refuses a datum of which no token counts, where datums are compared: an empty mean is 0, which is certainty.
+
+    Raises:
+        InvalidDatum: Says which.
+    """
+    if not all(has_some):
+        raise InvalidDatum(
+            f"datum {has_some.index(False)}: none of its tokens has a weight, so that it cannot be compared with the "
+            "others of its group. Leave the group out, or give the response a weight of 1."
+        )
 
 
 def groups(values: Tensor, size: int) -> Tensor:

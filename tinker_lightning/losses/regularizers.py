@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tinker_lightning.losses.batch import Batch, groups, mean_where
+from tinker_lightning.losses.batch import Batch, check_each_counts, groups, mean_where
 from tinker_lightning.losses.kl import k2, k3
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ def consistency(data: list[Any], logprobs: list[Tensor]) -> Loss:
     tensor(9.)
     """
     counted, p = _counted(data, logprobs, one_target=True)
-    means = torch.where(counted, p, 0.0).sum(-1) / counted.sum(-1).clamp(min=1)
+    check_each_counts(counted.any(-1).tolist())
+    means = torch.where(counted, p, 0.0).sum(-1) / counted.sum(-1)
     first, second = groups(means, 2).unbind(-1)
     gap = first - second
     return (gap**2).mean(), {"gap": gap.detach().abs().mean()}
