@@ -226,6 +226,17 @@ def test_what_would_read_the_padding_on_a_server_stays_here(
         fitted(stage, loss=margin, route="server")
 
 
+def test_what_nobody_has_registered_is_in_no_list(stage: tuple[EmbeddedTrainer, ServiceClient]) -> None:
+    client = stage[1].create_lora_training_client("tiny", rank=4, seed=1)
+    custom_loss(stage[1], name="mine.too", on="logprobs")(ppo)
+    for loss in (losses.dpo, ppo):
+        routes.choose(loss, {}, "server", lambda: client)
+    listed = stage[1].list_loss_functions()
+    assert listed["available_loss_functions"][-2:] == list(listed["descriptions"])[-2:] == ["gspo", "mine.too"]
+    with pytest.raises(InvalidInput, match=r"known are cross_entropy, .*, gspo, mine\.too\. Register"):
+        client.forward(DATA, "no_such_loss").result()
+
+
 @pytest.mark.parametrize("kind", ["a lambda", "a name that no server takes"])
 def test_a_decorator_without_a_name_asks_for_one(stage: tuple[EmbeddedTrainer, ServiceClient], kind: str) -> None:
     with pytest.raises(InvalidLoss, match=r"cannot be called .* Give it a name: custom_loss\(client, name='my_loss'\)"):

@@ -13,6 +13,7 @@ from tinker_lightning import losses, metric_names
 from tinker_lightning.client.loss_handle import LossHandle
 from tinker_lightning.client.losses import BUILT_IN
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.losses.batch_loss import OF_LIBRARY, OF_OWN
 from tinker_lightning.losses.library import check_settings, is_of_library, unwrapped
 from tinker_lightning.losses.server_loss import ServerLoss, function_name
 
@@ -129,7 +130,7 @@ def _uploaded(loss: Any, config: Mapping[str, Any], backend: Any) -> ServerLoss:
     if getattr(backend, "losses", None) is None:
         raise InvalidInput(f"{type(backend).__name__} takes no losses of one's own; use route='two-pass'")
     # Nobody uses the name, so that it may stand beside those of the server's losses, and of one's own registered ones.
-    name = f"{'library' if is_of_library(loss) else 'own'}.{_NOT_IN_NAMES.sub('', _name(loss))[:50]}"
+    name = f"{OF_LIBRARY if is_of_library(loss) else OF_OWN}{_NOT_IN_NAMES.sub('', _name(loss))[:50]}"
     return ServerLoss(backend.losses, name, function, "logprobs", {**settings, **config}, trace=True, of_lists=True)
 
 

@@ -32,6 +32,9 @@ Source: TypeAlias = Literal["logits", "logprobs"]
 SOURCES: dict[Source, tuple[str, ...]] = {"logits": ("model_outputs", "attention_mask"), "logprobs": ("logprobs",)}
 Setting: TypeAlias = float | int | str | bool | None
 
+# How the names of losses begin that are uploaded without being registered: nobody uses them, and lists leave them out.
+OF_LIBRARY, OF_OWN = UNLISTED = ("library.", "own.")
+
 MAX_VARIANTS = 16
 MAX_SETTINGS = 32
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")

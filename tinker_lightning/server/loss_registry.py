@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss
-from tinker_lightning.losses.batch_loss import BatchLoss
+from tinker_lightning.losses.batch_loss import UNLISTED, BatchLoss
 from tinker_lightning.losses.datum_loss import DatumLoss, LossInput
 from tinker_lightning.server.engine.losses import LOSSES
 from tinker_lightning.server.engine.python_loss import PythonLoss
@@ -152,7 +152,7 @@ class LossRegistry:
             session = self._sessions.get(session_id or "", _Session())
             for name, loss_id in session.latest.items():
                 loss = session.entries[loss_id].loss
-                if not isinstance(loss, DatumLoss):
+                if not isinstance(loss, DatumLoss) and not name.startswith(UNLISTED):
                     listed[name] = loss.description
         return listed
 
