@@ -38,8 +38,7 @@ def service() -> Iterator[ServiceClient]:
 
 def sampled(count: int, logprob: float = -1.0) -> DataLoader[Datum]:
     """Batches of one datum; the ratio of a log-probability that is far too low overflows."""
-    inputs = {"advantages": [1.0, 1.0], "logprobs": [logprob, logprob]}
-    data = [Datum.from_targets([5, 6], [6, 7], **inputs) for _ in range(count)]
+    data = [Datum.from_targets([5, 6], [6, 7], advantages=[1.0, 1.0], logprobs=[logprob] * 2) for _ in range(count)]
     return DataLoader(data, batch_size=1, collate_fn=collate)  # type: ignore[arg-type]
 
 

@@ -187,7 +187,7 @@ def test_reduce_lr_on_plateau_of_steps(
     seen: list[float] = []
 
     class Watching(torch.optim.lr_scheduler.ReduceLROnPlateau):
-        def step(self, metrics: Any, epoch: Any = None) -> None:
+        def step(self, metrics: Any, epoch: Any = None) -> None:  # type: ignore[override]
             seen.append(float(metrics))
             super().step(metrics, epoch)
 

@@ -59,8 +59,11 @@ def gradient(trainer: EmbeddedTrainer, client: TrainingClient) -> torch.Tensor:
     return gathered(trainer, client.model_id)
 
 
-@pytest.mark.parametrize("name", DATA)
-@pytest.mark.parametrize("factor", [0.25, 3.0])
+FACTORS = [(name, factor) for name in DATA for factor in (0.25, 3.0)]
+FACTORS += [(name, -2.0) for name in ("cross_entropy", "importance_sampling", "cispo", "dro")]
+
+
+@pytest.mark.parametrize(("name", "factor"), FACTORS)
 def test_a_scaled_loss_is_the_loss_times_a_number(
     double: tuple[EmbeddedTrainer, ServiceClient], name: str, factor: float
 ) -> None:
@@ -193,7 +196,7 @@ def test_no_more_steps_are_under_way_than_allowed(double: tuple[EmbeddedTrainer,
     assert client.optim_step(AdamParams()).result() is not None
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "dro"])
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
 def test_what_clips_has_no_negative(name: str) -> None:
     with pytest.raises(InvalidLoss, match="its negative is another loss"):
         scaled(DATA[name], name, {}, -1.0)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tinker_lightning import losses, metric_names
 from tinker_lightning.client.loss_handle import LossHandle
-from tinker_lightning.client.losses import BUILT_IN
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses.batch_loss import OF_LIBRARY, OF_OWN
+from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
 from tinker_lightning.losses.library import check_settings, is_of_library, unwrapped
 from tinker_lightning.losses.server_loss import ServerLoss, function_name
 

@@ -17,7 +17,6 @@ from torch.nn import functional as F  # noqa: N812
 from tests.reference import gathered
 from tinker_lightning import AdamParams, Datum, LossFnOutput, custom_loss, losses
 from tinker_lightning.client import LossHandle, ServiceClient, TrainingClient
-from tinker_lightning.client.losses import READS
 from tinker_lightning.client.patience import Patience
 from tinker_lightning.errors import (
     ClientClosed,
@@ -32,7 +31,6 @@ from tinker_lightning.errors import (
 )
 from tinker_lightning.losses.tracing.batch import trace_batch_loss
 from tinker_lightning.server import EmbeddedTrainer, create_app
-from tinker_lightning.server.engine.losses import LOSSES
 from tinker_lightning.server.routes import handshake
 from tinker_lightning.testing import embedded_service
 
@@ -767,12 +765,6 @@ def test_an_input_given_once_that_the_loss_does_not_read_is_refused(  # R3.4, R3
     preference = custom_loss(service, name="preference", on="logprobs")(losses.dpo)
     with pytest.raises(InvalidInput, match="preference does not read 'wird'; it reads reference_logprobs, target_toke"):
         model.forward(texts(), preference, loss_fn_inputs=rows)
-
-
-def test_what_built_in_losses_read_is_what_the_server_reads() -> None:
-    assert {name: {*spec.inputs, *spec.config} for name, spec in LOSSES.items()} == {
-        name: set(reads) for name, reads in READS.items()
-    }
 
 
 def test_a_built_in_loss_that_is_not_finite(model: TrainingClient) -> None:  # R1.9

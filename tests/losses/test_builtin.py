@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tinker_lightning import losses
 from tinker_lightning.losses import builtin
 
 if TYPE_CHECKING:
@@ -106,3 +108,16 @@ def test_thresholds_may_be_a_number_and_a_tensor(formula: Callable[..., Tensor])
     mixed = formula(p, q, advantages, 0.9, torch.tensor([1.0, 1.1]))
     each = torch.cat([formula(p[i : i + 1], q[:1], advantages[i : i + 1], 0.9, h) for i, h in enumerate((1.0, 1.1))])
     assert torch.equal(mixed, each)
+
+
+@pytest.mark.parametrize("name", builtin.LOSSES)
+def test_what_is_known_of_a_loss_is_so_of_its_formula_and_of_the_library_s(name: str) -> None:
+    known = builtin.LOSSES[name]
+    parameters = [*inspect.signature(known.formula).parameters.values()][1:]  # behind the log-probabilities
+    taken = [each for each in parameters if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert len(taken) == len(known.reads)
+    defaults = [each.default for each in taken if each.default is not inspect.Parameter.empty]
+    assert defaults == list(known.settings.values())
+    of_library = [*inspect.signature(getattr(losses, name)).parameters.values()][2:]
+    assert {each.name: each.default for each in of_library} == known.settings
+    assert set(known.scaled_by) <= set(known.reads)

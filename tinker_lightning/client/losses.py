@@ -11,6 +11,7 @@ from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.loss_handle import LossHandle
 from tinker_lightning.client.operations import Operation, perform
 from tinker_lightning.errors import InvalidLoss
+from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.losses.datum_loss import trace_datum_loss
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
@@ -27,28 +28,6 @@ T = TypeVar("T")
 
 # Of functions made anew for each step there is no end; one that is used again is uploaded again.
 _KEPT_HANDLES = 256
-
-# The protocol's, with what each is; a server may have fewer.
-BUILT_IN: dict[str, str] = {
-    "cross_entropy": "-Σ w·p: the weighted negative log-likelihood of the targets",
-    "importance_sampling": "-Σ r·A: the policy gradient, corrected for the policy that sampled",
-    "ppo": "-Σ min(r·A, clip(r)·A): clipped policy gradient",
-    "cispo": "-Σ sg(clip(r))·p·A: clipped weights, every token keeps its gradient",
-    "dro": "-Σ (p·A - β/2·(p - q)²): a quadratic pull towards the sampling policy",
-    "gspo": "clipped policy gradient with one ratio for each sequence",
-}
-
-# What each of them reads beside the targets, on our server.
-_POLICY = ("logprobs", "advantages")
-_CLIPPED = (*_POLICY, "clip_low_threshold", "clip_high_threshold")
-READS: dict[str, tuple[str, ...]] = {
-    "cross_entropy": ("weights",),
-    "importance_sampling": _POLICY,
-    "ppo": _CLIPPED,
-    "cispo": _CLIPPED,
-    "dro": (*_POLICY, "beta"),
-    "gspo": (*_CLIPPED, "sequence_ratio_mask"),
-}
 
 
 class Losses:
@@ -158,13 +137,14 @@ class Losses:
         """The names that passes can use, and what each is."""
         session = self._service.session
         if not session.extensions.server_losses:
-            return {"available_loss_functions": list(BUILT_IN), "descriptions": dict(BUILT_IN)}
+            # The protocol's; a server may have fewer.
+            return {
+                "available_loss_functions": list(LOSSES),
+                "descriptions": {name: loss.description for name, loss in LOSSES.items()},
+            }
         query = urlencode({"session_id": session.session_id})
         listed = self._service.fetch(f"/ext/v1/losses?{query}", rs.LossListing)
-        return {
-            "available_loss_functions": listed.available_loss_functions,
-            "descriptions": {name: BUILT_IN.get(name, text) for name, text in listed.descriptions.items()},
-        }
+        return {"available_loss_functions": listed.available_loss_functions, "descriptions": listed.descriptions}
 
     def _register(self, name: str, request: rq.RegisterLossRequest) -> str:
         if not self._service.session.extensions.server_losses:

@@ -14,10 +14,10 @@ import numpy as np
 from torch import Tensor
 
 from tinker_lightning.client.loss_handle import LossHandle, located
-from tinker_lightning.client.losses import BUILT_IN, READS
 from tinker_lightning.client.official import loss_name
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses.batch_loss import check_given
+from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.losses.datum_loss import SCALE
 from tinker_lightning.losses.graphs.graph import Graph
 from tinker_lightning.losses.scaling import scaled
@@ -107,10 +107,10 @@ def prepare(
         asked = _batch_pass(data, loss_id, settings, inputs, scale)
         return replace(asked, lose=functools.partial(own.lose, loss_id), graphs=own.graphs(loss_id))
     name = loss_name(loss_fn)
-    if name not in BUILT_IN and name != _CUSTOM and extended:
+    if name not in LOSSES and name != _CUSTOM and extended:
         return _batch_pass(data, name, dict(config or {}), inputs, scale)
-    if extended and name in READS:
-        check_given(name, inputs or {}, {*READS[name], _TARGETS})
+    if extended and name in LOSSES:
+        check_given(name, inputs or {}, {*LOSSES[name].reads, _TARGETS})
     data = spread(data, inputs or {})
     if extended:
         return ServerPass(data, name, dict(config or {}), scale=scale)

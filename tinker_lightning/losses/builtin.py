@@ -2,16 +2,22 @@
 
 Each returns the loss of every token (and of every alternative, for `[T, K]` targets), not yet summed: the protocol's
 losses are plain sums over tokens and datums. `old_logprobs` are those of the policy that sampled the tokens.
+
+`LOSSES` has all that is known of each: servers compute by it, and clients check and scale by it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 Threshold: TypeAlias = float | Tensor
+
+LOW, HIGH, BETA = 0.8, 1.2, 0.05
 
 
 def cross_entropy(logprobs: Tensor, weights: Tensor) -> Tensor:
@@ -33,7 +39,7 @@ def importance_sampling(logprobs: Tensor, old_logprobs: Tensor, advantages: Tens
 
 
 def ppo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: Threshold = 0.8, high: Threshold = 1.2
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: Threshold = LOW, high: Threshold = HIGH
 ) -> Tensor:
     """`-min(r·A, clip(r, low, high)·A)` (Schulman et al. 2017, arXiv:1707.06347, eq. 7); bounds on the ratio itself.
 
@@ -44,7 +50,7 @@ def ppo(
 
 
 def cispo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: Threshold = 0.8, high: Threshold = 1.2
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: Threshold = LOW, high: Threshold = HIGH
 ) -> Tensor:
     """`-sg(clip(r, low, high))·p·A` (MiniMax 2025, arXiv:2506.13585): the ratio weighs, every token keeps its gradient.
 
@@ -55,7 +61,7 @@ def cispo(
     return -_clip(ratio, low, high) * logprobs * advantages
 
 
-def dro(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, beta: float = 0.05) -> Tensor:
+def dro(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, beta: float = BETA) -> Tensor:
     """`-(p·A - β/2·(p - q)²)` (Richemond et al. 2024, arXiv:2405.19107): a quadratic pull towards the sampling policy.
 
     >>> dro(torch.tensor([-1.0]), torch.tensor([-1.0]), torch.tensor([2.0]))
@@ -69,8 +75,8 @@ def gspo(
     old_logprobs: Tensor,
     advantages: Tensor,
     sequence_ratio_mask: Tensor,
-    low: Threshold = 0.8,
-    high: Threshold = 1.2,
+    low: Threshold = LOW,
+    high: Threshold = HIGH,
     *,
     dim: int | None = None,
 ) -> Tensor:
@@ -118,3 +124,70 @@ def _clipped(ratio: Tensor, advantages: Tensor, low: Threshold, high: Threshold)
 def _clip(ratio: Tensor, low: Threshold, high: Threshold) -> Tensor:
     # One bound at a time: clamp takes two numbers or two tensors, and the thresholds may be one of each.
     return ratio.clamp(min=low).clamp(max=high)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """What is known of a loss.
+
+    Args:
+        formula: The loss of each token.
+        description: What lists say of it.
+        inputs: The datum's entries that the formula takes behind the log-probabilities, in that order.
+        settings: Its settings with their defaults, which it takes then. They may also come with each datum, one per
+            token, under the same name.
+        scaled_by: Inputs and settings that multiply it if they are multiplied, all of them together.
+        has_negative: Whether that is so for factors below 0, too.
+        is_of_sequence: Whether a datum's values are taken for one sequence, so that `[T, K]` targets mean nothing.
+    """
+
+    formula: Callable[..., Tensor]
+    description: str
+    inputs: tuple[str, ...]
+    settings: Mapping[str, float] = field(default_factory=dict)
+    scaled_by: tuple[str, ...] = ("advantages",)
+    has_negative: bool = True
+    is_of_sequence: bool = False
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """All that it looks for in a datum, beside the targets."""
+        return (*self.inputs, *self.settings)
+
+    @property
+    def has_thresholds(self) -> bool:
+        """Whether its settings are the two thresholds."""
+        return self.settings == _CLIP
+
+
+_POLICY = ("logprobs", "advantages")
+_CLIP = {"clip_low_threshold": LOW, "clip_high_threshold": HIGH}
+
+LOSSES: Mapping[str, BuiltIn] = {
+    "cross_entropy": BuiltIn(
+        cross_entropy,
+        "-Σ w·p: the weighted negative log-likelihood of the targets",
+        ("weights",),
+        scaled_by=("weights",),
+    ),
+    "importance_sampling": BuiltIn(
+        importance_sampling, "-Σ r·A: the policy gradient, corrected for the policy that sampled", _POLICY
+    ),
+    "ppo": BuiltIn(ppo, "-Σ min(r·A, clip(r)·A): clipped policy gradient", _POLICY, _CLIP, has_negative=False),
+    "cispo": BuiltIn(cispo, "-Σ sg(clip(r))·p·A: clipped weights, every token keeps its gradient", _POLICY, _CLIP),
+    "dro": BuiltIn(
+        dro,
+        "-Σ (p·A - β/2·(p - q)²): a quadratic pull towards the sampling policy",
+        _POLICY,
+        {"beta": BETA},
+        scaled_by=("advantages", "beta"),
+    ),
+    "gspo": BuiltIn(
+        gspo,
+        "clipped policy gradient with one ratio for each sequence",
+        (*_POLICY, "sequence_ratio_mask"),
+        _CLIP,
+        has_negative=False,
+        is_of_sequence=True,
+    ),
+}

@@ -6,22 +6,11 @@ import math
 from typing import TYPE_CHECKING
 
 from tinker_lightning.errors import InvalidDatum, InvalidLoss
+from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.types import Datum, TensorData
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-# What each built-in loss is homogeneous in. Clipped ones are so only for factors above 0.
-_SCALED_BY = {
-    "cross_entropy": "weights",
-    "importance_sampling": "advantages",
-    "ppo": "advantages",
-    "cispo": "advantages",
-    "gspo": "advantages",
-    "dro": "advantages",
-}
-_ANY_SIGN = ("cross_entropy", "importance_sampling", "cispo")
-_DRO_BETA = 0.05
 
 
 def scaled(
@@ -42,24 +31,24 @@ def scaled(
     settings = dict(config)
     if factor == 1:
         return list(data), settings
-    name = _SCALED_BY.get(loss)
-    if name is None:
+    known = LOSSES.get(loss)
+    if known is None:
         raise InvalidLoss(
             f"the server's loss {loss!r} cannot be scaled by {factor}: it is not known to be homogeneous in one of its "
             "inputs. Use it without gradient accumulation and without a factor."
         )
-    if factor < 0 and loss not in _ANY_SIGN:
+    if factor < 0 and not known.has_negative:
         raise InvalidLoss(f"{loss!r} cannot be multiplied by {factor}: it clips, so that its negative is another loss")
-    names = [name]
-    if loss == "dro":  # the quadratic term must grow with the other
-        settings["beta"] = float(settings.get("beta", _DRO_BETA)) * factor
-        names.append("beta")
-    return [_with_scaled(i, datum, names, factor) for i, datum in enumerate(data)], settings
+    for name in known.scaled_by:
+        if name in known.settings:
+            settings[name] = float(settings.get(name, known.settings[name])) * factor
+    needed = [name for name in known.scaled_by if name in known.inputs]
+    return [_with_scaled(i, datum, known.scaled_by, needed, factor) for i, datum in enumerate(data)], settings
 
 
-def _with_scaled(i: int, datum: Datum, names: Sequence[str], factor: float) -> Datum:
-    if names[0] not in datum.loss_fn_inputs:
-        raise InvalidDatum(f"datum {i}: {names[0]}: missing; the loss needs it")
+def _with_scaled(i: int, datum: Datum, names: Sequence[str], needed: Sequence[str], factor: float) -> Datum:
+    if missing := [name for name in needed if name not in datum.loss_fn_inputs]:
+        raise InvalidDatum(f"datum {i}: {missing[0]}: missing; the loss needs it")
     inputs = {
         name: TensorData.from_torch(tensor.to_torch() * factor) if name in names else tensor
         for name, tensor in datum.loss_fn_inputs.items()

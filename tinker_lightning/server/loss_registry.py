@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.losses.batch_loss import UNLISTED, BatchLoss
+from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.losses.datum_loss import DatumLoss, LossInput
-from tinker_lightning.server.engine.losses import LOSSES
 from tinker_lightning.server.engine.python_loss import PythonLoss
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class LossRegistry:
 
     def listing(self, session_id: str | None) -> dict[str, str]:
         """The names that a session, or every one, can use, built-in ones first, with what each is."""
-        listed = {name: (spec.formula.__doc__ or "").partition("\n")[0] for name, spec in LOSSES.items()}
+        listed = {name: loss.description for name, loss in LOSSES.items()}
         with self._lock:
             listed |= {name: function.description for name, function in self._functions.items()}
             session = self._sessions.get(session_id or "", _Session())

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinker_lightning.server.engine.losses import LOSSES
+from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.server.engine.passes import run_pass
 from tinker_lightning.types import Datum, ModelInput, TensorData
 

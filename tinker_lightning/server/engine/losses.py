@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,41 +21,17 @@ from tinker_lightning.errors import (
     LossNotTensor,
     LossWithoutGradient,
 )
-from tinker_lightning.losses import builtin
+from tinker_lightning.losses.builtin import LOSSES, threshold_fault
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from tinker_lightning.losses.datum_loss import DatumLoss
     from tinker_lightning.types import Datum
 
 
-@dataclass(frozen=True, slots=True)
-class LossSpec:
-    """A built-in loss: its formula, the datum's entries it reads in that order, and its settings with defaults.
-
-    A threshold may also come with each datum, one per token, under the name of the setting. `is_of_sequence` says that
-    a datum's values are taken for one sequence, so that `[T, K]` targets mean nothing.
-    """
-
-    formula: Callable[..., Tensor]
-    inputs: tuple[str, ...]
-    config: Mapping[str, float] = field(default_factory=dict)
-    is_of_sequence: bool = False
-
-
 # What an uploaded loss may run with all datums of a request. The model's own time is not counted.
 REQUEST_SECONDS = 60.0
-
-_POLICY = ("logprobs", "advantages")
-_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-
-LOSSES: Mapping[str, LossSpec] = {
-    "cross_entropy": LossSpec(builtin.cross_entropy, ("weights",)),
-    "importance_sampling": LossSpec(builtin.importance_sampling, _POLICY),
-    "ppo": LossSpec(builtin.ppo, _POLICY, _CLIP),
-    "cispo": LossSpec(builtin.cispo, _POLICY, _CLIP),
-    "dro": LossSpec(builtin.dro, _POLICY, {"beta": 0.05}),
-    "gspo": LossSpec(builtin.gspo, (*_POLICY, "sequence_ratio_mask"), _CLIP, is_of_sequence=True),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +62,13 @@ class BoundLoss:
         self.name = name
         self.spec = LOSSES[name]
         for key, value in config.items():
-            if key not in self.spec.config:
-                known = ", ".join(self.spec.config) or "no settings at all"
+            if key not in self.spec.settings:
+                known = ", ".join(self.spec.settings) or "no settings at all"
                 raise InvalidInput(f"loss_fn_config: {name} does not know {key!r}; it takes {known}")
             if not isinstance(value, float | int) or not math.isfinite(value):
                 raise InvalidInput(f"loss_fn_config: {key} must be a finite number, got {value!r}")
-        self.config: dict[str, Any] = {**self.spec.config, **config}
-        if self.spec.config == _CLIP and (fault := builtin.threshold_fault(*(self.config[name] for name in _CLIP))):
+        self.config: dict[str, Any] = {**self.spec.settings, **config}
+        if self.spec.has_thresholds and (fault := threshold_fault(*self.config.values())):
             raise InvalidInput(f"loss_fn_config: {fault}")
 
     def read(self, datum: Datum, *, dtype: torch.dtype, forward_only: bool) -> list[Any]:
@@ -119,9 +94,9 @@ class BoundLoss:
         for name, value in self.config.items():
             per_token = name in datum.loss_fn_inputs
             arguments.append(self._tensor(datum, name, shape, dtype) if per_token else value)
-        if self.spec.config == _CLIP and any(name in datum.loss_fn_inputs for name in _CLIP):
+        if self.spec.has_thresholds and any(name in datum.loss_fn_inputs for name in self.config):
             _, advantages, *_, low, high = arguments
-            if fault := builtin.threshold_fault(low, high, advantages != 0):
+            if fault := threshold_fault(low, high, advantages != 0):
                 raise InvalidDatum(fault)
         return arguments
 
