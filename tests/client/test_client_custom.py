@@ -122,7 +122,7 @@ def test_what_is_no_function_of_log_probabilities_is_refused_before_anything_is_
 
     sent = len(recorded.paths())
     with pytest.raises(InvalidLoss, match=r"of \(data, logprobs\), but takes \(model_outputs.*: missing a required"):
-        model.forward_backward_custom(DATA, on_logits)
+        model.forward_backward_custom(DATA, on_logits)  # type: ignore[arg-type]
     with pytest.raises(InvalidLoss, match=r"but takes \(\): too many positional"):
         model.forward_backward_custom(DATA, lambda: 0)  # type: ignore[arg-type,misc]
     registered = custom_loss(recorded.service, name="on_logits")(on_logits)
