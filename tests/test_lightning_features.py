@@ -217,6 +217,28 @@ def test_several_training_loaders(service: ServiceClient) -> None:
     assert module.lm.handle.remote.steps == 2  # as many batches as the longer one has
 
 
+class TakesItsBatches(RemoteModule):
+    """A step that draws from the loader itself, and reads datums from whatever iterable it is given."""
+
+    def datums(self, batch: Any) -> list[Any]:
+        return list(batch)
+
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        data, *_ = next(dataloader_iter)
+        return -torch.cat(self.lm(self.datums(data))).mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_that_takes_its_batches_itself(service: ServiceClient, size: int) -> None:
+    module, plain = new(service, TakesItsBatches), new(service, TakesItsBatches)
+    quiet(max_epochs=2, accumulate_grad_batches=size).fit(module, loader())
+    alone = {"strategy": "auto", "accelerator": "cpu", "devices": 1}
+    quiet(max_epochs=2, accumulate_grad_batches=size, **alone).fit(plain, loader())
+    assert module.lm.handle.remote.steps == 8 // size
+    assert torch.equal(logprobs_of(module), logprobs_of(plain))
+
+
 def test_several_validation_loaders(service: ServiceClient) -> None:
     module = new(service, RemoteModule)
     trainer = quiet(max_epochs=1)

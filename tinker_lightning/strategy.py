@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
@@ -155,6 +156,7 @@ class TinkerStrategy(SingleDeviceStrategy):
             or not (module.chosen_route().is_here or module.regularizers)
             or loader is None
             or not isinstance(loader.iterables, ResumableLoader)  # several loaders
+            or isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)  # the step takes its batches itself
         ):
             return []
         if hooks := [name for name in _HOOKS if is_overridden(name, module) or is_overridden(name, trainer.datamodule)]:
