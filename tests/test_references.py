@@ -84,14 +84,26 @@ CALLBACKS: dict[str, tuple[list[dict[str, Any]], int]] = {
     "every second step": ([{"every_n_train_steps": 2, "save_top_k": -1}], 4),
     "each epoch's end": ([{"every_n_epochs": 1, "save_top_k": -1, "save_on_train_epoch_end": True}], 2),
     "two that share": (
+        [{"every_n_train_steps": 2, "save_top_k": -1}, {"every_n_train_steps": 4, "save_last": True}],
+        4,
+    ),
+    "two that share, of which one removes": (
+        [{"every_n_train_steps": 2, "save_top_k": 1}, {"every_n_train_steps": 4, "save_top_k": -1}],
+        2,
+    ),
+    "two folders": (
         [
             {"every_n_train_steps": 2, "save_top_k": -1},
             {"every_n_train_steps": 4, "save_last": True, "dirpath": "more"},
         ],
-        4,
+        5,
     ),
-    "two that share, of which one removes": (
+    "two folders, one of which is emptied": (
         [{"every_n_train_steps": 2, "save_top_k": 1}, {"every_n_train_steps": 4, "save_top_k": -1, "dirpath": "more"}],
+        3,
+    ),
+    "a folder in another": (
+        [{"every_n_train_steps": 2, "save_top_k": 1}, {"every_n_train_steps": 4, "dirpath": "files/more"}],
         2,
     ),
 }
@@ -137,12 +149,41 @@ def test_files_that_were_written_by_hand_are_overwritten_and_removed(server: Ser
     assert server.states() == []
 
 
-def test_callbacks_that_save_without_training_in_between_share_one_state(server: Server) -> None:
+def test_files_that_are_saved_without_training_in_between_share_one_state(server: Server) -> None:
     server.fit(
         ModelCheckpoint(server.folder / "a", "{step}", every_n_train_steps=8),
-        ModelCheckpoint(server.folder / "b", "{step}", every_n_epochs=2, save_last=True),
+        ModelCheckpoint(server.folder / "a", "{epoch}", every_n_epochs=2, save_last=True),
+        ModelCheckpoint(server.folder / "b", monitor="val_loss", every_n_epochs=2, save_last=True),
     )
-    assert len(list(server.folder.rglob("*.ckpt"))) == 3
+    assert len(list(server.folder.rglob("*.ckpt"))) == 5
+    assert len(server.named()) == 2  # one for each folder
+    assert server.states() == server.named()
+
+
+def test_a_later_run_in_one_folder_leaves_the_states_of_another(server: Server) -> None:
+    """It does not know of the other folder, whose files were written at the same steps."""
+    folders = {name: server.folder / name for name in ("best", "last")}
+    server.fit(
+        ModelCheckpoint(folders["best"], "{step}", monitor="val_loss"), ModelCheckpoint(folders["last"], save_last=True)
+    )
+    server.fit(
+        ModelCheckpoint(folders["last"], save_last=True), max_epochs=3, resume=str(folders["last"] / "last.ckpt")
+    )
+    assert server.states() == server.named()
+    (best,) = folders["best"].iterdir()
+    server.fit(resume=str(best), max_epochs=3)
+
+
+def test_trainers_of_one_module_share_no_state(server: Server) -> None:
+    """Neither knows of the other's files."""
+    module = new(server.service, RemoteModule)
+    first = quiet(max_epochs=1, callbacks=[ModelCheckpoint(server.folder / "a")], enable_checkpointing=True)
+    first.fit(module, loader())
+    second = quiet()
+    second.validate(module, loader(count=2), verbose=False)
+    second.save_checkpoint(server.folder / "b.ckpt")
+    assert len(server.named()) == 2
+    second.strategy.remove_checkpoint(server.folder / "b.ckpt")
     assert len(server.named()) == 1
     assert server.states() == server.named()
 

@@ -68,6 +68,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         self._sent: dict[int, tuple[list[Any], Pass | None]] = {}
         self._cannot_look = False
         self._unnamed: list[str] = []
+        self._shared: dict[str, Path] = {}  # the states as they are now, and the folders whose files may name them
         self._resumed: dict[str, Any] | None = None
         self._begun: progress.Begun | None = None
         self._references = References(self._delete_state, self._checkpoint_folders)
@@ -188,6 +189,8 @@ class TinkerStrategy(SingleDeviceStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """What a file keeps of the module; a state that it names is shared with files only, and goes with the last."""
         assert self.lightning_module is not None  # noqa: S101 for the type checker
+        for remote in remotes.remotes_of(self.lightning_module):
+            remote.forget_for_files(self._shared)  # those of another trainer, or of a file that shares none
         with remotes.saved_for_file(self.lightning_module):
             return super().lightning_module_state_dict()
 
@@ -218,17 +221,25 @@ class TinkerStrategy(SingleDeviceStrategy):
         self._release(named)
 
     def _named_in(self, checkpoint: dict[str, Any], filepath: _PATH) -> frozenset[str]:
-        """The states that a new file names. Files that no callback looks after share none with others."""
+        """The states that a new file names.
+
+        Only files of one folder share them: a later run that overwrites some of those need not know of other folders.
+        Files that no callback looks after share none.
+        """
         module = self.lightning_module
+        if module is None:
+            return states.named_in(checkpoint)
         is_looked_after = any(Path(filepath).absolute().is_relative_to(each) for each in self._checkpoint_folders())
-        if module is not None and not is_looked_after:
-            with remotes.saved_for_file(module):
-                for remote in filter(lambda each: each.has_weights, remotes.remotes_of(module)):
-                    saved = own = remote.save()
-                    if self._references.is_named(saved):
-                        own = remote.save(anew=True)
-                        states.rename(checkpoint, saved, own)
-                    remote.forget(own)  # or the next file of a callback would share it, which a later run removes
+        folder = Path(filepath).parent.resolve() if is_looked_after else None
+        shared, self._shared = self._shared, {}
+        with remotes.saved_for_file(module):
+            for remote in filter(lambda each: each.has_weights, remotes.remotes_of(module)):
+                saved = own = remote.save()
+                if shared.get(saved, folder) != folder:
+                    own = remote.save(anew=True)
+                    states.rename(checkpoint, saved, own)
+                if folder is not None:
+                    self._shared[own] = folder
         return states.named_in(checkpoint)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:

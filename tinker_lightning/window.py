@@ -19,7 +19,7 @@ from tinker_lightning.client.futures import Unread
 from tinker_lightning.errors import InvalidInput, LossNotFinite, ResultTimeout, TinkerLightningError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from torch import Tensor
 
@@ -231,6 +231,10 @@ class Remote:
     def forget(self, state: str) -> None:
         """A state was deleted, or is another's from now on."""
         self._saved = {key: saved for key, saved in self._saved.items() if saved[1] != state}
+
+    def forget_for_files(self, kept: Container[str]) -> None:
+        """States that were saved for files are theirs from now on, but for these."""
+        self._saved = {for_file: saved for for_file, saved in self._saved.items() if not for_file or saved[1] in kept}
 
     def _send(self, prepared: Sequence[Prepared], params: AdamParams) -> Step:
         backwards: list[TinkerFuture[ForwardBackwardOutput]] = []
