@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from packaging.version import Version
 
@@ -229,6 +231,23 @@ def test_files_of_other_programs_name_no_state(server: Server, caplog: pytest.Lo
     torch.save({"settings": argparse.Namespace(rate=1)}, server.folder / "other.ckpt")  # runs code when it is loaded
     server.fit(ModelCheckpoint(server.folder, "{step}", every_n_train_steps=1, save_top_k=1))
     assert len(server.states()) == 1
+    assert "could not be read" not in caplog.text
+
+
+class Remembers(Callback):
+    """A callback whose state torch does not load with `weights_only=True`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": np.float64(1.5), "seen": defaultdict(list, {"a": [1]}), "options": argparse.Namespace(rate=1)}
+
+
+def test_objects_of_any_class_in_a_file_do_not_hide_what_it_names(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.fit(best(server, save_last=True), Remembers(), max_epochs=3)
+    assert len(server.states()) == 2
+    server.fit(ModelCheckpoint(server.folder, "{step}", every_n_train_steps=1, save_top_k=1), Remembers())
+    assert len(server.states()) == 3
     assert "could not be read" not in caplog.text
 
 

@@ -7,8 +7,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
+from tinker_lightning import inert
 from tinker_lightning.states import named_in
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class References:
 
 def _read_names(file: Path) -> frozenset[str]:
     try:
-        return named_in(torch.load(file, map_location="cpu", weights_only=True, mmap=True))  # others' may be large
+        return named_in(inert.load(file))
     except Exception as error:
         if _is_whole(file) and _MARK not in file.read_bytes():  # another program's, of which there may be many
             return _NONE

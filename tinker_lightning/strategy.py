@@ -157,7 +157,9 @@ class TinkerStrategy(SingleDeviceStrategy):
             or not (module.chosen_route().is_here or module.regularizers)
             or loader is None
             or not isinstance(loader.iterables, ResumableLoader)  # several loaders
-            or isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)  # the step takes its batches itself
+            or isinstance(
+                trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher
+            )  # the step draws
         ):
             return []
         if hooks := [name for name in _HOOKS if is_overridden(name, module) or is_overridden(name, trainer.datamodule)]:
