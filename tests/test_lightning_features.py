@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -339,6 +340,54 @@ def test_one_module_in_two_trainers(service: ServiceClient) -> None:
 
     quiet(max_steps=2, callbacks=[Catches("validate")]).fit(module, loader())  # the first trainer's work goes on
     assert module.lm.handle.remote.steps == 8
+
+
+class Lingers(Callback):
+    """Is long at the end of a trainer that fails."""
+
+    def __init__(self) -> None:
+        self.is_there, self.may_go = threading.Event(), threading.Event()
+        self.module: Any = self
+
+    def on_exception(self, _: Any, pl_module: pl.LightningModule, *__: Any) -> None:
+        self.module = pl_module
+        self.is_there.set()
+        assert self.may_go.wait(60)
+
+
+@pytest.mark.parametrize("method", ["fit", "validate"])
+@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+def test_a_trainer_that_comes_second_on_another_thread(service: ServiceClient, method: str, strategy: str) -> None:
+    lingers, refused = Lingers(), []
+
+    def second() -> None:
+        plain = {"accelerator": "cpu", "devices": 1} if strategy == "auto" else {}
+        try:
+            getattr(quiet(strategy=strategy, callbacks=[lingers], **plain), method)(module, loader())
+        except InvalidInput as error:
+            refused.append(str(error))
+
+    class Logs(RemoteModule):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 1:
+                thread.start()
+                assert lingers.is_there.wait(60)
+                self.log("in the midst", 1.0)
+                assert self.trainer is first
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            lingers.may_go.set()
+
+    thread = threading.Thread(target=second)
+    module, first = new(service, Logs), quiet()
+    first.fit(module, loader())
+    thread.join(60)
+    assert "another trainer's work" in refused[0]
+    assert lingers.module is None
+    assert module.lm.handle.remote.steps == 3
+    quiet(max_steps=1).fit(module, loader())
+    assert module.lm.handle.remote.steps == 4
 
 
 def table() -> dict[str, list[str]]:

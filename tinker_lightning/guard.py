@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check(trainer: pl.Trainer, module: RemoteModule) -> None:
-    """Refuses what would train something else than one remote model, and a module that is in use.
+    """Refuses what would train something else than one remote model.
 
     Raises:
         InvalidInput: Says which of them, why, and what to do instead.
@@ -33,9 +33,21 @@ def check(trainer: pl.Trainer, module: RemoteModule) -> None:
             f"torch.compile has nothing to compile in {type(module).__name__}: the passes run on the server. Fit the "
             "module itself; a loss that is costly can be compiled alone."
         )
-    other = module._in_trainer
-    if other is not None and other is not trainer and other.state.status == TrainerStatus.RUNNING:
-        module.trainer = other  # whose work goes on
+
+
+def check_free(module: RemoteModule, trainer: pl.Trainer | None) -> None:
+    """Refuses a module that another trainer is at work with; that trainer's work goes on.
+
+    Lightning lets a trainer that failed call hooks with its module. So it is left without.
+
+    Raises:
+        InvalidInput: If there is such a trainer.
+    """
+    other = module._trainer
+    if other is None or trainer is None or other is trainer:
+        return
+    if other.state.status == TrainerStatus.RUNNING and other.lightning_module is module:
+        trainer.strategy._lightning_module = None
         raise InvalidInput(
             f"this {type(module).__name__} is in the midst of another trainer's work. Both would number the requests "
             "of one remote model: wait for the first, or make a second module."

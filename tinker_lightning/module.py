@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 import time
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -59,6 +60,9 @@ if TYPE_CHECKING:
 
 # How long something that was told to end waits for the server, in seconds.
 LAST_WAIT = 5.0
+
+# Of two trainers on two threads one is the first.
+_ATTACHING = threading.RLock()
 
 
 class RemoteModule(pl.LightningModule):
@@ -137,7 +141,6 @@ class RemoteModule(pl.LightningModule):
         self._late = LateMetrics(remote.wait_for_end)
         remote.on_step = self._stepped
         remote.max_steps_in_flight = max_steps_in_flight
-        self._in_trainer: pl.Trainer | None = None
         self._ahead: tuple[Any, list[Any]] | None = None
         self._terminated: float | None = None
         self._chosen: tuple[Any, Chosen] | None = None
@@ -201,11 +204,22 @@ class RemoteModule(pl.LightningModule):
 
     # What Lightning calls.
 
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The trainer of this module. Another is refused while it is at work, before that has changed anything."""
+        return super().trainer
+
+    @trainer.setter
+    def trainer(self, trainer: pl.Trainer | None) -> None:
+        with _ATTACHING:
+            guard.check_free(self, trainer)
+            pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
+
     def configure_callbacks(self) -> list[pl.Callback]:
         """None; but the first hook of all, so that what cannot work is refused before it does harm.
 
         Raises:
-            InvalidInput: If there are several processes, a scaled loss, or another trainer that has not finished.
+            InvalidInput: If there are several processes, or a scaled loss.
         """
         guard.check(self.trainer, self)
         return []
@@ -216,7 +230,6 @@ class RemoteModule(pl.LightningModule):
         guard.check(self.trainer, self)
         if stage == "fit":
             as_regularizers(self.regularizers)  # those of each step are looked at again
-        self._in_trainer = self.trainer
         step_end = StepEnd(self._wait_if_monitored)
         step_end.attach(self.trainer)
         for remote in remotes.remotes_of(self):
