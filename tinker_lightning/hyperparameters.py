@@ -1,4 +1,4 @@
-"""Which arguments of a module are plain data, so that they can stand in a checkpoint file."""
+"""Which arguments of a module can stand in a checkpoint file: plain data that is to be given when it is loaded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,47 @@ if TYPE_CHECKING:
 
 def not_plain(module: Any) -> list[str]:
     """What the constructors of a module, subclasses' included, were given that is no plain data."""
-    names: list[str] = []
+    arguments = (pair for frame in _constructors(module) for pair in _arguments(frame))
+    return [name for name, value in arguments if value is not module and not _is_plain(value)]
+
+
+def fixed(module: Any) -> frozenset[str]:
+    """The arguments that a module's constructors pass to each other, and that nobody gave to the outermost of them.
+
+    It passes them again when a file is loaded, and would be given them twice if they stood there.
+    """
+    *inner, outermost = _constructors(module)
+    given = {name for name, _ in _arguments(outermost)} | _names_of(_rest(outermost), inner)
+    return frozenset(name for frame in inner for name, _ in _arguments(frame)) - given
+
+
+def _constructors(module: Any) -> Iterator[FrameType]:
+    """The calls of `__init__` that are under way for a module, the innermost first."""
     frame = inspect.currentframe()
     while (frame := frame and frame.f_back) is not None:
         code = frame.f_code
         if code.co_name == "__init__" and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is module:
-            names += [name for name, value in _arguments(frame) if value is not module and not _is_plain(value)]
-    return names
+            yield frame
+
+
+def _names_of(values: tuple[Any, ...], inner: list[FrameType]) -> set[str]:
+    """The names that constructors further in have for what is passed on to them as `*args`."""
+    if not values or not inner:
+        return set()
+    *further, frame = inner
+    names = frame.f_code.co_varnames[1 : frame.f_code.co_argcount]
+    got = (*(frame.f_locals.get(name) for name in names), *_rest(frame))
+    for start in range(len(got) - len(values) + 1):
+        if all(value is other for value, other in zip(values, got[start:], strict=False)):
+            here = names[start : start + len(values)]
+            return {*here, *_names_of(values[len(here) :], further)}
+    return set()
+
+
+def _rest(frame: FrameType) -> tuple[Any, ...]:
+    """What a call has got as `*args`."""
+    _, rest, _, values = inspect.getargvalues(frame)
+    return tuple(values.get(rest, ())) if rest is not None else ()
 
 
 def _arguments(frame: FrameType) -> Iterator[tuple[str, Any]]:

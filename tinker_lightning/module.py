@@ -28,7 +28,7 @@ from tinker_lightning.errors import (
     TinkerLightningError,
 )
 from tinker_lightning.essential import complete, essential
-from tinker_lightning.hyperparameters import not_plain
+from tinker_lightning.hyperparameters import fixed, not_plain
 from tinker_lightning.late_metrics import LateMetrics
 from tinker_lightning.losses import composition
 from tinker_lightning.losses.library import takes_no_self
@@ -125,6 +125,7 @@ class RemoteModule(pl.LightningModule):
         if max_steps_in_flight < 1:
             raise InvalidInput(f"max_steps_in_flight must be at least 1, got {max_steps_in_flight}")
         self.save_hyperparameters()
+        self._fixed = fixed(self)
         adapter = {
             "rank": rank,
             "seed": seed,
@@ -394,6 +395,10 @@ class RemoteModule(pl.LightningModule):
     @essential
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Saves the model on the server and keeps the path of it in the file, with gradients that wait for a step."""
+        kept = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY)
+        if isinstance(kept, dict) and "_instantiator" not in kept:  # those of a command line are its own
+            given = {name: value for name, value in kept.items() if name not in self._fixed}
+            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = given
         remote = self.lm.handle.remote
         running = self._trainer is not None and self.trainer.state.status == TrainerStatus.RUNNING
         if not remote.has_weights and not running:

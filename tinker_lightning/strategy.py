@@ -157,9 +157,7 @@ class TinkerStrategy(SingleDeviceStrategy):
             or not (module.chosen_route().is_here or module.regularizers)
             or loader is None
             or not isinstance(loader.iterables, ResumableLoader)  # several loaders
-            or isinstance(
-                trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher
-            )  # the step draws
+            or isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)  # the step draws
         ):
             return []
         if hooks := [name for name in _HOOKS if is_overridden(name, module) or is_overridden(name, trainer.datamodule)]:
