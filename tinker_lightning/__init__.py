@@ -34,10 +34,13 @@ _LAZY = {
     "Regularizer": "tinker_lightning.losses.regularizer",
     "RemoteAdamW": "tinker_lightning.optim",
     "RemoteLM": "tinker_lightning.remote",
-    "RemoteModule": "tinker_lightning.strategy",  # which also makes Trainer(strategy="tinker") known
+    "RemoteModule": "tinker_lightning.module",
     "connect": "tinker_lightning.client",
     "custom_loss": "tinker_lightning.losses.server_loss",
 }
+
+# What a LightningModule is made of. With these Trainer(strategy="tinker") is known, whichever package comes first.
+_TRAINED = {"RemoteAdamW", "RemoteLM", "RemoteModule"}
 
 
 def __getattr__(name: str) -> Any:
@@ -45,5 +48,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
+    if name in _TRAINED:
+        importlib.import_module("tinker_lightning.strategy")
     value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
     return value
