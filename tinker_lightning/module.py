@@ -418,9 +418,9 @@ class RemoteModule(pl.LightningModule):
         Raises:
             InvalidInput: If the file is of another base model or rank, or not of a remote model.
         """
-        state = states.read(checkpoint, self._session.base_model, self._session.rank)
         remote = self.lm.handle.remote
-        self._session.resume(remote, state["path"])
+        state = states.read(checkpoint, *self._session.expected(remote))
+        self._session.resume(remote, state["path"], state["base_model"] or "")
         self._waiting = state
         # The next file gets a state of its own: this one belongs to the files that name it, wherever they lie.
         remote.goes_on(state["steps"])

@@ -59,13 +59,13 @@ def put_back(state: dict[str, Any], module: nn.Module) -> None:
             parameter.grad = state["local_gradients"][name].clone()
 
 
-def read(checkpoint: dict[str, Any], base_model: str, rank: int) -> dict[str, Any]:
+def read(checkpoint: dict[str, Any], base_model: str, rank: int | None) -> dict[str, Any]:
     """What `saved` has put into a file.
 
     Args:
         checkpoint: The content of the file.
         base_model: What the state must be of; empty if that is not known.
-        rank: The same.
+        rank: The same; None if that is not known.
 
     Raises:
         InvalidInput: If the file is of another base model or rank, or not of a remote model.
@@ -73,9 +73,9 @@ def read(checkpoint: dict[str, Any], base_model: str, rank: int) -> dict[str, An
     state: dict[str, Any] | None = checkpoint.get(STATE_KEY)
     if state is None:
         raise InvalidInput("this checkpoint names no remote state; it was not written by a RemoteModule")
-    if base_model and state["base_model"] != base_model:
+    if base_model and state["base_model"] not in (None, base_model):
         raise InvalidInput(f"the checkpoint is of {state['base_model']}, but this module of {base_model}")
-    if base_model and state["rank"] not in (None, rank):
+    if None not in (state["rank"], rank) and state["rank"] != rank:
         raise InvalidInput(f"the checkpoint has rank {state['rank']}, but this module {rank}")
     return state
 

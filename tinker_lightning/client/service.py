@@ -229,6 +229,10 @@ class ServiceClient:
         self.check_usable()
         return self._wait(self._connection.get(path, result))
 
+    def weights_info(self, path: str) -> WeightsInfoResponse:
+        """Which base model and adapter were saved under a path."""
+        return self.call("/api/v1/weights_info", rq.WeightsInfoRequest(path), WeightsInfoResponse)
+
     def sampling_client(self, sampler_id: str) -> SamplingClient:
         """A client for a sampler that the server has made."""
         return self._known(SamplingClient(self, sampler_id))
@@ -256,7 +260,7 @@ class ServiceClient:
             raise ClientClosed("this client was closed. Make a new one with connect().")
 
     def _client_for(self, path: str, user_metadata: dict[str, str] | None) -> TrainingClient:
-        info = self.call("/api/v1/weights_info", rq.WeightsInfoRequest(path), WeightsInfoResponse)
+        info = self.weights_info(path)
         if info.lora_rank is None:
             raise InvalidInput(
                 f"{path}: the server does not say which LoRA rank it has, so no model can be made for it"
