@@ -358,7 +358,8 @@ class Lingers(Callback):
 @pytest.mark.parametrize("method", ["fit", "validate"])
 @pytest.mark.parametrize("strategy", ["tinker", "auto"])
 def test_a_trainer_that_comes_second_on_another_thread(service: ServiceClient, method: str, strategy: str) -> None:
-    lingers, refused = Lingers(), []
+    lingers = Lingers()
+    refused: list[str] = []
 
     def second() -> None:
         plain = {"accelerator": "cpu", "devices": 1} if strategy == "auto" else {}

@@ -64,7 +64,7 @@ def test_a_file_of_another_adapter_is_refused(is_made: bool, tmp_path: Path) -> 
     with own(train_mlp=False, train_unembed=False) as module:
         if is_made:
             logprobs_of(module)
-        with pytest.raises(InvalidInput, match="has train_mlp=True, but this .* has (train_mlp=)?False"):
+        with pytest.raises(InvalidInput, match=r"has train_mlp=True, but this .* has (train_mlp=)?False"):
             resumed(module, file)
         assert module.lm.handle.remote.is_made == is_made
     with own(train_unembed=False) as module:
