@@ -226,6 +226,17 @@ def test_what_would_read_the_padding_on_a_server_stays_here(
         fitted(stage, loss=margin, route="server")
 
 
+def test_a_loss_that_was_registered_on_logprobs_runs_here_by_its_name_too(
+    stage: tuple[EmbeddedTrainer, ServiceClient],
+) -> None:
+    registered = custom_loss(stage[1], name="mine", on="logprobs")(losses.cross_entropy)
+    here, passes = fitted(stage, loss="mine", route="two-pass")
+    assert passes == TWO_PASSES
+    there, passes = fitted(stage, loss=registered)
+    assert passes == ONE_PASS
+    assert (there - here).norm() <= 1e-5 * here.norm()
+
+
 def test_what_nobody_has_registered_is_in_no_list(stage: tuple[EmbeddedTrainer, ServiceClient]) -> None:
     client = stage[1].create_lora_training_client("tiny", rank=4, seed=1)
     custom_loss(stage[1], name="mine.too", on="logprobs")(ppo)

@@ -536,6 +536,7 @@ class RemoteModule(pl.LightningModule):
     def _wait_if_monitored(self) -> None:
         if self._trainer is not None and self._late.are_monitored(self.trainer, by_step=True):
             self._late.log(wait=True)
+            remotes.raise_first(self)  # who looks would miss the metric, and say no more than that
 
 
 # The attribute by which a function that `_once` has made knows itself: decorators around it copy it, but are others.

@@ -102,6 +102,7 @@ def _choose(
         is_the_same_here = isinstance(loss, LossHandle) or (isinstance(loss, ServerLoss) and loss.is_of_library)
         if route != "two-pass" and not (beside and is_the_same_here):
             return Chosen("server", loss, config), asked or "it was registered there"
+        loss = _registered(loss, backend) or loss
         if isinstance(loss, str) or getattr(loss, "source", "logprobs") != "logprobs":
             raise InvalidInput(
                 f"{_name(loss)} runs on the server only: what it is computed from does not come here. Write it as a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
@@ -13,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinker_lightning.errors import InvalidInput, NotFound, TrainerClosed
+from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.server.scheduler import Operation, Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 SOON = 10.0
 
@@ -382,3 +385,15 @@ def test_threads_that_submit_repeat_free_and_find_at_once_lose_nothing() -> None
             assert [n for name, n in log.ran if name == line] == [n for n in range(1, numbers + 1) if n % 7]
     finally:
         scheduler.close()
+
+
+def test_the_thread_of_a_trainer_that_nobody_closes_ends_with_it(tmp_path: Path) -> None:
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
+    trainer.open_session()
+    done = trainer.scheduler.submit(Operation("a", "test", lambda: 1))
+    assert done.future.result(SOON * 10) == 1
+    thread = trainer.scheduler._thread
+    assert thread is not None
+    del trainer
+    gc.collect()
+    assert not thread.is_alive()

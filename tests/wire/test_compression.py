@@ -12,6 +12,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fuzzing import MANY
 from tinker_lightning.errors import InvalidInput, InvalidMessage, MessageTooLarge
 from tinker_lightning.wire.compression import compress, decompress
 
@@ -92,7 +93,7 @@ def test_a_damaged_checksum_is_refused() -> None:
 
 
 @given(st.binary(max_size=40), st.integers(0, 400), st.integers(0, 255))
-@settings(max_examples=1000)
+@MANY
 def test_damage_is_refused_as_invalid_input_or_harmless(tail: bytes, position: int, byte: int) -> None:
     body = bytearray(compress(bytes(range(200)) + bytes(1000)))
     body[position % len(body)] = byte

@@ -11,9 +11,10 @@ import hypothesis.extra.numpy as hnp
 import numpy as np
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fuzzing import MANY
 from tinker_lightning.errors import InvalidInput, InvalidMessage
 from tinker_lightning.types import (
     AdamParams,
@@ -415,7 +416,7 @@ places = st.sampled_from(
 
 
 @given(places, nonsense, nonsense)
-@settings(max_examples=3000, deadline=None)
+@MANY
 def test_nonsense_is_refused_as_invalid_input_or_read(path: tuple[str | int, ...], value: Any, other: Any) -> None:
     body = orjson.loads(broken(*path, value=value))
     sparse = {"data": [], "sparse_crow_indices": value, "sparse_col_indices": other, "shape": [1, 2]}
@@ -426,7 +427,7 @@ def test_nonsense_is_refused_as_invalid_input_or_read(path: tuple[str | int, ...
 
 
 @given(st.data())
-@settings(max_examples=1000, deadline=None)
+@MANY
 def test_damaged_bytes_are_refused_as_invalid_input_or_read(data: st.DataObject) -> None:
     body = bytearray(broken("seq_id", value=1))
     for _ in range(data.draw(st.integers(1, 3))):

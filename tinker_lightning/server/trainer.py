@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ logger = logging.getLogger("tinker_lightning.server")
 
 # Clients that send heartbeats do so every ten seconds; after this many without one a client is taken for dead.
 SILENCE = 900.0
+# How long an operation that runs may go on when its trainer is no longer needed.
+_LAST_SECONDS = 3.0
 
 
 def default_data_dir() -> Path:
@@ -64,6 +67,8 @@ class EmbeddedTrainer:
         self.sampling = Sampling(self.registry, self.catalog, self.store, self.scheduler)
         self._closing = False
         self._waiters: set[Callable[[], object]] = set()
+        # Nobody has to close it: the thread ends with the trainer or, at the latest, before the interpreter.
+        weakref.finalize(self, self.scheduler.close, _LAST_SECONDS)
 
     def open_session(self, user_metadata: dict[str, Any] | None = None, display_name: str | None = None) -> Session:
         """A new session; those whose clients have died without a word make room for it."""
