@@ -72,6 +72,8 @@ class Killer:
         self._saving = self._rewriting = False
 
     def __call__(self, frame: Any, event: str, _: object) -> None:
+        if event not in ("call", "return"):  # C's, such as a file's __exit__, have the frame that calls them
+            return
         code = frame.f_code
         if code is pl.Trainer.save_checkpoint.__code__:
             self._saving = event == "call"
