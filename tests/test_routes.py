@@ -141,6 +141,15 @@ def test_a_function_may_be_put_into_a_class_later(stage: tuple[EmbeddedTrainer, 
     assert Later(stage[1].create_lora_training_client("tiny", rank=4)).chosen_route().loss is focal
 
 
+def test_a_loss_of_other_arguments_is_refused_before_anything_is_sent(
+    stage: tuple[EmbeddedTrainer, ServiceClient],
+) -> None:
+    module = RemoteModule(stage[1].create_lora_training_client("tiny", rank=4))
+    module.loss = lambda logprobs: -torch.cat(logprobs).mean()  # type: ignore[method-assign,assignment,misc]
+    with pytest.raises(InvalidLoss, match=r"function of \(data, logprobs\), but takes \(logprobs\): too many"):
+        module.chosen_route()
+
+
 def test_methods_of_other_objects_are_told_apart(stage: tuple[EmbeddedTrainer, ServiceClient]) -> None:
     class Scaled:
         def __init__(self, factor: float) -> None:

@@ -31,7 +31,6 @@ from tinker_lightning.essential import complete, essential
 from tinker_lightning.hyperparameters import fixed, not_plain
 from tinker_lightning.late_metrics import LateMetrics
 from tinker_lightning.losses import composition
-from tinker_lightning.losses.library import takes_no_self
 from tinker_lightning.losses.regularizer import as_regularizers
 from tinker_lightning.metric_names import LOSS
 from tinker_lightning.metrics import Scores
@@ -151,7 +150,7 @@ class RemoteModule(pl.LightningModule):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if takes_no_self(vars(cls).get("loss")):
+        if routes.takes_no_self(vars(cls).get("loss")):
             cls.loss = staticmethod(vars(cls)["loss"])  # type: ignore[method-assign]
         if cls.datums is not RemoteModule.datums and getattr(cls.datums, _ONCE, None) is not cls.datums:
             cls.datums = _once(cls.datums)  # type: ignore[method-assign,assignment]
@@ -458,7 +457,7 @@ class RemoteModule(pl.LightningModule):
         """Where the loss runs; decided once for each loss."""
         loss: Any = self._modules.get("loss", self.loss)  # torch keeps a module where the method hides it
         regularized = bool(self.regularizers)
-        if takes_no_self(getattr(loss, "__func__", None)):
+        if routes.takes_no_self(getattr(loss, "__func__", None)):
             loss = loss.__func__  # a function, which the class has made a method of
         key = (loss, self.route, repr(self.loss_config), regularized)
         if self._chosen is None or self._chosen[0] != key:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from tinker_lightning import losses, metric_names
+from tinker_lightning import losses, metric_names, surrogate
 from tinker_lightning.client.loss_handle import LossHandle
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses.batch_loss import OF_LIBRARY, OF_OWN
@@ -45,6 +47,19 @@ class Chosen:
     def is_here(self) -> bool:
         """Whether the loss is computed here, from log-probabilities that a forward pass has brought."""
         return self.route == "two-pass"
+
+
+def takes_no_self(loss: Any) -> bool:
+    """Whether what stands in a class as its loss is a function of `(data, logprobs)`, not written as a method."""
+    if is_of_library(loss):
+        return True
+    if not isinstance(loss, FunctionType):
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(loss).parameters.values()
+    required = [each.name for each in parameters if each.kind in positional and each.default is each.empty]
+    *within, name = loss.__qualname__.rpartition("<locals>.")[2].split(".")
+    return len(required) == 2 and required[0] != "self" and not (within and name == "loss")
 
 
 def choose(
@@ -115,6 +130,7 @@ def _choose(
         return Chosen("server", _uploaded(loss, config, backend()), {}), asked
     if route == "auto" and is_of_library(loss) and not regularized and _takes_losses(backend()):
         return Chosen("server", _uploaded(loss, config, backend()), {}), "the server computes it in one pass"
+    surrogate.check_arguments(loss)
     why = asked or (beside if is_of_library(loss) else "") or "it is Python's"
     return Chosen("two-pass", functools.partial(loss, **config) if config else loss, {}), why
 

@@ -7,6 +7,7 @@ any loss `C` that was computed here from the log-probabilities.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -173,6 +174,22 @@ def numbers(metrics: Mapping[Any, Any]) -> dict[str, float]:
                 ".sum(), or leave it out."
             ) from error
     return converted
+
+
+def check_arguments(loss: Any) -> None:
+    """Refuses what cannot be called with datums and log-probabilities, before these are asked for.
+
+    Raises:
+        InvalidLoss: Says what it takes.
+    """
+    try:
+        signature = inspect.signature(loss)
+    except (TypeError, ValueError):  # some of what is written in C says nothing of its arguments
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise InvalidLoss(f"the loss must be a function of (data, logprobs), but takes {signature}: {error}") from None
 
 
 def check_kind(loss: Any, *, needs_gradient: bool = True) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import inspect
 import threading
 import time
 from functools import partial
@@ -247,11 +246,4 @@ def _check_arguments(loss_fn: Any) -> None:
             f"loss_fn: {loss_fn.name} is computed from logits, which stay on the server. Call forward_backward(data, "
             f"{loss_fn.name!r}), or write it as a function of (data, logprobs)."
         )
-    try:
-        signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # some of what is written in C says nothing of its arguments
-        return
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        raise InvalidLoss(f"loss_fn must be a function of (data, logprobs), but takes {signature}: {error}") from None
+    surrogate.check_arguments(loss_fn)

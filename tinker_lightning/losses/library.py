@@ -12,7 +12,6 @@ import functools
 import inspect
 import math
 from numbers import Integral, Real
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,19 +41,6 @@ def is_of_library(loss: Any) -> bool:
     function, _ = unwrapped(loss)
     name = getattr(function, "__name__", "")
     return name in losses.__all__ and function is getattr(losses, name)
-
-
-def takes_no_self(loss: Any) -> bool:
-    """Whether what stands in a class as its loss is a function of `(data, logprobs)`, not written as a method."""
-    if is_of_library(loss):
-        return True
-    if not isinstance(loss, FunctionType):
-        return False
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(loss).parameters.values()
-    required = [each.name for each in parameters if each.kind in positional and each.default is each.empty]
-    *within, name = loss.__qualname__.rpartition("<locals>.")[2].split(".")
-    return len(required) == 2 and required[0] != "self" and not (within and name == "loss")
 
 
 def check_settings(loss: Any, given: Mapping[str, Any], *, may_have_others: bool = False) -> None:
