@@ -36,7 +36,7 @@ def serve_stub(extended: bool, ready: Callable[[str], None]) -> None:
     from starlette.responses import Response
     from starlette.routing import Route
 
-    from tinker_lightning.server.routes.handshake import CLIENT_CONFIG
+    from tinker_lightning.server.endpoints.handshake import CLIENT_CONFIG
     from tinker_lightning.types import ForwardBackwardOutput, TensorData
     from tinker_lightning.wire import protobuf
 

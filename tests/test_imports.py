@@ -1,30 +1,37 @@
-"""What importing a name brings along: for a trainer its strategy, and for everything else nothing of Lightning."""
+"""What importing a name brings along: Lightning only for those who use it, and then its strategy."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
+import pytest
+
 import tinker_lightning
-from tinker_lightning import _TRAINED
+
+LIGHTNING = {"RemoteModule", "TinkerStrategy"}
+TRAINER = "print(type(pl.Trainer(strategy='tinker', logger=False).strategy).__name__)"
 
 
-def run(program: str) -> None:
+def run(program: str) -> str:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
-def test_the_strategy_is_known_with_whatever_it_trains() -> None:
-    """In whatever order packages are imported."""
-    assert {"RemoteAdamW", "RemoteLM", "RemoteModule"} == _TRAINED
-    run(
-        "from tinker_lightning import RemoteLM\n"
-        "import lightning.pytorch as pl\n"
-        "strategy = pl.Trainer(strategy='tinker', logger=False).strategy\n"
-        "assert type(strategy).__name__ == 'TinkerStrategy', strategy\n"
-    )
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "from tinker_lightning import RemoteModule\nimport lightning.pytorch as pl",
+        "from tinker_lightning import TinkerStrategy\nimport lightning.pytorch as pl",
+        "import lightning.pytorch as pl\nfrom tinker_lightning import RemoteLM",
+        "import lightning.pytorch as pl\nfrom tinker_lightning import RemoteAdamW",
+    ],
+)
+def test_the_strategy_is_registered_where_lightning_is_used(imports: str) -> None:
+    assert run(f"{imports}\n{TRAINER}") == "TinkerStrategy"
 
 
-def test_all_else_does_without_lightning() -> None:
-    names = ", ".join(sorted(set(tinker_lightning.__all__) - _TRAINED))
-    run(f"from tinker_lightning import {names}\nimport sys\nassert 'lightning' not in sys.modules\n")
+def test_everything_else_does_not_import_lightning() -> None:
+    names = ", ".join(sorted(set(tinker_lightning.__all__) - LIGHTNING))
+    assert run(f"from tinker_lightning import {names}\nimport sys\nprint('lightning' in sys.modules)") == "False"

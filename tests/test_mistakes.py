@@ -17,7 +17,7 @@ import torch
 
 from tinker_lightning import AdamParams, Datum, LossFnOutput, Regularizer, custom_loss, losses
 from tinker_lightning.client import ServiceClient, TrainingClient
-from tinker_lightning.client.patience import Patience
+from tinker_lightning.client.retry_policy import RetryPolicy
 from tinker_lightning.errors import TinkerLightningError
 from tinker_lightning.testing import embedded_service
 
@@ -101,7 +101,7 @@ def missing_input(stage: Stage) -> None:
 
 
 def unreachable(_: Stage) -> None:
-    service = ServiceClient("http://127.0.0.1:9", patience=Patience(0.0))
+    service = ServiceClient("http://127.0.0.1:9", retry_policy=RetryPolicy(0.0))
     custom_loss(service, name="urgent")(minimal)
 
 

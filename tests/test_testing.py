@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tinker_lightning import Datum, testing
-from tinker_lightning.client.patience import Patience
+from tinker_lightning.client.retry_policy import RetryPolicy
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import Fault, FaultyTransport, RecordingTransport, embedded_service
 from tinker_lightning.types.requests import ForwardBackwardRequest
@@ -134,8 +134,10 @@ def test_the_same_seed_meets_the_same_faults() -> None:
 
 
 def test_a_client_survives_them() -> None:
-    patience = Patience(20.0, first_delay=0.01, longest_delay=0.02)
-    with embedded_service(wrap=lambda inner: FaultyTransport(inner, rate=0.3, seed=3), patience=patience) as service:
+    retry_policy = RetryPolicy(20.0, first_delay=0.01, longest_delay=0.02)
+    with embedded_service(
+        wrap=lambda inner: FaultyTransport(inner, rate=0.3, seed=3), retry_policy=retry_policy
+    ) as service:
         model = service.create_lora_training_client("tiny", rank=4)
         for _ in range(3):
             model.forward_backward(DATA, "cross_entropy")

@@ -1,16 +1,19 @@
 """Train remote language models with PyTorch Lightning over the Tinker API."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData, collate
 
 if TYPE_CHECKING:
-    from tinker_lightning.client import connect
-    from tinker_lightning.losses.regularizer import Regularizer
-    from tinker_lightning.losses.server_loss import LossFnOutput, custom_loss
-    from tinker_lightning.module import RemoteModule
-    from tinker_lightning.optim import RemoteAdamW
-    from tinker_lightning.remote import RemoteLM
+    from tinker_lightning.client import ServiceClient, connect
+    from tinker_lightning.lightning.module import RemoteModule
+    from tinker_lightning.lightning.strategy import TinkerStrategy
+    from tinker_lightning.losses.regularizers.regularizer import Regularizer
+    from tinker_lightning.lossgraph.server_loss import LossFnOutput, custom_loss
+    from tinker_lightning.remote.adamw import RemoteAdamW
+    from tinker_lightning.remote.lm import RemoteLM
 
 __all__ = [
     "AdamParams",
@@ -22,33 +25,39 @@ __all__ = [
     "RemoteLM",
     "RemoteModule",
     "SamplingParams",
+    "ServiceClient",
     "TensorData",
+    "TinkerStrategy",
     "collate",
     "connect",
     "custom_loss",
 ]
 
-# Loaded when first asked for, so that a server or a data script does not import what it never uses.
+# Loaded on first access, so that a server, a data script or a plain torch loop does not import what it never uses.
 _LAZY = {
-    "LossFnOutput": "tinker_lightning.losses.server_loss",
-    "Regularizer": "tinker_lightning.losses.regularizer",
-    "RemoteAdamW": "tinker_lightning.optim",
-    "RemoteLM": "tinker_lightning.remote",
-    "RemoteModule": "tinker_lightning.module",
-    "connect": "tinker_lightning.client",
-    "custom_loss": "tinker_lightning.losses.server_loss",
+    "LossFnOutput": "lossgraph.server_loss",
+    "Regularizer": "losses.regularizers.regularizer",
+    "RemoteAdamW": "remote.adamw",
+    "RemoteLM": "remote.lm",
+    "RemoteModule": "lightning.module",
+    "ServiceClient": "client",
+    "TinkerStrategy": "lightning.strategy",
+    "connect": "client",
+    "custom_loss": "lossgraph.server_loss",
 }
 
-# What a LightningModule is made of. With these Trainer(strategy="tinker") is known, whichever package comes first.
-_TRAINED = {"RemoteAdamW", "RemoteLM", "RemoteModule"}
+# These register `Trainer(strategy="tinker")`; the others do so only where Lightning is imported already.
+_LIGHTNING = {"RemoteModule", "TinkerStrategy"}
+_TRAINED = {"RemoteAdamW", "RemoteLM"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
+    import sys
 
-    if name in _TRAINED:
-        importlib.import_module("tinker_lightning.strategy")
-    value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _LIGHTNING or (name in _TRAINED and "lightning.pytorch" in sys.modules):
+        importlib.import_module(f"{__name__}.lightning.strategy")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     return value

@@ -15,7 +15,7 @@ import torch
 
 from tinker_lightning import Datum, ModelInput, TensorData
 from tinker_lightning.client import ServiceClient, as_backend, as_sampler
-from tinker_lightning.client.patience import Patience
+from tinker_lightning.client.retry_policy import RetryPolicy
 from tinker_lightning.server import EmbeddedTrainer, create_app
 from tinker_lightning.server.engine.passes import run_pass
 from tinker_lightning.testing import RecordingTransport, embedded_service
@@ -33,7 +33,7 @@ BackendName: TypeAlias = Literal["in process", "tcp", "tcp without extensions", 
 BACKENDS: tuple[BackendName, ...] = ("in process", "tcp", "tcp without extensions", "official SDK")
 SDK_KEY = "tml-any"
 TEXTS = ("hello world, this is a text", "a short one", "and another, of a middling length")
-QUICK = Patience(20.0, first_delay=0.01, longest_delay=0.05, billing_delay=0.01)
+QUICK = RetryPolicy(20.0, first_delay=0.01, longest_delay=0.05, billing_delay=0.01)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -160,7 +160,7 @@ def held(monkeypatch: pytest.MonkeyPatch, reached: threading.Event) -> Iterator[
         go_on.wait(30)
         return run_pass(*args, **options)
 
-    monkeypatch.setattr("tinker_lightning.server.training.run_pass", waiting)
+    monkeypatch.setattr("tinker_lightning.server.core.training_service.run_pass", waiting)
     yield go_on
     go_on.set()
 
@@ -185,10 +185,10 @@ def recorded(shared: EmbeddedTrainer) -> Iterator[Recorded]:
 
 
 @contextlib.contextmanager
-def recording(app: ASGIApp, patience: Patience = QUICK, api_key: str | None = None) -> Iterator[Recorded]:
+def recording(app: ASGIApp, retry_policy: RetryPolicy = QUICK, api_key: str | None = None) -> Iterator[Recorded]:
     """A client of an app, with a record of what it sends."""
     record = RecordingTransport(httpx.ASGITransport(app))
-    with ServiceClient("http://embedded", api_key, transport=record, patience=patience) as service:
+    with ServiceClient("http://embedded", api_key, transport=record, retry_policy=retry_policy) as service:
         yield Recorded(service, record)
 
 

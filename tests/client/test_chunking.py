@@ -17,7 +17,7 @@ from tests.client.conftest import DATA, QUICK, bits, csr, nll
 from tinker_lightning import AdamParams, Datum, ModelInput, TensorData
 from tinker_lightning.client import ServiceClient, chunking
 from tinker_lightning.server import create_app
-from tinker_lightning.server.routes import handshake
+from tinker_lightning.server.endpoints import handshake
 from tinker_lightning.testing import RecordingTransport
 from tinker_lightning.types import DmelChunk, ForwardBackwardOutput, ImageChunk
 
@@ -141,7 +141,7 @@ def chunked(
     monkeypatch.setattr(handshake, "CLIENT_CONFIG", {**handshake.CLIENT_CONFIG, **limits})
     jitter = Jitter(httpx.ASGITransport(create_app(shared, extended=extended)))
     record = RecordingTransport(jitter)
-    with ServiceClient("http://embedded", transport=record, patience=QUICK) as service:
+    with ServiceClient("http://embedded", transport=record, retry_policy=QUICK) as service:
         yield Chunked(shared, service, record, jitter)
 
 

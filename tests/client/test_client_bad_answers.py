@@ -70,7 +70,7 @@ def test_results_that_are_none(
     shared: EmbeddedTrainer, answer: Callable[[], httpx.Response], kind: type[TinkerLightningError], message: str
 ) -> None:
     meddler = Meddler(httpx.ASGITransport(create_app(shared, extended=False)))
-    with ServiceClient("http://embedded", transport=meddler, patience=QUICK) as service:
+    with ServiceClient("http://embedded", transport=meddler, retry_policy=QUICK) as service:
         model = service.create_lora_training_client("tiny", rank=4)
         meddler.answers["retrieve_future"] = answer
         with pytest.raises(TinkerLightningError, match=message) as caught:
@@ -86,7 +86,7 @@ def test_results_that_are_none(
 
 def test_a_sample_whose_result_is_gone_is_asked_for_anew(shared: EmbeddedTrainer) -> None:
     meddler = Meddler(httpx.ASGITransport(create_app(shared, extended=False)))
-    with ServiceClient("http://embedded", transport=meddler, patience=QUICK) as service:
+    with ServiceClient("http://embedded", transport=meddler, retry_policy=QUICK) as service:
         sampler = service.create_sampling_client(base_model="tiny")
         lost = iter(range(2))
 
@@ -105,7 +105,7 @@ def test_a_sample_whose_result_is_gone_is_asked_for_anew(shared: EmbeddedTrainer
 
 def test_a_submission_without_a_receipt(shared: EmbeddedTrainer) -> None:
     meddler = Meddler(httpx.ASGITransport(create_app(shared, extended=False)))
-    with ServiceClient("http://embedded", transport=meddler, patience=QUICK) as service:
+    with ServiceClient("http://embedded", transport=meddler, retry_policy=QUICK) as service:
         model = service.create_lora_training_client("tiny", rank=4)
         meddler.answers["forward_backward"] = lambda: httpx.Response(200, json={})
         with pytest.raises(OperationFailed, match="gave no request_id"):
@@ -121,7 +121,7 @@ def test_a_server_that_is_gone_does_not_hold_up_the_farewell(
     def gone() -> httpx.Response:
         raise httpx.ConnectError("gone")
 
-    with ServiceClient("http://embedded", transport=meddler, patience=QUICK) as service:
+    with ServiceClient("http://embedded", transport=meddler, retry_policy=QUICK) as service:
         service.create_sampling_client(base_model="tiny")
         meddler.answers["finish"] = gone
         started = time.monotonic()

@@ -211,7 +211,7 @@ def test_an_interrupt_while_a_backward_is_sent_loses_no_gradient(
 
     future = model.forward_backward_custom(DATA, nll)
     with monkeypatch.context() as patch:
-        patch.setattr("tinker_lightning.surrogate.linear_datums", interrupted)
+        patch.setattr("tinker_lightning.losses.surrogate.linear_datums", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model.optim_step(FAST)
     assert passes(recorded) == ["forward"]
@@ -228,7 +228,7 @@ def test_a_step_does_not_go_without_a_backward_that_could_not_be_sent(
 
     model.forward_backward_custom(DATA, nll)
     with monkeypatch.context() as patch:
-        patch.setattr("tinker_lightning.surrogate.linear_datums", full)
+        patch.setattr("tinker_lightning.losses.surrogate.linear_datums", full)
         with pytest.raises(MemoryError, match="no room"):
             model.optim_step(FAST)
     assert passes(recorded) == ["forward"]

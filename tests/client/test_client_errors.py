@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from tests.client.conftest import QUICK, recording
 from tinker_lightning.client import ServiceClient
-from tinker_lightning.client.patience import Patience
+from tinker_lightning.client.retry_policy import RetryPolicy
 from tinker_lightning.errors import (
     ConnectionDropped,
     InvalidInput,
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from tests.client.conftest import Running
     from tinker_lightning.server import EmbeddedTrainer
 
-SOON = Patience(0.3, first_delay=0.05, longest_delay=0.1)
+SOON = RetryPolicy(0.3, first_delay=0.05, longest_delay=0.1)
 
 
 @contextlib.contextmanager
-def visiting(url: str, patience: Patience = SOON, **options: Any) -> Iterator[ServiceClient]:
-    with ServiceClient(url, patience=patience, **options) as service:
+def visiting(url: str, retry_policy: RetryPolicy = SOON, **options: Any) -> Iterator[ServiceClient]:
+    with ServiceClient(url, retry_policy=retry_policy, **options) as service:
         yield service
 
 
@@ -57,7 +57,7 @@ def fail_with(service: ServiceClient) -> TinkerLightningError:
 def test_no_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with visiting(f"http://127.0.0.1:{port}", Patience(300.0)) as service:  # the patience of users
+    with visiting(f"http://127.0.0.1:{port}", RetryPolicy(300.0)) as service:  # what users get
         error = fail_with(service)
     assert type(error) is ServerUnreachable
     assert isinstance(error, ConnectionError)
@@ -163,7 +163,7 @@ def test_a_server_of_something_else(
 ) -> None:
     monkeypatch.setattr("tinker_lightning.client.connection.FIRST_CONTACT_SECONDS", 0.3)
     app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
-    with recording(app, Patience(300.0)) as recorded:
+    with recording(app, RetryPolicy(300.0)) as recorded:
         error = fail_with(recorded.service)
     assert type(error) is kind
     mend = "Is the server behind it running?" if answer is bad_gateway else "Correct the URL (TINKER_BASE_URL or url=)"

@@ -18,14 +18,8 @@ from tests.client.conftest import DATA, QUICK, TEXTS, nll, recording
 from tinker_lightning import AdamParams
 from tinker_lightning.client import ServiceClient, download
 from tinker_lightning.client.export import export_adapter
-from tinker_lightning.client.patience import Patience
-from tinker_lightning.errors import (
-    ConnectionDropped,
-    InvalidInput,
-    MessageTooLarge,
-    NotFound,
-    OperationFailed,
-)
+from tinker_lightning.client.retry_policy import RetryPolicy
+from tinker_lightning.errors import ConnectionDropped, InvalidInput, MessageTooLarge, NotFound, OperationFailed
 from tinker_lightning.server import create_app
 
 if TYPE_CHECKING:
@@ -41,7 +35,7 @@ FILES = ["adapter_config.json", "adapter_model.safetensors"]
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "_PATIENCE", Patience(1.0, first_delay=0.001, longest_delay=0.001))
+    monkeypatch.setattr(download, "_PATIENCE", RetryPolicy(1.0, first_delay=0.001, longest_delay=0.001))
 
 
 def trained(model: Any) -> Any:
@@ -154,7 +148,7 @@ class Downloads(httpx.AsyncBaseTransport):
 @pytest.fixture
 def spoiled(shared: EmbeddedTrainer) -> Iterator[tuple[ServiceClient, Downloads]]:
     downloads = Downloads(httpx.ASGITransport(create_app(shared, api_key="tml-secret")))
-    with ServiceClient("http://embedded", "tml-secret", transport=downloads, patience=QUICK) as service:
+    with ServiceClient("http://embedded", "tml-secret", transport=downloads, retry_policy=QUICK) as service:
         yield service, downloads
 
 
@@ -273,7 +267,7 @@ def test_over_the_network_with_a_key(shared: EmbeddedTrainer, running: Running, 
 def test_addresses_that_have_become_stale_are_asked_for_anew(
     shared: EmbeddedTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinker_lightning.server.signing.VALID_SECONDS", 30)
+    monkeypatch.setattr("tinker_lightning.server.core.signing.VALID_SECONDS", 30)
     with recording(create_app(shared)) as recorded:
         model = recorded.service.create_lora_training_client("tiny", rank=4)
         model.export_adapter(tmp_path / "adapter")

@@ -43,7 +43,7 @@ def test_faults_change_nothing(tmp_path: Path) -> None:  # DESIGN §4.2
     trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
     ends = []
     for transport in (None, wrap):
-        with embedded_service(trainer, wrap=transport, patience=QUICK) as service:
+        with embedded_service(trainer, wrap=transport, retry_policy=QUICK) as service:
             model = service.create_lora_training_client("tiny", rank=4, seed=1)
             norms = train(model, 40)
             kinds = [trainer.scheduler.find(f"{model.model_id}:{number}").kind for number in range(1, 40 * 7 + 1)]

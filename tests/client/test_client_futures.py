@@ -111,7 +111,7 @@ def test_what_is_tried_again_while_the_client_closes(shared: EmbeddedTrainer) ->
         async def aclose(self) -> None:
             await asyncio.sleep(0.2)
 
-    service = ServiceClient("http://embedded", transport=Failing(create_app(shared)), patience=QUICK)
+    service = ServiceClient("http://embedded", transport=Failing(create_app(shared)), retry_policy=QUICK)
     future = service.create_lora_training_client("tiny", rank=4).optim_step()
     service.close("errored")
     with pytest.raises(ClientClosed, match="the client was closed before the result came"):
@@ -159,7 +159,7 @@ def test_ctrl_c_works_while_waiting_and_the_client_goes_on() -> None:
         """
         import os, signal, threading, time
         from tinker_lightning import Datum
-        from tinker_lightning.server import training
+        from tinker_lightning.server.core import training_service as training
         from tinker_lightning.testing import embedded_service
 
         go_on, run_pass = threading.Event(), training.run_pass

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from tests.client.conftest import DATA, datum, nll
-from tests.reference import gathered
+from tests.helpers.reference import gathered
 from tinker_lightning import AdamParams, Regularizer, RemoteAdamW, RemoteLM
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossWithoutGradient, OperationFailed, ResultTimeout
-from tinker_lightning.losses import composition, regularizers
+from tinker_lightning.losses import regularizers
+from tinker_lightning.losses.regularizers import composition
 
 if TYPE_CHECKING:
     from tests.client.conftest import Backend, Recorded

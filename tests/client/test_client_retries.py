@@ -14,7 +14,7 @@ import pytest
 from tests.client.conftest import DATA, QUICK
 from tinker_lightning import AdamParams
 from tinker_lightning.client import ServiceClient
-from tinker_lightning.client.patience import Notices, Patience
+from tinker_lightning.client.retry_policy import RetryPolicy, StatusLog
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, ServerUnreachable, TinkerLightningError
 from tinker_lightning.server import EmbeddedTrainer, create_app
 from tinker_lightning.testing import RecordingTransport
@@ -65,7 +65,7 @@ class Scripted:
 def scripted(shared: EmbeddedTrainer, request: pytest.FixtureRequest) -> Iterator[Scripted]:
     script = Script(httpx.ASGITransport(create_app(shared, extended=request.param == "extended")))
     record = RecordingTransport(script)
-    with ServiceClient("http://embedded", transport=record, patience=QUICK) as service:
+    with ServiceClient("http://embedded", transport=record, retry_policy=QUICK) as service:
         yield Scripted(service, script, record)
 
 
@@ -131,18 +131,18 @@ def test_the_server_says_when(scripted: Scripted, headers: dict[str, str], least
 
 
 def test_delays_grow_up_to_a_limit() -> None:
-    patience = Patience(300.0, first_delay=1.0, longest_delay=10.0)
-    delays = [patience.delay(attempt, None) for attempt in (0, 1, 2, 3, 4, 5000)]
+    retry_policy = RetryPolicy(300.0, first_delay=1.0, longest_delay=10.0)
+    delays = [retry_policy.delay(attempt, None) for attempt in (0, 1, 2, 3, 4, 5000)]
     for delay, longest in zip(delays, (1, 2, 4, 8, 10, 10), strict=True):
         assert 0.75 * longest <= delay <= longest
-    assert patience.delay(7, again(402)) == 5.0
+    assert retry_policy.delay(7, again(402)) == 5.0
 
 
 def test_patience_ends(trainer: EmbeddedTrainer) -> None:
     trainer.scheduler._gap_timeout = 0.1  # for what is never sent leaves a gap
     script = Script(httpx.ASGITransport(create_app(trainer)))
-    patience = replace(QUICK, seconds=0.3)
-    with ServiceClient("http://embedded", transport=script, patience=patience) as service:
+    retry_policy = replace(QUICK, seconds=0.3)
+    with ServiceClient("http://embedded", transport=script, retry_policy=retry_policy) as service:
         model = service.create_lora_training_client("tiny", rank=4)
         script.answers["optim_step"] = [again(503)] * 1000
         started = time.monotonic()
@@ -160,10 +160,10 @@ def test_an_account_without_credit_has_its_own_patience(
     shared: EmbeddedTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = Script(httpx.ASGITransport(create_app(shared)))
-    patience = replace(QUICK, seconds=0.1, billing_delay=0.05)
+    retry_policy = replace(QUICK, seconds=0.1, billing_delay=0.05)
     config = {"billing_exception_max_pause_duration_sec": 2.0, "parallel_fwdbwd_chunks": True}
     script.answers["config"] = [httpx.Response(200, json=config)]
-    with ServiceClient("http://embedded", transport=script, patience=patience) as service:
+    with ServiceClient("http://embedded", transport=script, retry_policy=retry_policy) as service:
         model = service.create_lora_training_client("tiny", rank=4)
         script.answers["optim_step"] = [again(402)] * 6
         model.optim_step().result()
@@ -199,7 +199,7 @@ def plain(shared: EmbeddedTrainer) -> Iterator[Scripted]:
     """Where results are fetched."""
     script = Script(httpx.ASGITransport(create_app(shared, extended=False)))
     record = RecordingTransport(script)
-    with ServiceClient("http://embedded", transport=record, patience=QUICK) as service:
+    with ServiceClient("http://embedded", transport=record, retry_policy=QUICK) as service:
         yield Scripted(service, script, record)
 
 
@@ -227,8 +227,8 @@ def test_a_poll_that_ends_without_a_word_is_asked_again(
 
 def test_a_server_that_holds_polls_for_longer_than_our_patience_is_waited_for(shared: EmbeddedTrainer) -> None:
     script = Script(httpx.ASGITransport(create_app(shared, extended=False)))
-    patience = replace(QUICK, seconds=0.05)
-    with ServiceClient("http://embedded", transport=script, patience=patience) as service:
+    retry_policy = replace(QUICK, seconds=0.05)
+    with ServiceClient("http://embedded", transport=script, retry_policy=retry_policy) as service:
         model = service.create_lora_training_client("tiny", rank=4)
         script.answers["retrieve_future"] = [httpx.ReadTimeout("slow")] * 20
         model.optim_step().result()
@@ -244,7 +244,7 @@ def test_a_server_that_does_not_hold_polls_is_not_stormed(plain: Scripted) -> No
 def test_a_submission_that_outlasts_the_long_poll_is_fetched(
     shared: EmbeddedTrainer, held: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinker_lightning.server.routes.futures.LONG_POLL_SECONDS", 0.05)
+    monkeypatch.setattr("tinker_lightning.server.endpoints.futures.LONG_POLL_SECONDS", 0.05)
     record = RecordingTransport(httpx.ASGITransport(create_app(shared)))
     with ServiceClient("http://embedded", transport=record) as service:
         model = service.create_lora_training_client("tiny", rank=4)
@@ -257,7 +257,7 @@ def test_a_submission_that_outlasts_the_long_poll_is_fetched(
 
 
 def test_notices_are_given_once_per_change(caplog: pytest.LogCaptureFixture) -> None:
-    notices = Notices()
+    notices = StatusLog()
     for state in ("active", "full", "full", "closed", "active", "active", "full"):
         notices.show("model", state)
         notices.show("other", "active")

@@ -15,7 +15,7 @@ import tinker
 import tinker_lightning
 from tests.client.conftest import DATA, recording
 from tinker_lightning.client import ServiceClient, TrainingBackend, as_backend, connect
-from tinker_lightning.client.entry import HOSTED_URL
+from tinker_lightning.client.discovery import HOSTED_URL
 from tinker_lightning.errors import ClientClosed, InvalidInput
 from tinker_lightning.server import create_app
 

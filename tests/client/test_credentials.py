@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from tests.client.conftest import DATA, recording
 from tinker_lightning.errors import NotATinkerServer, Unauthorized
 from tinker_lightning.server import create_app
-from tinker_lightning.server.routes import handshake
+from tinker_lightning.server.endpoints import handshake
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send

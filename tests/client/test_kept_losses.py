@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from tinker_lightning import Datum, LossFnOutput, custom_loss
-from tinker_lightning.client import losses as client_losses
+from tinker_lightning.client import loss_uploads as client_losses
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.losses import server_loss
-from tinker_lightning.server import EmbeddedTrainer, loss_registry
+from tinker_lightning.lossgraph import server_loss
+from tinker_lightning.server import EmbeddedTrainer
+from tinker_lightning.server.core import loss_registry
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:

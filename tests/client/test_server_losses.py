@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from tests.reference import gathered
+from tests.helpers.reference import gathered
 from tinker_lightning import AdamParams, Datum, LossFnOutput, custom_loss, losses
 from tinker_lightning.client import LossHandle, ServiceClient, TrainingClient
-from tinker_lightning.client.patience import Patience
+from tinker_lightning.client.retry_policy import RetryPolicy
 from tinker_lightning.errors import (
     ClientClosed,
     InvalidDatum,
@@ -29,9 +29,9 @@ from tinker_lightning.errors import (
     LossWithoutGradient,
     ServerUnreachable,
 )
-from tinker_lightning.losses.tracing.batch import trace_batch_loss
+from tinker_lightning.lossgraph.tracing.batch import trace_batch_loss
 from tinker_lightning.server import EmbeddedTrainer, create_app
-from tinker_lightning.server.routes import handshake
+from tinker_lightning.server.endpoints import handshake
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
@@ -574,7 +574,7 @@ def test_a_missing_input_is_named(service: ServiceClient, model: TrainingClient)
 
 
 def test_an_unreachable_server_is_named() -> None:  # R3.6
-    with ServiceClient("http://127.0.0.1:1", patience=Patience(0.0)) as service:  # noqa: SIM117
+    with ServiceClient("http://127.0.0.1:1", retry_policy=RetryPolicy(0.0)) as service:  # noqa: SIM117
         with pytest.raises(ServerUnreachable, match=r"127\.0\.0\.1:1"):
             custom_loss(service, name="mine")(minimal)
 

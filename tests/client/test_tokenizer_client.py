@@ -59,7 +59,7 @@ def test_a_server_cannot_write_elsewhere(name: str, shared: EmbeddedTrainer) -> 
         return await inner.handle_async_request(request)
 
     inner = httpx.ASGITransport(create_app(shared))
-    with ServiceClient("http://a", transport=httpx.MockTransport(answer), patience=QUICK) as service:
+    with ServiceClient("http://a", transport=httpx.MockTransport(answer), retry_policy=QUICK) as service:
         sampler = service.create_sampling_client(base_model="tiny")
         with pytest.raises(NotATinkerServer, match="a path for a name"):
             sampler.get_tokenizer()
@@ -73,7 +73,7 @@ def test_files_that_are_none(body: Any, shared: EmbeddedTrainer) -> None:
         return await inner.handle_async_request(request)
 
     inner = httpx.ASGITransport(create_app(shared))
-    with ServiceClient("http://a", transport=httpx.MockTransport(answer), patience=QUICK) as service:
+    with ServiceClient("http://a", transport=httpx.MockTransport(answer), retry_policy=QUICK) as service:
         sampler = service.create_sampling_client(base_model="tiny")
         with pytest.raises(NotATinkerServer, match="files"):
             sampler.get_tokenizer()

@@ -11,7 +11,7 @@ import pytest
 import tinker
 import torch
 
-from tests.losses.case import assert_same, batch, value_and_gradient
+from tests.helpers.loss_cases import assert_same, batch, value_and_gradient
 from tinker_lightning import Datum, losses
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.losses import Batch

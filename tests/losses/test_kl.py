@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
-from tests.losses.case import assert_same, batch, entry, value_and_gradient
+from tests.helpers.loss_cases import assert_same, batch, entry, value_and_gradient
 from tinker_lightning import Datum
 from tinker_lightning.losses import cross_entropy, k1, k2, k3, kl_regularized
 

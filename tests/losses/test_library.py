@@ -16,8 +16,8 @@ from tinker.types import CustomLossInput
 from torch import Tensor, fx
 from torch.utils.data import DataLoader
 
-from tests.losses.case import Numbers, assert_same, batch, distillation, stacked, value_and_gradient
-from tests.reference import gathered
+from tests.helpers.loss_cases import Numbers, assert_same, batch, distillation, stacked, value_and_gradient
+from tests.helpers.reference import gathered
 from tinker_lightning import Datum, RemoteModule, collate, losses
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service

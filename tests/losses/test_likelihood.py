@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
-from tests.losses.case import assert_same, batch, distillation, entry, value_and_gradient
+from tests.helpers.loss_cases import assert_same, batch, distillation, entry, value_and_gradient
 from tinker_lightning import Datum
 from tinker_lightning.losses import cross_entropy, topk_distillation
 

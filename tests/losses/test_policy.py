@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.losses.case import assert_same, batch, entry, value_and_gradient
+from tests.helpers.loss_cases import assert_same, batch, entry, value_and_gradient
 from tinker_lightning import Datum, losses
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import grpo, gspo, importance_sampling, ppo, reinforce

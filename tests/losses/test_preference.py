@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tests.losses.case import assert_same, batch, entry, value_and_gradient
+from tests.helpers.loss_cases import assert_same, batch, entry, value_and_gradient
 from tinker_lightning.losses import contrastive, dpo, preference_nll
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ class Fits:
         self._output = output
         with output.open("w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("killed_fit.py"))],
+                [sys.executable, str(Path(__file__).parents[1] / "helpers" / "killed_fit.py")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.client.conftest import recording
-from tests.random_fits import WARNINGS, check
+from tests.helpers.random_fits import WARNINGS, check
 from tinker_lightning.server import EmbeddedTrainer, create_app
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fuzzing import MANY
+from tests.helpers.fuzzing import MANY
 from tinker_lightning.errors import InvalidInput, InvalidMessage, MessageTooLarge
 from tinker_lightning.wire.compression import compress, decompress
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fuzzing import MANY
+from tests.helpers.fuzzing import MANY
 from tinker_lightning.errors import InvalidInput, InvalidMessage
 from tinker_lightning.types import (
     Datum,

@@ -2,7 +2,7 @@
 
 from tinker_lightning.client.backend import TrainingBackend, as_backend, as_sampler
 from tinker_lightning.client.custom import CustomLossFuture
-from tinker_lightning.client.entry import connect
+from tinker_lightning.client.discovery import connect
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.loss_handle import LossHandle
 from tinker_lightning.client.sampling import SamplingClient

@@ -52,7 +52,7 @@ def as_backend(client: Any) -> TrainingBackend:
             "create_lora_training_client() makes it."
         )
     if _is_official(client):
-        from tinker_lightning.client.official_backend import OfficialTrainingClient
+        from tinker_lightning.client.sdk.clients import OfficialTrainingClient
 
         return OfficialTrainingClient(client)
     backend: TrainingBackend = client
@@ -70,7 +70,7 @@ def as_sampler(client: Any) -> Any:
             f"{type(client).__name__} cannot sample. Pass a sampling client, as create_sampling_client() makes it."
         )
     if _is_official(client):
-        from tinker_lightning.client.official_backend import OfficialSamplingClient
+        from tinker_lightning.client.sdk.clients import OfficialSamplingClient
 
         return OfficialSamplingClient(client)
     return client

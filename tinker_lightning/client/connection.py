@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
-from tinker_lightning.client.patience import FIRST_CONTACT_SECONDS, Notices, Patience
+from tinker_lightning.client.retry_policy import FIRST_CONTACT_SECONDS, RetryPolicy, StatusLog
 from tinker_lightning.errors import (
     ClientClosed,
     ConnectionDropped,
@@ -60,7 +60,7 @@ class Connection:
         url: Where the server is.
         credentials: What the requests carry.
         transport: How they get there; None for the network.
-        patience: How long failing requests are tried again, once the server has answered at all.
+        retry_policy: How long failing requests are tried again, once the server has answered at all.
 
     Raises:
         InvalidInput: If the URL cannot be one of a server.
@@ -71,13 +71,13 @@ class Connection:
         url: str,
         credentials: Credentials,
         transport: httpx.AsyncBaseTransport | None,
-        patience: Patience,
+        retry_policy: RetryPolicy,
     ) -> None:
         self.url = url.rstrip("/")
         self.credentials = credentials
-        self.notices = Notices()
-        self.billing_pause_seconds = patience.seconds
-        self._patience = patience
+        self.notices = StatusLog()
+        self.billing_pause_seconds = retry_policy.seconds
+        self._patience = retry_policy
         self._reached = False
         self._closed = False
         _check_url(url)

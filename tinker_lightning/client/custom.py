@@ -9,12 +9,12 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tinker_lightning import surrogate
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.client.official import batch, to_datums
+from tinker_lightning.client.sdk.inputs import batch, to_datums
 from tinker_lightning.errors import InvalidLoss, OperationFailed, TinkerLightningError
-from tinker_lightning.losses import composition
-from tinker_lightning.losses.regularizer import as_regularizers
+from tinker_lightning.losses import surrogate
+from tinker_lightning.losses.regularizers import composition
+from tinker_lightning.losses.regularizers.regularizer import as_regularizers
 from tinker_lightning.types import ForwardBackwardOutput
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinker_lightning.losses.regularizer import Regularizer
-    from tinker_lightning.surrogate import Evaluation, LossFn
+    from tinker_lightning.losses.regularizers.regularizer import Regularizer
+    from tinker_lightning.losses.surrogate import Evaluation, LossFn
     from tinker_lightning.types import Datum
 
     Send: TypeAlias = Callable[[list[Datum]], TinkerFuture[ForwardBackwardOutput]]

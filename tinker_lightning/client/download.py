@@ -18,7 +18,7 @@ from urllib.parse import urljoin, urlsplit
 import httpx
 
 from tinker_lightning.client import checkpoints
-from tinker_lightning.client.patience import Patience
+from tinker_lightning.client.retry_policy import RetryPolicy
 from tinker_lightning.errors import (
     ConnectionDropped,
     InvalidMessage,
@@ -47,7 +47,7 @@ MAX_FILES = 1000
 # An address that is valid for no longer than this is asked for anew.
 _MARGIN = timedelta(minutes=1)
 _ATTEMPTS = 6
-_PATIENCE = Patience(300.0)
+_PATIENCE = RetryPolicy(300.0)
 _REDIRECTS = (301, 302, 303, 307, 308)
 # An empty file that some servers put into archives.
 _COMPLETE = "checkpoint_complete"

@@ -7,8 +7,8 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinker_lightning import folders
 from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError
+from tinker_lightning.wire import folders
 
 if TYPE_CHECKING:
     import os

@@ -130,15 +130,15 @@ class TinkerFuture(Generic[T]):
         return self._source.result()
 
 
-class Unread:
+class UnreadFailures:
     """The futures of a client whose failure nobody has seen yet; it is raised at the client's next use.
 
     Args:
-        patience: How many seconds a failure waits for the rest of what was sent, for more may have failed with it.
+        retry_policy: How many seconds a failure waits for the rest of what was sent, for more may have failed with it.
     """
 
-    def __init__(self, patience: float = 0.0) -> None:
-        self._patience = patience
+    def __init__(self, retry_policy: float = 0.0) -> None:
+        self._patience = retry_policy
         self._futures: list[TinkerFuture[Any]] = []
         self._lock = threading.Lock()
         self._held = 0

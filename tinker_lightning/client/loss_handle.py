@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tinker_lightning import surrogate
-from tinker_lightning.client.official import to_datum
+from tinker_lightning.client.sdk.inputs import to_datum
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.losses.datum_loss import DatumLoss
-from tinker_lightning.losses.graphs.graph import places_of
+from tinker_lightning.losses import surrogate
+from tinker_lightning.lossgraph.datum_loss import DatumLoss
+from tinker_lightning.lossgraph.graphs.graph import places_of
 from tinker_lightning.types import Datum, ForwardBackwardOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tinker_lightning.losses.graphs.graph import Graph
+    from tinker_lightning.lossgraph.graphs.graph import Graph
 
 
 @dataclass(frozen=True, slots=True)

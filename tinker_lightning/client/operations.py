@@ -171,7 +171,7 @@ def _is_expected(response: httpx.Response) -> bool:
 
 
 def _is_receipt(response: httpx.Response) -> bool:
-    """Whether an answer says that the submission was taken, and not only that somebody in between lost patience."""
+    """Whether an answer says that the submission was taken, and not only that somebody in between lost retry_policy."""
     return response.status_code == 408 and bool((_pending(response) or {}).get("request_id"))
 
 

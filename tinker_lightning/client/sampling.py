@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tinker_lightning.client import official
-from tinker_lightning.client.futures import TinkerFuture, Unread
+from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
 from tinker_lightning.client.operations import Operation, perform
+from tinker_lightning.client.sdk import inputs
 from tinker_lightning.errors import ResultExpired
 from tinker_lightning.types import SampleResponse, SamplingParams
 from tinker_lightning.types.requests import SampleRequest
@@ -31,7 +31,7 @@ class SamplingClient:
 
     def __init__(self, service: ServiceClient, sampler_id: str) -> None:
         self.sampler_id = sampler_id
-        self.unread = Unread()
+        self.unread = UnreadFailures()
         self._service = service
         self._lock = threading.Lock()
         self._next_number = 0
@@ -44,7 +44,7 @@ class SamplingClient:
         include_prompt_logprobs: bool = False,
     ) -> TinkerFuture[SampleResponse]:
         """Samples continuations of a prompt."""
-        params = official.to_sampling_params(sampling_params)
+        params = inputs.to_sampling_params(sampling_params)
         return self._watched(self._submit("sample", prompt, num_samples, params, include_prompt_logprobs))
 
     def compute_logprobs(self, prompt: Any) -> TinkerFuture[list[float | None]]:
@@ -68,7 +68,7 @@ class SamplingClient:
         self._service.check_usable()
         self.unread.raise_first()
         session = self._service.session
-        model_input = official.to_model_input(prompt)
+        model_input = inputs.to_model_input(prompt)
 
         def operation() -> Operation[SampleResponse]:
             with self._lock:

@@ -14,14 +14,14 @@ import numpy as np
 from torch import Tensor
 
 from tinker_lightning.client.loss_handle import LossHandle, located
-from tinker_lightning.client.official import loss_name
+from tinker_lightning.client.sdk.inputs import loss_name
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
-from tinker_lightning.losses.batch_loss import check_given
 from tinker_lightning.losses.builtin import LOSSES
-from tinker_lightning.losses.datum_loss import SCALE
-from tinker_lightning.losses.graphs.graph import Graph
 from tinker_lightning.losses.scaling import scaled
-from tinker_lightning.losses.server_loss import ServerLoss
+from tinker_lightning.lossgraph.batch_loss import check_given
+from tinker_lightning.lossgraph.datum_loss import SCALE
+from tinker_lightning.lossgraph.graphs.graph import Graph
+from tinker_lightning.lossgraph.server_loss import ServerLoss
 from tinker_lightning.types import Datum, ForwardBackwardOutput, TensorData
 from tinker_lightning.types.tensor import as_array
 

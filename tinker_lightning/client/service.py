@@ -14,9 +14,9 @@ from tinker_lightning.client.connection import Connection
 from tinker_lightning.client.credentials import Credentials
 from tinker_lightning.client.futures import raise_together
 from tinker_lightning.client.loop import BackgroundLoop
-from tinker_lightning.client.losses import Losses
+from tinker_lightning.client.loss_uploads import Losses
 from tinker_lightning.client.operations import Operation, perform
-from tinker_lightning.client.patience import Patience
+from tinker_lightning.client.retry_policy import RetryPolicy
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.session import Session, fetch_capabilities
 from tinker_lightning.client.training import TrainingClient
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from tinker_lightning.client.futures import TinkerFuture, Unread
+    from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
     from tinker_lightning.client.loss_handle import LossHandle
-    from tinker_lightning.losses.batch_loss import Source
+    from tinker_lightning.lossgraph.batch_loss import Source
 
 T = TypeVar("T")
 C = TypeVar("C", TrainingClient, SamplingClient)
@@ -51,7 +51,7 @@ class ServiceClient:
         url: Where the server is.
         api_key: What it wants to see.
         transport: How requests get there; None for the network. The seam for tests.
-        patience: How long failing requests are tried again.
+        retry_policy: How long failing requests are tried again.
         on_close: Called when the client was closed.
         in_process: Registers a Python function as a loss of a session, where the trainer runs in this process.
     """
@@ -62,14 +62,14 @@ class ServiceClient:
         api_key: str | None = None,
         *,
         transport: httpx.AsyncBaseTransport | None = None,
-        patience: Patience = Patience(300.0),  # noqa: B008  # immutable
+        retry_policy: RetryPolicy = RetryPolicy(300.0),  # noqa: B008  # immutable
         on_close: Callable[[], None] | None = None,
         in_process: Callable[[str, Callable[..., Any], Source, str], str] | None = None,
     ) -> None:
         self.url = url
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._connection = Connection(url, Credentials(api_key), transport, patience)
+        self._connection = Connection(url, Credentials(api_key), transport, retry_policy)
         self._loop = BackgroundLoop(self._connection.close)
         self._session: Session | None = None
         self._closed = False
@@ -77,7 +77,7 @@ class ServiceClient:
         self._release = weakref.finalize(self, _release, self._pid, self._loop, on_close)
         self.losses = Losses(self, in_process)
         # What each client has not read yet, kept for those that are gone.
-        self._unread: list[tuple[weakref.ref[TrainingClient | SamplingClient], Unread]] = []
+        self._unread: list[tuple[weakref.ref[TrainingClient | SamplingClient], UnreadFailures]] = []
 
     def get_server_capabilities(self) -> rs.ServerCapabilities:
         """What the server has."""

@@ -5,19 +5,20 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tinker_lightning import surrogate
-from tinker_lightning.client import chunking, loss_handle, official, server_pass
+from tinker_lightning.client import chunking, loss_handle, server_pass
 from tinker_lightning.client.connection import PROTOBUF
 from tinker_lightning.client.custom import CustomLosses, CustomLossFuture
 from tinker_lightning.client.export import export_adapter
-from tinker_lightning.client.futures import TinkerFuture, Unread
+from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
 from tinker_lightning.client.loss_handle import LossHandle
 from tinker_lightning.client.operations import Operation
+from tinker_lightning.client.sdk import inputs
 from tinker_lightning.client.server_pass import ServerPass
-from tinker_lightning.client.turns import Turns, perform_all
+from tinker_lightning.client.submit_order import SubmitOrder, perform_all
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.losses import composition
-from tinker_lightning.surrogate import SURROGATE
+from tinker_lightning.losses import surrogate
+from tinker_lightning.losses.regularizers import composition
+from tinker_lightning.losses.surrogate import SURROGATE
 from tinker_lightning.types import (
     AdamParams,
     ForwardBackwardOutput,
@@ -37,13 +38,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from tinker_lightning.client.losses import Losses
+    from tinker_lightning.client.loss_uploads import Losses
     from tinker_lightning.client.sampling import SamplingClient
     from tinker_lightning.client.service import ServiceClient
     from tinker_lightning.client.session import Session
-    from tinker_lightning.losses.regularizer import Regularizer
-    from tinker_lightning.losses.server_loss import ServerLoss
-    from tinker_lightning.surrogate import LossFn
+    from tinker_lightning.losses.regularizers.regularizer import Regularizer
+    from tinker_lightning.losses.surrogate import LossFn
+    from tinker_lightning.lossgraph.server_loss import ServerLoss
     from tinker_lightning.types import Datum
 
 T = TypeVar("T")
@@ -60,7 +61,7 @@ class TrainingClient:
     def __init__(self, service: ServiceClient, model_id: str) -> None:
         self.model_id = model_id
         self._service = service
-        self.unread = Unread()
+        self.unread = UnreadFailures()
         self._lock = threading.Lock()
         self._last_number = 0
         self._custom = CustomLosses(
@@ -68,7 +69,7 @@ class TrainingClient:
             lambda data: self._pass(data, SURROGATE, None, forward_only=True),
             lambda data: self._pass(data, SURROGATE, None, forward_only=False),
         )
-        self._turns = Turns()
+        self._turns = SubmitOrder()
 
     def forward(
         self,
@@ -87,7 +88,7 @@ class TrainingClient:
             loss_fn_inputs: Inputs of the loss given once for the batch, in place of with each datum.
         """
         self._check()
-        datums = official.to_datums(data)
+        datums = inputs.to_datums(data)
         if isinstance(loss_fn, LossHandle) and loss_fn.loss_id is None:
             datums = server_pass.handle_data(self._service, datums, loss_fn, loss_fn_config, loss_fn_inputs)
             forward = self._pass(surrogate.forward_datums(datums), SURROGATE, None, forward_only=True)
@@ -114,7 +115,7 @@ class TrainingClient:
             scale: What the gradient is multiplied by; the metrics are those of the loss itself.
         """
         self._check()
-        datums = official.to_datums(data)
+        datums = inputs.to_datums(data)
         if isinstance(loss_fn, LossHandle) and loss_fn.loss_id is None:
             datums = server_pass.handle_data(self._service, datums, loss_fn, loss_fn_config, loss_fn_inputs)
             return self._watched(self._custom.add(datums, loss_handle.times(loss_fn, scale)))
@@ -127,7 +128,7 @@ class TrainingClient:
         """Raises what `forward_backward` would raise at the call; sends no pass."""
         self._service.check_usable()
         if not (isinstance(loss_fn, LossHandle) and loss_fn.loss_id is None):
-            datums = official.to_datums(data)
+            datums = inputs.to_datums(data)
             self._chunks(server_pass.prepare(self._service, datums, loss_fn, loss_fn_config, None, scale))
 
     def forward_backward_custom(
@@ -165,7 +166,7 @@ class TrainingClient:
         taken, and the error is raised here; then all of them have to be called again.
         """
         self._check()
-        params = AdamParams() if optim_params is None else official.to_adam_params(optim_params)
+        params = AdamParams() if optim_params is None else inputs.to_adam_params(optim_params)
         self._custom.flush()
         future = self._submit(
             "optim_step",

@@ -10,7 +10,6 @@ from torch import Tensor, fx
 from torch.nn.utils.rnn import pad_sequence
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput
-from tinker_lightning.losses.tracing.values import stacked
 
 # Datums with one tensor of log-probabilities each; or inputs by name and log-probabilities, stacked: `[B, T]`.
 Data: TypeAlias = Sequence[Any] | Mapping[str, Tensor]
@@ -40,6 +39,14 @@ _RANKS = {
     2: "there must be K alternatives at each position, [T, K]: a teacher's likeliest tokens. For one target at each "
     "position use cross_entropy.",
 }
+
+
+class StackedLogprobs:
+    """Log-probabilities that look like a list to a loss, but are one tensor: how a traced loss receives them."""
+
+    def as_tensor(self) -> Tensor:
+        """Returns the tensor, `[B, T]`."""
+        raise NotImplementedError
 
 
 class EmptyBatch(InvalidInput):
@@ -193,7 +200,8 @@ class Batch:
 
 def _of_rank(logprobs: Tensor, rank: int | None) -> Tensor:
     """Stacked log-probabilities, of targets of that rank."""
-    logprobs = stacked(logprobs)
+    if isinstance(logprobs, StackedLogprobs):
+        logprobs = logprobs.as_tensor()
     if rank is None:
         return logprobs
     if is_traced(logprobs):

@@ -20,7 +20,7 @@ import torch
 from tinker_lightning import losses
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses.batch import EmptyBatch, Rehearsal
-from tinker_lightning.surrogate import forward_datums
+from tinker_lightning.losses.surrogate import forward_datums
 from tinker_lightning.types import Datum, TensorData
 
 if TYPE_CHECKING:

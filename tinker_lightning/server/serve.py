@@ -10,8 +10,8 @@ import uvicorn
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.app import create_app
+from tinker_lightning.server.core.trainer import EmbeddedTrainer
 from tinker_lightning.server.http import LocalHost, is_loopback
-from tinker_lightning.server.trainer import EmbeddedTrainer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,18 +15,18 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
-from tinker_lightning.losses.batch_loss import check_given, metric_names
-from tinker_lightning.losses.graphs.limits import Limits
+from tinker_lightning.lossgraph.batch_loss import check_given, metric_names
+from tinker_lightning.lossgraph.graphs.limits import Limits
 from tinker_lightning.server.engine.batching import group_by_length
+from tinker_lightning.server.engine.bound_loss import blaming, loss_gradient, loss_number, metric_number
 from tinker_lightning.server.engine.inputs import stack_inputs
-from tinker_lightning.server.engine.losses import blaming, loss_gradient, loss_number, metric_number
 from tinker_lightning.server.engine.passes import TOKEN_BUDGET, read_targets, read_tokens
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from tinker_lightning.losses.batch_loss import LossFnOutput, Setting, Source
+    from tinker_lightning.lossgraph.batch_loss import LossFnOutput, Setting, Source
     from tinker_lightning.server.engine.adapter import Adapter
     from tinker_lightning.server.engine.base import BaseModel
     from tinker_lightning.types import Datum

@@ -134,6 +134,8 @@ class LoraHost:
             warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
             # peft finds out by itself which layers hold their matrix transposed (GPT-2's Conv1D), and says so.
             warnings.filterwarnings("ignore", message="fan_in_fan_out")
+            # peft reads a property that newer releases of transformers have renamed.
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
             if self._peft is None:
                 self._peft = peft.PeftModel(self._model, peft_config, adapter_name=name)
                 self._model.requires_grad_(False)

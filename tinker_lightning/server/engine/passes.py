@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.server.engine.batching import group_by_length
-from tinker_lightning.server.engine.losses import BoundGraph, BoundLoss, blaming
+from tinker_lightning.server.engine.bound_loss import BoundGraph, BoundLoss, blaming
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss, TinkerLightningError
-from tinker_lightning.losses.batch_loss import Hyperparameter, LossFnOutput, Setting, Source, check_name, settings
-from tinker_lightning.losses.tracing.batch import read_hyperparameters
+from tinker_lightning.lossgraph.batch_loss import Hyperparameter, LossFnOutput, Setting, Source, check_name, settings
+from tinker_lightning.lossgraph.tracing.batch import read_hyperparameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tinker_lightning.losses.graphs.limits import Limits
+    from tinker_lightning.lossgraph.graphs.limits import Limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,102 @@
+"""The quickstart runs from end to end; here with a model that learns nothing, but in seconds."""
+
+from __future__ import annotations
+
+import csv
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import wandb
+
+from tests.helpers.wandb_log import history
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.py"
+STEPS = 24  # 64 lessons in batches of 2, 4 batches a step, 3 epochs
+
+# Lightning's advice for loaders as small as these, and its use of a name that torch calls deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),
+]
+
+
+@pytest.fixture(scope="module")
+def quickstart() -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLE))
+
+
+@pytest.fixture(scope="module")
+def folder(quickstart: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quickstart")
+    quickstart["main"](folder, model="tiny")
+    wandb.finish()  # as the end of the process would
+    return folder
+
+
+def read_table(folder: Path, column: str) -> list[tuple[int, float]]:
+    with (folder / "version_0" / "metrics.csv").open() as file:
+        return [(int(row["step"]), float(row[column])) for row in csv.DictReader(file) if row[column]]
+
+
+def test_every_step_and_validation_is_in_the_table(folder: Path) -> None:  # R0.2, R0.4, R5.3
+    for column in ("train_loss", "train_nll", "train_doubt", "grad_norm", "learning_rate"):
+        assert [step for step, _ in read_table(folder, column)] == list(range(STEPS)), column
+    validations = read_table(folder, "val_loss")
+    assert [step for step, _ in validations] == [0, 3, 7, 11, 15, 19, 23]
+    assert validations[-1][1] < validations[0][1]
+
+
+def test_the_learning_rate_warms_up_and_falls(folder: Path) -> None:  # R5.3
+    rates = [rate for _, rate in read_table(folder, "learning_rate")]
+    assert rates.index(max(rates)) == STEPS // 8
+    assert rates[0] == pytest.approx(0.25 * max(rates))
+    assert sorted(rates[STEPS // 8 :], reverse=True) == rates[STEPS // 8 :]
+    assert rates[-1] < 0.01 * max(rates)
+
+
+def test_the_checkpoint_is_the_best_and_names_a_state(folder: Path) -> None:  # R5.3
+    checkpoint = torch.load(folder / "version_0" / "checkpoints" / "best.ckpt", weights_only=True)
+    scores = read_table(folder, "val_loss")
+    (kept,) = (value for key, value in checkpoint["callbacks"].items() if key.startswith("ModelCheckpoint"))
+    assert kept["best_model_score"] == pytest.approx(min(loss for _, loss in scores))
+    assert checkpoint["tinker"]["path"].startswith("tinker://")
+
+
+def test_the_picture_is_a_picture(folder: Path) -> None:
+    picture = (folder / "version_0" / "loss.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n")
+    assert len(picture) > 10_000
+
+
+def test_wandb_has_the_same_numbers(folder: Path) -> None:  # R0.3
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    losses = [row["train_loss"] for row in history(file) if "train_loss" in row]
+    assert losses == pytest.approx([loss for _, loss in read_table(folder, "train_loss")])
+
+
+def test_each_lesson_is_a_ticket_and_none_is_an_order_to_come(quickstart: dict[str, Any]) -> None:
+    lessons, orders = (quickstart["read_chats"](part) for part in ("train", "validation"))
+    for chat in lessons + orders:
+        assert [message["role"] for message in chat] == ["system", "user", "assistant"]
+        ticket = json.loads(chat[-1]["content"])
+        assert list(ticket) == ["count", "size", "drink", "extra"]
+        said = chat[1]["content"].lower()
+        assert ticket["drink"] in said
+        assert ticket["extra"] is None or ticket["extra"] in said
+        assert ticket["size"] == "regular" or ticket["size"] in said
+    assert not {chat[1]["content"] for chat in lessons} & {chat[1]["content"] for chat in orders}
+
+
+def test_the_loss_counts_a_ticket_s_weakest_token_until_it_is_sure(quickstart: dict[str, Any]) -> None:  # R1.2
+    barista = quickstart["Barista"]("tiny", base_url="embedded")
+    datum = quickstart["Datum"].from_tokens([1, 2, 3, 4], weights=[0, 0, 1, 1])
+    unsure = torch.tensor([0.1, 0.9, 0.2]).log().requires_grad_()
+    loss, metrics = barista.loss([datum], [unsure])
+    expected = -(torch.tensor([0.9, 0.2]).log().mean()) + 0.1 * torch.tensor(0.5 / 0.2).log()
+    assert loss.item() == pytest.approx(expected.item())
+    assert barista.loss([datum], [torch.tensor([0.1, 0.9, 0.6]).log()])[1]["train_doubt"] == 0
+    assert metrics["train_doubt"] > 0

@@ -1,0 +1,203 @@
+"""What stands in a checkpoint file, who goes on from it, and what is refused with nothing changed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from tests.helpers.resuming import DATA, Bench, Everywhere, Mean, Rows, assert_same, loaders, state_of
+from tinker_lightning import collate
+from tinker_lightning.errors import InvalidInput, NotFound
+from tinker_lightning.server import EmbeddedTrainer
+from tinker_lightning.testing import embedded_service
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
+    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided"),
+]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    server = EmbeddedTrainer(["tiny"], data_dir=tmp_path_factory.mktemp("data"))
+    with embedded_service(server) as service:
+        yield Bench(server, service)
+    server.close()
+
+
+def quiet(**options: Any) -> pl.Trainer:
+    defaults = {"strategy": "tinker", "logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    return pl.Trainer(**{**defaults, "enable_progress_bar": False, **options})
+
+
+def test_a_window_that_waits_for_its_step_is_in_the_file_and_nothing_else_is(bench: Bench, tmp_path: Path) -> None:
+    saver = Everywhere(tmp_path, "batch end 0.1", "batch end 0.2", "batch start 0.4", "batch end 0.5")
+    bench.run("shuffled", saver)
+    contents = [torch.load(file.path, weights_only=True) for file in saver.files]
+    assert [len(content["tinker"]["windows"]["lm.handle"]) for content in contents] == [1, 0, 1, 0]
+    assert [content["tinker"]["steps"] for content in contents] == [0, 1, 1, 3]
+    (call,) = contents[0]["tinker"]["windows"]["lm.handle"]
+    lengths = [len(datum["inputs"]["target_tokens"]) for datum in call["datums"]]
+    assert [len(gradient) for gradient in call["gradients"]] == lengths
+
+
+def test_files_of_model_checkpoint_go_on_and_load_without_running_code(bench: Bench, tmp_path: Path) -> None:
+    every = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1, save_last=True)
+    whole = bench.run("shuffled", every)
+    files = sorted(tmp_path.glob("*.ckpt"))
+    assert [file.name for file in files] == ["last.ckpt", "step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
+    for file in files:
+        content = torch.load(file, weights_only=True)
+        assert content["tinker"]["path"].startswith("tinker://")
+        resumed = bench.run(resume=file)
+        assert resumed.state == whole.state
+        assert resumed.seen == whole.seen[len(whole.seen) - len(resumed.seen) :]
+        assert resumed.rows.items() <= whole.rows.items()
+
+
+def test_one_trainer_goes_back_to_its_own_file_with_one_remote_model(bench: Bench, tmp_path: Path) -> None:
+    pl.seed_everything(1, verbose=False)
+    module, loader = bench.module(), loaders("generator")
+    models = len(bench.server.registry.models())
+    saver = Everywhere(tmp_path, "batch end 0.3")
+    options = {"logger": Rows(), "callbacks": [saver], "enable_checkpointing": True, "log_every_n_steps": 1}
+    trainer = quiet(max_epochs=2, accumulate_grad_batches=2, **options)
+    trainer.fit(module, loader)
+    whole, seen = state_of(bench.server, module), module.seen[3:]
+    module.seen.clear()
+    trainer.fit(module, loader, ckpt_path=str(saver.files[0].path))
+    assert module.seen == seen
+    assert state_of(bench.server, module) == whole
+    assert len(bench.server.registry.models()) == models
+
+
+def test_an_epoch_that_a_limit_has_cut_goes_on_where_the_limit_is_higher(bench: Bench, tmp_path: Path) -> None:
+    """No datum is trained twice or never, whether the file is of the step, of the epoch's end or of the fit's."""
+    whole = bench.run(max_steps=6, max_epochs=-1)
+    saver = Everywhere(tmp_path, "batch end 1.2", "epoch end 1.2", "end 2.2")
+    bench.run("shuffled", saver, max_steps=4, max_epochs=-1)
+    assert len(saver.files) == 3
+    for file in saver.files:
+        resumed = bench.run(resume=file.path, max_steps=6, max_epochs=-1)
+        assert [texts for _, _, texts in resumed.seen] == [texts for _, _, texts in whole.seen[file.seen :]]
+        assert resumed.epoch == whole.epoch
+
+
+def test_an_epoch_that_was_cut_is_the_one_that_is_left(bench: Bench, tmp_path: Path) -> None:
+    whole = bench.run(max_epochs=2)
+    saver = Everywhere(tmp_path, "end 2.2")
+    bench.run("shuffled", saver, max_steps=4, max_epochs=-1)
+    (file,) = saver.files
+    resumed = bench.run(resume=file.path, max_epochs=2)
+    assert [texts for _, _, texts in resumed.seen] == [texts for _, _, texts in whole.seen[file.seen :]]
+
+
+def test_another_accumulation_holds_from_the_resume_on(bench: Bench, tmp_path: Path) -> None:
+    saver = Everywhere(tmp_path, "batch end 0.1")
+    bench.run("shuffled", saver, accumulate_grad_batches=1, max_epochs=1)
+    (file,) = saver.files
+    resumed = bench.run(resume=file.path, accumulate_grad_batches=5, max_epochs=3)
+    assert [step for _, step, _ in resumed.seen] == [1] * 4 + [2] * 5 + [3] * 5
+
+
+def test_a_run_that_has_ended_goes_on_for_more_epochs(bench: Bench, tmp_path: Path) -> None:
+    whole = bench.run(max_epochs=3)
+    saver = Everywhere(tmp_path, "end 2.5")
+    bench.run("shuffled", saver)
+    assert_same(whole, bench.run(resume=saver.files[0].path, max_epochs=3), saver.files[0])
+
+
+def test_a_module_is_loaded_with_its_weights(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    with Mean("tiny", rank=2, seed=1, base_url="embedded") as module:
+        trainer = quiet(max_steps=2)
+        trainer.fit(module, loaders("shuffled"))
+        trainer.save_checkpoint(tmp_path / "file.ckpt")
+        with torch.no_grad():
+            expected = torch.cat(module.lm(DATA))
+    with Mean.load_from_checkpoint(tmp_path / "file.ckpt") as loaded, torch.no_grad():
+        assert torch.equal(torch.cat(loaded.lm(DATA)), expected)
+        assert loaded.hparams["rank"] == 2
+
+
+class Local(pl.LightningModule):
+    """A module of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.layer(batch).mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_files_of_other_models_are_refused_before_anything_is_made(bench: Bench, tmp_path: Path) -> None:
+    saver = Everywhere(tmp_path, "batch end 0.3")
+    bench.run("shuffled", saver, max_epochs=1)
+    other = tmp_path / "other.ckpt"
+    local = quiet(max_steps=1, accelerator="cpu", strategy="auto")
+    local.fit(Local(), DataLoader(torch.zeros(2, 1)))  # type: ignore[arg-type]
+    local.save_checkpoint(other)
+    file = saver.files[0].path
+    for module, path, message in (
+        (Mean("smollm2-135m", rank=2, base_url="embedded"), file, "is of tiny, but this module of smollm2-135m"),
+        (Mean("tiny", rank=4, base_url="embedded"), file, "has rank 2, but this module 4"),
+        (Mean("tiny", rank=2, base_url="embedded"), other, "names no remote state; it was not written by a Remote"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            quiet(max_epochs=1).fit(module, loaders("shuffled"), ckpt_path=str(path))
+        assert not module.lm.handle.remote.is_made
+
+
+def test_a_state_that_is_gone_is_named_and_changes_nothing(bench: Bench, tmp_path: Path) -> None:
+    saver = Everywhere(tmp_path, "batch end 0.3")
+    bench.run("shuffled", saver, max_epochs=1)
+    file = saver.files[0].path
+    content = file.read_bytes()
+    module = bench.module(seed=3)
+    (-torch.cat(module.lm(DATA[:2])).mean()).backward()
+    before, window = state_of(bench.server, module), list(module.lm.handle.remote.window)
+    path = torch.load(file, weights_only=True)["tinker"]["path"]
+    module.delete_state(path)
+    trainer = quiet(max_epochs=1)
+    with pytest.raises(NotFound, match=f"{path} that the checkpoint names is not on the server.*another checkpoint"):
+        trainer.fit(module, loaders("shuffled"), ckpt_path=str(file))
+    assert state_of(bench.server, module) == before
+    assert module.lm.handle.remote.window == window
+    assert file.read_bytes() == content
+    trainer.fit(module, loaders("shuffled"))
+
+
+def test_data_that_shrank_is_refused(bench: Bench, tmp_path: Path) -> None:
+    saver = Everywhere(tmp_path, "batch end 0.4")
+    bench.run("shuffled", saver, max_epochs=1)
+    short: Any = DataLoader(DATA[:4], batch_size=2, collate_fn=collate, shuffle=True)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match=r"saved after 4 batches of an epoch, but the training loader has only 2\."):
+        quiet(max_epochs=1, accumulate_grad_batches=2).fit(bench.module(), short, ckpt_path=str(saver.files[0].path))
+
+
+def test_a_fit_that_cannot_begin_leaves_the_limit_of_steps(bench: Bench, tmp_path: Path) -> None:
+    saver = Everywhere(tmp_path, "batch end 1.2")
+    bench.run("shuffled", saver, max_steps=4, max_epochs=-1)
+    file = saver.files[0].path
+    module = bench.module()
+    module.delete_state(torch.load(file, weights_only=True)["tinker"]["path"])
+    trainer = quiet(max_steps=4)
+    with pytest.raises(NotFound):
+        trainer.fit(module, loaders("shuffled"), ckpt_path=str(file))
+    assert trainer.max_steps == 4

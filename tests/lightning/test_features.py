@@ -1,0 +1,421 @@
+"""What users write themselves around a remote model, and that every row of docs/lightning-features.md has its test."""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytorch_lightning as other
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
+from packaging.version import Version
+from torch.utils.data import DataLoader
+
+from tests.helpers.trainers import DATA, LIGHTNING, SMALL, Hybrid, OnServer, loader, logprobs_of, new, quiet
+from tinker_lightning import Datum, RemoteAdamW, RemoteModule, collate
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.testing import embedded_service
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import lightning.pytorch as pl
+
+    from tinker_lightning.client import ServiceClient
+
+pytestmark = SMALL
+
+ROOT = Path(__file__).parents[2]
+FILES = (
+    "lightning/test_callbacks",
+    "lightning/test_tuning",
+    "lightning/test_trainer_flags",
+    "lightning/test_loggers",
+    "lightning/test_accelerators",
+    "lightning/test_features",
+)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[ServiceClient]:
+    with embedded_service() as service:
+        yield service
+
+
+class Manual(RemoteModule):
+    """Does by hand what Lightning does by itself with `accumulate_grad_batches=2`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        data = self.datums(batch)
+        loss: Any = self.loss(data, self.lm(data))
+        self.manual_backward(loss[0] / 2)
+        if batch_idx % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_manual_optimization(service: ServiceClient) -> None:
+    manual, automatic = new(service, Manual), new(service, RemoteModule)
+    trainer = quiet(max_epochs=2)
+    trainer.fit(manual, loader())
+    quiet(max_epochs=2, accumulate_grad_batches=2).fit(automatic, loader())
+    assert trainer.global_step == manual.lm.handle.remote.steps == 4
+    assert torch.equal(logprobs_of(manual), logprobs_of(automatic))
+
+
+class Measures(RemoteModule):
+    """Logs the size of each batch, in the ways that Lightning means over an epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log_dict({"size": float(len(self.datums(batch)))}, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        del batch_idx, dataloader_idx
+        self.log("val_size", float(len(self.datums(batch))))
+
+
+class InPairs(Measures):
+    def datums(self, batch: Any) -> list[Datum]:
+        return [datum for pair in batch["pairs"] for datum in pair]
+
+
+class OfTensors(Measures):
+    def datums(self, batch: Any) -> list[Datum]:
+        return [Datum.from_tokens(row) for row in batch]
+
+
+@pytest.mark.parametrize(
+    ("kind", "collate_fn"),
+    [
+        (Measures, collate),
+        (InPairs, lambda data: {"pairs": [(datum, datum) for datum in data], "name": "a batch"}),
+        (OfTensors, lambda data: torch.arange(4).repeat(len(data), 1)),
+    ],
+    ids=["datums", "pairs in a dict", "tensors, which Lightning counts"],
+)
+def test_values_of_ones_own_are_weighted_by_datums(
+    service: ServiceClient, kind: type[RemoteModule], collate_fn: Any
+) -> None:
+    batches: DataLoader[Any] = DataLoader(DATA, batch_size=3, collate_fn=collate_fn)  # type: ignore[arg-type]
+    trainer = quiet(max_epochs=1)
+    trainer.fit(new(service, kind), batches, batches)
+    expected = (3 * 3 + 3 * 3 + 2 * 2) / 8 * (2 if kind is InPairs else 1)
+    assert trainer.callback_metrics["val_size"] == pytest.approx(expected)
+    assert trainer.callback_metrics["size_epoch"] == pytest.approx(expected)
+
+
+def test_a_batch_size_of_ones_own_counts(service: ServiceClient) -> None:
+    class ByBatch(Measures):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            del batch_idx, dataloader_idx
+            self.log("val_size", float(len(batch)), batch_size=1)
+
+    trainer = quiet(max_epochs=1)
+    trainer.fit(new(service, ByBatch), loader(3), loader(3))
+    assert trainer.callback_metrics["val_size"] == pytest.approx((3 + 3 + 2) / 3)
+
+
+def test_several_optimizers(service: ServiceClient) -> None:
+    class Two(Hybrid):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            optimizers: Any = self.optimizers()
+            remote, local = optimizers
+            data = self.datums(batch)
+            self.manual_backward(self.loss(data, self.lm(data)))
+            for optimizer in (remote, local)[: 1 + batch_idx % 2]:
+                optimizer.step()
+            remote.zero_grad()
+            local.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            return [RemoteAdamW(self.lm.parameters(), lr=1e-2), torch.optim.SGD(self.head.parameters(), lr=1e-2)]
+
+    module = new(service, Two)
+    before = module.head.weight.clone()
+    trainer = quiet(max_epochs=1)
+    trainer.fit(module, loader())
+    assert module.lm.handle.remote.steps == 4
+    assert trainer.global_step == 6
+    assert not torch.equal(module.head.weight, before)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_other_optimizers_are_refused(service: ServiceClient, optimizer: Any) -> None:
+    class Wrong(RemoteModule):
+        def configure_optimizers(self) -> Any:
+            return optimizer(self.parameters(), lr=1e-2)
+
+    with pytest.raises(InvalidInput, match="RemoteAdamW"):
+        quiet().fit(new(service, Wrong), loader())
+
+
+@pytest.mark.parametrize(("kind", "monitor"), [(RemoteModule, "val_loss"), (OnServer, "train_loss")])
+def test_reduce_lr_on_plateau(service: ServiceClient, kind: type[RemoteModule], monitor: str) -> None:
+    class Plateau(kind):  # type: ignore[valid-type,misc]
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": monitor}}
+
+    trainer = quiet(max_epochs=3)
+    # Epochs of one step, whose metrics are still on their way when they end.
+    trainer.fit(new(service, Plateau), loader(2, 2), loader(2, 2) if monitor == "val_loss" else None)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 * 0.1**3)
+
+
+@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("monitor", ["train_loss", "grad_norm"])
+def test_reduce_lr_on_plateau_of_steps(
+    service: ServiceClient, tmp_path: Path, monitor: str, strict: bool, strategy: str
+) -> None:
+    seen: list[float] = []
+
+    class Watching(torch.optim.lr_scheduler.ReduceLROnPlateau):
+        def step(self, metrics: Any, epoch: Any = None) -> None:  # type: ignore[override]
+            seen.append(float(metrics))
+            super().step(metrics, epoch)
+
+    class Plateau(OnServer):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            schedule = Watching(optimizer, patience=0, threshold=1e9)
+            settings = {"scheduler": schedule, "monitor": monitor, "interval": "step", "frequency": 2, "strict": strict}
+            return {"optimizer": optimizer, "lr_scheduler": settings}
+
+    logger = CSVLogger(tmp_path)
+    trainer = quiet(max_epochs=2, logger=logger, strategy=strategy, accelerator="cpu", devices=1)
+    trainer.fit(new(service, Plateau), loader())
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        logged = [float(row[monitor]) for row in csv.DictReader(file)]
+    assert seen == pytest.approx(logged[1::2])
+    assert len(logged) == 8
+
+
+def test_several_training_loaders(service: ServiceClient) -> None:
+    class Joined(RemoteModule):
+        def datums(self, batch: Any) -> list[Any]:
+            return [datum for part in batch.values() for datum in part]
+
+    module = new(service, Joined)
+    quiet(max_epochs=1, accumulate_grad_batches=2).fit(module, {"many": loader(), "few": loader(1, 2)})
+    assert module.lm.handle.remote.steps == 2  # as many batches as the longer one has
+
+
+class TakesItsBatches(RemoteModule):
+    """A step that draws from the loader itself, and reads datums from whatever iterable it is given."""
+
+    def datums(self, batch: Any) -> list[Any]:
+        return list(batch)
+
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        data, *_ = next(dataloader_iter)
+        return -torch.cat(self.lm(self.datums(data))).mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_that_takes_its_batches_itself(service: ServiceClient, size: int) -> None:
+    module, plain = new(service, TakesItsBatches), new(service, TakesItsBatches)
+    quiet(max_epochs=2, accumulate_grad_batches=size).fit(module, loader())
+    alone = {"strategy": "auto", "accelerator": "cpu", "devices": 1}
+    quiet(max_epochs=2, accumulate_grad_batches=size, **alone).fit(plain, loader())
+    assert module.lm.handle.remote.steps == 8 // size
+    assert torch.equal(logprobs_of(module), logprobs_of(plain))
+
+
+def test_several_validation_loaders(service: ServiceClient) -> None:
+    module = new(service, RemoteModule)
+    trainer = quiet(max_epochs=1)
+    trainer.fit(module, loader(), [loader(), loader(2, 2)])
+    together = {i: trainer.callback_metrics[f"val_loss/dataloader_idx_{i}"] for i in range(2)}
+    alone = {i: trainer.validate(module, data, verbose=False)[0] for i, data in enumerate([loader(), loader(2, 2)])}
+    assert together == pytest.approx({i: scores["val_loss"] for i, scores in alone.items()})
+    assert together[0] != together[1]
+
+
+class Typed(RemoteModule):
+    """As a user would give it to a command line."""
+
+    def __init__(self, model: str, temperature: float = 1.0, rank: int = 8, **kwargs: Any) -> None:
+        super().__init__(model, rank=rank, **kwargs)
+        self.temperature = temperature
+
+    def loss(self, _: list[Any], logprobs: list[torch.Tensor]) -> torch.Tensor:
+        return -torch.cat(logprobs).mean() / self.temperature
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
+# jsonargparse's advice to Lightning, and Lightning's that nobody chose a seed.
+@pytest.mark.filterwarnings(r"ignore:[\s\S]*(in v5\.0\.0|JsonargparseDeprecationWarning)")
+def test_lightning_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # R5.3
+    from lightning.pytorch.cli import LightningCLI
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["program"])
+    model = ["--model.model=tiny", "--model.rank=4", "--model.temperature=2", "--model.base_url=embedded"]
+    trainer = ["--trainer.strategy=tinker", "--trainer.max_steps=2", "--trainer.logger=false", "--seed_everything=1"]
+    quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
+    cli = LightningCLI(Typed, run=False, args=[*model, *trainer, *quiet], save_config_callback=None)
+    cli.trainer.fit(cli.model)
+    assert cli.model.lm.handle.remote.steps == 2
+    assert cli.model.lm.backend.get_info().lora_rank == 4
+    cli.model.close()
+    file = cli.trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    with Typed.load_from_checkpoint(file) as loaded:
+        assert loaded.temperature == 2
+    again = LightningCLI(Typed, args=["fit", *model, *trainer, *quiet, "--trainer.max_steps=3", f"--ckpt_path={file}"])
+    assert again.trainer.global_step == again.model.lm.handle.remote.steps == 3
+    again.model.close()
+
+
+class ForeignCallback(other.Callback):
+    pass
+
+
+class ForeignData(other.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
+def test_objects_of_pytorch_lightning_are_refused(service: ServiceClient, tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], Any, str]] = [
+        ({"callbacks": [other.callbacks.EarlyStopping("val_loss")]}, None, "EarlyStopping"),
+        ({"callbacks": [ForeignCallback()]}, None, "ForeignCallback"),
+        ({"logger": other.loggers.CSVLogger(tmp_path)}, None, "CSVLogger"),
+        ({"profiler": other.profilers.SimpleProfiler()}, None, "SimpleProfiler"),
+        ({}, ForeignData(), "ForeignData"),
+    ]
+    for settings, data, name in cases:
+        refused: Any = InvalidInput
+        reason = rf"{name} is from the package pytorch_lightning.*lightning\.pytorch"
+        if Version("2.6") > LIGHTNING:  # the trainer itself would not be made
+            refused, reason = (TypeError, ValueError), "."
+        with pytest.raises(refused, match=reason):
+            quiet(**settings).fit(new(service, RemoteModule), None if data else loader(), datamodule=data)
+
+
+def test_one_module_in_two_trainers(service: ServiceClient) -> None:
+    class Inner(Callback):
+        def __init__(self, method: str) -> None:
+            self.method = method
+
+        def on_train_batch_start(self, _: Any, pl_module: pl.LightningModule, *__: Any) -> None:
+            getattr(quiet(), self.method)(pl_module, loader())
+
+    module = new(service, RemoteModule)
+    quiet().fit(module, loader())
+    quiet(max_steps=2).fit(module, loader())
+    assert module.lm.handle.remote.steps == 5
+    for method in ("fit", "validate"):
+        with pytest.raises(InvalidInput, match="another trainer's work"):
+            quiet(callbacks=[Inner(method)]).fit(new(service, RemoteModule), loader())
+    with pytest.raises(InvalidInput, match="another trainer's work"):
+        quiet(callbacks=[Inner("fit")]).fit(module, loader())
+    quiet(max_steps=1).fit(module, loader())  # nothing is left of the trainer that failed
+    assert module.lm.handle.remote.steps == 6
+
+    class Catches(Inner):
+        def on_train_batch_start(self, *args: Any) -> None:
+            with pytest.raises(InvalidInput, match="another trainer's work"):
+                super().on_train_batch_start(*args)
+
+    quiet(max_steps=2, callbacks=[Catches("validate")]).fit(module, loader())  # the first trainer's work goes on
+    assert module.lm.handle.remote.steps == 8
+
+
+class Lingers(Callback):
+    """Is long at the end of a trainer that fails."""
+
+    def __init__(self) -> None:
+        self.is_there, self.may_go = threading.Event(), threading.Event()
+        self.module: Any = self
+
+    def on_exception(self, _: Any, pl_module: pl.LightningModule, *__: Any) -> None:
+        self.module = pl_module
+        self.is_there.set()
+        assert self.may_go.wait(60)
+
+
+@pytest.mark.parametrize("method", ["fit", "validate"])
+@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+def test_a_trainer_that_comes_second_on_another_thread(service: ServiceClient, method: str, strategy: str) -> None:
+    lingers = Lingers()
+    refused: list[str] = []
+
+    def second() -> None:
+        plain = {"accelerator": "cpu", "devices": 1} if strategy == "auto" else {}
+        try:
+            getattr(quiet(strategy=strategy, callbacks=[lingers], **plain), method)(module, loader())
+        except InvalidInput as error:
+            refused.append(str(error))
+
+    class Logs(RemoteModule):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 1:
+                thread.start()
+                assert lingers.is_there.wait(60)
+                self.log("in the midst", 1.0)
+                assert self.trainer is first
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            lingers.may_go.set()
+
+    thread = threading.Thread(target=second)
+    module, first = new(service, Logs), quiet()
+    first.fit(module, loader())
+    thread.join(60)
+    assert "another trainer's work" in refused[0]
+    assert lingers.module is None
+    assert module.lm.handle.remote.steps == 3
+    quiet(max_steps=1).fit(module, loader())
+    assert module.lm.handle.remote.steps == 4
+
+
+def table() -> dict[str, list[str]]:
+    """The features of the table, and the tests that they name."""
+    rows: dict[str, list[str]] = {}
+    for line in (ROOT / "docs" / "lightning-features.md").read_text().splitlines():
+        if line.startswith("| ") and not line.startswith("| feature"):
+            feature, *_, tests = line.strip("|").split(" | ")
+            rows[feature.strip()] = re.findall(r"`(test_\w+)`", tests)
+    return rows
+
+
+def _tests_in(*files: str) -> set[str]:
+    return {
+        name
+        for file in files
+        for name in re.findall(r"^def (test_\w+)", (ROOT / "tests" / f"{file}.py").read_text(), re.MULTILINE)
+    }
+
+
+def test_every_row_of_the_table_has_a_test() -> None:
+    written = _tests_in(*FILES)
+    known = written | _tests_in("remote/test_group")
+    rows = table()
+    assert len(rows) > 40
+    for feature, tests in rows.items():
+        assert tests, f"{feature} names no test"
+        assert set(tests) <= known, f"{feature} names {set(tests) - known}, which is not there"
+    named = {name for tests in rows.values() for name in tests}
+    assert written - named == {"test_every_row_of_the_table_has_a_test"}

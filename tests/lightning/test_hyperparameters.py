@@ -1,0 +1,60 @@
+"""Which of a module's arguments its checkpoint files keep."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.helpers.trainers import SMALL, loader, quiet
+from tinker_lightning import RemoteModule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = SMALL
+
+
+class Fixes(RemoteModule):
+    """Passes some arguments on by itself, and others as they come."""
+
+    def __init__(self, alpha: float = 0.5, **kwargs: Any) -> None:
+        super().__init__("tiny", rank=4, base_url="embedded", **kwargs)
+        self.alpha = alpha
+
+
+class FixesMore(Fixes):
+    def __init__(self, beta: float, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, learning_rate=2e-2, **kwargs)
+        self.beta = beta
+        self.save_hyperparameters()
+
+
+class PassesOn(RemoteModule):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"rank": 4, **kwargs})
+
+
+@pytest.mark.parametrize(
+    ("make", "kept"),
+    [
+        (lambda: Fixes(), {"alpha": 0.5}),
+        (lambda: Fixes(0.7, seed=3), {"alpha": 0.7, "seed": 3}),
+        (lambda: FixesMore(0.1, 0.7, seed=3), {"beta": 0.1, "alpha": 0.7, "seed": 3}),
+        (lambda: FixesMore(beta=0.1), {"beta": 0.1}),
+        (lambda: PassesOn("tiny", base_url="embedded"), {"model": "tiny", "base_url": "embedded"}),
+    ],
+)
+def test_a_file_keeps_what_the_outermost_constructor_was_given(
+    make: Callable[[], RemoteModule], kept: dict[str, Any], tmp_path: Path
+) -> None:
+    with make() as module:
+        trainer = quiet(max_steps=1)
+        trainer.fit(module, loader())
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert module.hparams["rank"] == 4  # loggers see all of them
+    assert torch.load(tmp_path / "a.ckpt", weights_only=True)["hyper_parameters"] == kept
+    with type(module).load_from_checkpoint(tmp_path / "a.ckpt", seed=5) as loaded:
+        assert loaded.hparams == {**module.hparams, "seed": 5}

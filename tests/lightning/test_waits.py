@@ -1,0 +1,169 @@
+"""How often a step waits: once for a loss of one's own, however many micro-batches; never for one of the server's."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from tests.helpers.trainers import SMALL, OnServer, quiet
+from tinker_lightning import Datum, RemoteModule, collate
+from tinker_lightning.client import ServiceClient
+from tinker_lightning.client.futures import TinkerFuture
+from tinker_lightning.server import EmbeddedTrainer, create_app
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+pytestmark = SMALL
+
+STEPS = 4
+
+
+class Distant(httpx.AsyncBaseTransport):
+    """A server so far away that nothing comes back before somebody waits for it."""
+
+    def __init__(self, inner: httpx.AsyncBaseTransport) -> None:
+        self.is_far = False
+        self._inner = inner
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        response = await self._inner.handle_async_request(request)
+        while self.is_far:
+            await asyncio.sleep(0.002)
+        return response
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class Trace(pl.Callback):
+    """What the main thread waits for in each step, from the first batch to the end of training.
+
+    A wait lasts until all that was asked for is answered. So answers that come together are waited for once, two waits
+    are two journeys to the server, and no clock is needed to tell.
+    """
+
+    def __init__(self, transport: Distant, patch: pytest.MonkeyPatch) -> None:
+        self.steps: list[list[str]] = [[]]
+        self._transport = transport
+        self._asked: dict[Any, str] = {}
+        self._wait = concurrent.futures.wait
+        made, result = TinkerFuture.__init__, concurrent.futures.Future.result
+
+        def make(future: Any, source: Any, operation: str, *args: Any) -> None:
+            self._asked[source] = operation
+            made(future, source, operation, *args)
+
+        def wait(sources: Iterable[Any], timeout: float | None = None, return_when: str = "ALL_COMPLETED") -> Any:
+            self._before(sources := list(sources))
+            return self._wait(sources, timeout, return_when)
+
+        def read(source: Any, timeout: float | None = None) -> Any:
+            self._before([source])
+            return result(source, timeout)
+
+        patch.setattr(TinkerFuture, "__init__", make)
+        patch.setattr(concurrent.futures, "wait", wait)
+        patch.setattr(concurrent.futures.Future, "result", read)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._transport.is_far = True
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == len(self.steps):
+            self.steps.append([])
+
+    def on_train_end(self, *_: Any) -> None:
+        self._transport.is_far = False
+
+    def _before(self, sources: list[Any]) -> None:
+        pending = [source for source in sources if not source.done()]
+        if pending and self._transport.is_far and threading.current_thread() is threading.main_thread():
+            self.steps[-1].append(self._asked.get(pending[0], "?").split(" ")[0])
+            self._transport.is_far = False
+            self._wait([*self._asked, *pending])
+            self._transport.is_far = True
+
+
+class Mean(RemoteModule):
+    def loss(self, _: list[Any], logprobs: list[Tensor]) -> Any:
+        nll = -torch.cat(logprobs).mean()
+        return nll, {"perplexity": nll.exp()}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTrainer]:
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path_factory.mktemp("data"))
+    yield trainer
+    trainer.close()
+
+
+def waits(
+    server: EmbeddedTrainer,
+    folder: Path,
+    kind: type[RemoteModule] = Mean,
+    *,
+    strategy: str = "tinker",
+    n: int = 1,
+    steps: int = STEPS,
+    extended: bool = True,
+    **settings: Any,
+) -> list[list[str]]:
+    """What each step of a fit waits for."""
+    transport = Distant(httpx.ASGITransport(create_app(server, extended=extended)))
+    data = [Datum.from_tokens([i % 256, 1, 2, 3]) for i in range(n * steps)]
+    batches: Any = DataLoader(data, 1, collate_fn=collate)  # type: ignore[arg-type]
+    with ServiceClient("http://embedded", transport=transport) as service, pytest.MonkeyPatch.context() as patch:
+        module = kind(service.create_lora_training_client("tiny", rank=2, seed=1), **settings)
+        trace = Trace(transport, patch)
+        trainer = quiet(
+            strategy=strategy,
+            accelerator="cpu",
+            max_steps=steps,
+            accumulate_grad_batches=n,
+            gradient_clip_val=1.0,
+            logger=CSVLogger(folder),
+            callbacks=[trace],
+        )
+        trainer.fit(module, batches)
+    assert trace.steps.pop() == []
+    return trace.steps
+
+
+@pytest.mark.parametrize("n", [1, 4, 16])
+def test_with_look_ahead_a_step_waits_once(n: int, server: EmbeddedTrainer, tmp_path: Path) -> None:  # R5.6
+    assert waits(server, tmp_path, n=n) == [["forward"]] * STEPS
+
+
+def test_so_it_does_on_servers_without_extensions(server: EmbeddedTrainer, tmp_path: Path) -> None:  # R5.6
+    assert waits(server, tmp_path, n=4, extended=False) == [["forward"]] * STEPS
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_plain_trainer_waits_for_every_forward(n: int, server: EmbeddedTrainer, tmp_path: Path) -> None:
+    assert waits(server, tmp_path, n=n, strategy="auto") == [["forward"] * n] * STEPS
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+def test_a_loss_of_the_server_waits_only_to_have_few_steps_in_flight(
+    strategy: str, n: int, server: EmbeddedTrainer, tmp_path: Path
+) -> None:  # R5.7
+    found = waits(server, tmp_path, OnServer, strategy=strategy, n=n, steps=9, max_steps_in_flight=4)
+    assert found == [[], [], [], [], ["optim_step"], [], [], [], ["optim_step"]]

@@ -1,0 +1,267 @@
+"""A graph is plain data: what is not exactly what a graph may be is refused, and nothing of it is run by reading it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import sys
+import time
+import tracemalloc
+from typing import Any
+
+import pytest
+import torch
+
+from tinker_lightning.errors import InvalidLoss
+from tinker_lightning.lossgraph.graphs import functions
+from tinker_lightning.lossgraph.graphs.graph import MAX_NODES, MAX_VALUES, Graph, Node, Ref
+
+
+def node(name: str, target: str = "torch.exp", *args: Any, op: str = "call_function", **kwargs: Any) -> dict[str, Any]:
+    return {"op": op, "name": name, "target": target, "args": list(args), "kwargs": kwargs}
+
+
+def ref(name: str) -> dict[str, str]:
+    return {"ref": name}
+
+
+def placeholder(name: str) -> dict[str, Any]:
+    return node(name, name, op="placeholder")
+
+
+def graph(*calls: dict[str, Any], output: Any = None, inputs: tuple[str, ...] = ("logprobs",)) -> dict[str, Any]:
+    returned = output if output is not None else {"tuple": [ref(calls[-1]["name"]), {"dict": {}}]}
+    end = node("output", "output", returned, op="output")
+    return {"format": 1, "nodes": [*map(placeholder, inputs), *calls, end]}
+
+
+def refused(message: Any, because: str) -> None:
+    """It is refused, in a moment and without taking memory."""
+    tracemalloc.start()
+    started = time.perf_counter()
+    try:
+        with pytest.raises(InvalidLoss, match=because):
+            Graph.decode(message)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+    assert time.perf_counter() - started < 2
+
+
+def test_what_is_written_is_read_back() -> None:
+    arguments = (
+        None,
+        True,
+        -3,
+        0.5,
+        math.inf,
+        -math.inf,
+        "text",
+        [1, (2, [Ref(0)])],
+        slice(None, Ref(1), -1),
+        Ellipsis,
+        torch.float32,
+        torch.strided,
+        torch.contiguous_format,
+        {"key": Ref(1)},
+    )
+    calls = [
+        Node("call_function", "first", "torch.stack", ([Ref(0), Ref(1)],)),
+        Node(
+            "call_method", "second", "view", (Ref(2), *arguments), {"dtype": torch.bool, "device": torch.device("cpu")}
+        ),
+    ]
+    built = Graph.build(["logprobs", "advantages"], calls, (Ref(3), {"custom/x:sum": Ref(2)}))
+    read = Graph.decode(json.loads(json.dumps(built.encode())), ["logprobs", "advantages"])
+    assert read == built
+    assert read.encode() == built.encode()
+    nan = Graph.decode(graph(node("a", "torch.exp", {"float": "nan"})))
+    assert math.isnan(nan.calls[0].args[0])
+
+
+def test_the_official_sdks_own_example_is_read() -> None:
+    """As PROTOCOL.md §12.2 has it."""
+    output = {"tuple": [ref("neg"), {"dict": {"custom/x:sum": ref("neg"), "custom/y:mean": ref("mean")}}]}
+    message = graph(
+        node("mul", "operator.mul", ref("logprobs"), ref("advantages")),
+        node("sum_1", "sum", ref("mul"), op="call_method"),
+        node("neg", "operator.neg", ref("sum_1")),
+        node("mean", "mean", ref("logprobs"), op="call_method"),
+        output=output,
+        inputs=("logprobs", "advantages"),
+    )
+    assert Graph.decode(message).output == (Ref(4), {"custom/x:sum": Ref(4), "custom/y:mean": Ref(5)})
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "os.system",
+        "builtins.eval",
+        "builtins.exec",
+        "builtins.__import__",
+        "eval",
+        "subprocess.run",
+        "pickle.loads",
+        "torch.load",
+        "torch.save",
+        "torch.hub.load",
+        "torch.ops.aten.exp",
+        "torch.utils.cpp_extension.load",
+        "torch.Tensor.__class__",
+        "torch.Tensor.__reduce_ex__",
+        "torch.__class__",
+        "torch.exp.__call__",
+        "torch.empty",
+        "torch.rand",
+        "torch.as_strided",
+        "torch.nn.functional.dropout",
+        "operator.attrgetter",
+        "operator.methodcaller",
+        "operator.call",
+        "operator.concat",
+        "math.factorial",
+        "_operator.mul",
+        "torch.exp ",
+        "TORCH.EXP",
+        "",
+    ],
+)
+def test_functions_that_are_not_on_the_list(target: str) -> None:  # R3.7
+    refused(graph(node("a", target, ref("logprobs"))), "is not among those that a loss on a server may call")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "__class__",
+        "__dict__",
+        "__reduce__",
+        "__getattribute__",
+        "__init_subclass__",
+        "__setstate__",
+        "apply_",
+        "as_strided",
+        "backward",
+        "data_ptr",
+        "item",
+        "map_",
+        "numpy",
+        "register_hook",
+        "requires_grad_",
+        "resize_",
+        "set_",
+        "storage",
+        "tolist",
+        "untyped_storage",
+        "format",
+    ],
+)
+def test_methods_that_are_not_on_the_list(method: str) -> None:  # R3.7
+    refused(graph(node("a", method, ref("logprobs"), op="call_method")), "is not among those")
+
+
+def test_the_lists_hold_torchs_own_functions_and_ours_and_no_others() -> None:  # R3.7
+    for table in (functions.FUNCTIONS, functions.METHODS):
+        for name, function in table.items():
+            module = getattr(function.call, "__module__", None) or "torch"
+            assert module.split(".")[0] in ("torch", "tinker_lightning"), name
+            assert "__" not in name
+
+
+@pytest.mark.parametrize(
+    ("message", "because"),
+    [
+        (None, "object with a list of nodes"),
+        ([], "object with a list of nodes"),
+        ({"nodes": "x"}, "object with a list of nodes"),
+        ({"format": 2, "nodes": []}, "format 2 of a graph is not known"),
+        ({"nodes": []}, "last node of a graph must be its output"),
+        (graph(node("a", op="get_attr")), "op 'get_attr' is not taken"),
+        (graph(node("a", op="call_module")), "op 'call_module' is not taken"),
+        (graph(node("a", op="__import__")), "is not taken"),
+        ({"nodes": [{"op": ["x"], "name": "a", "target": "b"}]}, "is not taken"),
+        ({"nodes": [7]}, "node 0: a node is an object"),
+        (graph(node("a b")), "a name is a letter"),
+        (graph(node("__class__.x")), "a name is a letter"),
+        (graph(node("x" * 200)), "a name is a letter"),
+        (graph({**node("a"), "name": None}), "a name is a letter"),
+        (graph({**node("a"), "target": None}), "the target must be a text"),
+        (graph({**node("a"), "target": "t" * 1000}), "the target must be a text"),
+        (graph({**node("a"), "args": {}}), "args must be a list"),
+        (graph({**node("a"), "kwargs": []}), "args must be a list and kwargs an object"),
+        (graph(node("a"), node("a")), "another node of this name"),
+        (graph(node("logprobs")), "another node of this name"),
+        (graph(node("a", "torch.exp", ref("b")), node("b", "torch.exp", ref("a"))), "'b', which no node before it"),
+        (graph(node("a", "torch.exp", ref("a"))), "'a', which no node before it"),
+        (graph(node("a", "torch.exp", ref("output"))), "which no node before it"),
+        (graph(node("a", "torch.exp", {"ref": ["a"]})), "which no node before it"),
+        (graph(node("a", "torch.exp", {"ref": "logprobs", "x": 1})), "an object with one key"),
+        (graph(node("a", "torch.exp", {"code": "import os"})), "is not known"),
+        (graph(node("a", "torch.exp", {"dtype": "__class__"})), "is not known"),
+        (graph(node("a", "torch.exp", {"dtype": "complex64"})), "is not known"),
+        (graph(node("a", "torch.exp", {"device": "../../etc"})), "is not known"),
+        (graph(node("a", "torch.exp", {"layout": "sparse_csr"})), "is not known"),
+        (graph(node("a", "torch.exp", {"memory_format": "x"})), "is not known"),
+        (graph(node("a", "torch.exp", {"float": "1e400"})), "is not known"),
+        (graph(node("a", "torch.exp", {"slice": [1, 2]})), "is not known"),
+        (graph(node("a", "torch.exp", {"ellipsis": False})), "is not known"),
+        (graph(node("a", "torch.exp", {"tuple": {}})), "is not known"),
+        (graph(node("a", "torch.exp", 10**30)), "no tensor can hold"),
+        (graph(node("a", "torch.exp", "x" * 1000)), "a text of more than 256"),
+        (graph(node("a", "torch.add", ref("logprobs"), 1, out=ref("logprobs"))), "'out' is not taken"),
+        (graph(node("a", "torch.ones", 1, requires_grad=True)), "'requires_grad' is not taken"),
+        (graph({**node("a"), "kwargs": {"__class__.x": 1}}), "is not taken"),
+        (graph(node("a"), placeholder("late")), "placeholders stand before all other nodes"),
+        ({"nodes": [{**placeholder("a"), "args": [1]}]}, "a placeholder has no default"),
+        ({"nodes": [placeholder("a"), {**placeholder("a"), "name": "b"}]}, "another placeholder for 'a'"),
+        ({"nodes": [node("o", "output", op="output")]}, "an output has one argument"),
+        ({"nodes": [*graph(node("a"))["nodes"], node("b")]}, "stands behind the output"),
+        ({"nodes": graph(node("a"))["nodes"][:-1]}, "last node of a graph must be its output"),
+    ],
+)
+def test_what_is_no_graph(message: Any, because: str) -> None:
+    refused(message, because)
+
+
+def test_a_million_nodes() -> None:
+    nodes = graph(*(node(f"n{i}", "torch.exp", ref("logprobs")) for i in range(3)))
+    million = {"nodes": nodes["nodes"][:1] + nodes["nodes"][1:2] * 10**6}
+    refused(million, f"a graph of 1000001 nodes; at most {MAX_NODES} are taken")
+
+
+def test_arguments_without_end() -> None:
+    refused(graph(node("a", "torch.tensor", [0.0] * (MAX_VALUES + 1))), f"may have {MAX_VALUES} of them")
+    shared = [0.0] * 1000
+    refused(graph(*(node(f"n{i}", "torch.tensor", shared) for i in range(100))), f"may have {MAX_VALUES} of them")
+    deep: Any = 0
+    for _ in range(sys.getrecursionlimit() * 2):
+        deep = [deep]
+    refused(graph(node("a", "torch.tensor", deep)), "nested 8 deep")
+    for kind in ("tuple", "slice", "dict"):
+        deep = 0
+        for _ in range(2000):
+            deep = {kind: {"k": deep} if kind == "dict" else [deep, None, None]}
+        refused(graph(node("a", "torch.tensor", deep)), "nested 8 deep|is not known")
+
+
+def test_placeholders_must_be_those_that_the_request_names() -> None:
+    with pytest.raises(InvalidLoss, match="the placeholders are logprobs, but should be logprobs, weights"):
+        Graph.decode(graph(node("a", "torch.exp", ref("logprobs"))), ["logprobs", "weights"])
+
+
+def test_reading_does_not_change_what_is_read() -> None:
+    message = graph(node("a", "torch.exp", ref("logprobs")))
+    kept = copy.deepcopy(message)
+    Graph.decode(message)
+    assert message == kept
+
+
+def test_what_is_refused_is_named() -> None:
+    with pytest.raises(InvalidLoss, match=r"node 'mine': the function 'torch\.rand' is not among"):
+        Graph.decode(graph(node("mine", "torch.rand")))
+    with pytest.raises(InvalidLoss, match=r"node 'mine': the function 'torch\.rand' is not among"):
+        Graph.build([], [Node("call_function", "mine", "torch.rand")], ())
+    with pytest.raises(InvalidLoss, match="set has no place in a graph"):
+        Graph.build([], [Node("call_function", "mine", "torch.exp", ({1},))], ()).encode()

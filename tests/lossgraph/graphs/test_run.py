@@ -1,0 +1,406 @@
+"""A graph runs like the Python it came from; what would fill the memory or never end is refused before it begins."""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tinker_lightning.errors import InvalidLoss
+from tinker_lightning.lossgraph.graphs import functions
+from tinker_lightning.lossgraph.graphs.graph import Graph, Node, Ref
+from tinker_lightning.lossgraph.graphs.limits import Limits
+from tinker_lightning.lossgraph.graphs.run import _WRITING, Program
+
+X = Ref(0)
+
+
+def call(target: str, *args: Any, **kwargs: Any) -> Node:
+    return Node("call_function", "bomb", target, args, kwargs)
+
+
+def method(target: str, *args: Any, **kwargs: Any) -> Node:
+    return Node("call_method", "bomb", target, args, kwargs)
+
+
+def program(*calls: Node, inputs: int = 1) -> Program:
+    """A program that returns the value of its last call; a Ref counts the inputs, then the calls."""
+    named = [Node(each.op, f"{each.name}_{i}", each.target, each.args, each.kwargs) for i, each in enumerate(calls)]
+    names = [f"x{i}" for i in range(inputs)]
+    return Program(Graph.decode(Graph.build(names, named, Ref(inputs + len(calls) - 1)).encode()))
+
+
+def run(*calls: Node, x: Any = None) -> Any:
+    values = [torch.linspace(-2, 2, 12).reshape(3, 4)] if x is None else x if isinstance(x, list) else [x]
+    return program(*calls, inputs=len(values))(values)
+
+
+@pytest.fixture
+def bounded() -> Any:
+    """Whatever a test does takes little memory and time."""
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    yield
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600 << 10  # KiB
+    assert time.perf_counter() - started < 15
+
+
+N = 1 << 22  # so many elements are within the limits; its square is not
+BIG = 10**12
+# Each has two inputs, a matrix and a vector of whole numbers, so that Ref(2) is its first call.
+BOMBS: dict[str, tuple[Node, ...]] = {
+    "zeros": (call("torch.zeros", BIG),),
+    "zeros whose size overflows": (call("torch.zeros", [2**62, 2**62]),),
+    "full": (call("torch.full", (BIG,), 1.0),),
+    "ones, on a device of its choice": (call("torch.ones", BIG, device=torch.device("cpu")),),
+    "arange": (call("torch.arange", BIG),),
+    "arange of tiny steps": (call("torch.arange", 0.0, 1.0, 1e-13),),
+    "linspace": (call("torch.linspace", 0, 1, BIG),),
+    "eye": (call("torch.eye", 10**6),),
+    "one_hot": (call("torch.nn.functional.one_hot", Ref(1), BIG),),
+    "new_zeros": (method("new_zeros", X, (BIG,)),),
+    "repeat": (method("repeat", X, BIG, 1),),
+    "repeat_interleave": (call("torch.repeat_interleave", X, BIG),),
+    "tile": (call("torch.tile", X, (BIG, 1)),),
+    "expand, then copy": (
+        method("reshape", X, (-1, 1)),
+        method("expand", Ref(2), -1, BIG),
+        method("clone", Ref(3)),
+    ),
+    "expand, then sum": (method("reshape", X, (-1, 1)), method("expand", Ref(2), -1, BIG), method("sum", Ref(3))),
+    "outer product": (call("torch.zeros", N), call("torch.outer", Ref(2), Ref(2))),
+    "broadcast": (
+        call("torch.zeros", [N, 1]),
+        call("torch.zeros", [1, N]),
+        call("operator.mul", Ref(2), Ref(3)),
+    ),
+    "broadcast inside a reduction": (
+        call("torch.zeros", [N, 1]),
+        call("torch.zeros", [1, N]),
+        call("torch.nn.functional.mse_loss", Ref(2), Ref(3)),
+    ),
+    "cosine similarity": (
+        call("torch.zeros", [N, 1, 1]),
+        call("torch.zeros", [1, N, 1]),
+        call("torch.cosine_similarity", Ref(2), Ref(3), -1),
+    ),
+    "matmul": (call("torch.zeros", [N, 1]), call("torch.zeros", [1, N]), call("torch.matmul", Ref(2), Ref(3))),
+    "matmul whose operands are broadcast": (
+        call("torch.zeros", [1024, 1, 1, 4096]),
+        call("torch.zeros", [1, 1024, 4096, 1]),
+        call("operator.matmul", Ref(2), Ref(3)),
+    ),
+    "a long matmul": (call("torch.zeros", [2048, 2048]), *(call("torch.mm", Ref(2 + i), Ref(2)) for i in range(20))),
+    "einsum": (
+        call("torch.zeros", [N]),
+        call("torch.einsum", "i,j->ij", Ref(2), Ref(2)),
+    ),
+    "einsum of many": (call("torch.einsum", "i,j,k->", Ref(1), Ref(1), Ref(1)),),
+    "cat": (call("torch.zeros", N), call("torch.cat", [Ref(2)] * 64)),
+    "stack": (call("torch.zeros", N), call("torch.stack", [Ref(2)] * 64)),
+    "pad": (call("torch.nn.functional.pad", X, (0, BIG)),),
+    "unfold": (call("torch.zeros", N), method("unfold", Ref(2), 0, N // 2, 1)),
+    "diag": (call("torch.zeros", N), call("torch.diag_embed", Ref(2))),
+    "masks that meet index tensors": (
+        call("torch.ones", N),
+        call("operator.gt", Ref(2), 0),
+        call("torch.zeros", [N, 1], dtype=torch.int64),
+        call("torch.zeros", [N, 1]),
+        call("operator.getitem", Ref(5), (Ref(3), Ref(4))),
+    ),
+    "set items by index tensors that are broadcast": (
+        call("torch.zeros", [4, 4]),
+        call("torch.zeros", [N, 1], dtype=torch.int64),
+        call("torch.zeros", [1, N], dtype=torch.int64),
+        call("operator.setitem", Ref(2), (Ref(3), Ref(4)), 0.0),
+    ),
+    "masked_select of what is broadcast": (
+        call("torch.zeros", [N, 1]),
+        call("torch.ones", [1, N], dtype=torch.bool),
+        call("torch.masked_select", Ref(2), Ref(3)),
+    ),
+    "nonzero, then its square": (
+        call("torch.ones", N),
+        call("torch.nonzero", Ref(2)),
+        call("operator.mul", Ref(3), 1.0),
+        method("reshape", Ref(4), (1, -1)),
+        call("operator.mul", Ref(4), Ref(5)),
+    ),
+    "one tensor after another": tuple(call("torch.zeros", N) for _ in range(64)),
+    "the same tensor read a thousand times": (call("torch.zeros", N), *(method("sum", Ref(2)) for _ in range(1000))),
+    "sorts": (call("torch.zeros", N), *(call("torch.sort", Ref(2)) for _ in range(20))),
+    "diff": (call("torch.zeros", N), call("torch.diff", Ref(2), N - 1)),
+    "roll": (call("torch.roll", X, [1] * 20000, [0] * 20000),),
+    "pieces": (call("torch.zeros", N), call("torch.split", Ref(2), 1)),
+    "pieces by method": (call("torch.zeros", N), method("split", Ref(2), 1)),
+    "unbind": (call("torch.zeros", N), call("torch.unbind", Ref(2))),
+    "chunks": (call("torch.zeros", N), call("torch.chunk", Ref(2), N)),
+    "dimensions": tuple(method("unsqueeze", X if not i else Ref(1 + i), 0) for i in range(40)),
+    "nuclear norm": (call("torch.functional.norm", X, "nuc"),),
+    "int pow": (call("operator.pow", 10, 10**9),),
+    "int pow of pow": (call("operator.pow", 2, 62), call("operator.pow", Ref(2), Ref(2))),
+    "int shift": (call("operator.lshift", 1, 10**9),),
+    "int product": (call("operator.mul", 2**62, 2**62),),
+    "math.floor of a huge float": (call("math.floor", 1e308),),
+    "math.exp": (call("math.exp", 1e6),),
+    "text times a number": (call("operator.mul", "a", 10**9),),
+    "a list times a number": (call("operator.mul", [0], 10**9),),
+    "text formatting": (call("operator.mod", "%1000000000d", 1),),
+    "text added to itself": (call("operator.add", "a", "a"),),
+    "tuples added to each other": tuple(
+        call("operator.add", *([(1, 2)] * 2 if not i else [Ref(1 + i)] * 2)) for i in range(40)
+    ),
+    "a division that ends the process": (
+        call("torch.full", (4,), -(2**63), dtype=torch.int64),
+        call("torch.div", Ref(2), -1, rounding_mode="trunc"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.usefixtures("bounded")
+def test_bombs(name: str) -> None:  # R3.7
+    with pytest.raises(InvalidLoss, match=r"node 'bomb_\d+'"):
+        program(*BOMBS[name], inputs=2)([torch.zeros(3, 4), torch.zeros(1, dtype=torch.int64)])
+
+
+def against_quickselect(n: int) -> Tensor:
+    """Values that let a quickselect by the median of three drop two at a time."""
+    at, values = list(range(n)), [float(n)] * n
+    for low in range(0, n - 3, 2):
+        middle = low + (n - 1 - low) // 2
+        at[middle], at[low + 1] = at[low + 1], at[middle]
+        values[at[low + 1]], values[at[low]] = float(low), float(low + 1)
+    return torch.tensor(values)
+
+
+@pytest.mark.parametrize("target", ["kthvalue", "median", "nanmedian", "topk", "quantile", "sort", "argsort"])
+def test_no_order_of_values_makes_a_call_slow(target: str) -> None:  # R3.7
+    """torch's own kthvalue takes three seconds for these, and an hour for as many as a run may have."""
+    n = 1 << 17
+    arguments = {"kthvalue": (n,), "topk": (n // 2,), "quantile": (0.5,)}.get(target, ())
+    values = against_quickselect(n)
+    started = time.perf_counter()
+    run(method(target, X, *arguments), x=values)
+    assert time.perf_counter() - started < 1.0
+
+
+@pytest.mark.parametrize("options", [{}, {"dim": 0}, {"dim": 1, "keepdim": True}])
+@pytest.mark.parametrize("k", [1, 3])
+def test_kthvalue_is_torchs(k: int, options: dict[str, Any]) -> None:
+    x = torch.tensor([[3.0, 1.0, 2.0, 7.0], [0.5, 9.0, torch.nan, -4.0], [6.0, 5.0, 8.0, 0.0]], requires_grad=True)
+    torch.testing.assert_close(
+        plain(run(method("kthvalue", X, k, **options), x=x)), plain(x.kthvalue(k, **options)), equal_nan=True
+    )
+    for wrong in (0, 5, 1.5):
+        with pytest.raises(InvalidLoss, match="node 'bomb_0': kthvalue takes k from 1 to the size of the dimension"):
+            run(call("torch.kthvalue", X, wrong, **options), x=x)
+    assert run(method("kthvalue", X, 1), x=torch.tensor(2.0))[0].item() == 2.0
+
+
+def test_the_gradient_of_a_running_product_is_quick() -> None:  # R3.7
+    """Also where it cannot be had by a division."""
+    x = torch.rand(1 << 18)
+    x[1000:] = 0
+    x.requires_grad_()
+    started = time.perf_counter()
+    run(method("cumprod", X, 0), method("sum", Ref(1)), x=x).backward()
+    assert time.perf_counter() - started < 1.0
+
+
+def test_a_large_input_is_refused_too() -> None:
+    with pytest.raises(InvalidLoss, match="node 'x0': x0 would make a tensor of 1e"):
+        program(method("sum", X))([torch.zeros(1).expand(10**9)])
+
+
+def test_a_run_has_a_deadline() -> None:
+    slow = Limits(seconds=-1.0)
+    with pytest.raises(InvalidLoss, match="checking the loss took -1 s and was stopped"):
+        program(method("sum", X))([torch.zeros(3)], slow)
+    ready = program(method("sum", X))
+    ready._plans[(slow, (torch.Size([3]), torch.float32))] = 1
+    with pytest.raises(InvalidLoss, match="has run for -1 s and was stopped"):
+        ready([torch.zeros(3)], slow)
+
+
+def test_shapes_are_checked_before_anything_is_computed() -> None:
+    wrong = program(method("sum", X), call("operator.add", X, Ref(1)), inputs=2)
+    with pytest.raises(InvalidLoss, match=r"node 'bomb_1': operator\.add failed: .*broadcast"):
+        wrong.check([torch.zeros(3, device="meta"), torch.zeros(4, device="meta")])
+    wrong.check([torch.zeros(3, device="meta"), torch.zeros(3, device="meta")])
+
+
+def test_an_error_of_torch_names_the_node() -> None:
+    index = torch.tensor([[7]])
+    with pytest.raises(InvalidLoss, match=r"node 'bomb_0': torch\.gather failed: index 7 is out of bounds"):
+        run(call("torch.gather", X, 1, Ref(1)), x=[torch.zeros(1, 4), index])
+    with pytest.raises(InvalidLoss, match="node 'bomb_0': the attribute '__class__' cannot be read"):
+        run(call("getattr", X, "__class__"))
+    with pytest.raises(InvalidLoss, match="the attribute 'grad_fn' cannot be read"):
+        run(call("builtins.getattr", X, "grad_fn"))
+    with pytest.raises(InvalidLoss, match="sum failed"):
+        run(method("sum", "text"))
+    unknown = program(call("torch.exp", X))  # of which it was forgotten that its size cannot be told
+    unknown.graph = replace(unknown.graph, functions=(functions.Function(torch.nonzero),))
+    with pytest.raises(InvalidLoss, match=r"how large the result of torch\.exp is depends on values"):
+        unknown([torch.ones(2)])
+
+
+def test_values_whose_size_depends_on_values() -> None:
+    """From there on each call is checked when it is made."""
+    x = torch.tensor([1.0, -2.0, 3.0], requires_grad=True)
+    total = run(call("operator.gt", X, 0), call("operator.getitem", X, Ref(1)), method("sum", Ref(2)), x=x)
+    total.backward()
+    assert total.item() == 4.0
+    assert x.grad is not None
+    assert x.grad.tolist() == [1.0, 0.0, 1.0]
+    places = (call("operator.gt", X, 0), call("torch.where", Ref(1)), call("operator.getitem", Ref(2), 0))
+    assert run(*places, x=x).tolist() == [0, 2]
+    with pytest.raises(InvalidLoss, match=r"node 'bomb_2': repeat would|node 'bomb_2': repeat"):
+        run(call("operator.gt", X, 0), call("operator.getitem", X, Ref(1)), method("repeat", Ref(2), 10**9), x=x)
+
+
+def test_items_are_set_in_place_with_a_gradient() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    calls = (
+        method("clone", X),
+        call("operator.gt", X, 1.5),
+        call("operator.setitem", Ref(1), Ref(2), 0.0),
+        method("sum", Ref(1)),
+    )
+    total = run(*calls, x=x)
+    total.backward()
+    assert total.item() == 1.0
+    assert x.grad is not None
+    assert x.grad.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_devices_are_where_the_run_is() -> None:
+    assert run(call("torch.zeros", 3, device=torch.device("cuda"))).device.type == "cpu"
+    assert run(call("getattr", X, "device"), call("torch.ones", 2, device=Ref(1))).device.type == "cpu"
+    assert run(method("cuda", X)).device.type == "cpu"
+    assert run(method("to", X, torch.device("cuda"), torch.float64)).dtype == torch.float64
+
+
+def test_numbers_and_shapes() -> None:
+    size = (call("getattr", X, "shape"), call("operator.getitem", Ref(1), -1), call("operator.mul", Ref(2), 0.5))
+    assert run(*size, call("operator.truediv", X, Ref(3))).shape == (3, 4)
+    assert run(*size, call("math.sqrt", Ref(3))) == pytest.approx(2**0.5)
+    assert run(call("getattr", X, "shape"), call("operator.add", Ref(1), (1,)), method("reshape", X, Ref(2))).ndim == 3
+    top = (call("torch.topk", X, 2), call("getattr", Ref(1), "indices"))
+    assert run(*top).dtype == torch.int64
+    with pytest.raises(InvalidLoss, match=r"math\.log works on numbers; use torch\.log for tensors"):
+        run(call("math.log", X))
+
+
+# What each function that takes one tensor needs besides it.
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "amax": (-1,),
+    "argsort": (-1,),
+    "broadcast_to": ((2, 3, 4),),
+    "clamp": (-1.0, 1.0),
+    "clamp_max": (1.0,),
+    "clamp_min": (-1.0,),
+    "clip": (-1.0, 1.0),
+    "cummax": (0,),
+    "cummin": (0,),
+    "cumprod": (0,),
+    "cumsum": (0,),
+    "diagonal": (0, 0, 1),
+    "expand": (2, 3, 4),
+    "flatten": (0,),
+    "flip": ((0,),),
+    "full_like": (2.0,),
+    "kthvalue": (2,),
+    "log_softmax": (-1,),
+    "logcumsumexp": (-1,),
+    "logsumexp": (-1,),
+    "movedim": (0, 1),
+    "narrow": (0, 0, 2),
+    "new_full": ((2,), 1.0),
+    "new_ones": ((2,),),
+    "new_tensor": ([1.0, 2.0],),
+    "new_zeros": ((2,),),
+    "normalize": (),
+    "one_hot": (5,),
+    "pad": ((1, 1),),
+    "permute": ((1, 0),),
+    "quantile": (0.5,),
+    "nanquantile": (0.5,),
+    "repeat": (2, 2),
+    "repeat_interleave": (2,),
+    "reshape": ((4, 3),),
+    "roll": (1,),
+    "select": (0, 1),
+    "softmax": (-1,),
+    "softmin": (-1,),
+    "split": (2,),
+    "chunk": (2,),
+    "swapaxes": (0, 1),
+    "threshold": (0.0, 1.0),
+    "tile": ((2, 1),),
+    "to": (torch.float64,),
+    "topk": (2,),
+    "transpose": (0, 1),
+    "unflatten": (1, (2, 2)),
+    "unfold": (0, 2, 1),
+    "unsqueeze": (0,),
+    "view": (4, 3),
+    "fill_": (1.0,),
+    "clamp_": (-1.0, 1.0),
+    "clamp_max_": (1.0,),
+    "clamp_min_": (-1.0,),
+    "div_": (2.0,),
+    "layer_norm": ((4,),),
+    "mul_": (2.0,),
+    "pow_": (2.0,),
+    "special_logsumexp": (-1,),
+}
+WHOLE = ("bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "one_hot")
+
+
+def unary(table: dict[str, Any]) -> list[str]:
+    """The names whose functions take one tensor, found by trying."""
+    found = []
+    for name, function in sorted(table.items()):
+        short = name.rpartition(".")[2]
+        if short == "where":  # with one argument it is another function
+            continue
+        x = torch.rand(3, 4) if short not in WHOLE else torch.randint(0, 3, (3, 4))
+        try:
+            function.call(x, *ARGUMENTS.get(short, ()))
+        except Exception:  # noqa: S112  # it takes more than one tensor, or none
+            continue
+        found.append(name)
+    return found
+
+
+@pytest.mark.parametrize(
+    "op_and_name",
+    [("call_method", name) for name in unary(functions.METHODS)]
+    + [("call_function", name) for name in unary(functions.FUNCTIONS) if name.startswith("torch")],
+)
+def test_everything_on_the_list_that_takes_a_tensor_runs(op_and_name: tuple[str, str]) -> None:
+    """Its size can be told before it runs, or it is known that it cannot; and the result is torch's."""
+    op, name = op_and_name
+    short = name.rpartition(".")[2]
+    x = torch.rand(3, 4) + 0.1 if short not in WHOLE else torch.randint(0, 3, (3, 4))
+    arguments = ARGUMENTS.get(short, ())
+    expected = functions.find(op, name).call(x.clone(), *arguments)
+    given = x.clone()
+    got = program(Node(op, "bomb", name, (X, *arguments)))([given])
+    assert bool(given._version) == (short in _WRITING)
+    torch.testing.assert_close(plain(got), plain(expected), equal_nan=True)
+
+
+def plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, tuple) else value
+
+
+def test_most_of_the_list_is_covered_by_the_test_above() -> None:
+    assert len(unary(functions.METHODS)) > 120
+    assert isinstance(run(method("abs", X)), Tensor)

@@ -1,0 +1,399 @@
+"""Each model's operations run in the order of their numbers, each number once, whatever arrives when."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinker_lightning.errors import InvalidInput, NotFound, TrainerClosed
+from tinker_lightning.server import EmbeddedTrainer
+from tinker_lightning.server.core.scheduler import Job, Scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+SOON = 10.0
+
+
+@pytest.fixture
+def scheduler() -> Iterator[Scheduler]:
+    scheduler = Scheduler(gap_timeout=SOON * 10)
+    yield scheduler
+    scheduler.close()
+
+
+class Log:
+    """Operations that write down when they ran."""
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[str, int]] = []
+
+    def operation(self, line: str, number: int, kind: str = "work") -> Job:
+        def run() -> tuple[str, int]:
+            self.ran.append((line, number))
+            return line, number
+
+        return Job(f"{line}:{number}", kind, run, model=line, seq=number)
+
+
+def submit(scheduler: Scheduler, log: Log, number: int, line: str = "m", kind: str = "work") -> Job:
+    return scheduler.submit(log.operation(line, number, kind), line, number)
+
+
+def block(scheduler: Scheduler) -> Callable[[], None]:
+    """Keeps the scheduler busy until the returned function is called."""
+    started, go = threading.Event(), threading.Event()
+
+    def run() -> None:
+        started.set()
+        assert go.wait(SOON)
+
+    scheduler.submit(Job(f"block:{id(go)}", "block", run))
+    assert started.wait(SOON)
+    return go.set
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 12).flatmap(
+        lambda n: st.tuples(
+            st.permutations(range(1, n + 1)),
+            st.lists(st.integers(1, n), max_size=n),  # sent again, at the end
+            st.sets(st.integers(1, n), max_size=n),  # refused at their first arrival
+        )
+    )
+)
+def test_any_arrival_order_with_repeats_and_refusals_runs_each_accepted_number_once_in_order(
+    arrivals: tuple[list[int], list[int], set[int]],
+) -> None:
+    order, repeats, refused = arrivals
+    scheduler, log = Scheduler(gap_timeout=SOON * 10), Log()
+    try:
+        operations: dict[int, Job] = {}
+        for number in order:
+            if number in refused:
+                scheduler.free("m", number)
+            else:
+                operations[number] = submit(scheduler, log, number)
+        for number in repeats:
+            if number not in refused:
+                assert submit(scheduler, log, number) is operations[number]
+        accepted = sorted(set(order) - refused)
+        assert [operations[n].future.result(SOON) for n in accepted] == [("m", n) for n in accepted]
+        assert log.ran == [("m", n) for n in accepted]
+    finally:
+        scheduler.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_several_models_interleave_without_touching_each_others_order(data: st.DataObject) -> None:
+    arrivals = data.draw(st.permutations([(line, n) for line in "abc" for n in range(1, 5)]))
+    scheduler, log = Scheduler(gap_timeout=SOON * 10), Log()
+    try:
+        operations = [submit(scheduler, log, number, line) for line, number in arrivals]
+        for operation in operations:
+            operation.future.result(SOON)
+        for line in "abc":
+            assert [n for name, n in log.ran if name == line] == [1, 2, 3, 4]
+    finally:
+        scheduler.close()
+
+
+def test_an_early_arrival_waits_for_the_numbers_before_it(scheduler: Scheduler) -> None:
+    log = Log()
+    third = submit(scheduler, log, 3)
+    submit(scheduler, log, 2)
+    submit(scheduler, log, 1, line="other").future.result(SOON)
+    assert not third.future.done()
+    submit(scheduler, log, 1)
+    assert third.future.result(SOON) == ("m", 3)
+
+
+def test_a_repeat_gets_the_same_operation_before_during_and_after_its_run(scheduler: Scheduler) -> None:
+    log = Log()
+    go_on = block(scheduler)
+    first = submit(scheduler, log, 1)
+    assert submit(scheduler, log, 1) is first
+    go_on()
+    assert first.future.result(SOON) == ("m", 1)
+    assert submit(scheduler, log, 1) is first
+    assert log.ran == [("m", 1)]
+
+
+def test_a_failed_operation_is_not_run_again_by_a_repeat_and_the_next_number_runs(scheduler: Scheduler) -> None:
+    log, runs = Log(), []
+
+    def fail() -> None:
+        runs.append(1)
+        raise InvalidInput("no")
+
+    first = scheduler.submit(Job("m:1", "work", fail), "m", 1)
+    assert isinstance(first.future.exception(SOON), InvalidInput)
+    assert scheduler.submit(Job("m:1", "work", fail), "m", 1) is first
+    assert submit(scheduler, log, 2).future.result(SOON) == ("m", 2)
+    assert runs == [1]
+
+
+def test_another_operation_under_a_used_number_is_refused(scheduler: Scheduler) -> None:
+    log = Log()
+    submit(scheduler, log, 1, kind="forward")
+    with pytest.raises(InvalidInput, match="number 1 of m was already used, for forward"):
+        submit(scheduler, log, 1, kind="optim_step")
+
+
+def test_a_missing_number_holds_up_the_rest_for_the_gap_timeout_only_and_is_refused_when_late() -> None:
+    scheduler, log = Scheduler(gap_timeout=0.05), Log()
+    try:
+        started = time.monotonic()
+        submit(scheduler, log, 1)
+        later = [submit(scheduler, log, n) for n in (3, 6)]
+        assert later[1].future.result(SOON) == ("m", 6)
+        assert time.monotonic() - started >= 0.1  # two gaps, each waited for
+        assert log.ran == [("m", 1), ("m", 3), ("m", 6)]
+        for number in (2, 4, 5):
+            with pytest.raises(InvalidInput, match=rf"number {number} of m comes too late: 6 was let through"):
+                submit(scheduler, log, number)
+    finally:
+        scheduler.close()
+
+
+def test_a_missing_number_does_not_wait_for_a_busy_neighbour_to_pause() -> None:
+    scheduler, log = Scheduler(gap_timeout=0.05), Log()
+    stop = threading.Event()
+    count = iter(range(1, 10**9))
+
+    def keep_busy() -> None:
+        time.sleep(0.001)
+        if not stop.is_set():
+            scheduler.submit(Job(f"busy:{next(count)}", "busy", keep_busy))
+
+    try:
+        for _ in range(3):
+            scheduler.submit(Job(f"busy:{next(count)}", "busy", keep_busy))
+        assert submit(scheduler, log, 2).future.result(SOON) == ("m", 2)
+    finally:
+        stop.set()
+        scheduler.close()
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_a_refused_submission_frees_its_number_at_once(scheduler: Scheduler, refused: int) -> None:
+    log = Log()
+    for number in range(1, refused):
+        submit(scheduler, log, number)
+    scheduler.free("m", refused)
+    assert submit(scheduler, log, refused + 1).future.result(SOON) == ("m", refused + 1)
+
+
+def test_a_freed_number_may_still_be_used_if_nothing_later_ran(scheduler: Scheduler) -> None:
+    log = Log()
+    scheduler.free("m", 1)
+    assert submit(scheduler, log, 1).future.result(SOON) == ("m", 1)
+    scheduler.free("m", 2)
+    submit(scheduler, log, 3).future.result(SOON)
+    with pytest.raises(InvalidInput, match="comes too late"):
+        submit(scheduler, log, 2)
+
+
+def test_freeing_a_number_that_waits_or_ran_changes_nothing(scheduler: Scheduler) -> None:
+    log = Log()
+    second = submit(scheduler, log, 2)
+    scheduler.free("m", 2)  # a repeat of it was damaged on its way
+    submit(scheduler, log, 1)
+    assert second.future.result(SOON) == ("m", 2)
+    scheduler.free("m", 1)
+    assert submit(scheduler, log, 3).future.result(SOON) == ("m", 3)
+
+
+def test_results_can_be_found_any_number_of_times(scheduler: Scheduler) -> None:
+    operation = submit(scheduler, Log(), 1)
+    operation.future.result(SOON)
+    for _ in range(3):
+        assert scheduler.find("m:1") is operation
+        operation.mark_fetched()
+
+
+def test_an_unknown_result_is_not_found(scheduler: Scheduler) -> None:
+    with pytest.raises(NotFound, match="'m:7' is not known here, or its result is no longer kept"):
+        scheduler.find("m:7")
+
+
+@pytest.mark.parametrize("fetched", [True, False])
+def test_old_results_are_dropped_and_the_errors_say_so(fetched: bool) -> None:
+    kept = {"retention": SOON, "fetched_retention": 0.0} if fetched else {"retention": 0.0}
+    scheduler, log = Scheduler(**kept), Log()
+    try:
+        old = submit(scheduler, log, 1)
+        old.future.result(SOON)
+        if fetched:
+            submit(scheduler, log, 2).future.result(SOON)
+            assert scheduler.find("m:1") is old  # nobody has fetched it yet
+            old.mark_fetched()
+        while time.monotonic() == old.kept_since:
+            pass
+        submit(scheduler, log, 3)
+        with pytest.raises(NotFound, match="no longer kept"):
+            scheduler.find("m:1")
+        with pytest.raises(InvalidInput, match="Its result was dropped long ago"):
+            submit(scheduler, log, 1)
+        assert log.ran.count(("m", 1)) == 1
+    finally:
+        scheduler.close()
+
+
+def test_an_operation_that_ran_is_not_run_again_though_its_result_was_dropped() -> None:
+    scheduler, log = Scheduler(retention=0.0), Log()
+    try:
+        creation = scheduler.submit(log.operation("m", 0))
+        creation.future.result(SOON)
+        while time.monotonic() == creation.kept_since:
+            pass
+        submit(scheduler, log, 1).future.result(SOON)
+        with pytest.raises(NotFound):
+            scheduler.find(creation.request_id)
+        assert scheduler.submit(creation) is creation
+        assert scheduler.find(creation.request_id) is creation
+        assert submit(scheduler, log, 2).future.result(SOON) == ("m", 2)  # the thread lives
+        assert log.ran == [("m", 0), ("m", 1), ("m", 2)]
+    finally:
+        scheduler.close()
+
+
+def test_closing_finishes_what_runs_fails_what_waits_and_refuses_what_comes() -> None:
+    scheduler, log = Scheduler(gap_timeout=SOON * 10), Log()
+    running, go = threading.Event(), threading.Event()
+
+    def run() -> str:
+        running.set()
+        assert go.wait(SOON)
+        return "done"
+
+    current = scheduler.submit(Job("m:1", "work", run), "m", 1)
+    assert running.wait(SOON)
+    queued, early = submit(scheduler, log, 2), submit(scheduler, log, 4)
+    closer = threading.Thread(target=scheduler.close)
+    closer.start()
+    for operation in (queued, early):
+        error = operation.future.exception(SOON)
+        assert isinstance(error, TrainerClosed)
+        assert "closed before this operation's turn" in str(error)
+    assert not current.future.done()
+    go.set()
+    closer.join(SOON)
+    assert not closer.is_alive()
+    assert current.future.result(0) == "done"
+    with pytest.raises(TrainerClosed, match="has been closed"):
+        submit(scheduler, log, 5)
+    scheduler.free("m", 5)
+    scheduler.close()
+    assert log.ran == []
+
+
+def test_closing_breaks_off_what_runs_too_long() -> None:
+    scheduler = Scheduler()
+    running = threading.Event()
+
+    def run() -> None:
+        running.set()
+        while True:
+            time.sleep(0.001)
+
+    operation = scheduler.submit(Job("m:1", "work", run), "m", 1)
+    assert running.wait(SOON)
+    scheduler.close(timeout=0.1)
+    error = operation.future.exception(SOON)
+    assert isinstance(error, TrainerClosed)
+    assert str(error) == "the trainer was closed while this operation ran"
+    assert scheduler._thread is not None
+    assert not scheduler._thread.is_alive()
+
+
+def test_what_an_operation_was_asked_with_is_not_kept(scheduler: Scheduler) -> None:
+    import gc
+    import weakref
+
+    class Payload: ...
+
+    payload = Payload()
+    ghost = weakref.ref(payload)
+
+    def run(payload: Payload = payload) -> None: ...
+
+    operation = scheduler.submit(Job("m:1", "work", run), "m", 1)
+    del payload, run
+    operation.future.result(SOON)
+    submit(scheduler, Log(), 2).future.result(SOON)
+    gc.collect()
+    assert ghost() is None
+
+
+def test_a_defect_is_logged_with_its_traceback_and_does_not_stop_the_thread(
+    scheduler: Scheduler, caplog: pytest.LogCaptureFixture
+) -> None:
+    def crash() -> None:
+        raise KeyError("lost")
+
+    with caplog.at_level("INFO", "tinker_lightning.server"):
+        failed = scheduler.submit(Job("m:1", "work", crash, model="m", seq=1), "m", 1)
+        assert isinstance(failed.future.exception(SOON), KeyError)
+        assert submit(scheduler, Log(), 2).future.result(SOON) == ("m", 2)
+        submit(scheduler, Log(), 3).future.result(SOON)
+    first, second, *_ = caplog.records
+    assert first.levelname == "ERROR"
+    assert first.exc_info
+    assert "op=work model=m seq=1 ms=" in first.getMessage()
+    assert second.levelname == "INFO"
+    assert second.getMessage().endswith("ok")
+
+
+def test_threads_that_submit_repeat_free_and_find_at_once_lose_nothing() -> None:
+    lines, numbers = ["a", "b", "c"], 60
+    scheduler, log = Scheduler(gap_timeout=SOON * 10), Log()
+    refused = {(line, n) for line in lines for n in range(1, numbers + 1) if n % 7 == 0}
+
+    def client(seed: int) -> list[Any]:
+        # Every client sends everything in an order of its own, so that each number comes four times.
+        work = [(line, n) for line in lines for n in range(1, numbers + 1)]
+        random.Random(seed).shuffle(work)  # noqa: S311
+        found = []
+        for line, number in work:
+            if (line, number) in refused:
+                scheduler.free(line, number)
+            else:
+                operation = submit(scheduler, log, number, line)
+                assert scheduler.find(operation.request_id) is operation
+                found.append(operation)
+        return found
+
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = [operation for part in pool.map(client, range(4)) for operation in part]
+        for operation in found:
+            operation.future.result(SOON)
+        assert len({id(operation) for operation in found}) == len(lines) * numbers - len(refused)
+        for line in lines:
+            assert [n for name, n in log.ran if name == line] == [n for n in range(1, numbers + 1) if n % 7]
+    finally:
+        scheduler.close()
+
+
+def test_the_thread_of_a_trainer_that_nobody_closes_ends_with_it(tmp_path: Path) -> None:
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
+    trainer.open_session()
+    done = trainer.scheduler.submit(Job("a", "test", lambda: 1))
+    assert done.future.result(SOON * 10) == 1
+    thread = trainer.scheduler._thread
+    assert thread is not None
+    del trainer
+    gc.collect()
+    assert not thread.is_alive()

@@ -1,0 +1,37 @@
+"""The command line: one module per sub-command, each importing what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from tinker_lightning.cli import serve
+from tinker_lightning.errors import TinkerLightningError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a sub-command and returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except TinkerLightningError as error:
+        print(f"tinker-lightning: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tinker-lightning", description="Trains language models over the Tinker API, remote ones and local ones."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('tinker-lightning')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    serve.add_to(commands)
+    return parser

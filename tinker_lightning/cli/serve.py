@@ -1,0 +1,62 @@
+"""`tinker-lightning serve`: a Tinker-API server on this machine."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinker_lightning.errors import TinkerLightningError
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_to(commands: Any) -> None:
+    """Adds the sub-command to the parser."""
+    parser = commands.add_parser(
+        "serve",
+        help="run a Tinker-API server on this machine",
+        description="Runs a Tinker-API server that trains real models on this machine.",
+    )
+    parser.add_argument(
+        "--model",
+        action="append",
+        required=True,
+        metavar="NAME",
+        help="tiny, smollm2-135m, a folder with a Hugging Face model, or a hub id; may be given several times",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need a key")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="what clients must send as X-API-Key; the official SDK wants it to begin with tml-",
+    )
+    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where checkpoints are kept")
+    parser.add_argument(
+        "--allow-pickled-losses",
+        action="store_true",
+        help="run pickled loss functions that clients send, which is any code; needs --api-key",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Serves until interrupted."""
+    try:
+        from tinker_lightning.server.serve import serve
+    except ImportError as error:
+        raise TinkerLightningError(
+            f"the embedded trainer needs {error.name}, which is not installed. Install it with: "
+            "python -m pip install 'tinker-lightning[embedded]'"
+        ) from error
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    serve(
+        options.model,
+        host=options.host,
+        port=options.port,
+        api_key=options.api_key,
+        data_dir=options.data_dir,
+        allow_pickled_losses=options.allow_pickled_losses,
+    )

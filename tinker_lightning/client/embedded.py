@@ -1,0 +1,27 @@
+"""A trainer in this process, reached by the same client; the only module of the client that imports the server."""
+
+from __future__ import annotations
+
+import httpx
+
+from tinker_lightning.client.service import ServiceClient
+from tinker_lightning.errors import TinkerLightningError
+
+
+def connect() -> ServiceClient:
+    """Returns a client of a new trainer, which ends with the client."""
+    try:
+        from tinker_lightning.server import EmbeddedTrainer, create_app
+    except ImportError as error:
+        raise TinkerLightningError(
+            f"the embedded trainer needs {error.name}, which is not installed. Install it with: python -m pip install "
+            "'tinker-lightning[embedded]', or give the URL of a server."
+        ) from error
+    trainer = EmbeddedTrainer()
+    transport = httpx.ASGITransport(create_app(trainer))
+    return ServiceClient(
+        "http://embedded",
+        transport=transport,
+        on_close=trainer.close,
+        in_process=trainer.losses.register_function,
+    )

@@ -1,0 +1,160 @@
+"""The losses that a client brings to its server."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlencode
+
+from tinker_lightning.client.futures import TinkerFuture
+from tinker_lightning.client.loss_handle import LossHandle
+from tinker_lightning.client.operations import Operation, perform
+from tinker_lightning.errors import InvalidLoss
+from tinker_lightning.losses.builtin import LOSSES
+from tinker_lightning.lossgraph.datum_loss import trace_datum_loss
+from tinker_lightning.types import requests as rq
+from tinker_lightning.types import responses as rs
+from tinker_lightning.wire import json as wire_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from tinker_lightning.client.service import ServiceClient
+    from tinker_lightning.lossgraph.batch_loss import BatchLoss, Source
+    from tinker_lightning.lossgraph.server_loss import ServerLoss
+
+T = TypeVar("T")
+
+# Of functions made anew for each step there is no end; one that is used again is uploaded again.
+_KEPT_HANDLES = 256
+
+
+class Losses:
+    """Uploads losses, and knows those that were uploaded.
+
+    Args:
+        service: The way to the server.
+        in_process: Registers a Python function as a loss of a session, where the trainer runs in this process.
+    """
+
+    def __init__(
+        self,
+        service: ServiceClient,
+        in_process: Callable[[str, Callable[..., Any], Source, str], str] | None = None,
+    ) -> None:
+        self.by_name: dict[str, ServerLoss] = {}  # those of custom_loss
+        self._service = service
+        self._in_process = in_process
+        self._handles: OrderedDict[str, TinkerFuture[LossHandle]] = OrderedDict()
+        self._lost: set[str] = set()  # ids that the server may no longer know
+
+    def create(self, fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> TinkerFuture[LossHandle]:
+        """A loss of one datum, traced, and uploaded once; what could not be uploaded is tried again.
+
+        Raises:
+            LossNotTraceable: If the function does what cannot be traced; names the line.
+        """
+        loss, session = trace_datum_loss(fn, input_ranks), self._service.session
+        key = repr((loss.inputs, loss.program.graph.encode()))
+        made = self._handles.get(key)
+        if made is not None and not made.failed:
+            self._handles.move_to_end(key)
+            return made
+        handle = LossHandle(loss.name, session.session_id, loss)
+        if not session.config.custom_loss_server_side:
+            made = TinkerFuture(self._service.run(_given(handle)), f"create_custom_loss {loss.name}")
+        else:
+            by_input = not session.extensions.server_losses
+            handle = replace(handle, number=self._service.count("custom loss"), by_input=by_input)
+            made = self._upload(handle).then(lambda created: replace(handle, loss_id=created.loss_id))
+        self._handles[key] = made
+        while len(self._handles) > _KEPT_HANDLES:
+            self._handles.popitem(last=False)
+        return made
+
+    def renew(self, handle: LossHandle) -> None:
+        """Uploads a loss of one datum once more, if the server may no longer know it."""
+        if handle.loss_id in self._lost:
+            self._upload(handle).result()
+            self._lost.discard(handle.loss_id)
+
+    def lose(self, handle: LossHandle) -> None:
+        """Says that a pass with this loss has failed, which may be because the server had to make room."""
+        if handle.loss_id is not None:
+            self._lost.add(handle.loss_id)
+
+    def _upload(self, handle: LossHandle) -> TinkerFuture[rs.CreateCustomLossResponse]:
+        session = self._service.session
+        sent = handle.loss.scaled() if handle.by_input else handle.loss
+        request = rq.CreateCustomLossRequest(
+            session.session_id,
+            handle.number,
+            handle.name,
+            [rq.CustomLossInput(each.name, each.rank) for each in sent.inputs],
+            sent.program.graph.encode(),
+        )
+        operation = Operation(
+            "create_custom_loss", "create_custom_loss", wire_json.dumps(request), rs.CreateCustomLossResponse
+        )
+        return TinkerFuture(
+            self._service.run(perform(session, operation)), f"create_custom_loss {handle.name}", self._service
+        )
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether the server takes losses of a whole batch."""
+        return self._service.session.extensions.server_losses
+
+    def register(self, loss: BatchLoss) -> str:
+        """Uploads the graphs of a loss of a batch; returns its id."""
+        return self._register(loss.name, rq.RegisterLossRequest(self._service.session.session_id, loss.encode()))
+
+    def register_function(self, name: str, function: Callable[..., Any], source: Source) -> str:
+        """Hands a function over as it is: to a trainer in this process, or pickled; returns the loss's id.
+
+        Raises:
+            InvalidLoss: If it cannot be pickled, or the server takes no pickled functions.
+        """
+        self._service.check_usable()
+        if self._in_process is not None:
+            return self._in_process(name, function, source, self._service.session.session_id)
+        try:
+            import cloudpickle
+        except ImportError as error:
+            raise InvalidLoss(
+                f"to send {name} as it is, cloudpickle is needed here and on the server, and it is not installed: "
+                "python -m pip install cloudpickle. A loss that can be traced does without."
+            ) from error
+        try:
+            pickled: bytes = cloudpickle.dumps(function)
+        except Exception as error:
+            raise InvalidLoss(f"{name} cannot be pickled: {error}. Use only what pickle knows, or trace it.") from error
+        message = {"name": name, "source": source}
+        return self._register(name, rq.RegisterLossRequest(self._service.session.session_id, message, pickled))
+
+    def listing(self) -> dict[str, Any]:
+        """The names that passes can use, and what each is."""
+        session = self._service.session
+        if not session.extensions.server_losses:
+            # The protocol's; a server may have fewer.
+            return {
+                "available_loss_functions": list(LOSSES),
+                "descriptions": {name: loss.description for name, loss in LOSSES.items()},
+            }
+        query = urlencode({"session_id": session.session_id})
+        listed = self._service.fetch(f"/ext/v1/losses?{query}", rs.LossListing)
+        return {"available_loss_functions": listed.available_loss_functions, "descriptions": listed.descriptions}
+
+    def _register(self, name: str, request: rq.RegisterLossRequest) -> str:
+        if not self._service.session.extensions.server_losses:
+            raise InvalidLoss(
+                f"the server at {self._service.url} takes no losses of a whole batch, so that {name} cannot run there. "
+                "Use a loss of one datum (create_custom_loss), or leave it here: forward_backward_custom runs any "
+                "Python."
+            )
+        return self._service.call("/ext/v1/losses", request, rs.CreateCustomLossResponse).loss_id
+
+
+async def _given(value: T) -> T:
+    return value

@@ -1,0 +1,66 @@
+"""How long a failing request is tried again, and what the user sees of it meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import httpx
+
+logger = logging.getLogger("tinker_lightning.client")
+
+# At the first contact the address is likely wrong, so the user learns of it soon.
+FIRST_CONTACT_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How long a failing request is tried again.
+
+    Args:
+        seconds: From its first attempt on; an account without credit has its own limit, which the server names.
+        first_delay: Before the second attempt, in seconds; every further one waits twice as long.
+        longest_delay: What that grows to.
+        billing_delay: Between attempts while the account has no credit.
+    """
+
+    seconds: float
+    first_delay: float = 0.5
+    longest_delay: float = 10.0
+    billing_delay: float = 5.0
+
+    def delay(self, attempt: int, response: httpx.Response | None) -> float:
+        """How long to wait before the next attempt: what the server asks for, or ever longer."""
+        if response is not None:
+            for header, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+                try:
+                    asked = float(response.headers[header]) * unit
+                except (KeyError, ValueError):
+                    continue
+                if 0 < asked <= 60:
+                    return asked
+            if response.status_code == 402:
+                return self.billing_delay
+        longest: float = min(self.first_delay * 2 ** min(attempt, 30), self.longest_delay)
+        return longest * random.uniform(0.75, 1.0)  # noqa: S311  # spreads retries, hides nothing
+
+
+class StatusLog:
+    """Tells the user what is being waited for: once when it changes, not once per attempt."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, str] = {}
+
+    def show(self, subject: str, state: str, reason: str = "") -> None:
+        """Says that a subject (a model, the server) is in a state; `active` is where all begin."""
+        if state == self._states.get(subject, "active"):
+            return
+        if state == "active":
+            del self._states[subject]
+            logger.warning("%s: going on", subject)
+        else:
+            self._states[subject] = state
+            logger.warning("%s: %s (%s)", subject, state, reason or "no reason given")

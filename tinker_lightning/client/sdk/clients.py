@@ -1,0 +1,278 @@
+"""The official SDK's training and sampling clients, with the methods, types and errors of ours.
+
+Imported only where such a client is at hand, so that `tinker` stays an extra.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import tinker
+from tinker import types as sdk
+
+from tinker_lightning.client import checkpoints, download, server_pass
+from tinker_lightning.client.custom import CustomLosses, CustomLossFuture
+from tinker_lightning.client.export import export_adapter
+from tinker_lightning.client.loop import BackgroundLoop
+from tinker_lightning.client.sdk import convert as convert
+from tinker_lightning.client.sdk import inputs
+from tinker_lightning.client.sdk.requests import Calls
+from tinker_lightning.errors import InvalidInput, NotFound
+from tinker_lightning.losses.surrogate import SURROGATE
+from tinker_lightning.types import (
+    AdamParams,
+    ForwardBackwardOutput,
+    GetInfoResponse,
+    LoadWeightsResponse,
+    OptimStepResponse,
+    SampleResponse,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsResponse,
+)
+from tinker_lightning.types.responses import ModelData, SaveWeightsExternalResponse
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from tinker_lightning.client.futures import TinkerFuture
+    from tinker_lightning.losses.regularizers.regularizer import Regularizer
+    from tinker_lightning.losses.surrogate import LossFn
+
+
+class OfficialTrainingClient:
+    """The official SDK's `TrainingClient` behind our methods; takes and gives our types, and takes its own too."""
+
+    def __init__(self, client: tinker.TrainingClient) -> None:
+        self.client = client
+        self.model_id = str(client.model_id)
+        self._calls = Calls(self.model_id)
+        self.unread = self._calls.unread
+        self._custom = CustomLosses(
+            self.model_id,
+            lambda data: self._pass("forward", data, SURROGATE, None),
+            lambda data: self._pass("forward_backward", data, SURROGATE, None),
+        )
+
+    def forward(
+        self, data: Sequence[Any], loss_fn: Any, loss_fn_config: Mapping[str, float | str] | None = None
+    ) -> TinkerFuture[ForwardBackwardOutput]:
+        """The log-probabilities of every target, and the loss; no gradient."""
+        self._calls.check()
+        return self._calls.watched(self._pass("forward", data, loss_fn, loss_fn_config))
+
+    def forward_backward(
+        self,
+        data: Sequence[Any],
+        loss_fn: Any,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        scale: float = 1.0,
+    ) -> TinkerFuture[ForwardBackwardOutput]:
+        """A pass with one of the server's losses, its gradient multiplied by `scale`."""
+        self._calls.check()
+        if scale == 1:
+            return self._calls.watched(self._pass("forward_backward", data, loss_fn, loss_fn_config))
+        prepared = server_pass.plainly_scaled(inputs.to_datums(data), loss_fn, loss_fn_config or {}, scale)
+        future = self._pass("forward_backward", prepared.data, prepared.loss, prepared.config)
+        return self._calls.watched(future.then(prepared.finish) if prepared.finish else future)
+
+    def forward_backward_custom(
+        self,
+        data: Sequence[Any],
+        loss_fn: LossFn | None = None,
+        regularizers: Iterable[Regularizer | Mapping[str, Any]] | None = None,
+        *,
+        grad_norms: bool = True,
+        regularizer_timeout: float | None = None,
+    ) -> CustomLossFuture:
+        """A pass with a loss of one's own, evaluated on the caller's thread when its value is needed."""
+        self._calls.check()
+        return self._calls.watched(
+            self._custom.add(data, loss_fn, regularizers, grad_norms=grad_norms, timeout=regularizer_timeout)
+        )
+
+    def optim_step(self, optim_params: Any = None) -> TinkerFuture[OptimStepResponse]:
+        """A step of AdamW on the gathered gradient."""
+        self._calls.check()
+        ours = AdamParams() if optim_params is None else inputs.to_adam_params(optim_params)
+        self._custom.flush()
+        params = sdk.AdamParams(**{name: getattr(ours, name) for name in ours.__slots__})
+        future = self._calls.submit(
+            "optim_step", lambda: self.client.optim_step(params), lambda r: OptimStepResponse(r.metrics)
+        )
+        self._custom.stepped()
+        return future
+
+    def save_state(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> TinkerFuture[SaveWeightsResponse]:
+        """Saves weights and optimizer under a name."""
+        self._flush()
+        return self._calls.submit(
+            "save_state",
+            lambda: self.client.save_state(name, ttl_seconds, overwrite, user_metadata),
+            lambda r: SaveWeightsResponse(r.path),
+        )
+
+    def load_state(self, path: str) -> TinkerFuture[LoadWeightsResponse]:
+        """Puts saved weights into this model."""
+        return self._load("load_state", path)
+
+    def load_state_with_optimizer(self, path: str) -> TinkerFuture[LoadWeightsResponse]:
+        """Puts saved weights and AdamW's state into this model."""
+        return self._load("load_state_with_optimizer", path)
+
+    def save_weights_for_sampler(
+        self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
+    ) -> TinkerFuture[SaveWeightsForSamplerResponse]:
+        """Saves weights to sample from under a name."""
+        self._flush()
+        return self._calls.submit(
+            "save_weights_for_sampler",
+            lambda: self.client.save_weights_for_sampler(name, ttl_seconds, user_metadata),
+            lambda r: SaveWeightsForSamplerResponse(path=r.path),
+        )
+
+    def save_weights_and_get_sampling_client(self, name: str | None = None) -> OfficialSamplingClient:
+        """A client that samples from this model as it is now."""
+        if name is not None:
+            return self.create_sampling_client(self.save_weights_for_sampler(name).result().path or "")
+        self._flush()
+        save = self.client.save_weights_and_get_sampling_client
+        return OfficialSamplingClient(self._calls.translated("save_weights_for_sampler", save))
+
+    def create_sampling_client(self, model_path: str) -> OfficialSamplingClient:
+        """A client that samples from saved weights."""
+        create = self.client.create_sampling_client
+        return OfficialSamplingClient(self._calls.translated("create_sampling_client", lambda: create(model_path)))
+
+    def get_info(self) -> GetInfoResponse:
+        """What the model is."""
+        self._calls.check()
+        info = self._calls.translated("get_info", self.client.get_info)
+        data = ModelData(info.model_data.arch, info.model_data.model_name, info.model_data.tokenizer_id)
+        return GetInfoResponse(info.model_id, data, bool(info.is_lora), info.lora_rank, info.model_name)
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        self._calls.check()
+        return self._calls.translated("get_tokenizer", self.client.get_tokenizer)
+
+    def save_weights_external(
+        self, name: str, ttl_seconds: int | None = None
+    ) -> TinkerFuture[SaveWeightsExternalResponse]:
+        """Saves weights to download under a name."""
+        self._flush()
+        return self._calls.submit(
+            "save_weights_external",
+            lambda: self.client.save_weights_external(name, ttl_seconds),
+            lambda r: SaveWeightsExternalResponse(r.path),
+        )
+
+    def export_adapter(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+        """Saves the adapter as it is now into a folder on this machine, which peft and transformers load."""
+        return export_adapter(self, path, overwrite=overwrite)
+
+    def download_checkpoint(self, path: str, folder: Path) -> None:
+        """Downloads the adapter that `save_weights_external` saved into a folder that exists."""
+
+        def sign() -> download.Addresses:
+            answer = self._rest.get_external_weights_urls(path).result()
+            return download.Addresses(answer.urls, answer.expires)
+
+        ask = partial(asyncio.to_thread, self._calls.translated, "get_external_weights_urls", sign)
+        client = httpx.AsyncClient(follow_redirects=True)
+        loop = BackgroundLoop(client.aclose)
+        try:
+            loop.run(download.files(partial(client.stream, "GET"), ask, folder)).result()
+        finally:
+            loop.close()
+
+    def checkpoint_exists(self, path: str) -> bool:
+        """Whether what was saved under a `tinker://` path is still there."""
+        run, _ = checkpoints.parse(path)
+        try:
+            listing = self._calls.translated("list_checkpoints", lambda: self._rest.list_checkpoints(run).result())
+        except NotFound:
+            return False
+        return any(found.tinker_path == path for found in listing.checkpoints)
+
+    def delete_checkpoint(self, path: str, *, missing_ok: bool = False) -> None:
+        """Removes what was saved under a `tinker://` path."""
+        checkpoint = checkpoints.parse(path)
+        if not missing_ok and not self.checkpoint_exists(path):
+            raise checkpoints.missing(path)
+        with contextlib.suppress(NotFound):
+            self._calls.translated("delete_checkpoint", lambda: self._rest.delete_checkpoint(*checkpoint).result())
+
+    @property
+    def _rest(self) -> tinker.RestClient:
+        return tinker.RestClient(self.client.holder)
+
+    def _pass(
+        self, name: str, data: Sequence[Any], loss_fn: Any, loss_fn_config: Mapping[str, float | str] | None
+    ) -> TinkerFuture[ForwardBackwardOutput]:
+        datums, loss = convert.datums(data), inputs.loss_name(loss_fn)
+        send = getattr(self.client, name)
+        return self._calls.future(name, lambda: send(datums, loss, loss_fn_config), convert.output)
+
+    def _load(self, name: str, path: str) -> TinkerFuture[LoadWeightsResponse]:
+        self._flush()
+
+        def load() -> Any:
+            with warnings.catch_warnings():  # it tells its own users to make a new client instead
+                warnings.simplefilter("ignore", FutureWarning)
+                return getattr(self.client, name)(path)
+
+        return self._calls.submit(name, load, lambda r: LoadWeightsResponse(r.path))
+
+    def _flush(self) -> None:
+        self._calls.check()
+        self._custom.flush()
+
+
+class OfficialSamplingClient:
+    """The official SDK's `SamplingClient` behind our methods."""
+
+    def __init__(self, client: tinker.SamplingClient) -> None:
+        self.client = client
+        self._calls = Calls(None)
+
+    def sample(
+        self, prompt: Any, num_samples: int, sampling_params: Any, include_prompt_logprobs: bool = False
+    ) -> TinkerFuture[SampleResponse]:
+        """Samples continuations of a prompt."""
+        self._calls.check()
+        if num_samples < 1:
+            raise InvalidInput(f"num_samples must be at least 1, got {num_samples}")
+        ours = inputs.to_sampling_params(sampling_params)
+        params = sdk.SamplingParams(**{name: getattr(ours, name) for name in ours.__slots__})
+        text, send = convert.model_input(prompt), self.client.sample
+        return self._calls.submit(
+            "sample", lambda: send(text, num_samples, params, include_prompt_logprobs), convert.sampled
+        )
+
+    def compute_logprobs(self, prompt: Any) -> TinkerFuture[list[float | None]]:
+        """The log-probability of each token of a prompt."""
+        self._calls.check()
+        text = convert.model_input(prompt)
+        return self._calls.submit("compute_logprobs", lambda: self.client.compute_logprobs(text), list)
+
+    def get_base_model(self) -> str:
+        """The name of the base model, as the SDK gets to know it."""
+        return self._calls.translated("get_base_model", self.client.get_base_model)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of the base model."""
+        return self._calls.translated("get_tokenizer", self.client.get_tokenizer)

@@ -1,0 +1,100 @@
+"""Calls of the official SDK's clients: their results as our futures, their errors as ours.
+
+Imported only where such a client is at hand, so that `tinker` stays an extra.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import CancelledError, Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import tinker
+from tinker import types as sdk
+
+from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
+from tinker_lightning.errors import (
+    ClientClosed,
+    InvalidInput,
+    NotATinkerServer,
+    NotFound,
+    OperationFailed,
+    ServerUnreachable,
+    TinkerLightningError,
+    Unauthorized,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+F = TypeVar("F", bound=TinkerFuture[Any])
+
+
+class Calls:
+    """Calls of one client of the SDK: their results as our futures, their errors as ours, and none lost."""
+
+    def __init__(self, model_id: str | None) -> None:
+        self._model_id = model_id
+        self.unread = UnreadFailures()
+
+    def check(self) -> None:
+        """Raises the first failure that nobody has read."""
+        self.unread.raise_first()
+
+    def watched(self, future: F) -> F:
+        """A future that the user gets; its failure is raised at the next call if nobody reads it."""
+        self.unread.add(future)
+        return future
+
+    def submit(self, operation: str, send: Callable[[], Any], convert: Callable[[Any], T]) -> TinkerFuture[T]:
+        """Sends with the SDK; the result converted."""
+        return self.watched(self.future(operation, send, convert))
+
+    def future(self, operation: str, send: Callable[[], Any], convert: Callable[[Any], T]) -> TinkerFuture[T]:
+        """As `submit`, for a future that the user does not get."""
+        sent = self.translated(operation, send)
+        source: Future[Any] = sent if isinstance(sent, Future) else sent.future()
+        converted: Future[T] = Future()
+        converted.set_running_or_notify_cancel()
+
+        def settle(_: object) -> None:
+            try:
+                converted.set_result(convert(source.result()))
+            except Exception as error:
+                converted.set_exception(self._error(operation, error))
+
+        source.add_done_callback(settle)
+        return TinkerFuture(converted, operation if self._model_id is None else f"{operation} of {self._model_id}")
+
+    def translated(self, operation: str, action: Callable[[], T]) -> T:
+        """What an action returns; its errors are ours."""
+        try:
+            return action()
+        except Exception as error:
+            raise self._error(operation, error) from error
+
+    def _error(self, operation: str, error: Exception) -> TinkerLightningError:
+        request_id = getattr(error, "request_id", None)
+        where = operation if self._model_id is None else f"{operation} of {self._model_id}"
+        if request_id is not None:
+            where += f", request {request_id}"
+        ours = _kind(error)(f"{where}: {error or type(error).__name__}")
+        ours.operation, ours.model_id, ours.request_id = operation, self._model_id, request_id
+        ours.__cause__ = error
+        return ours
+
+
+def _kind(error: Exception) -> type[TinkerLightningError]:
+    if isinstance(error, tinker.RequestFailedError) and error.category == sdk.RequestErrorCategory.User:
+        return InvalidInput
+    kinds: dict[type[Exception], type[TinkerLightningError]] = {
+        tinker.AuthenticationError: Unauthorized,
+        tinker.PermissionDeniedError: Unauthorized,
+        tinker.NotFoundError: NotFound,
+        tinker.BadRequestError: InvalidInput,
+        tinker.UnprocessableEntityError: InvalidInput,
+        tinker.APIConnectionError: ServerUnreachable,
+        tinker.APIResponseValidationError: NotATinkerServer,
+        CancelledError: ClientClosed,
+    }
+    return next((ours for theirs, ours in kinds.items() if isinstance(error, theirs)), OperationFailed)

@@ -1,0 +1,109 @@
+"""What a loader gives, as datums and prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from tinker_lightning.client.sdk.inputs import to_model_input
+from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.types import Datum, ModelInput
+
+
+def datums_of(batch: Any) -> list[Any]:
+    """The datums of a batch: a list of them as it is, and one as a list.
+
+    Raises:
+        InvalidDatum: If the batch is empty or no list of datums.
+    """
+    if is_datum(batch):
+        return [batch]
+    if not isinstance(batch, Sequence) or not all(is_datum(datum) for datum in batch):
+        got = type(batch).__name__
+        if isinstance(batch, list | tuple):
+            got += f" of {type(next(item for item in batch if not is_datum(item))).__name__}"
+        raise InvalidDatum(
+            f"a batch must be a list of datums, got {got}. Give the DataLoader collate_fn=tinker_lightning.collate, or "
+            "override datums(self, batch) to build them."
+        )
+    if not batch:
+        raise InvalidDatum("the batch has no datums; drop empty batches in the loader")
+    return list(batch)
+
+
+def as_list(given: Any) -> list[Any]:
+    """What an override of `datums` gives, as a list: a list as it is, any other iterable once through.
+
+    Raises:
+        InvalidDatum: If it is nothing of the kind.
+    """
+    if isinstance(given, list):
+        return given
+    if is_datum(given):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise InvalidDatum(f"datums(batch) must return a list of datums, but returned {type(given).__name__}")
+    return list(given)
+
+
+def weights_of(datum: Any) -> Tensor:
+    """The weight of each target; ones where a datum has none."""
+    weights = datum.loss_fn_inputs.get("weights")
+    if weights is None:
+        return torch.ones(datum.loss_fn_inputs["target_tokens"].shape)
+    tensor: Tensor = weights.to_torch()
+    return tensor
+
+
+def is_datum(value: Any) -> bool:
+    """Whether it is a datum, ours or the official SDK's."""
+    return hasattr(value, "model_input") and hasattr(value, "loss_fn_inputs")
+
+
+def count_datums(batch: Any) -> int:
+    """How many datums a batch has, in lists, tuples and dicts however deep; 0 if it is made of something else.
+
+    >>> count_datums({"pairs": [(Datum.from_tokens([1, 2]), Datum.from_tokens([1, 3]))], "names": ["first"]})
+    2
+    """
+    if is_datum(batch):
+        return 1
+    if isinstance(batch, dict):
+        return sum(map(count_datums, batch.values()))
+    return sum(map(count_datums, batch)) if isinstance(batch, list | tuple) else 0
+
+
+def prompts_of(batch: Any, tokenizer: Any) -> list[ModelInput]:
+    """What to sample from: each datum, input, text or row of tokens of a batch, or the only one.
+
+    Raises:
+        InvalidInput: If it has the rows of a batch where its columns should be.
+    """
+    if isinstance(batch, Tensor | np.ndarray):
+        return [ModelInput.from_ints(row) for row in (batch if batch.ndim > 1 else [batch])]
+    if not isinstance(batch, Sequence) or isinstance(batch, str) or (batch and isinstance(batch[0], int)):
+        return [_prompt(batch, tokenizer)]
+    if all(isinstance(item, Tensor) and item.ndim == 1 for item in batch) and len({len(item) for item in batch}) == 1:
+        raise InvalidInput(
+            f"a list of {len(batch)} tensors of {len(batch[0])} tokens each: torch's default collate_fn makes it of "
+            f"{len(batch[0])} prompts by turning rows into columns. Give the DataLoader "
+            "collate_fn=tinker_lightning.collate."
+        )
+    return [_prompt(item, tokenizer) for item in batch]
+
+
+def _prompt(item: Any, tokenizer: Any) -> ModelInput:
+    if is_datum(item):
+        return to_model_input(item.model_input)
+    if isinstance(item, str):
+        return ModelInput.from_ints(tokenizer.encode(item))
+    return to_model_input(item) if hasattr(item, "chunks") else ModelInput.from_ints(item)
+
+
+# A loader without a collate_fn of its own then gives lists of datums, too.
+default_collate_fn_map[Datum] = lambda batch, *, collate_fn_map=None: list(batch)  # noqa: ARG005

@@ -1,0 +1,135 @@
+"""What a trainer must not have when it trains a remote model; refused before anything is sent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, LearningRateFinder, ModelPruning
+from lightning.pytorch.trainer.states import TrainerStatus
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.losses.regularizers import composition
+from tinker_lightning.remote.handle import RemoteHandle
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from tinker_lightning.lightning.module import RemoteModule
+
+
+def check(trainer: pl.Trainer, module: RemoteModule) -> None:
+    """Refuses what would train something else than one remote model.
+
+    Raises:
+        InvalidInput: Says which of them, why, and what to do instead.
+    """
+    check_processes(trainer)
+    _check_precision(trainer)
+    _check_imports(trainer)
+    _check_callbacks(trainer, module)
+    composition.check_timeout("regularizer_timeout", module.regularizer_timeout)
+    if module._compiler_ctx is not None:
+        raise InvalidInput(
+            f"torch.compile has nothing to compile in {type(module).__name__}: the passes run on the server. Fit the "
+            "module itself; a loss that is costly can be compiled alone."
+        )
+
+
+def check_free(module: RemoteModule, trainer: pl.Trainer | None) -> None:
+    """Refuses a module that another trainer is at work with; that trainer's work goes on.
+
+    Lightning lets a trainer that failed call hooks with its module. So it is left without.
+
+    Raises:
+        InvalidInput: If there is such a trainer.
+    """
+    other = module._trainer
+    if other is None or trainer is None or other is trainer:
+        return
+    if other.state.status == TrainerStatus.RUNNING and other.lightning_module is module:
+        trainer.strategy._lightning_module = None
+        raise InvalidInput(
+            f"this {type(module).__name__} is in the midst of another trainer's work. Both would number the requests "
+            "of one remote model: wait for the first, or make a second module."
+        )
+
+
+def check_optimizers(trainer: pl.Trainer, module: RemoteModule) -> None:
+    """Refuses optimizers that would leave a remote model as it is, or cannot do what the trainer asks of them.
+
+    Raises:
+        InvalidInput: Says which, and what to do instead.
+    """
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise InvalidInput(
+            f"all of this {type(module).__name__} is frozen, so that there is nothing to train; call unfreeze() on it "
+            "first"
+        )
+    if not module.automatic_optimization or not module.lm.handle.requires_grad:
+        return
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    if not any(one is module.lm.handle for group in groups for one in group["params"]):
+        raise InvalidInput(
+            f"no optimizer of this {type(module).__name__} has the remote model's parameters, so that its gradients "
+            "would gather for ever. Give them to RemoteAdamW(self.parameters()) in configure_optimizers, or freeze the "
+            "model with self.lm.requires_grad_(False)."
+        )
+
+
+def check_processes(trainer: pl.Trainer) -> None:
+    """Refuses more than one process, whatever the module.
+
+    Raises:
+        InvalidInput: Says how many there would be.
+    """
+    connector = trainer._accelerator_connector
+    launched = max(connector.cluster_environment.world_size(), connector._num_nodes_flag)
+    # On a GPU machine "auto" counts its GPUs, which are not used; on a CPU a number was given.
+    asked = len(connector._parallel_devices) if connector._accelerator_flag == "cpu" else 1
+    count = max(trainer.world_size, launched, asked)
+    if count > 1:
+        raise InvalidInput(
+            f"this trainer would run {count} processes, and each would train a model of its own on a part of the data. "
+            "The passes run on the server: use Trainer(strategy='tinker', devices=1, num_nodes=1), started once."
+        )
+
+
+def _check_precision(trainer: pl.Trainer) -> None:
+    plugin = trainer.precision_plugin
+    if getattr(plugin, "scaler", None) is not None:
+        raise InvalidInput(
+            f"{type(plugin).__name__} scales the loss against underflow, which would train the remote model with a "
+            "gradient that is too large. The server has a precision of its own: leave `precision` at its default, or "
+            "use 'bf16-mixed' for local parameters."
+        )
+
+
+def _check_imports(trainer: pl.Trainer) -> None:
+    objects: list[Any] = [*trainer.callbacks, *trainer.loggers, trainer.datamodule, trainer.profiler]  # type: ignore[attr-defined]
+    for one in objects:
+        if any(base.__module__.split(".")[0] == "pytorch_lightning" for base in type(one).__mro__):
+            raise InvalidInput(
+                f"{type(one).__name__} is from the package pytorch_lightning, whose objects are strangers to this "
+                "trainer's. Import it from lightning.pytorch instead."
+            )
+
+
+def _check_callbacks(trainer: pl.Trainer, module: RemoteModule) -> None:
+    is_all_remote = all(isinstance(parameter, RemoteHandle) for parameter in module.parameters())
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+        if isinstance(callback, BatchSizeFinder):
+            raise InvalidInput(
+                "BatchSizeFinder looks for the batch that fills the memory of this machine, but the passes run in the "
+                "server's. Choose a batch size; accumulate_grad_batches makes it larger at no further wait."
+            )
+        if isinstance(callback, LearningRateFinder) and not module.chosen_route().runs_locally:
+            raise InvalidInput(
+                "LearningRateFinder needs the loss of a step at once, but this one runs on the server, and its value "
+                "comes later. Set route = 'two-pass' for the search, or choose a learning_rate."
+            )
+        if isinstance(callback, BaseFinetuning | ModelPruning) and is_all_remote:
+            raise InvalidInput(
+                f"{type(callback).__name__} changes parameters on this machine, and this {type(module).__name__} has "
+                "none: its layers are on the server. Which of them are trained is said by train_mlp, train_attn and "
+                "train_unembed."
+            )

@@ -1,0 +1,1 @@
+"""Exact resume: data position, loop position and random number generators."""

@@ -1,0 +1,324 @@
+"""Training data that can be looked into ahead, and that goes on where training stopped.
+
+A loader is replayed, not pickled: the random numbers at the start of its epoch are kept, and after a resume it is drawn
+from anew up to the batch that was trained last. A loader with a `state_dict` of its own keeps it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.lightning.resume import rng
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+
+_END = object()
+
+
+class _Wrapper:
+    """A loader around another; what the other has else (`dataset`, `sampler`, ...) is reached through this one."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]  # a TypeError where it has no length, as of the loader itself
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not made yet: in the middle of being unpickled
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    @property
+    def worker_init_fn(self) -> Any:
+        """The loader's own, which Lightning sets."""
+        return self.loader.worker_init_fn  # type: ignore[attr-defined]
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, function: Any) -> None:
+        self.loader.worker_init_fn = function  # type: ignore[attr-defined]
+
+    @property
+    def _iterator(self) -> Any:
+        """The loader's own, which Lightning sets to None at the end of a fit, so that workers end."""
+        return self.loader._iterator  # type: ignore[attr-defined]
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self._end()
+        self.loader._iterator = iterator  # type: ignore[attr-defined]
+
+    def _end(self) -> None:
+        """Lets go of the last pass."""
+
+
+class ResumableLoader(_Wrapper):
+    """A loader of training batches; its state is that of the last batch trained, not of the last one drawn.
+
+    Args:
+        loader: Any iterable of batches that can be iterated once per epoch.
+        trained: How many batches of this epoch have been trained so far.
+        is_over: Whether this epoch's last batch has been trained.
+    """
+
+    def __init__(self, loader: Iterable[Any], trained: Callable[[], int], is_over: Callable[[], bool]) -> None:
+        super().__init__(loader)
+        self._trained = trained
+        self._is_over = is_over
+        self._resume: dict[str, Any] | None = None
+        self._run = Run(loader, None)
+        self._drawn = 0
+        # The places after the last batches that were drawn. Lightning draws one batch ahead where it has no length.
+        self._marks: deque[_Mark] = deque(maxlen=4)
+
+    def __iter__(self) -> Iterator[Any]:
+        resume, self._resume = self._resume, None
+        if resume is not None:
+            self._drawn = resume["drawn"]
+        elif self._trained() == 0 or self._is_over():
+            self._drawn = 0  # a new epoch, and not a short loader that starts over beside a longer one
+        self._run.close()
+        run = self._run = Run(self.loader, resume)
+        self._marks.append(_Mark(self._drawn, run, run.count, run.inner))
+        for batch in run:
+            self._drawn += 1
+            self._marks.append(_Mark(self._drawn, run, run.count, run.inner))
+            yield batch
+
+    @property
+    def seed(self) -> int:
+        """What this pass over the loader draws its random numbers from; the same after a resume."""
+        return 0 if self._run.start is None else _seed(self._run.start)
+
+    def peek(self, after: int, count: int) -> list[Any]:
+        """Up to `count` batches behind the one with number `after` of this epoch; fewer where it ends or fails."""
+        return self._run.peek(after, count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place behind the last batch trained."""
+        if self._resume is not None:  # nothing has been drawn since
+            return self._resume
+        trained = self._trained()
+        marks = [mark for mark in self._marks if mark.drawn <= trained]
+        if self._is_over() or not marks:
+            return _between(self.loader, has_begun=bool(self._marks))
+        mark = marks[-1]
+        return {"drawn": mark.drawn, "count": mark.count, "start": mark.run.start, "inner": mark.inner}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there at the next `iter`."""
+        self._resume = state
+
+    def _end(self) -> None:
+        if self._marks:
+            self._resume = self.state_dict()  # a loader with a state of its own is about to lose it
+        self._run.close()
+
+
+class IsolatedRngLoader(_Wrapper):
+    """A loader whose random numbers are its own, so that an evaluation leaves those of the training as they were."""
+
+    def __iter__(self) -> Iterator[Any]:
+        with rng.kept():
+            source = _Source(self.loader, _seed(_start(self.loader)))
+        try:
+            while True:
+                yield source.draw()
+        except StopIteration:
+            return
+
+
+class Run:
+    """One pass over a loader, from its start or from a place in its midst."""
+
+    def __init__(self, loader: Iterable[Any], resume: dict[str, Any] | None) -> None:
+        self.start: dict[str, Any] | None = resume and resume["start"]
+        self.count: int = resume["count"] if resume else 0
+        self.inner: Any = resume and resume["inner"]
+        self._before = resume and resume.get("before")
+        self._loader = loader
+        self._source: _Source | None = None
+        self._given: deque[tuple[int, Any]] = deque(maxlen=4)
+        self._ahead: deque[tuple[Any, Any]] = deque()
+        self._failure: Exception | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._ahead:
+            if self._failure is not None:
+                raise self._failure
+            self._pull()
+        batch, self.inner = self._ahead.popleft()
+        self._given.append((self.count, batch))
+        self.count += 1
+        return batch
+
+    def peek(self, after: int, count: int) -> list[Any]:
+        """Up to `count` batches behind number `after`, drawn now if they have not been; none of them is lost."""
+        given = [batch for number, batch in self._given if number > after]
+        while len(given) + len(self._ahead) < count and self._failure is None:
+            try:
+                self._pull()
+            except Exception as failure:  # kept for its turn: the batches before it are trained first
+                self._failure = failure
+        return [*given, *(batch for batch, _ in islice(self._ahead, max(0, count - len(given))))][:count]
+
+    def close(self) -> None:
+        """Lets go of the loader's iterator, with which its workers end."""
+        self._source = None
+        self._given.clear()
+        self._ahead.clear()
+
+    def _pull(self) -> None:
+        if self._source is None:
+            self._source = self._begin()
+            if self._ahead:
+                return
+        self._keep(self._source.draw())
+
+    def _begin(self) -> _Source:
+        """Draws the first batch, as a plain loop would; after a resume, those that were trained before."""
+        if self.start is None:
+            if self._before is not None:
+                _end_pass(self._loader, self._before, self.inner)
+            self.start = _start(self._loader)
+            source = _Source(self._loader, _seed(self.start))
+            self._keep(source.first())
+            return source
+        with rng.kept():
+            if self.inner is not None:
+                self._loader.load_state_dict(self.inner)  # type: ignore[attr-defined]
+                return _Source(self._loader, _seed(self.start), self.count)
+            _warm(self._loader, self.start)
+            rng.restore(self.start["rng"])
+            _set_generators(self._loader, self.start)
+            source = _Source(self._loader, _seed(self.start))
+            if self.count == 0:
+                self._keep(source.first())
+            for number in range(self.count):
+                self._draw_again(source, number)
+            return source
+
+    def _draw_again(self, source: _Source, number: int) -> None:
+        try:
+            source.draw() if number else source.first()
+        except StopIteration:
+            raise InvalidInput(
+                f"the checkpoint was saved after {self.count} batches of an epoch, but the training loader has only "
+                f"{number}. Resume with the data that it was trained on."
+            ) from None
+
+    def _keep(self, batch: Any) -> None:
+        self._ahead.append((batch, self._loader.state_dict() if _is_stateful(self._loader) else None))  # type: ignore[attr-defined]
+
+
+class _Source:
+    """Draws batches from random numbers of their own: how far ahead that is must not change what training draws.
+
+    Each batch has its own, so that one can be drawn again without those before it.
+    """
+
+    def __init__(self, loader: Iterable[Any], seed: int, count: int = 0) -> None:
+        self._iterator = iter(loader)
+        self._seed = seed
+        self._count = count
+
+    def first(self) -> Any:
+        """The first batch, from the random numbers that are there: a loader draws its order from them."""
+        self._count += 1
+        return next(self._iterator)
+
+    def draw(self) -> Any:
+        """The next batch."""
+        self._count += 1
+        with rng.seeded(self._seed + self._count):
+            batch = next(self._iterator, _END)
+        if batch is _END:
+            raise StopIteration
+        return batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """The place behind a batch: how many were drawn this epoch, and where the loader's own pass was."""
+
+    drawn: int
+    run: Run
+    count: int
+    inner: Any
+
+
+def _is_stateful(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def _between(loader: Any, *, has_begun: bool) -> dict[str, Any]:
+    """The state of a loader whose next pass has not begun."""
+    inner = loader.state_dict() if has_begun and _is_stateful(loader) else None
+    return {"drawn": 0, "count": 0, "start": None, "inner": inner, "before": _own(loader)}
+
+
+def _start(loader: Any) -> dict[str, Any]:
+    return {"rng": rng.capture(), **_own(loader)}
+
+
+def _own(loader: Any) -> dict[str, Any]:
+    """What a loader's next pass depends on, besides the random numbers of the process."""
+    return {
+        "generators": [generator.get_state() for generator in _generators(loader)],
+        "is_warm": getattr(loader, "_iterator", None) is not None,
+    }
+
+
+def _end_pass(loader: Any, own: dict[str, Any], inner: Any) -> None:
+    """Brings a loader to where it was when its last pass was over."""
+    with rng.kept():
+        if inner is not None:
+            loader.load_state_dict(inner)
+            iter(loader)
+        _warm(loader, own)
+    _set_generators(loader, own)
+
+
+def _warm(loader: Any, own: dict[str, Any]) -> None:
+    """Starts workers that persist, if they ran: a pass that finds them draws fewer random numbers than the first."""
+    if own["is_warm"] and getattr(loader, "persistent_workers", False) and loader._iterator is None:
+        iter(loader)
+
+
+def _set_generators(loader: Any, own: dict[str, Any]) -> None:
+    generators, states = _generators(loader), own["generators"]
+    if len(generators) != len(states):
+        raise InvalidInput(
+            f"the checkpoint was saved with {len(states)} generators of random numbers in the training loader, but "
+            f"this one has {len(generators)}. Resume with a loader that is made as the one it was trained with."
+        )
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+
+
+def _seed(start: dict[str, Any]) -> int:
+    """A number of its own for every pass: where all the random numbers stood at its start."""
+    seed = rng.digest(start["rng"])
+    for state in start["generators"]:
+        seed = zlib.crc32(state.numpy().tobytes(), seed)
+    return seed
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """The generators that were given to a loader and its samplers; each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    given = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(one): one for one in given if isinstance(one, torch.Generator)}.values())

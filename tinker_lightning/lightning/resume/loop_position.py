@@ -1,0 +1,217 @@
+"""Where a run goes on after a checkpoint: at the very place of Lightning's loops where it was written.
+
+Lightning finds that place from its counters, and loses some of what was still to be done there: the row of the step, a
+validation that is due, the end of the epoch, a scheduler that waits for a metric. Here the place is written down, and
+what was left to do is done before training goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.loops.fit_loop import RestartStage as FitStage
+from lightning.pytorch.loops.training_epoch_loop import RestartStage as EpochStage
+
+from tinker_lightning.lightning.checkpoint import contents
+from tinker_lightning.lightning.resume import epoch_metrics, rng
+from tinker_lightning.remote import group
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from tinker_lightning.lightning.module import RemoteModule
+
+# What was under way when a file was written.
+EPOCH_START = "epoch start"  # nothing, or the hooks of an epoch's start, which are called again
+BATCH_START = "batch start"  # a batch, which is trained again; or what is between two of them
+BATCH_END = "batch end"  # the hooks of its end: its row, and a validation that is due, are still to come
+VALIDATION = "validation"  # a validation, which begins anew
+VALIDATION_END = "validation end"  # the hooks of its end
+EPOCH_END = "epoch end"  # the hooks of an epoch's end: its row is still to come
+
+
+def capture(trainer: pl.Trainer) -> dict[str, Any]:
+    """Where a trainer is, as tensors and plain data."""
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    where, is_cut = _where(trainer), _is_cut(trainer)
+    epochs, batches = fit.epoch_progress, loop.batch_progress
+    reopened = int(is_cut and where == EPOCH_START)
+    done = int(where == BATCH_END)
+    return {
+        "where": BATCH_START if reopened else where,
+        "is_cut": is_cut,
+        "epochs": [epochs.current.completed - reopened, epochs.total.completed - reopened],
+        "batches": [batches.current.completed + done, batches.total.completed + done],
+        "is_last_batch": batches.is_last_batch,
+        "logged_steps": loop._batches_that_stepped,
+        "accumulate": trainer.accumulate_grad_batches,
+        "reloaded": [fit._last_train_dl_reload_epoch, loop.val_loop._last_val_dl_reload_epoch],
+        "callback_metrics": dict(trainer.callback_metrics),
+        "row": _row(trainer, where),
+        "epoch_metrics": epoch_metrics.capture(trainer),
+    }
+
+
+class BatchSnapshot:
+    """What a batch found when its training began, should a file be written before it ends.
+
+    Args:
+        trainer: Who trains it.
+        module: What is trained.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: RemoteModule) -> None:
+        self.rng = rng.snapshot()
+        self.epoch_metrics = epoch_metrics.capture(trainer)
+        # Copies, for a loss that is refused empties its window; what gradients are added to is another list then.
+        self._windows = {
+            name: [copy.copy(call) for call in handle.remote.window]
+            for name, handle in group.handles_of(module).items()
+        }
+        self._local_gradients = module.local_gradients()
+        self._number = trainer.fit_loop.epoch_loop.total_batch_idx
+
+    def gradients(self) -> dict[str, Any]:
+        """What waited for a step, as a file keeps it."""
+        windows = {name: contents.window_state(window) for name, window in self._windows.items()}
+        return {"windows": windows, "local_gradients": self._local_gradients}
+
+    def is_under_way(self, trainer: pl.Trainer) -> bool:
+        """Whether it is still being trained; after a resume it begins anew."""
+        loop = trainer.fit_loop.epoch_loop
+        batches: Any = loop.batch_progress.current
+        return bool(batches.ready > batches.processed and loop.total_batch_idx == self._number)
+
+
+def raise_limits(trainer: pl.Trainer, checkpoint: dict[str, Any], resumed: dict[str, Any]) -> None:
+    """Lets a run that has reached its limits into its loops, if something is left to do there."""
+    loop = trainer.fit_loop.epoch_loop
+    resumed["max_steps"] = loop.max_steps
+    place = resumed["place"]
+    if place["where"] != EPOCH_START:
+        checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"] = place["epochs"][0]
+    if place["where"] not in (EPOCH_START, BATCH_START) and loop.max_steps != -1:
+        loop.max_steps = max(loop.max_steps, checkpoint["global_step"] + 1)
+
+
+def restore_limits(trainer: pl.Trainer, resumed: dict[str, Any]) -> None:
+    """Sets the limit again that was lifted."""
+    loop = trainer.fit_loop.epoch_loop
+    loop.max_steps = resumed.get("max_steps", loop.max_steps)
+
+
+def restore_loops(trainer: pl.Trainer, place: dict[str, Any]) -> None:
+    """Puts the loops where they were, and does what was still to be done there; training goes on behind it."""
+    fit, loop, connector = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._logger_connector
+    where = place["where"]
+    _count(fit.epoch_progress, place["epochs"], is_under_way=where != EPOCH_START)
+    _count(loop.batch_progress, place["batches"])
+    loop.batch_progress.is_last_batch = place["is_last_batch"]
+    loop._batches_that_stepped = place["logged_steps"]
+    fit._last_train_dl_reload_epoch, loop.val_loop._last_val_dl_reload_epoch = place["reloaded"]
+    connector._callback_metrics.update(place["callback_metrics"])
+    fit._restarting = False
+    loop.restarting = False
+    loop._restart_stage = EpochStage.NONE
+    if where != EPOCH_START and any(isinstance(one, GradientAccumulationScheduler) for one in trainer.callbacks):  # type: ignore[attr-defined]
+        trainer.accumulate_grad_batches = place["accumulate"]  # which it sets at the start of an epoch
+    if where not in (EPOCH_START, EPOCH_END):
+        epoch_metrics.restore(trainer, place["epoch_metrics"])
+        if place["batches"][0]:
+            connector._first_loop_iter = True  # or the next batch, taken for the first, would drop them
+    if where in (BATCH_END, VALIDATION, VALIDATION_END):
+        where = _end_batch(trainer, place)
+    elif where == EPOCH_END:
+        where = _end_epoch(trainer, place)
+    if where == EPOCH_START:
+        fit._restart_stage = FitStage.NONE
+        fit._resuming_from_checkpoint = False  # a new epoch begins with a new pass over the data
+    else:
+        fit._restart_stage = FitStage.RESTARTED_MID_EPOCH
+        loop._restarting = True  # keeps the counters
+        if not loop._should_accumulate():
+            loop._batches_that_stepped -= 1  # which a loop that restarts counts again
+
+
+def _end_batch(trainer: pl.Trainer, place: dict[str, Any]) -> str:
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    if place["row"] is not None:
+        trainer._logger_connector.log_metrics(place["row"])
+    loop._skip_next_val = place["where"] == VALIDATION_END
+    loop.on_advance_end(fit._data_fetcher)  # type: ignore[arg-type]  # there is one since the data was set up
+    if not loop.done:
+        return BATCH_START
+    fit.on_advance_end()
+    return EPOCH_START
+
+
+def _end_epoch(trainer: pl.Trainer, place: dict[str, Any]) -> str:
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    if not place["is_cut"]:
+        loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+    loop._batches_that_stepped -= 1  # as Lightning does around an epoch's row
+    trainer._logger_connector.log_metrics(place["row"])
+    loop._batches_that_stepped += 1
+    if place["is_cut"] and not loop._is_training_done:
+        return BATCH_START
+    fit.epoch_progress.increment_processed()
+    fit.epoch_progress.increment_completed()
+    return EPOCH_START
+
+
+def _where(trainer: pl.Trainer) -> str:
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    if epochs.ready > epochs.started or epochs.ready == epochs.completed:
+        return EPOCH_START
+    if epochs.processed > epochs.completed:
+        return EPOCH_END
+    if trainer.validating:
+        return VALIDATION_END if _has_validated(trainer) else VALIDATION
+    return BATCH_END if batches.processed > batches.completed else BATCH_START
+
+
+def _has_validated(trainer: pl.Trainer) -> bool:
+    """Whether a validation's scores have been logged."""
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    batches = loop.batch_progress
+    return batches.is_last_batch and batches.current.completed == batches.current.ready and not loop._logged_outputs
+
+
+def _is_cut(trainer: pl.Trainer) -> bool:
+    """Whether the last epoch ended before its data: by a limit of steps, or because it was stopped.
+
+    Where that limit is higher after a resume, the epoch goes on.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    return (
+        epochs.processed == epochs.ready
+        and loop.batch_progress.current.ready > 0
+        and not loop._num_ready_batches_reached()
+    )
+
+
+def _row(trainer: pl.Trainer, where: str) -> dict[str, Any] | None:
+    """What Lightning would log behind this place; but a batch's end itself may have more to log, which is not known."""
+    connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
+    if where == BATCH_END:
+        is_step = not loop._should_accumulate() or not trainer.lightning_module.automatic_optimization
+        if not is_step or not (connector.should_update_logs or trainer.fast_dev_run):  # type: ignore[attr-defined]
+            return None
+    elif where != EPOCH_END:
+        return None
+    row = dict(connector.metrics["log"])
+    if where == BATCH_END:
+        for item in loop._results.values():
+            if item.meta.fx == "on_train_batch_end":
+                row.pop(item.meta.forked_name(on_step=True), None)
+    return row
+
+
+def _count(progress: Any, done: list[int], *, is_under_way: bool = False) -> None:
+    for tracker, count in zip((progress.current, progress.total), done, strict=True):
+        tracker.processed = tracker.completed = count
+        tracker.ready = tracker.started = count + is_under_way

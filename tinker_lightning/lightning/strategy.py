@@ -1,0 +1,313 @@
+"""`Trainer(strategy="tinker")`: the network hidden by looking ahead, and runs that resume exactly."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from tinker_lightning.lightning import checks
+from tinker_lightning.lightning.checkpoint import contents
+from tinker_lightning.lightning.checkpoint.contents import STATE_KEY
+from tinker_lightning.lightning.checkpoint.retention import StateRetention
+from tinker_lightning.lightning.module import LAST_WAIT, RemoteModule
+from tinker_lightning.lightning.resume import loop_position, rng
+from tinker_lightning.lightning.resume.loaders import IsolatedRngLoader, ResumableLoader
+from tinker_lightning.remote import group
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.fabric.utilities.types import _PATH
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins import Precision
+
+    from tinker_lightning.remote.calls import Pass
+
+logger = logging.getLogger("tinker_lightning")
+
+# Where a checkpoint file keeps the random numbers and the place in the loops.
+KEY = "tinker_strategy"
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class TinkerStrategy(SingleDeviceStrategy):
+    """Trains a `RemoteModule` with one wait per step, whatever the number of micro-batches.
+
+    The forward passes of an accumulation window are asked for together. A checkpoint also keeps the place in the data
+    and the random numbers, so that a run goes on in the midst of an epoch as if it had never stopped. Remote states are
+    deleted with the last file that names them. Local GPUs are not used.
+
+    Args:
+        look_ahead: Whether the window's forward passes are asked for together.
+        release_states: Whether a remote state is deleted when no checkpoint file names it any more.
+        checkpoint_io: How files are written, as for any strategy.
+        precision_plugin: The precision of local parameters, as for any strategy.
+    """
+
+    strategy_name = "tinker"
+
+    def __init__(
+        self,
+        *,
+        look_ahead: bool = True,
+        release_states: bool = True,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__("cpu", CPUAccelerator(), checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
+        self.look_ahead = look_ahead
+        self.release_states = release_states
+        self._sent: dict[int, tuple[list[Any], Pass | None]] = {}
+        self._cannot_look = False
+        self._unnamed: list[str] = []
+        self._shared: dict[str, Path] = {}  # the states as they are now, and the folders whose files may name them
+        self._resumed: dict[str, Any] | None = None
+        self._begun: loop_position.BatchSnapshot | None = None
+        self._references = StateRetention(self._delete_state, self._checkpoint_folders)
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The CPU, on every machine: the passes run on the server."""
+        return self._accelerator or CPUAccelerator()
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        del accelerator  # what Lightning has found on this machine
+        self._accelerator = CPUAccelerator()
+
+    def setup_environment(self) -> None:
+        """Local parameters are on the CPU, also where Lightning has found a GPU to set a precision for.
+
+        Raises:
+            InvalidInput: If there are several processes.
+        """
+        if self.lightning_module is not None:
+            checks.check_processes(self.lightning_module.trainer)
+        if isinstance(self.precision_plugin, MixedPrecision):
+            self.precision_plugin.device = "cpu"
+        super().setup_environment()
+
+    # Data.
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """A training loader that can be looked into ahead, and that resumes; others disturb none of its numbers."""
+        module = self.lightning_module
+        if module is None or isinstance(dataloader, ResumableLoader | IsolatedRngLoader):
+            return dataloader
+        if not module.trainer.training:
+            return IsolatedRngLoader(dataloader)
+        batches: Any = module.trainer.fit_loop.epoch_loop.batch_progress
+        return ResumableLoader(
+            dataloader,
+            lambda: batches.current.processed,
+            lambda: batches.is_last_batch and batches.current.processed == batches.current.ready,
+        )
+
+    def on_train_start(self) -> None:
+        """Goes on where the checkpoint was written; what comes before training has drawn its random numbers."""
+        self._sent, self._cannot_look = {}, False
+        resumed, self._resumed = self._resumed, None
+        module = self.lightning_module
+        if resumed is None or module is None:
+            return
+        trainer = module.trainer
+        loop_position.restore_limits(trainer, resumed)
+        loaders: Any = trainer.fit_loop._combined_loader
+        for loader, state in zip(loaders.flattened, resumed["loaders"], strict=False):
+            if state["start"] is None:
+                loader.load_state_dict(state)  # its pass has yet to begin, whatever was drawn since
+        rng.restore(resumed["rng"])
+        loop_position.restore_loops(trainer, resumed["place"])
+
+    # Looking ahead.
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """A step whose forward pass may have been asked for at the start of its window."""
+        module = self.lightning_module
+        if isinstance(module, RemoteModule):
+            self._begun = loop_position.BatchSnapshot(module.trainer, module)
+        if not self.look_ahead or self._cannot_look or not isinstance(module, RemoteModule) or not args:
+            return super().training_step(*args, **kwargs)
+        number = module.trainer.fit_loop.epoch_loop.total_batch_idx
+        if number not in self._sent:
+            self._sent = dict(enumerate(self._ask(module, args[0]), number))
+        if number not in self._sent:
+            return super().training_step(*args, **kwargs)
+        data, asked = self._sent.pop(number)
+        with module.asked_ahead(args[0], data, asked) as remote:
+            output = super().training_step(*args, **kwargs)
+            if asked is not None and remote.missed:
+                self._stop_looking(module, "its training_step asks for other datums than datums(batch) gives")
+        return output
+
+    def _ask(self, module: RemoteModule, batch: Any) -> Iterable[tuple[list[Any], Pass | None]]:
+        """Asks for the forward passes of what is left of this window; of the last one, only the datums."""
+        trainer: Any = module.trainer
+        loader = trainer.fit_loop._combined_loader
+        if (
+            not module.automatic_optimization
+            or not (module.chosen_route().runs_locally or module.regularizers)
+            or loader is None
+            or not isinstance(loader.iterables, ResumableLoader)  # several loaders
+            or isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)  # the step draws
+        ):
+            return []
+        if hooks := [name for name in _HOOKS if is_overridden(name, module) or is_overridden(name, trainer.datamodule)]:
+            self._stop_looking(module, f"its {hooks[0]} changes batches when they are trained; do that in datums")
+            return []
+        index, size = trainer.fit_loop.batch_idx, trainer.accumulate_grad_batches
+        left = int(min((index // size + 1) * size, trainer.num_training_batches)) - index
+        asked: list[tuple[list[Any], Pass | None]] = []
+        # What has failed before is raised here, and not by a request whose own failure can wait for its turn.
+        with module.lm.handle.remote.failures_held():
+            for number, following in enumerate([batch, *loader.iterables.peek(index, left - 1)], index):
+                try:
+                    if following is not batch:
+                        following = self.batch_to_device(self.precision_plugin.convert_input(following))
+                    # From random numbers of the batch's own: how far ahead that is must not change what is drawn.
+                    with rng.seeded(loader.iterables.seed + number):
+                        data = module.datums(following)
+                    asked.append((data, module.lm.send(data) if left > 1 else None))
+                except Exception:  # the batch's own step will raise it, in its turn
+                    break
+        return asked
+
+    def _stop_looking(self, module: RemoteModule, reason: str) -> None:
+        self._sent, self._cannot_look = {}, True
+        logger.warning("%s is trained without look-ahead: %s.", type(module).__name__, reason)
+
+    # Checkpoints.
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """What a file keeps of the module; a state that it names is shared with files only, and goes with the last."""
+        assert self.lightning_module is not None  # noqa: S101 for the type checker
+        for remote in group.remotes_of(self.lightning_module):
+            remote.forget_for_files(self._shared)  # those of another trainer, or of a file that shares none
+        with group.saved_for_file(self.lightning_module):
+            return super().lightning_module_state_dict()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Writes a file, with the random numbers and the place; the states of a file that it replaces are released."""
+        if self.lightning_module is not None:
+            trainer = self.lightning_module.trainer
+            checkpoint[KEY] = {"rng": rng.capture(), "place": loop_position.capture(trainer)}
+            if self._begun is not None and self._begun.is_under_way(trainer):
+                # It is trained again: what it has drawn, logged and gathered must not count twice.
+                checkpoint[KEY]["rng"] = rng.capture(self._begun.rng)
+                checkpoint[KEY]["place"]["epoch_metrics"] = self._begun.epoch_metrics
+                if (state := checkpoint.get(STATE_KEY)) is not None:
+                    state |= self._begun.gradients()
+            for each in trainer.loggers:
+                each.save()  # what was logged before a checkpoint is not logged again after a resume
+        named = self._named_in(checkpoint, filepath)
+        replaced = self._references.named_by(filepath)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        self._references.wrote(filepath, named)
+        self._release(replaced - named)
+
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Removes a file, and the remote states that no other file names."""
+        named = self._references.named_by(filepath)
+        super().remove_checkpoint(filepath)
+        self._references.gone(filepath)
+        self._release(named)
+
+    def _named_in(self, checkpoint: dict[str, Any], filepath: _PATH) -> frozenset[str]:
+        """The states that a new file names.
+
+        Only files of one folder share them: a later run that overwrites some of those need not know of other folders.
+        Files that no callback looks after share none.
+        """
+        module = self.lightning_module
+        if module is None:
+            return contents.named_in(checkpoint)
+        is_looked_after = any(Path(filepath).absolute().is_relative_to(each) for each in self._checkpoint_folders())
+        folder = Path(filepath).parent.resolve() if is_looked_after else None
+        shared, self._shared = self._shared, {}
+        with group.saved_for_file(module):
+            for remote in filter(lambda each: each.has_weights, group.remotes_of(module)):
+                saved = own = remote.save()
+                if shared.get(saved, folder) != folder:
+                    own = remote.save(anew=True)
+                    contents.rename(checkpoint, saved, own)
+                if folder is not None:
+                    self._shared[own] = folder
+        return contents.named_in(checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a file; its random numbers are put back when training starts."""
+        # Lightning 2.5 does not know the argument.
+        chosen = {} if weights_only is None else {"weights_only": weights_only}
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, **chosen)
+        self._references.wrote(checkpoint_path, contents.named_in(checkpoint))
+        self._resumed = checkpoint.get(KEY)
+        module = self.lightning_module
+        if self._resumed is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            self._resumed["loaders"] = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
+            loop_position.raise_limits(module.trainer, checkpoint, self._resumed)
+        return checkpoint
+
+    def _release(self, released: frozenset[str]) -> None:
+        if not self.release_states:
+            return
+        if isinstance(self._checkpoint_io, _WrappingCheckpointIO):  # which may not have written the new file yet
+            self._unnamed.extend(released)
+            return
+        for state in released:
+            self._references.release(state)
+
+    def _delete_state(self, state: str) -> None:
+        if self.lightning_module is not None:
+            group.delete_state(self.lightning_module, state)
+
+    def _checkpoint_folders(self) -> list[str]:
+        module = self.lightning_module
+        callbacks: list[Any] = module.trainer.checkpoint_callbacks if module is not None else []
+        folders = [getattr(callback, "dirpath", None) for callback in callbacks]
+        return [os.path.abspath(folder) for folder in folders if folder and "://" not in str(folder)]
+
+    # The end.
+
+    def on_train_end(self) -> None:
+        """Waits for the last steps of remote models in a module of another kind; a `RemoteModule` does so itself."""
+        super().on_train_end()
+        module = self.lightning_module
+        if module is not None and not isinstance(module, RemoteModule):
+            group.wait_for_all(module)
+            group.raise_first(module)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Waits a few seconds for what was sent, and logs it; loggers write their files when this is done."""
+        super().on_exception(exception)
+        module = self.lightning_module
+        if isinstance(module, RemoteModule):
+            module.settle(LAST_WAIT, exception)
+        elif module is not None:
+            group.settle(module, LAST_WAIT, exception)
+
+    def teardown(self) -> None:
+        """Forgets what was looked up ahead, and releases states when the last file has been written."""
+        self._sent = {}
+        if self._resumed is not None and self.lightning_module is not None:  # training did not begin
+            loop_position.restore_limits(self.lightning_module.trainer, self._resumed)
+            # Or Lightning would load it again in a fit without a checkpoint.
+            self.lightning_module.trainer._checkpoint_connector._loaded_checkpoint = {}
+        self._resumed = None
+        super().teardown()
+        for state in self._unnamed:
+            self._references.release(state)
+        self._unnamed = []
+
+
+StrategyRegistry.register(TinkerStrategy.strategy_name, TinkerStrategy, "a model on a server, over the Tinker API")

@@ -1,0 +1,236 @@
+"""A loss made of a base and regularizers: `total = (base or 0) + sum(weight * term)`, and the telemetry of each."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import time
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tinker_lightning.errors import (
+    InvalidInput,
+    InvalidLoss,
+    LossNotFinite,
+    LossWithoutGradient,
+    ResultTimeout,
+    TinkerLightningError,
+)
+from tinker_lightning.losses import surrogate
+from tinker_lightning.losses.background import blocker, on_loop, on_thread
+from tinker_lightning.losses.regularizers.regularizer import as_regularizers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from tinker_lightning.losses.regularizers.regularizer import Regularizer
+    from tinker_lightning.losses.surrogate import LossFn
+
+
+def evaluate(
+    data: list[Any],
+    logprobs: list[Tensor],
+    base: LossFn | None,
+    regularizers: Iterable[Regularizer | Mapping[str, Any]] | None,
+    *,
+    step: int,
+    grad_norms: bool = True,
+    timeout: float | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """The total of a base loss and regularizers, and its telemetry: a dict of numbers, and of dicts of numbers.
+
+    Async terms and those in an executor are begun first and run beside the rest, which runs on the calling thread.
+    Without regularizers this is the base loss with its own metrics.
+
+    Args:
+        data: The datums, as the functions want them.
+        logprobs: One tensor for each; leaves, or what a `RemoteLM` gave.
+        base: The base loss, or None.
+        regularizers: The terms beside it.
+        step: What weights that are functions are given.
+        grad_norms: Whether to compute the norm of each regularizer's gradient by the log-probabilities, without its
+            weight. It costs a backward through that term, never one of the model.
+        timeout: How many seconds the terms that run elsewhere may take.
+
+    Raises:
+        InvalidLoss: If a term is no finite scalar tensor, fails, or nothing depends on the log-probabilities; it names
+            the regularizer, and what its function has raised is the cause.
+        ResultTimeout: If a term takes too long; names it. One in an executor cannot be stopped and goes on.
+    """
+    terms = as_regularizers(regularizers)
+    check_timeout("timeout", timeout)
+    if not terms:
+        if base is None:
+            raise InvalidLoss("there is nothing to train on: give a loss function, a regularizer, or both")
+        return surrogate.loss_and_metrics(base(data, logprobs), logprobs, needs_gradient=torch.is_grad_enabled())
+
+    weights = [term.weight_at(step) for term in terms]
+    base_loss, returned = _run(data, logprobs, base, terms, timeout)
+    contributions, telemetry = [], {}
+    for term, weight in zip(terms, weights, strict=True):
+        with _blaming(term):
+            value, metrics = surrogate.loss_and_metrics(returned[term.name], logprobs, needs_gradient=False)
+            value = value.reshape(())
+            _check_names(metrics, "value", "weight", "contribution", "grad_norm")
+            contributions.append(weight * value)
+            own = {"value": value.item(), "weight": weight, "contribution": contributions[-1].item()}
+            if grad_norms and torch.is_grad_enabled():
+                own["grad_norm"] = _grad_norm(value, logprobs)
+            telemetry[term.name] = own | metrics
+
+    regularizer_total = sum(contributions[1:], contributions[0])
+    total = regularizer_total if base_loss is None else base_loss[0].reshape(()) + regularizer_total
+    _check_total(total, terms)
+    nested: dict[str, Any] = {"loss_total": total.item(), "regularizer_total": regularizer_total.item()}
+    if base_loss is not None:
+        nested["base_loss"] = {"value": base_loss[0].item(), **base_loss[1]}
+    return total, nested | {"regularizers": telemetry}
+
+
+def check_timeout(name: str, timeout: float | None) -> None:
+    """Refuses a timeout, under its name, in which nothing can be done."""
+    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+        raise InvalidInput(f"{name} must be a number of seconds above 0, or None, got {timeout!r}")
+
+
+def flatten(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Nested telemetry as loggers take it.
+
+    >>> flatten({"loss_total": 3.0, "regularizers": {"sparsity": {"value": 2.0, "weight": 0.5}}})
+    {'loss_total': 3.0, 'regularizers/sparsity/value': 2.0, 'regularizers/sparsity/weight': 0.5}
+    """
+    flat: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}/{inner}": number for inner, number in flatten(value).items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _run(
+    data: list[Any],
+    logprobs: list[Tensor],
+    base: LossFn | None,
+    terms: Sequence[Regularizer],
+    timeout: float | None,
+) -> tuple[tuple[Tensor, dict[str, float]] | None, dict[str, Any]]:
+    """The base loss, and what each term has returned; those that run elsewhere run beside all the others."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    running: dict[str, Future[Any]] = {}
+    try:
+        for term in terms:
+            if term.is_async or term.run_in_executor:
+                running[term.name] = _start(term, data, logprobs)
+        base_loss = None
+        if base is not None:
+            base_loss = surrogate.loss_and_metrics(
+                base(data, logprobs), logprobs, needs_gradient=torch.is_grad_enabled()
+            )
+            _check_names(base_loss[1], "value")
+        for term in terms:
+            if term.name not in running:
+                running[term.name] = _start(term, data, logprobs)
+        wait(running.values(), None if deadline is None else max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
+        failed = [term for term in terms if _has_failed(running[term.name])]
+        returned = {}
+        for term in [*failed, *terms]:  # one that failed is why others are not done
+            with _blaming(term, None if running[term.name].done() else timeout):
+                returned[term.name] = running[term.name].result(timeout=0)
+        return base_loss, returned
+    finally:
+        for future in running.values():
+            future.cancel()
+
+
+def _start(term: Regularizer, data: list[Any], logprobs: list[Tensor]) -> Future[Any]:
+    """What a term returns, at once or in a while."""
+
+    def call() -> Any:
+        returned = term.fn(data, logprobs)
+        return on_loop(returned, term.name) if inspect.isawaitable(returned) else returned
+
+    with _blaming(term):
+        if term.run_in_executor and not term.is_async:
+            return on_thread(lambda: _result(call()), term.name)
+        returned = call()
+    if isinstance(returned, Future):
+        return returned
+    done: Future[Any] = Future()
+    done.set_result(returned)
+    return done
+
+
+def _result(returned: Any) -> Any:
+    return returned.result() if isinstance(returned, Future) else returned
+
+
+def _has_failed(future: Future[Any]) -> bool:
+    return future.done() and (future.cancelled() or future.exception() is not None)
+
+
+@contextlib.contextmanager
+def _blaming(term: Regularizer, timeout: float | None = None) -> Iterator[None]:
+    """Names the regularizer in what is raised; with a timeout, that was what passed."""
+    try:
+        yield
+    except TinkerLightningError as error:
+        named = type(error)(f"regularizer {term.name!r}: {error}")
+        named.__dict__.update(error.__dict__)  # the operation and request that it was about
+        raise named from error
+    except Exception as error:
+        has_own_thread = term.run_in_executor and not term.is_async
+        if timeout is not None and not has_own_thread and (by := blocker()):
+            raise ResultTimeout(
+                f"regularizer {term.name!r}: no value within {timeout} s, for {by!r} blocks the event loop that all "
+                "async regularizers share: it sleeps or computes without an await. Use asyncio.sleep and "
+                "asyncio.to_thread in it, or make it a plain function with run_in_executor=True; nothing was sent."
+            ) from error
+        if timeout is not None:
+            raise ResultTimeout(
+                f"regularizer {term.name!r}: no value within {timeout} s. Give it more time, or look at what it waits "
+                "for; nothing was sent."
+            ) from error
+        kind = ResultTimeout if isinstance(error, TimeoutError) else InvalidLoss
+        raise kind(f"regularizer {term.name!r} failed: {type(error).__name__}: {error}") from error
+
+
+def _grad_norm(value: Tensor, logprobs: list[Tensor]) -> float:
+    """The norm of a term's gradient by the log-probabilities, where it ends: a model behind them sees nothing of it."""
+    inputs = [each for each in logprobs if each.requires_grad]
+    if not (value.requires_grad and inputs):
+        return 0.0
+    gradients = torch.autograd.grad(value, inputs, retain_graph=True, allow_unused=True)
+    used = [gradient.flatten().to("cpu", torch.float64) for gradient in gradients if gradient is not None]
+    norm = torch.cat(used).norm().item() if used else 0.0
+    if not math.isfinite(norm):
+        raise LossNotFinite(
+            f"its value is {value.item()}, but its gradient has NaN or infinite entries. Look for a square root or a "
+            "norm of zero, or 0 * inf behind a torch.where; nothing was sent."
+        )
+    return norm
+
+
+def _check_names(metrics: Mapping[str, float], *taken: str) -> None:
+    for name in taken:
+        if name in metrics:
+            raise InvalidLoss(f"metric {name!r} has a name that the telemetry uses itself; give it another")
+
+
+def _check_total(total: Tensor, terms: Sequence[Regularizer]) -> None:
+    if not torch.isfinite(total):
+        raise LossNotFinite(
+            f"the total of the loss and its regularizers is {total.item()}, although each of them is finite. Lower the "
+            "weights; nothing was sent."
+        )
+    if torch.is_grad_enabled() and not total.requires_grad:
+        raise LossWithoutGradient(
+            f"none of the regularizers ({', '.join(term.name for term in terms)}) depends on the log-probabilities, so "
+            "there is nothing to train. Compute one from the tensors in the second argument, without .detach(), "
+            ".item(), .tolist(), numpy or torch.no_grad() in between."
+        )

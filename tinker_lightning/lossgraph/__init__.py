@@ -1,0 +1,1 @@
+"""Loss functions as traced graphs: recorded on the client, checked and run within limits on the server."""

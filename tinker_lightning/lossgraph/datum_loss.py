@@ -1,0 +1,256 @@
+"""A loss of one datum that a server runs: the form of the protocol's `create_custom_loss`.
+
+`fn(logprobs, *inputs)` gets the log-probabilities of a datum's targets and the inputs that its parameters name, and
+returns `(loss, metrics)`. A batch's loss is the sum over its datums.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from tinker_lightning.errors import InvalidDatum, InvalidLoss, LossNotScalar, LossNotTensor, LossNotTraceable
+from tinker_lightning.lossgraph.graphs.graph import Graph, Node, Ref
+from tinker_lightning.lossgraph.graphs.limits import Limits
+from tinker_lightning.lossgraph.graphs.run import Program
+from tinker_lightning.lossgraph.tracing.record import DependsOn, Recorder, record
+from tinker_lightning.lossgraph.tracing.signatures import place_of_function, signature_of
+
+if TYPE_CHECKING:
+    from tinker_lightning.types import TensorData
+
+# The name of an input that multiplies the loss, on servers that know no other way.
+SCALE = "loss_scale"
+MAX_INPUTS = 16
+MAX_METRICS = 256
+_LOGPROBS = "logprobs"
+_INPUT = re.compile(r"[a-z_][a-z0-9_]{0,63}")
+_METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
+
+
+@dataclass(frozen=True, slots=True)
+class LossInput:
+    """An input of a loss: 0 dimensions for a number, 1 for `[T]`, 2 for `[T, K]`."""
+
+    name: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class DatumLoss:
+    """A loss of one datum, as a graph. The first input is `logprobs`."""
+
+    name: str
+    inputs: tuple[LossInput, ...]
+    program: Program
+
+    @classmethod
+    def decode(cls, name: str, inputs: Sequence[LossInput], graph: Any) -> DatumLoss:
+        """A loss from what a client has uploaded.
+
+        Raises:
+            InvalidLoss: If it is none; says where.
+        """
+        _check_inputs(inputs)
+        decoded = Graph.decode(graph, [each.name for each in inputs])
+        _check_output(decoded.output)
+        return cls(name[:200], tuple(inputs), Program(decoded))
+
+    def scaled(self) -> DatumLoss:
+        """The same loss with one input more, by which it is multiplied."""
+        graph, place = self.program.graph, len(self.inputs)
+        # Behind the new placeholder every call moves up by one.
+        calls = [
+            Node(node.op, node.name, node.target, tuple(_moved(node.args, place)), _moved(dict(node.kwargs), place))
+            for node in graph.calls
+        ]
+        loss, metrics = _moved(graph.output, place)
+        calls.append(Node("call_function", "scaled_loss", "operator.mul", (loss, Ref(place))))
+        scaled = Graph.build([*graph.inputs, SCALE], calls, (Ref(place + len(calls)), metrics))
+        return DatumLoss.decode(self.name, [*self.inputs, LossInput(SCALE, 0)], scaled.encode())
+
+    def select(self, inputs: Mapping[str, TensorData]) -> list[TensorData]:
+        """What it reads of a datum behind the log-probabilities, not yet as dense tensors.
+
+        Args:
+            inputs: A datum's, with `target_tokens` among them.
+
+        Raises:
+            InvalidDatum: If one is missing, or has another number of dimensions.
+        """
+        found: list[TensorData] = []
+        for each in self.inputs:
+            name = "target_tokens" if each.name == _LOGPROBS else each.name
+            if name not in inputs:
+                raise InvalidDatum(f"{name}: missing; {self.name} reads it")
+            tensor = inputs[name]
+            # Protobuf does not tell a number from a vector of one.
+            if len(tensor.shape) != each.rank and not (each.rank == 0 and tensor.shape == [1]):
+                raise InvalidDatum(
+                    f"{name}: has the shape {tensor.shape}, but {self.name} takes {each.rank} dimensions"
+                )
+            if each.name != _LOGPROBS:
+                found.append(tensor)
+        return found
+
+    def check(
+        self,
+        shape: Sequence[int],
+        selected: Sequence[TensorData],
+        dtype: torch.dtype,
+        limits: Limits = Limits(),  # noqa: B008  # immutable
+        deadline: float = math.inf,
+    ) -> None:
+        """Refuses what can be seen from the shapes alone; `shape` is that of the log-probabilities.
+
+        Raises:
+            InvalidLoss: If a call of the graph cannot take its arguments, or takes too much.
+        """
+        shapes = [(each.shape if rank else [], each.dtype) for each, rank in zip(selected, self._ranks, strict=True)]
+        arguments = [
+            torch.empty(each, dtype=torch.int64 if kind == "int64" else dtype, device="meta") for each, kind in shapes
+        ]
+        self.program.check([torch.empty(shape, dtype=dtype, device="meta"), *arguments], limits, deadline)
+
+    def tensors(self, selected: Sequence[TensorData], dtype: torch.dtype) -> list[Tensor]:
+        """What was selected, as tensors that may be written to; floating-point ones in that dtype."""
+        tensors = []
+        for each, rank in zip(selected, self._ranks, strict=True):
+            tensor = each.to_torch()
+            tensor = tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
+            tensors.append(tensor if rank else tensor.reshape(()))
+        return tensors
+
+    @property
+    def _ranks(self) -> list[int]:
+        return [each.rank for each in self.inputs[1:]]
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        arguments: Sequence[Tensor],
+        limits: Limits = Limits(),  # noqa: B008  # immutable
+        deadline: float = math.inf,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The loss of a datum and its metrics, which are whatever the graph returns as such.
+
+        Raises:
+            InvalidLoss: If a call of the graph fails or takes too much, or the loss is no scalar.
+        """
+        # A copy, where it writes to what it is given: that is not its own, and of a leaf autograd allows no writing.
+        given = logprobs.clone() if self.program.writes else logprobs
+        loss, metrics = self.program([given, *arguments], limits, deadline)
+        if not isinstance(loss, Tensor):
+            raise LossNotTensor(f"the loss must be a tensor, got {type(loss).__name__}")
+        if loss.ndim:
+            raise LossNotScalar(f"the loss must be a scalar, got the shape {list(loss.shape)}; use .sum() or .mean()")
+        return loss, metrics
+
+
+def trace_datum_loss(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> DatumLoss:
+    """A function of one datum as a graph.
+
+    Args:
+        fn: `fn(logprobs, *inputs)`, which returns `(loss, metrics)`; metrics are called `custom/<name>:sum` or `:mean`.
+        input_ranks: How many dimensions `logprobs` and each input has.
+
+    Raises:
+        LossNotTraceable: If it does what no graph can say; names the line.
+    """
+    name = getattr(fn, "__name__", type(fn).__name__)
+    inputs = _signature(fn, name, input_ranks)
+
+    def body(recorder: Recorder) -> Any:
+        returned = fn(*(recorder.input(each.name, each.rank) for each in inputs))
+        if isinstance(returned, fx.Proxy):
+            returned = returned, {}
+        if not (isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], Mapping)):
+            raise LossNotTraceable(
+                f"{place_of_function(fn)}{name} must return (loss, metrics), a tensor and a dict, but returned "
+                f"{type(returned).__name__}"
+            )
+        loss, metrics = returned
+        for what, value in (("its loss", loss), *((f"metric {key!r}", value) for key, value in metrics.items())):
+            if not isinstance(value, fx.Proxy):
+                raise LossNotTraceable(
+                    f"{place_of_function(fn)}{name} must return {what} as a tensor computed from what it is given, got "
+                    f"{type(value).__name__}"
+                )
+        if others := [key for key in metrics if not isinstance(key, str)]:
+            raise LossNotTraceable(f"{place_of_function(fn)}a metric cannot be called {others[0]!r:.100}; use a text")
+        return loss, dict(metrics)
+
+    try:
+        graph = record(fn, body)
+    except DependsOn as blocked:
+        raise blocked.error from None
+    return replace(DatumLoss.decode(name, inputs, graph.encode()), program=Program(graph))
+
+
+def _signature(fn: Callable[..., Any], name: str, input_ranks: Mapping[str, int]) -> list[LossInput]:
+    parameters = list(signature_of(fn).parameters.values())
+    for each in parameters:
+        if each.kind not in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) or each.default is not each.empty:
+            raise InvalidLoss(
+                f"{name}: the parameter {each.name} must be a plain one without a default: it names an input that each "
+                "datum has"
+            )
+    names = [each.name for each in parameters]
+    if set(input_ranks) != set(names):
+        raise InvalidLoss(
+            f"{name}: input_ranks must give the number of dimensions of {', '.join(names)}, got "
+            f"{', '.join(map(str, input_ranks)) or 'none'}"
+        )
+    inputs = [LossInput(each, input_ranks[each]) for each in names]
+    _check_inputs(inputs)
+    return inputs
+
+
+def _check_inputs(inputs: Sequence[LossInput]) -> None:
+    if not inputs or inputs[0].name != _LOGPROBS or inputs[0].rank not in (1, 2):
+        raise InvalidLoss("the first input must be logprobs, with 1 dimension ([T]) or 2 ([T, K])")
+    if len(inputs) > MAX_INPUTS:
+        raise InvalidLoss(f"a loss of a datum takes at most {MAX_INPUTS} inputs, got {len(inputs)}")
+    for each in inputs:
+        if not _INPUT.fullmatch(each.name):
+            raise InvalidLoss(f"an input cannot be called {each.name!r:.80}; use small letters, digits and '_'")
+        if each.rank not in (0, 1, 2):
+            raise InvalidLoss(f"{each.name}: an input has 0, 1 or 2 dimensions, not {each.rank!r:.20}")
+
+
+def _check_output(output: Any) -> None:
+    if not (isinstance(output, tuple | list) and len(output) == 2 and isinstance(output[0], Ref)):
+        raise InvalidLoss("the graph must return (loss, metrics)")
+    if not isinstance(output[1], dict):
+        raise InvalidLoss("the graph must return its metrics as a dict")
+    if len(output[1]) > MAX_METRICS:
+        raise InvalidLoss(f"a loss returns at most {MAX_METRICS} metrics, got {len(output[1])}")
+    for name, value in output[1].items():
+        if not _METRIC.fullmatch(name):
+            raise InvalidLoss(
+                f"the metric {name!r:.100} must be called custom/<name>:sum or custom/<name>:mean, in small letters; "
+                "the ending says how it is put together over datums"
+            )
+        if not isinstance(value, Ref):
+            raise InvalidLoss(f"the metric {name!r} must be a tensor")
+
+
+def _moved(value: Any, place: int) -> Any:
+    """An argument whose references to `place` and beyond lead one further."""
+    if isinstance(value, Ref):
+        return Ref(value.node + (value.node >= place))
+    if isinstance(value, tuple):
+        return tuple(_moved(part, place) for part in value)
+    if isinstance(value, list):
+        return [_moved(part, place) for part in value]
+    if isinstance(value, dict):
+        return {key: _moved(part, place) for key, part in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_moved(part, place) for part in (value.start, value.stop, value.step)))
+    return value

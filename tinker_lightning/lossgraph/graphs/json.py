@@ -1,0 +1,231 @@
+"""The nodes of a graph, and their arguments as JSON has them: what the official SDK writes, and nothing else."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tinker_lightning.errors import InvalidLoss
+from tinker_lightning.lossgraph.graphs import functions
+from tinker_lightning.lossgraph.graphs.guards import ATTRIBUTES
+from tinker_lightning.lossgraph.graphs.numbers import MAX_INT
+
+if TYPE_CHECKING:
+    from tinker_lightning.lossgraph.graphs.functions import Function
+
+MAX_VALUES = 1 << 15  # arguments of all nodes together, those inside lists counted too
+MAX_DEPTH = 8
+MAX_TEXT = 256
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+_DEVICE = re.compile(r"[a-z]{2,8}(:[0-9]{1,3})?")
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    )
+}
+_MEMORY_FORMATS = {"contiguous_format": torch.contiguous_format, "preserve_format": torch.preserve_format}
+_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The value of an earlier node, by its place."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One call. `target` is what a placeholder, a function or a method is called."""
+
+    op: str
+    name: str
+    target: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Reader:
+    """Takes nodes one after another; a reference can only lead back, so that there are no cycles."""
+
+    def __init__(self) -> None:
+        self.inputs: list[str] = []
+        self.calls: list[Node] = []
+        self.functions: list[Function] = []
+        self.output: list[Any] | None = None
+        self._places: dict[str, int] = {}
+        self._values = 0
+
+    def read(self, entry: Any) -> None:
+        """Takes the next node.
+
+        Raises:
+            InvalidLoss: If it is none, or calls what is not on the list.
+        """
+        if self.output is not None:
+            raise InvalidLoss("it stands behind the output")
+        if not isinstance(entry, dict):
+            raise InvalidLoss("a node is an object with op, name, target, args and kwargs")
+        op, name, target = (entry.get(key) for key in ("op", "name", "target"))
+        args, kwargs = entry.get("args", []), entry.get("kwargs", {})
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise InvalidLoss("a name is a letter or underscore followed by letters, digits and underscores")
+        if name in self._places:
+            raise InvalidLoss("there is another node of this name")
+        if not isinstance(target, str) or len(target) > MAX_TEXT:
+            raise InvalidLoss(f"the target must be a text of at most {MAX_TEXT} characters")
+        if not isinstance(args, list) or not isinstance(kwargs, dict):
+            raise InvalidLoss("args must be a list and kwargs an object")
+        if op == "placeholder":
+            self._placeholder(target, args or kwargs)
+        elif op in ("call_function", "call_method"):
+            function = functions.find(op, target)
+            node = Node(op, name, target, *self._arguments(op, args, kwargs))
+            functions.check_arguments(target, function, node.args, node.kwargs)
+            self.functions.append(function)
+            self.calls.append(node)
+            if target in ("getattr", "builtins.getattr"):
+                check_attribute(*args[1:])
+        elif op == "output":
+            if len(args) != 1 or kwargs:
+                raise InvalidLoss("an output has one argument: what is returned")
+            self.output = [self._decode(args[0], 0)]
+        else:
+            raise InvalidLoss(f"op {op!r:.40} is not taken; a loss reads its inputs and calls functions and methods")
+        self._places[name] = len(self._places)
+
+    def _placeholder(self, target: str, arguments: Any) -> None:
+        if self.calls:
+            raise InvalidLoss("placeholders stand before all other nodes")
+        if arguments:
+            raise InvalidLoss("a placeholder has no default")
+        if target in self.inputs:
+            raise InvalidLoss(f"there is another placeholder for {target!r}")
+        self.inputs.append(target)
+
+    def _arguments(self, op: str, args: list[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for key in kwargs:
+            if not NAME.fullmatch(key):
+                raise InvalidLoss(f"the argument {key!r:.140} is not taken")
+        named = functions.without_forbidden(op, kwargs)
+        return tuple(self._decode(arg, 0) for arg in args), {key: self._decode(arg, 0) for key, arg in named.items()}
+
+    def _decode(self, value: Any, depth: int) -> Any:
+        self._values += 1
+        if depth > MAX_DEPTH or self._values > MAX_VALUES:
+            raise InvalidLoss(
+                f"arguments may be nested {MAX_DEPTH} deep, and all nodes together may have {MAX_VALUES} of them"
+            )
+        if value is None or isinstance(value, bool | float):
+            return value
+        if isinstance(value, int):
+            if not -MAX_INT <= value < MAX_INT:
+                raise InvalidLoss("a whole number that no tensor can hold")
+            return value
+        if isinstance(value, str):
+            if len(value) > MAX_TEXT:
+                raise InvalidLoss(f"a text of more than {MAX_TEXT} characters")
+            return value
+        if isinstance(value, list):
+            return [self._decode(part, depth + 1) for part in value]
+        if isinstance(value, dict) and len(value) == 1:
+            ((kind, content),) = value.items()
+            return self._decode_object(kind, content, depth)
+        raise InvalidLoss("an argument is a number, text, list, or an object with one key, such as {'ref': name}")
+
+    def _decode_object(self, kind: str, content: Any, depth: int) -> Any:
+        if kind == "ref":
+            place = self._places.get(content) if isinstance(content, str) else None
+            if place is None:
+                raise InvalidLoss(f"it refers to {content!r:.140}, which no node before it is called")
+            return Ref(place)
+        if kind == "tuple" and isinstance(content, list):
+            return tuple(self._decode(part, depth + 1) for part in content)
+        if kind == "dict" and isinstance(content, dict) and all(len(key) <= MAX_TEXT for key in content):
+            return {key: self._decode(part, depth + 1) for key, part in content.items()}
+        if kind == "slice" and isinstance(content, list) and len(content) == 3:
+            return slice(*(self._decode(part, depth + 1) for part in content))
+        if kind == "ellipsis" and content is True:
+            return Ellipsis
+        if isinstance(content, str):
+            if kind == "device" and _DEVICE.fullmatch(content):
+                return torch.device("cpu")  # stands for wherever the loss runs
+            for name, table in _CONSTANTS.items():
+                if kind == name and content in table:
+                    return table[content]
+        raise InvalidLoss(f"the argument {{{kind!r:.40}: {content!r:.40}}} is not known")
+
+
+def check_attribute(name: Any = None, *_: Any) -> None:
+    """Refuses attributes that cannot be read of anything.
+
+    Raises:
+        InvalidLoss: If it is one.
+    """
+    if not isinstance(name, str) or name not in ATTRIBUTES:
+        raise InvalidLoss(f"the attribute {name!r:.140} cannot be read; known are {', '.join(sorted(ATTRIBUTES))}")
+
+
+_CONSTANTS: dict[str, dict[str, Any]] = {
+    "float": _FLOATS,
+    "dtype": _DTYPES,
+    "layout": {"strided": torch.strided},
+    "memory_format": _MEMORY_FORMATS,
+}
+
+
+def encode_value(value: Any, names: Sequence[str]) -> Any:
+    """An argument as JSON has it; `names` are those of the nodes.
+
+    Raises:
+        InvalidLoss: If it has no place in a graph.
+    """
+    if isinstance(value, Ref):
+        return {"ref": names[value.node]}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple):
+        return {"tuple": [encode_value(part, names) for part in value]}
+    if isinstance(value, list):
+        return [encode_value(part, names) for part in value]
+    if isinstance(value, dict):
+        return {"dict": {key: encode_value(part, names) for key, part in value.items()}}
+    if isinstance(value, slice):
+        return {"slice": [encode_value(part, names) for part in (value.start, value.stop, value.step)]}
+    if value is Ellipsis:
+        return {"ellipsis": True}
+    for kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):
+        if isinstance(value, kind):
+            return {kind.__name__: str(value).removeprefix("torch.")}
+    raise InvalidLoss(f"{type(value).__name__} has no place in a graph; use numbers, text, tensors, and lists of them")
+
+
+def refs(value: Any) -> Iterator[int]:
+    """The places that an argument refers to."""
+    if isinstance(value, Ref):
+        yield value.node
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from refs(part)
+    elif isinstance(value, dict):
+        yield from refs(list(value.values()))
+    elif isinstance(value, slice):
+        yield from refs([value.start, value.stop, value.step])

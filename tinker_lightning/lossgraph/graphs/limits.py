@@ -1,0 +1,92 @@
+"""What one run of a graph may take, and the count of what it has taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tinker_lightning.errors import InvalidLoss
+from tinker_lightning.lossgraph.graphs.guards import MAX_PIECES
+from tinker_lightning.lossgraph.graphs.numbers import number
+
+if TYPE_CHECKING:
+    from tinker_lightning.lossgraph.graphs.graph import Node
+
+_MAX_RANK = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one run of a graph may take.
+
+    Args:
+        elements: Of one value.
+        total: Read and written by all calls together, which also bounds what the backward takes.
+        seconds: Until the last call must have begun.
+        memory: Bytes of one value, and of all that calls make together, for a backward may keep all of them.
+    """
+
+    elements: int = 1 << 23
+    total: int = 1 << 27
+    seconds: float = 20.0
+    memory: int = 4 << 30
+
+
+class Meter:
+    """Counts elements against the limits."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._total = 0
+        self._kept = 0
+
+    def size(self, node: Node, value: Any) -> None:
+        """Refuses a value that is too large or of another kind than graphs go on with."""
+        if isinstance(value, Tensor):
+            if value.ndim > _MAX_RANK:
+                raise InvalidLoss(f"node {node.name!r}: a tensor of {value.ndim} dimensions; {_MAX_RANK} are taken")
+            self.elements(node, value.numel(), value.dtype.itemsize)
+        elif isinstance(value, tuple | list):
+            # Flat and short, for a sequence of sequences can hold more than there is time to look at.
+            if len(value) > MAX_PIECES:
+                raise InvalidLoss(f"node {node.name!r}: {len(value)} values at once; at most {MAX_PIECES} are taken")
+            for part in value:
+                if isinstance(part, tuple | list):
+                    raise InvalidLoss(f"node {node.name!r}: {node.target} returns sequences of sequences")
+                self.size(node, part)
+        elif value is not None and not isinstance(value, torch.dtype | torch.device):
+            try:
+                number(value)
+            except InvalidLoss as error:
+                raise InvalidLoss(f"node {node.name!r}: {error}") from error
+
+    def elements(self, node: Node, count: int, itemsize: int = 4) -> None:
+        """Refuses a tensor of so many elements."""
+        if count > (most := min(self._limits.elements, self._limits.memory // itemsize)):
+            raise InvalidLoss(
+                f"node {node.name!r}: {node.target} would make a tensor of {count:.3g} elements; at most {most:.3g} "
+                "are taken"
+            )
+
+    def keep(self, node: Node, size: int) -> None:
+        """Counts bytes that a call makes, and that may have to be kept for a backward."""
+        self._kept += size
+        if self._kept > self._limits.memory:
+            raise InvalidLoss(
+                f"node {node.name!r}: up to here the loss takes {self._kept / 2**30:.3g} GiB of memory; at most "
+                f"{self._limits.memory / 2**30:.3g} GiB are taken. Use a smaller batch, or fewer operations on large "
+                "tensors."
+            )
+
+    def add(self, node: Node, work: int) -> None:
+        """Counts what a call reads, computes and writes."""
+        self._total += work
+        if self._total > self._limits.total:
+            raise InvalidLoss(
+                f"node {node.name!r}: up to here the loss reads and writes {self._total:.3g} elements; at most "
+                f"{self._limits.total:.3g} are taken. Use a smaller batch, or fewer operations on large tensors; "
+                "products of matrices count least in float32."
+            )

@@ -1,0 +1,278 @@
+"""Runs a graph with bounded memory and time.
+
+Before a graph runs on tensors it runs on shapes: torch's `meta` device computes what each call would return without
+computing it. So a call that would fill the memory is refused before it is made. Where the size of a value depends on
+values (`x[mask]`), the calls behind it are checked one by one while they run.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tinker_lightning.errors import InvalidLoss
+from tinker_lightning.lossgraph.graphs.functions import METHODS
+from tinker_lightning.lossgraph.graphs.graph import Graph, Node, Ref, refs
+from tinker_lightning.lossgraph.graphs.guards import MAX_PIECES, check_device, is_mask
+from tinker_lightning.lossgraph.graphs.limits import Limits, Meter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tinker_lightning.lossgraph.graphs.functions import Function
+
+_META = torch.device("meta")
+_KEPT_PLANS = 4096  # one for each length that datums have
+_WRITING = {"operator.setitem", *(name for name in METHODS if name.endswith("_"))}
+# What stands in sequences is handled part by part, which takes as long as so many elements of a tensor.
+_MAX_PARTS = 4 * MAX_PIECES
+_PART_WORK = 1024
+
+
+class Program:
+    """A graph that can be run. Used by one thread at a time."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._plans: OrderedDict[Any, int] = OrderedDict()
+        self._last_use = _last_uses(graph)
+
+    @property
+    def writes(self) -> bool:
+        """Whether it changes tensors in place, which may be those that it is given."""
+        return any(node.target.removeprefix("torch.Tensor.") in _WRITING for node in self.graph.calls)
+
+    def check(
+        self,
+        values: Sequence[Any],
+        limits: Limits = Limits(),  # noqa: B008  # immutable
+        deadline: float = math.inf,
+    ) -> None:
+        """Runs the graph on the shapes of these values, as far as shapes alone can tell.
+
+        Args:
+            values: One for each input.
+            limits: What it may take.
+            deadline: When it has to end although the limits would leave it more time, by `time.monotonic`.
+
+        Raises:
+            InvalidLoss: If a call cannot take its arguments, or takes more than the limits; names the node.
+        """
+        self._plan(values, limits, deadline)
+
+    def __call__(
+        self,
+        values: Sequence[Any],
+        limits: Limits = Limits(),  # noqa: B008  # immutable
+        deadline: float = math.inf,
+    ) -> Any:
+        """What the graph returns for these values: tensors, and numbers. Takes the same arguments as `check`.
+
+        Raises:
+            InvalidLoss: If a call fails, or takes more than the limits; names the node.
+        """
+        checked = self._plan(values, limits, deadline)
+        devices = {value.device for value in values if isinstance(value, Tensor)}
+        device = devices.pop() if devices else torch.device("cpu")
+        environment: list[Any] = [*values, *(None for _ in self.graph.calls)]
+        meter = Meter(limits)
+        deadline = min(deadline, time.monotonic() + limits.seconds)
+        for i, (node, function) in enumerate(zip(self.graph.calls, self.graph.functions, strict=True)):
+            if time.monotonic() > deadline:
+                raise InvalidLoss(f"node {node.name!r}: the loss has run for {limits.seconds:g} s and was stopped")
+            if i >= checked:
+                _count_parts(node, environment, meter)
+            args, kwargs = _resolve(node, function, environment, device)
+            if i >= checked and not _check_dynamic(node, function, args, kwargs, meter):
+                _attempt(node, function, _shape_of(args), _shape_of(kwargs), meter)
+            environment[len(values) + i] = _call(node, function, args, kwargs)
+            for place in self._last_use[i]:
+                environment[place] = None
+        return _fill(self.graph.output, environment)
+
+    def _plan(self, values: Sequence[Any], limits: Limits, deadline: float) -> int:
+        """How many calls from the start are known to stay within the limits for values of these shapes."""
+        key = (limits, *(_signature(value) for value in values))
+        if key in self._plans:
+            self._plans.move_to_end(key)
+            return self._plans[key]
+        environment: list[Any] = [*(_shape_of(value) for value in values), *(None for _ in self.graph.calls)]
+        meter = Meter(limits)
+        for target, value in zip(self.graph.inputs, values, strict=True):
+            meter.size(Node("placeholder", target, target), value)
+        checked = 0
+        deadline = min(deadline, time.monotonic() + limits.seconds)
+        for i, (node, function) in enumerate(zip(self.graph.calls, self.graph.functions, strict=True)):
+            if time.monotonic() > deadline:
+                raise InvalidLoss(f"node {node.name!r}: checking the loss took {limits.seconds:g} s and was stopped")
+            _count_parts(node, environment, meter)
+            args, kwargs = _resolve(node, function, environment, _META)
+            if _check_dynamic(node, function, args, kwargs, meter):
+                break
+            environment[len(values) + i] = _attempt(node, function, args, kwargs, meter)
+            checked += 1
+        self._plans[key] = checked
+        if len(self._plans) > _KEPT_PLANS:
+            self._plans.popitem(last=False)
+        return checked
+
+
+def _attempt(node: Node, function: Function, args: Any, kwargs: Any, meter: Meter) -> Any:
+    """What a call returns, as shapes."""
+    if function.inside is not None:
+        inside = _estimate(node, function.inside, args, kwargs)
+        meter.elements(node, inside)
+        meter.keep(node, 4 * inside)
+    if function.work is not None:
+        meter.add(node, _estimate(node, function.work, args, kwargs))
+    result = _call(node, function, args, kwargs)
+    meter.size(node, result)
+    meter.keep(node, _new_bytes(args, kwargs, result))
+    meter.add(node, sum(tensor.numel() for tensor in _tensors([args, list(kwargs.values()), result])))
+    return result
+
+
+def _check_dynamic(node: Node, function: Function, args: Any, kwargs: Any, meter: Meter) -> bool:
+    """Whether only a run can tell what a call returns; then it is no more than what it is given, place by place."""
+    is_dynamic = function.is_dynamic
+    if callable(is_dynamic):
+        is_dynamic = _estimate(node, is_dynamic, args, kwargs)
+    if not (is_dynamic or (node.target == "operator.getitem" and len(args) == 2 and is_mask(args[1]))):
+        return False
+    given = list(_tensors([args, list(kwargs.values())]))
+    # A mask that is broadcast against a smaller tensor picks from what that becomes.
+    picked = max((tensor.numel() for tensor in given), default=0)
+    if node.target != "operator.getitem":
+        try:
+            picked = max(picked, torch.broadcast_shapes(*(tensor.shape for tensor in given)).numel())
+        except RuntimeError as error:
+            raise _blamed(node, error) from error
+    rank = max((tensor.ndim for tensor in given), default=0)
+    meter.add(node, picked * (rank + 2))
+    # Values as they are, or the places of those that are true.
+    itemsize = max((tensor.dtype.itemsize for tensor in given), default=0)
+    meter.keep(node, picked * (itemsize if node.target == "operator.getitem" else max(itemsize, 8 * rank)))
+    return True
+
+
+def _new_bytes(args: Any, kwargs: Any, result: Any) -> int:
+    """The memory that a call's result takes beside that of its arguments: views of them take none."""
+    known = {tensor.untyped_storage()._cdata for tensor in _tensors([args, list(kwargs.values())])}
+    made = {}
+    for tensor in _tensors(result):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            made[storage._cdata] = storage.nbytes()
+    return sum(made.values())
+
+
+def _estimate(node: Node, estimate: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    try:
+        return estimate(*args, **kwargs)
+    except InvalidLoss as error:
+        raise InvalidLoss(f"node {node.name!r}: {error}") from error
+    except Exception as error:
+        raise _blamed(node, error) from error
+
+
+def _call(node: Node, function: Function, args: Any, kwargs: Any) -> Any:
+    try:
+        return function.call(*args, **kwargs)
+    except InvalidLoss as error:
+        raise InvalidLoss(f"node {node.name!r}: {error}") from error
+    except NotImplementedError as error:
+        raise InvalidLoss(
+            f"node {node.name!r}: how large the result of {node.target} is depends on values, so that it cannot be "
+            "checked before it runs; write it with torch.where and sums"
+        ) from error
+    except Exception as error:
+        raise _blamed(node, error) from error
+
+
+def _blamed(node: Node, error: Exception) -> InvalidLoss:
+    reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+    return InvalidLoss(f"node {node.name!r}: {node.target} failed: {reason}")
+
+
+def _count_parts(node: Node, environment: list[Any], meter: Meter) -> None:
+    """Counts what a call is given by references to sequences; each reference counts, also to the same one."""
+    given = (environment[place] for place in refs([node.args, dict(node.kwargs)]))
+    parts = sum(len(value) for value in given if isinstance(value, tuple | list))
+    if parts > _MAX_PARTS:
+        raise InvalidLoss(f"node {node.name!r}: {node.target} is given {parts} values; at most {_MAX_PARTS} are taken")
+    if node.target != "operator.getitem":  # which looks at one
+        meter.add(node, _PART_WORK * parts)
+
+
+def _resolve(
+    node: Node, function: Function, environment: list[Any], device: torch.device
+) -> tuple[list[Any], dict[str, Any]]:
+    """A call's arguments; devices become the one where the run takes place."""
+    args = [_fill(arg, environment, device) for arg in node.args]
+    kwargs = {key: _fill(arg, environment, device) for key, arg in node.kwargs.items()}
+    if function.is_factory:
+        kwargs["device"] = device
+    elif "device" in kwargs:
+        _estimate(node, check_device, [kwargs["device"]], {})
+    return args, kwargs
+
+
+def _fill(value: Any, environment: list[Any], device: torch.device | None = None) -> Any:
+    if isinstance(value, Ref):
+        value = environment[value.node]
+        return device if isinstance(value, torch.device) and device is not None else value
+    if isinstance(value, tuple):
+        return tuple(_fill(part, environment, device) for part in value)
+    if isinstance(value, list):
+        return [_fill(part, environment, device) for part in value]
+    if isinstance(value, dict):
+        return {key: _fill(part, environment, device) for key, part in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_fill(part, environment, device) for part in (value.start, value.stop, value.step)))
+    return device if isinstance(value, torch.device) and device is not None else value
+
+
+def _shape_of(value: Any) -> Any:
+    """A value with its tensors' shapes and dtypes, but none of their memory."""
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device=_META)
+    if isinstance(value, tuple):
+        return tuple(_shape_of(part) for part in value)
+    if isinstance(value, list):
+        return [_shape_of(part) for part in value]
+    if isinstance(value, dict):
+        return {key: _shape_of(part) for key, part in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_shape_of(part) for part in (value.start, value.stop, value.step)))
+    return _META if isinstance(value, torch.device) else value
+
+
+def _signature(value: Any) -> Any:
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else (type(value), value)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _last_uses(graph: Graph) -> list[list[int]]:
+    """For each call the places that nothing behind it needs."""
+    last: dict[int, int] = {}
+    for i, node in enumerate(graph.calls):
+        for place in refs([list(node.args), list(node.kwargs.values())]):
+            last[place] = i
+    kept = set(refs(graph.output))
+    freed: list[list[int]] = [[] for _ in graph.calls]
+    for place, i in last.items():
+        if place not in kept:
+            freed[i].append(place)
+    return freed

@@ -1,0 +1,1 @@
+"""A remote model as a node of the local autograd graph."""

@@ -1,0 +1,151 @@
+"""AdamW for remote and local parameters in one optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.remote import interrupts
+from tinker_lightning.remote.handle import RemoteHandle
+from tinker_lightning.types import AdamParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from tinker_lightning.remote.calls import PendingBackward, Step
+    from tinker_lightning.remote.window import Remote
+
+
+class RemoteAdamW(torch.optim.AdamW):
+    """AdamW whose step sends the gathered gradients of remote models and a step on them; nothing is waited for.
+
+    Local parameters among them are stepped here, with the same settings. The defaults are Tinker's.
+
+    Args:
+        params: Parameters or groups of them, as for any torch optimizer.
+        lr: The learning rate.
+        betas: The decay of the moments.
+        eps: Added to the denominator.
+        weight_decay: Decoupled from the gradient.
+        grad_clip_norm: The server clips the norm of a remote model's gradient to this; 0 for no clipping.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-12,
+        weight_decay: float = 0.0,
+        grad_clip_norm: float = 0.0,
+    ) -> None:
+        self._grad_clip_norm = grad_clip_norm
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self.defaults["grad_clip_norm"] = grad_clip_norm
+        self.sent: list[Step] = []
+        self.clip_next: float | None = None  # in place of the groups' own, for the next step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps remote models on the server and local parameters here; without a gradient nothing is sent."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.sent = []
+        clip, self.clip_next = self.clip_next, None
+        ready: list[tuple[Remote, list[PendingBackward], AdamParams]] = []
+        for group in self.param_groups:
+            params = _adam_params(group if clip is None else {**group, "grad_clip_norm": clip})
+            remotes = [parameter.remote for parameter in group["params"] if isinstance(parameter, RemoteHandle)]
+            ready += [(remote, prepared, params) for remote in remotes if (prepared := remote.prepare())]
+        # All that may wait or be refused was done above: from here on it is one step, on all sides or on none.
+        with contextlib.ExitStack() as held:
+            held.enter_context(interrupts.held())
+            for remote, _, _ in ready:
+                held.enter_context(remote.failures_held())
+            self.sent += [remote.step(prepared, params) for remote, prepared, params in ready]
+            self._step_local()
+        return loss
+
+    def clip(self, norm: float) -> None:
+        """Clips the next step's gradient to this norm, on the server.
+
+        Raises:
+            InvalidInput: If there are local parameters too, whose gradients are here.
+        """
+        if not all(isinstance(parameter, RemoteHandle) for group in self.param_groups for parameter in group["params"]):
+            raise InvalidInput(
+                "gradient_clip_val is a norm over all parameters, but the gradient of the remote model is on its "
+                "server and that of the local ones here. Leave it out, and give the remote model a group with a norm "
+                "of its own: RemoteAdamW([{'params': module.lm.parameters(), 'grad_clip_norm': 1.0}, {'params': "
+                "module.head.parameters()}])."
+            )
+        self.clip_next = norm
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as the constructor does.
+
+        Raises:
+            InvalidInput: If the server cannot step it so; then it is not added.
+        """
+        param_group.setdefault("grad_clip_norm", self._grad_clip_norm)
+        super().add_param_group(param_group)
+        try:
+            _check(self.param_groups[-1])
+        except InvalidInput:
+            self.param_groups.pop()
+            raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a state, also from that of torch's AdamW, which knows of no `grad_clip_norm`."""
+        norms = [group["grad_clip_norm"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, norm in zip(self.param_groups, norms, strict=True):
+            group.setdefault("grad_clip_norm", norm)
+            _check(group)
+
+    def _step_local(self) -> None:
+        """Torch's own step, which must not see the handles: they have no numbers here."""
+        step: Any = torch.optim.AdamW.step
+        if getattr(step, "hooked", False):  # by the first AdamW of this process; then hooks would run a second time
+            step = step.__wrapped__
+        kept = [group["params"] for group in self.param_groups]
+        try:
+            for group in self.param_groups:
+                group["params"] = [p for p in group["params"] if not isinstance(p, RemoteHandle)]
+            step(self)
+        finally:
+            for group, params in zip(self.param_groups, kept, strict=True):
+                group["params"] = params
+
+
+def _adam_params(group: dict[str, Any]) -> AdamParams:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    return AdamParams(
+        float(group["lr"]),
+        beta1,
+        beta2,
+        float(group["eps"]),
+        float(group["weight_decay"]),
+        float(group["grad_clip_norm"]),
+    )
+
+
+def _check(group: dict[str, Any]) -> None:
+    """A norm is clipped where the gradients are, so that one over both sides cannot be had."""
+    handles = [isinstance(parameter, RemoteHandle) for parameter in group["params"]]
+    for name in ("maximize", "amsgrad"):
+        if group.get(name) and any(handles):
+            raise InvalidInput(
+                f"{name}=True cannot be had for a remote model: its server has plain AdamW"
+                + ("; give it the negative of what is to grow" if name == "maximize" else "")
+            )
+    if group["grad_clip_norm"] and not all(handles):
+        raise InvalidInput(
+            "grad_clip_norm clips the gradient of a remote model on its server, but this group also has local "
+            "parameters. Put them into a group of their own with grad_clip_norm=0, and clip that one with torch."
+        )
+    _adam_params(group)

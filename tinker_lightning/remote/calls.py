@@ -1,0 +1,137 @@
+"""What the window of a remote model is made of: calls and their gradients, and what becomes of them on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from tinker_lightning.client.futures import TinkerFuture
+from tinker_lightning.errors import InvalidLoss
+from tinker_lightning.losses import surrogate
+from tinker_lightning.types import Datum, ForwardBackwardOutput, OptimStepResponse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+LINEAR_ONLY = (
+    "Its value is not known here (it is NaN): it can be multiplied by a number other than 0 and added to other losses, "
+    "but no other function of it has a gradient. For those, write the loss in Python."
+)
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One call of the model, and the gradient that has come back to its log-probabilities so far."""
+
+    datums: list[Datum]
+    gradients: list[Tensor] | None = None
+    version: int | None = None  # of the weights that its log-probabilities are of, while they can get a gradient
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Adds a gradient, as torch does: several losses on one call, and several backwards, add up."""
+        if self.gradients is None:
+            self.gradients = [gradient.clone() for gradient in gradients]
+        else:
+            self.gradients = [old + new for old, new in zip(self.gradients, gradients, strict=True)]
+
+    def prepare(self) -> PendingBackward:
+        """What is to be sent."""
+        return PendingBackward(surrogate.linear_datums(self.datums, self.gradients or []), surrogate.SURROGATE)
+
+
+@dataclass(eq=False, slots=True)
+class ServerCall:
+    """One loss that the server computes, and the gradient that has come back to its value so far."""
+
+    datums: list[Datum]
+    loss: Any
+    config: Mapping[str, float | str]
+    gradients: list[Tensor] | None = None
+    added: float | None = None  # the value of what is added to it here, and so scaled as it is
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Adds a gradient."""
+        (new,) = gradients
+        self.gradients = [new.clone() if self.gradients is None else self.gradients[0] + new]
+
+    @property
+    def name(self) -> str:
+        """What the loss is called."""
+        return str(getattr(self.loss, "name", self.loss))
+
+    def prepare(self) -> PendingBackward:
+        """What is to be sent.
+
+        Raises:
+            InvalidLoss: If the gradient that has come back is none that such a loss can have.
+        """
+        scale = float(self.gradients[0]) if self.gradients else 0.0
+        if scale == 0:
+            raise InvalidLoss(
+                f"a gradient of 0 reached the server's loss {self.name!r}, so that it would not train. {LINEAR_ONLY}"
+            )
+        return PendingBackward(
+            self.datums, self.loss, self.config or None, scale, by_server=True, name=self.name, added=self.added
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PendingBackward:
+    """A backward that is ready to be sent."""
+
+    datums: list[Datum]
+    loss: Any
+    config: Mapping[str, float | str] | None = None
+    scale: float = 1.0
+    by_server: bool = False
+    name: str = surrogate.SURROGATE
+    added: float | None = None
+
+    def check(self, backend: Any) -> None:
+        """Refuses what the client would refuse, before any other call of the window is sent."""
+        check = getattr(backend, "check_pass", None)
+        if self.by_server and check is not None:
+            check(self.datums, self.loss, self.config, scale=self.scale)
+
+    def send(self, backend: Any) -> TinkerFuture[ForwardBackwardOutput]:
+        """Sends it."""
+        scale = {} if self.scale == 1 else {"scale": self.scale}
+        future: TinkerFuture[ForwardBackwardOutput] = backend.forward_backward(
+            self.datums, self.loss, self.config, **scale
+        )
+        return future
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward pass that is under way."""
+
+    given: Sequence[Any]
+    datums: list[Datum]
+    future: TinkerFuture[ForwardBackwardOutput]
+    version: int = 0  # of the weights that it is of
+
+    def __iter__(self) -> Iterator[Datum]:
+        return iter(self.datums)
+
+    def is_of(self, data: Sequence[Any]) -> bool:
+        """Whether these are the very datums that were sent."""
+        return len(data) == len(self.given) and all(a is b for a, b in zip(data, self.given, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step has sent: the window's backwards, and the step itself."""
+
+    backwards: list[TinkerFuture[ForwardBackwardOutput]]
+    optim: TinkerFuture[OptimStepResponse]
+    # The losses that the server computes, each with what was sent.
+    losses: list[tuple[TinkerFuture[ForwardBackwardOutput], PendingBackward]] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Waits until the server has taken the step."""
+        self.optim.wait()

@@ -1,0 +1,98 @@
+"""The one parameter of a remote model, and the stand-in for its gradient."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from tinker_lightning.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from tinker_lightning.remote.window import Remote
+
+
+# What may be asked of a gradient that is not here: what kind of tensor it is, and to be zero.
+_KINDS = ("device", "dtype", "grad_fn", "is_leaf", "is_sparse", "layout", "ndim", "requires_grad", "shape")
+_ZEROED = ("zero_", "_foreach_zero_")
+_UNCHANGED = ("detach_", "requires_grad_")
+
+
+class RemoteGradient(Tensor):
+    """What stands in a handle's `.grad` while its window holds a gradient. The numbers are on the server."""
+
+    remote: Remote
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuses to be read or changed: a norm or a clip of this would silently be one of nothing."""
+        del types
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__"):
+            name = str(getattr(func.__self__, "__name__", name))
+        if name in _ZEROED:
+            for gradient in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
+                with torch._C.DisableTorchFunctionSubclass():
+                    gradient.remote.drop() if isinstance(gradient, RemoteGradient) else gradient.zero_()
+            return args[0]
+        if name in _UNCHANGED:
+            return args[0]
+        if name in _KINDS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise InvalidInput(
+            f"{name} on the gradient of a remote model: that gradient is on the server and cannot be read or changed "
+            "here. Step with RemoteAdamW, and clip with its grad_clip_norm=..., which the server does."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        del tensor_contents
+        return "RemoteGradient(on the server)"
+
+
+class RemoteHandle(nn.Parameter):
+    """The one parameter of a remote model: it holds no weights, but leads an optimizer to them.
+
+    Its `.grad` is there while a gradient waits; setting it to None, as every `zero_grad` does, drops the window.
+    """
+
+    remote: Remote
+
+    def __new__(cls, remote: Remote) -> Self:
+        """A scalar that autograd takes for a parameter."""
+        handle = torch.Tensor._make_subclass(cls, torch.zeros(()), True)
+        handle.remote = remote
+        return handle
+
+    @property
+    def grad(self) -> Tensor | None:
+        """A stand-in while a gradient waits for the next step, else None."""
+        if not self.remote.window:
+            return None
+        gradient = torch.Tensor._make_subclass(RemoteGradient, torch.zeros(()))
+        gradient.remote = self.remote
+        return gradient
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise InvalidInput("the gradient of a remote model cannot be set; it comes from a loss's backward")
+        self.remote.drop()
+
+    def register_hook(self, hook: Any) -> Any:
+        """Refuses it: no gradient would ever reach the hook."""
+        del hook
+        raise InvalidInput(
+            "a hook on the gradient of a remote model would see nothing: that gradient is on the server, which sends "
+            "its norm, logged as grad_norm. To watch local layers with W&B, pass these: logger.watch(module.head)."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteHandle:
+        raise InvalidInput(
+            "a remote model cannot be copied: a copy would lead to the same weights on the server. Averaging and "
+            "EMA callbacks copy the module and do not work with it."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidInput("a remote model cannot be pickled; save its state with save_state and its path")

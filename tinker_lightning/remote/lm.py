@@ -1,0 +1,195 @@
+"""A remote model as a node of the local autograd graph.
+
+`RemoteLM(backend)(data)` gives one tensor of log-probabilities per datum. Whatever is computed from them, their
+gradient gathers in a *window* here, and nothing is sent before the optimizer steps.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from tinker_lightning.client.sdk.inputs import to_datums
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.losses import surrogate
+from tinker_lightning.remote.calls import Call, Pass, ServerCall
+from tinker_lightning.remote.deferred_loss import DeferredLoss
+from tinker_lightning.remote.handle import RemoteHandle
+from tinker_lightning.remote.window import Remote
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tinker_lightning.client.backend import TrainingBackend
+
+
+# In place of a path, in the state dict of a file that names the state elsewhere.
+NAMED_BY_FILE = "\0"
+
+
+def named(path: str) -> Tensor:
+    """A path as a state dict names it."""
+    return torch.tensor(list(path.encode()), dtype=torch.uint8)
+
+
+def name_in(entry: Tensor) -> str:
+    """The path that an entry of a state dict names."""
+    return bytes(entry.tolist()).decode()
+
+
+class RemoteLM(nn.Module):
+    """A remote language model, as a module: `model(data)` gives one tensor of log-probabilities per datum.
+
+    Under `torch.no_grad()` it is a plain forward pass. Otherwise the tensors take part in autograd, and
+    `RemoteAdamW(model.parameters())` trains the model.
+
+    Args:
+        backend: A training client, ours or the official SDK's, or a function that makes one at the first use.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self.handle = RemoteHandle(Remote(backend))
+
+    @property
+    def backend(self) -> TrainingBackend:
+        """What is trained. Setting it points this model, and optimizers that hold its parameter, elsewhere."""
+        return self.handle.remote.backend
+
+    @backend.setter
+    def backend(self, backend: Any) -> None:
+        self.handle.remote.point_to(backend)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Moving to a device or another dtype does not concern weights that are elsewhere."""
+        del fn, recurse
+        return self
+
+    def save(self) -> str:
+        """Saves weights and optimizer on the server, unless nothing was trained since the last time; their path."""
+        return self.handle.remote.save()
+
+    def get_extra_state(self) -> Tensor:
+        """What a `state_dict` has of the weights: the path of a state on the server, saved now, as its bytes.
+
+        A tensor, for files of safetensors hold nothing else; empty where there is no model yet.
+        """
+        return named(self.save() if self.handle.remote.has_weights else "")
+
+    def set_extra_state(self, state: Tensor | None) -> None:
+        """Goes on from the state that a `state_dict` names; None where that was done already.
+
+        Raises:
+            InvalidInput: If it names none.
+        """
+        if state is None:
+            return
+        path = name_in(state)
+        if path == NAMED_BY_FILE:
+            raise InvalidInput(
+                "this is the state dict of a Lightning checkpoint: the file names the state on the server, beside it. "
+                "Load the file with load_from_checkpoint or ckpt_path=...; or, for the local parameters alone, leave "
+                "out the keys of the remote model and pass strict=False."
+            )
+        if path:
+            self.handle.remote.load(path)
+        elif self.handle.remote.has_weights:
+            raise InvalidInput(
+                "this state dict names no state on the server: it was taken before its model was first used. Make a "
+                "new RemoteLM to start anew."
+            )
+
+    def send(self, data: Sequence[Any]) -> Pass:
+        """Sends a forward pass without waiting for it; `model(that)` waits. For several passes at once."""
+        datums = to_datums(data)
+        forward = self.backend.forward(surrogate.forward_datums(datums), surrogate.SURROGATE)
+        return Pass(data, datums, forward, self.handle.remote.version)
+
+    def forward(self, data: Sequence[Any] | Pass) -> list[Tensor]:
+        """One tensor of log-probabilities per datum, shaped like its targets."""
+        remote = self.handle.remote
+        sent = data if isinstance(data, Pass) else remote.take(data) or self.send(data)
+        if torch.is_grad_enabled():
+            remote.check_version(sent.version)
+        output = remote.wait(sent.future)
+        logprobs = [leaf.detach() for leaf in surrogate.leaves(output, sent.datums)]
+        if not torch.is_grad_enabled():
+            return logprobs
+        call = Call(sent.datums, version=sent.version)
+        return list(_Join.apply(self.handle, call, *logprobs))  # type: ignore[no-untyped-call]
+
+    def server_loss(
+        self,
+        data: Sequence[Any],
+        loss: Any,
+        config: Mapping[str, float | str] | None = None,
+        *,
+        added: float | None = None,
+    ) -> Tensor:
+        """One of the server's losses, computed there in the one pass that also gives its gradient.
+
+        It is sent at the step, and nothing is waited for. So its value is not known here: it is NaN, and can be scaled
+        and added to other losses; everything else is refused.
+
+        Args:
+            data: The datums.
+            loss: Its name, or what `custom_loss` or `create_custom_loss` gave.
+            config: Its settings.
+            added: The value of what is added to it here, so that a `RemoteModule` can log the total when it is known.
+        """
+        call = ServerCall(to_datums(data), loss, dict(config or {}), added=added)
+        (value,) = _Join.apply(self.handle, call, torch.tensor(torch.nan))  # type: ignore[no-untyped-call]
+        assert isinstance(value, Tensor)  # noqa: S101 for the type checker
+        return value.as_subclass(DeferredLoss)
+
+
+def holds_server_loss(loss: Tensor) -> bool:
+    """Whether a loss of the server's is part of it, so that its value is not known here."""
+    seen: set[Any] = set()
+    nodes: list[Any] = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(getattr(node, "call", None), ServerCall):
+            return True
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+class _Join(torch.autograd.Function):
+    """Joins log-probabilities to the graph: what flows back to them goes into the window."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: RemoteHandle, call: Call | ServerCall, *logprobs: Tensor) -> tuple[Tensor, ...]:
+        ctx.remote, ctx.call = handle.remote, call
+        return tuple(tensor.view_as(tensor) for tensor in logprobs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        _check_that_it_gathers(ctx.next_functions[0][0])
+        ctx.remote.receive(ctx.call, gradients)
+        return (None, None, *(None for _ in gradients))
+
+
+def _check_that_it_gathers(handle: Any) -> None:
+    """Refuses `torch.autograd.grad`, which adds to no gradient: the window would hold what nobody asked it to.
+
+    Args:
+        handle: The node of the graph that adds to the handle's gradient.
+
+    Raises:
+        InvalidInput: If a gradient is to be returned, and not to be gathered.
+    """
+    try:
+        torch._C._will_engine_execute_node(handle)  # raises where a leaf's gradient is to be returned
+    except RuntimeError as error:
+        raise InvalidInput(
+            "torch.autograd.grad by the parameter of a remote model: that gradient is on the server and cannot be "
+            "returned. Ask for it by the log-probabilities, leave the model's parameters out (those of local layers "
+            "may stay), or call backward()."
+        ) from error

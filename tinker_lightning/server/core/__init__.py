@@ -1,0 +1,1 @@
+"""Order, sessions, checkpoints and registered losses of the embedded trainer."""

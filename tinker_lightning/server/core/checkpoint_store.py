@@ -1,0 +1,311 @@
+"""Saved adapters on disk: PEFT folders, the optimizer's state beside the weights, and one readable JSON.
+
+    <root>/<run>/<kind>/<name>/
+        adapter_config.json, adapter_model.safetensors    loads in peft, transformers and vLLM
+        optimizer.safetensors                             AdamW's moments (kind `weights` only)
+        checkpoint.json                                   what it is, and of which model
+
+A folder is written beside its place and renamed, so that a name never leads to half a checkpoint. Several processes may
+share a root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import re
+import threading
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, BinaryIO, Literal, get_args
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tinker_lightning.errors import InvalidInput, NotFound
+from tinker_lightning.server.engine.lora import LoraWeights
+from tinker_lightning.types import LoraConfig
+from tinker_lightning.wire import folders
+from tinker_lightning.wire import json as wire_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import peft
+
+logger = logging.getLogger("tinker_lightning.server")
+
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+
+_WEIGHTS, _OPTIMIZER, _SUMMARY = "adapter_model.safetensors", "optimizer.safetensors", "checkpoint.json"
+# What other programs need of a checkpoint.
+ADAPTER_FILES = ("adapter_config.json", _WEIGHTS)
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
+_PATH = re.compile(r"tinker://([^/]+)/([^/]+)/([^/]+)")
+# How often a reader starts over because the checkpoint is overwritten under its hands.
+_ATTEMPTS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class TinkerPath:
+    """`tinker://<run>/<kind>/<name>`: the address of something saved."""
+
+    run: str
+    kind: Kind
+    name: str
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise InvalidInput(
+                f"path: {self.name!r} is no checkpoint name. Use up to 128 letters, digits, '.', '_' and '-', not "
+                "beginning with '.' or '-', and no folders."
+            )
+        check_run(self.run)
+        if self.kind not in get_args(Kind):
+            raise NotFound(f"there is no kind of checkpoint {self.kind!r}; there are {', '.join(get_args(Kind))}")
+
+    @classmethod
+    def parse(cls, text: str) -> TinkerPath:
+        """The address that a string spells."""
+        match = _PATH.fullmatch(text)
+        if match is None:
+            raise InvalidInput(f"path: {text!r} is not of the form tinker://<run>/<kind>/<name>")
+        run, kind, name = match.groups()
+        return cls(run, kind, name)  # type: ignore[arg-type]  # checked at once
+
+    def __str__(self) -> str:
+        return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+
+def check_run(run: str) -> None:
+    """Refuses what cannot be the name of a run, before it comes near the file system."""
+    if not _RUN.fullmatch(run):
+        raise NotFound(f"there is no training run {run!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSummary:
+    """The readable JSON of a checkpoint."""
+
+    tinker_path: str
+    base_model: str
+    lora_config: LoraConfig
+    steps: int
+    created_at: str
+    expires_at: str | None = None
+    size_bytes: int = 0
+    user_metadata: dict[str, str] | None = None
+    format: int = 1
+
+    @property
+    def path(self) -> TinkerPath:
+        """Its address."""
+        return TinkerPath.parse(self.tinker_path)
+
+    @property
+    def is_expired(self) -> bool:
+        """Whether its time has come."""
+        return self.expires_at is not None and datetime.fromisoformat(self.expires_at) <= datetime.now(UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a checkpoint holds; the training state only if it was asked for."""
+
+    base_model: str
+    weights: LoraWeights
+    training_state: dict[str, Tensor] | None
+
+
+class CheckpointStore:
+    """The checkpoints under one folder; any thread may use it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        # Orders what looks at a checkpoint and then changes it. Renames alone keep other processes out of its way.
+        self._lock = threading.RLock()
+
+    def save(
+        self,
+        path: TinkerPath,
+        *,
+        base_model: str,
+        weights: LoraWeights,
+        peft_config: peft.LoraConfig,
+        steps: int,
+        training_state: Mapping[str, Tensor] | None = None,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> CheckpointSummary:
+        """Writes a checkpoint, whole or not at all.
+
+        Raises:
+            InvalidInput: If the name is taken and `overwrite` is not set.
+        """
+        folder = self._folder(path)
+        try:
+            self.summary(path)  # an expired one makes room
+        except (NotFound, InvalidInput):
+            pass
+        else:
+            if not overwrite:
+                raise _taken(path)
+        try:
+            with self._lock, folders.new_folder(folder, overwrite=overwrite) as part:
+                tensors = {name: tensor.detach().contiguous() for name, tensor in weights.tensors.items()}
+                save_file(tensors, part / _WEIGHTS, metadata={"format": "pt"})
+                peft_config.save_pretrained(str(part))
+                if training_state is not None:
+                    save_file({name: tensor.contiguous() for name, tensor in training_state.items()}, part / _OPTIMIZER)
+                summary = CheckpointSummary(
+                    tinker_path=str(path),
+                    base_model=base_model,
+                    lora_config=weights.config,
+                    steps=steps,
+                    created_at=datetime.now(UTC).isoformat(),
+                    expires_at=_expiry(ttl_seconds),
+                    size_bytes=sum(file.stat().st_size for file in part.iterdir()),
+                    user_metadata=user_metadata,
+                )
+                _write_summary(part, summary)
+        except FileExistsError as error:
+            raise _taken(path) from error
+        return summary
+
+    def summary(self, path: TinkerPath) -> CheckpointSummary:
+        """What a checkpoint is.
+
+        Raises:
+            NotFound: If there is none, or its time has come.
+        """
+        folder = self._folder(path)
+        summary = _read_summary(path, folder)
+        if not summary.is_expired:
+            return summary
+        with self._lock:
+            if _read_summary(path, folder) == summary:  # else a new one took its place meanwhile
+                folders.remove_folder(folder)
+        raise NotFound(f"{path}: its time to live ended at {summary.expires_at}")
+
+    def load(self, path: TinkerPath, *, training_state: bool = False) -> Saved:
+        """What was saved, all of it of the same moment.
+
+        Raises:
+            NotFound: If there is none, or its time has come.
+            InvalidInput: If the training state is asked for but only weights to sample from were saved.
+        """
+        if training_state and path.kind != "weights":
+            raise InvalidInput(
+                f"path: {path} holds no optimizer state. Load it without, or load one that save_state made."
+            )
+        folder = self._folder(path)
+        for _ in range(_ATTEMPTS):
+            summary = self.summary(path)
+            try:
+                weights = LoraWeights(summary.lora_config, load_file(folder / _WEIGHTS))
+                state = load_file(folder / _OPTIMIZER) if training_state else None
+            except FileNotFoundError:
+                continue  # overwritten just now
+            except SafetensorError as error:
+                raise InvalidInput(f"path: {path}: {folder} is damaged: {error}") from error
+            else:
+                if self.summary(path) == summary:
+                    return Saved(summary.base_model, weights, state)
+        raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing, or they change all the time")
+
+    def open_adapter(self, path: TinkerPath) -> dict[str, BinaryIO]:
+        """The files of an adapter, open and of the same moment; they can be read whatever becomes of the checkpoint.
+
+        Raises:
+            NotFound: If there is none, or its time has come.
+        """
+        folder = self._folder(path)
+        for _ in range(_ATTEMPTS):
+            summary = self.summary(path)
+            with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):  # overwritten just now
+                files: dict[str, BinaryIO] = {
+                    name: stack.enter_context((folder / name).open("rb")) for name in ADAPTER_FILES
+                }
+                if self.summary(path) == summary:
+                    stack.pop_all()
+                    return files
+        raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing, or they change all the time")
+
+    def listing(self, run: str | None = None) -> list[CheckpointSummary]:
+        """All checkpoints, or those of one run, oldest first.
+
+        One that another process overwrites at this very moment may be missing.
+        """
+        if run is not None:
+            check_run(run)
+        with self._lock:
+            return self._listing(run)
+
+    def _listing(self, run: str | None) -> list[CheckpointSummary]:
+        found: dict[Path, CheckpointSummary] = {}
+        for file in self.root.glob(f"{'*' if run is None else _folder_name(run)}/*/*/{_SUMMARY}"):
+            folder = folders.place_of(file.parent)
+            if folder in found or folder.name.startswith(folders.LEFTOVERS):
+                continue
+            try:
+                path = wire_json.parse(CheckpointSummary, file.read_bytes()).path
+                if self._folder(path) == folder:
+                    found[folder] = self.summary(path)
+            except (NotFound, OSError):
+                continue  # expired, or deleted meanwhile
+            except InvalidInput as error:
+                logger.warning("%s is no checkpoint and was left out: %s", file, error)
+        return sorted(found.values(), key=lambda summary: (summary.created_at, summary.tinker_path))
+
+    def delete(self, path: TinkerPath) -> None:
+        """Removes a checkpoint."""
+        self.summary(path)
+        with self._lock:
+            folders.remove_folder(self._folder(path))
+
+    def set_ttl(self, path: TinkerPath, ttl_seconds: int | None) -> None:
+        """Sets when a checkpoint is removed; None keeps it."""
+        with self._lock:
+            summary = dataclasses.replace(self.summary(path), expires_at=_expiry(ttl_seconds))
+            _write_summary(self._folder(path), summary)
+
+    def _folder(self, path: TinkerPath) -> Path:
+        return self.root / _folder_name(path.run) / path.kind / path.name
+
+
+def _folder_name(run: str) -> str:
+    return run.replace(":", "+")  # a colon is not allowed in a file name everywhere
+
+
+def _taken(path: TinkerPath) -> InvalidInput:
+    return InvalidInput(f"path: {path} exists already. Choose another name, or set overwrite=True.")
+
+
+def _expiry(ttl_seconds: int | None) -> str | None:
+    return None if ttl_seconds is None else (datetime.now(UTC) + timedelta(seconds=ttl_seconds)).isoformat()
+
+
+def _read_summary(path: TinkerPath, folder: Path) -> CheckpointSummary:
+    for _ in range(_ATTEMPTS):
+        if not folders.find_folder(folder):
+            break
+        try:
+            return wire_json.parse(CheckpointSummary, (folder / _SUMMARY).read_bytes())
+        except FileNotFoundError:
+            continue  # overwritten just now
+        except InvalidInput as error:
+            raise InvalidInput(f"{path}: {folder / _SUMMARY} is damaged: {error}") from error
+    raise NotFound(f"{path}: there is no such checkpoint")
+
+
+def _write_summary(folder: Path, summary: CheckpointSummary) -> None:
+    part = folder / f".{_SUMMARY}"
+    part.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
+    folders.sync(part)
+    part.replace(folder / _SUMMARY)

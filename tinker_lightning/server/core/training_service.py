@@ -1,0 +1,219 @@
+"""The numbered operations on a model: passes, steps, saving and loading."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.lossgraph.batch_loss import BatchLoss
+from tinker_lightning.server.core.checkpoint_store import CheckpointStore, CheckpointSummary, TinkerPath
+from tinker_lightning.server.core.loss_registry import CUSTOM, LossRegistry
+from tinker_lightning.server.core.registry import Model, Registry, Sampler
+from tinker_lightning.server.core.scheduler import Job, Scheduler
+from tinker_lightning.server.engine.adapter import Adapter
+from tinker_lightning.server.engine.batch_pass import run_batch_pass
+from tinker_lightning.server.engine.bound_loss import BoundGraph
+from tinker_lightning.server.engine.passes import run_pass
+from tinker_lightning.server.engine.python_loss import PythonLoss
+from tinker_lightning.types import AdamParams, ForwardBackwardOutput, LoraConfig, OptimStepResponse
+from tinker_lightning.types import requests as rq
+from tinker_lightning.types import responses as rs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.catalog import Catalog
+
+
+class Training:
+    """SubmitOrder requests into operations; each returns at once, and its result comes with the operation."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        catalog: Catalog,
+        store: CheckpointStore,
+        scheduler: Scheduler,
+        losses: LossRegistry,
+    ) -> None:
+        self._registry = registry
+        self._losses = losses
+        self._catalog = catalog
+        self._store = store
+        self._scheduler = scheduler
+
+    def create_model(self, request: rq.CreateModelRequest) -> Job:
+        """Makes an adapter on a base model."""
+        if request.model_seq_id < 0:
+            raise InvalidInput(f"model_seq_id must be at least 0, got {request.model_seq_id}")
+        optimizer = (request.optimizer_config or {}).get("type", "adamw")
+        if optimizer != "adamw":
+            raise InvalidInput(f"optimizer_config: this trainer has adamw only, not {optimizer!r}")
+        config = request.lora_config or LoraConfig()
+        session = self._registry.session(request.session_id, must_be_open=True)
+        self._catalog.check(request.base_model)
+        model_id = f"{session.session_id}:train:{request.model_seq_id}"
+
+        def run() -> rs.CreateModelResponse:
+            base = self._catalog.get(request.base_model)
+            model.base, model.adapter = base, Adapter(base.lora.new_weights(config))
+            return rs.CreateModelResponse(model_id)
+
+        creation = Job(
+            f"{model_id}:create", "create_model", run, model=model_id, base=request.base_model, rank=config.rank
+        )
+        model = Model(model_id, session.session_id, request.base_model, config, request.user_metadata, creation)
+        return self._scheduler.submit(self._registry.add_model(model).creation)
+
+    def unload_model(self, request: rq.UnloadModelRequest) -> Job:
+        """Frees a model's memory, behind what was submitted before."""
+        model = self._registry.model(request.model_id)
+
+        def run() -> rs.UnloadModelResponse:
+            model.unload()
+            return rs.UnloadModelResponse(model.model_id)
+
+        return self._scheduler.submit(Job(f"{model.model_id}:unload", "unload_model", run, model=model.model_id))
+
+    def forward_backward(self, request: rq.ForwardBackwardRequest) -> Job:
+        """A pass, with or without a gradient."""
+        config = dict(request.loss_fn_config)
+        loss_id = config.pop("loss_id", None) if request.loss_fn == CUSTOM else None
+        session_id = self._registry.model(request.model_id).session_id
+        # Looked up now and not when its turn comes: another loss may have the name by then.
+        found = self._losses.find(session_id, request.loss_fn, loss_id)
+
+        def run(base: BaseModel, adapter: Adapter) -> ForwardBackwardOutput:
+            loss = found()
+            options: Any = {"forward_only": request.forward_only, "scale": request.scale}
+            if isinstance(loss, BatchLoss | PythonLoss):
+                return run_batch_pass(base, adapter, request.data, loss, config, request.loss_fn_inputs, **options)
+            if request.loss_fn_inputs:
+                raise InvalidInput(
+                    f"loss_fn_inputs: {request.loss_fn} reads them from each datum; inputs of the whole batch are for "
+                    "losses that were registered under a name"
+                )
+            if loss is None:
+                return run_pass(base, adapter, request.data, request.loss_fn, config, **options)
+            if config:
+                raise InvalidInput(f"loss_fn_config: {next(iter(config))} is not known; a custom loss takes loss_id")
+            return run_pass(base, adapter, request.data, BoundGraph(loss), {}, **options)
+
+        kind = "forward" if request.forward_only else "forward_backward"
+        tokens = sum(datum.model_input.length for datum in request.data if datum.model_input.is_text)
+        return self._submit(request, kind, run, datums=len(request.data), tokens=tokens)
+
+    def optim_step(self, request: rq.OptimStepRequest) -> Job:
+        """A step of AdamW on the gathered gradient."""
+        if request.optimizer_params is not None:
+            kind = request.optimizer_params.get("type")
+            raise InvalidInput(f"optimizer_params: this trainer has adamw only, not {kind!r}; send adam_params")
+        params = request.adam_params or AdamParams()
+
+        def run(_: BaseModel, adapter: Adapter) -> OptimStepResponse:
+            return OptimStepResponse(adapter.step(params))
+
+        return self._submit(request, "optim_step", run)
+
+    def save_weights(self, request: rq.SaveWeightsRequest) -> Job:
+        """Saves weights and optimizer under a name."""
+        name = f"checkpoint-{request.seq_id:06d}" if request.path is None else request.path
+        path = TinkerPath(request.model_id, "weights", name)
+
+        def run(base: BaseModel, adapter: Adapter) -> rs.SaveWeightsResponse:
+            self._save(path, base, adapter, request, adapter.training_state())
+            return rs.SaveWeightsResponse(str(path))
+
+        return self._submit(request, "save_weights", run)
+
+    def load_weights(self, request: rq.LoadWeightsRequest) -> Job:
+        """Puts saved weights into a model, with AdamW's state if asked."""
+        path = TinkerPath.parse(request.path)
+
+        def run(base: BaseModel, adapter: Adapter) -> rs.LoadWeightsResponse:
+            saved = self._store.load(path, training_state=request.optimizer)
+            if saved.base_model != base.name:
+                raise InvalidInput(f"path: {path} was trained on {saved.base_model}, but this model is {base.name}")
+            theirs, own = saved.weights.config, adapter.weights.config
+            for name in ("rank", "train_unembed", "train_mlp", "train_attn"):
+                if getattr(theirs, name) != getattr(own, name):
+                    raise InvalidInput(
+                        f"path: {path} has {name}={getattr(theirs, name)}, but this model has {getattr(own, name)}. "
+                        "Create a model from the state instead."
+                    )
+            base.lora.check(saved.weights)
+            adapter.load(saved.weights, saved.training_state)
+            return rs.LoadWeightsResponse(str(path), request.model_id)
+
+        return self._submit(request, "load_weights", run)
+
+    def save_weights_for_sampler(self, request: rq.SaveWeightsForSamplerRequest) -> Job:
+        """Saves weights to sample from: under a name on disk, or unnamed in memory as a new sampler."""
+        model = self._registry.model(request.model_id)
+        # A repeat brings a new sampling_session_seq_id with the old seq_id, so the sampler is named by the latter.
+        sampler_id = f"{model.model_id}:sample:{request.seq_id}"
+        path = None if request.path is None else TinkerPath(model.model_id, "sampler_weights", request.path)
+
+        def run(base: BaseModel, adapter: Adapter) -> rs.SaveWeightsForSamplerResponse:
+            if path is not None:
+                self._save(path, base, adapter, request, None)
+                return rs.SaveWeightsForSamplerResponse(path=str(path))
+            sampler = Sampler(sampler_id, model.base_model, adapter.weights.copy())
+            self._registry.add_sampler(model.session_id, sampler)
+            return rs.SaveWeightsForSamplerResponse(sampling_session_id=sampler_id)
+
+        return self._submit(request, "save_weights_for_sampler", run)
+
+    def save_weights_external(self, request: rq.SaveWeightsExternalRequest) -> Job:
+        """Saves weights to download under a name."""
+        if request.age_encryption_recipients:
+            raise InvalidInput("age_encryption_recipients: this trainer does not encrypt; leave them out")
+        path = TinkerPath(request.model_id, "external_weights", request.path)
+
+        def run(base: BaseModel, adapter: Adapter) -> rs.SaveWeightsExternalResponse:
+            saved = self._save(path, base, adapter, request, None)
+            return rs.SaveWeightsExternalResponse(str(path), saved.size_bytes)
+
+        return self._submit(request, "save_weights_external", run)
+
+    def refuse(self, model_id: str, number: int) -> None:
+        """Frees the number of a request that could not be used, for the client goes on with the next."""
+        if self._registry.has_model(model_id):
+            self._scheduler.free(model_id, number)
+
+    def _submit(self, request: Any, kind: str, run: Callable[[BaseModel, Adapter], Any], **labels: object) -> Job:
+        model = self._registry.model(request.model_id)
+        model.last_request_time = datetime.now(UTC)
+        operation = Job(
+            f"{model.model_id}:{request.seq_id}",
+            kind,
+            lambda: run(*model.ready()),
+            model=model.model_id,
+            seq=request.seq_id,
+            **labels,
+        )
+        return self._scheduler.submit(operation, line=model.model_id, number=request.seq_id)
+
+    def _save(
+        self,
+        path: TinkerPath,
+        base: BaseModel,
+        adapter: Adapter,
+        request: rq.SaveWeightsRequest | rq.SaveWeightsForSamplerRequest | rq.SaveWeightsExternalRequest,
+        training_state: Mapping[str, Tensor] | None,
+    ) -> CheckpointSummary:
+        return self._store.save(
+            path,
+            base_model=base.name,
+            weights=adapter.weights,
+            peft_config=base.lora.peft_config(adapter.weights.config),
+            steps=adapter.steps,
+            training_state=training_state,
+            ttl_seconds=request.ttl_seconds,
+            overwrite=isinstance(request, rq.SaveWeightsRequest) and request.overwrite,
+            user_metadata=None if isinstance(request, rq.SaveWeightsExternalRequest) else request.user_metadata,
+        )

@@ -1,0 +1,151 @@
+"""Listings of what was trained and saved, and its removal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from starlette.concurrency import run_in_threadpool
+from starlette.routing import Route
+
+from tinker_lightning.errors import InvalidInput, NotFound
+from tinker_lightning.server.core.checkpoint_store import CheckpointSummary, TinkerPath
+from tinker_lightning.server.endpoints import trainer_of
+from tinker_lightning.server.http import answer, read
+from tinker_lightning.types import requests as rq
+from tinker_lightning.types import responses as rs
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from tinker_lightning.server.core.checkpoint_store import Kind
+    from tinker_lightning.server.core.trainer import EmbeddedTrainer
+
+T = TypeVar("T")
+
+# The protocol's names for kinds of checkpoints in listings.
+_TYPES: dict[Kind, Literal["training", "sampler", "external"]] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+
+
+async def weights_info(request: Request) -> Response:
+    body = await read(request, rq.WeightsInfoRequest)
+    summary = await run_in_threadpool(trainer_of(request).store.summary, TinkerPath.parse(body.tinker_path))
+    lora = summary.lora_config
+    return answer(
+        rs.WeightsInfoResponse(
+            summary.base_model,
+            lora_rank=lora.rank,
+            train_unembed=lora.train_unembed,
+            train_mlp=lora.train_mlp,
+            train_attn=lora.train_attn,
+        )
+    )
+
+
+async def checkpoints(request: Request) -> Response:
+    summaries = await run_in_threadpool(trainer_of(request).store.listing)
+    page, cursor = _page(request, [_checkpoint(summary) for summary in reversed(summaries)])
+    return answer(rs.CheckpointsList(page, cursor))
+
+
+async def run_checkpoints(request: Request) -> Response:
+    run_id, trainer = request.path_params["run_id"], trainer_of(request)
+    summaries = await run_in_threadpool(trainer.store.listing, run_id)
+    if not summaries and not trainer.registry.has_model(run_id):
+        raise NotFound(f"there is no training run {run_id!r}")
+    return answer(rs.CheckpointsList([_checkpoint(summary) for summary in summaries]))
+
+
+async def delete(request: Request) -> Response:
+    await run_in_threadpool(trainer_of(request).store.delete, path_of(request))
+    return answer({})
+
+
+async def set_ttl(request: Request) -> Response:
+    body = await read(request, rq.TtlRequest)
+    await run_in_threadpool(trainer_of(request).store.set_ttl, path_of(request), body.ttl_seconds)
+    return answer({})
+
+
+async def training_runs(request: Request) -> Response:
+    runs = await run_in_threadpool(_runs, trainer_of(request))
+    page, cursor = _page(request, sorted(runs.values(), key=lambda run: run.last_request_time, reverse=True))
+    return answer(rs.TrainingRunsList(page, cursor))
+
+
+async def training_run(request: Request) -> Response:
+    run_id = request.path_params["run_id"]
+    runs = await run_in_threadpool(_runs, trainer_of(request))
+    if run_id not in runs:
+        raise NotFound(f"there is no training run {run_id!r}")
+    return answer(runs[run_id])
+
+
+def _runs(trainer: EmbeddedTrainer) -> dict[str, rs.TrainingRun]:
+    """The models of this server's life, and those of earlier ones that left something on disk."""
+    saved: dict[str, list[CheckpointSummary]] = {}
+    for summary in trainer.store.listing():
+        saved.setdefault(summary.path.run, []).append(summary)
+    runs: dict[str, rs.TrainingRun] = {}
+    models = {model.model_id: model for model in trainer.registry.models()}
+    for run_id in [*models, *(run_id for run_id in saved if run_id not in models)]:
+        model, summaries = models.get(run_id), saved.get(run_id, [])
+        last = {summary.path.kind: _checkpoint(summary) for summary in summaries}
+        runs[run_id] = rs.TrainingRun(
+            training_run_id=run_id,
+            base_model=model.base_model if model else summaries[-1].base_model,
+            model_owner="local",
+            is_lora=True,
+            last_request_time=model.last_request_time.isoformat() if model else summaries[-1].created_at,
+            lora_rank=model.lora_config.rank if model else summaries[-1].lora_config.rank,
+            last_checkpoint=last.get("weights"),
+            last_sampler_checkpoint=last.get("sampler_weights"),
+            user_metadata=model.user_metadata if model else None,
+        )
+    return runs
+
+
+def _checkpoint(summary: CheckpointSummary) -> rs.Checkpoint:
+    path = summary.path
+    return rs.Checkpoint(
+        checkpoint_id=f"{path.kind}/{path.name}",
+        checkpoint_type=_TYPES[path.kind],
+        time=summary.created_at,
+        tinker_path=summary.tinker_path,
+        size_bytes=summary.size_bytes,
+        user_metadata=summary.user_metadata,
+        expires_at=summary.expires_at,
+    )
+
+
+def path_of(request: Request) -> TinkerPath:
+    """The checkpoint that a URL names."""
+    return TinkerPath.parse(f"tinker://{request.path_params['run_id']}/{request.path_params['checkpoint_id']}")
+
+
+def _page(request: Request, items: list[T]) -> tuple[list[T], rs.Cursor]:
+    try:
+        limit, offset = (
+            int(request.query_params.get(name, default)) for name, default in (("limit", 20), ("offset", 0))
+        )
+    except ValueError as error:
+        raise InvalidInput(f"limit and offset must be whole numbers: {error}") from error
+    if not (0 <= limit < 2**31 and 0 <= offset < 2**31):
+        raise InvalidInput(f"limit and offset must lie in 0..{2**31 - 1}, got {limit} and {offset}")
+    return items[offset : offset + limit], rs.Cursor(offset, limit, len(items))
+
+
+routes = [
+    Route("/weights_info", weights_info, methods=["POST"]),
+    Route("/checkpoints", checkpoints, methods=["GET"]),
+    Route("/training_runs", training_runs, methods=["GET"]),
+    Route("/training_runs/{run_id}", training_run, methods=["GET"]),
+    Route("/training_runs/{run_id}/checkpoints", run_checkpoints, methods=["GET"]),
+    # A checkpoint's id has a slash in it: weights/<name>.
+    Route("/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/ttl", set_ttl, methods=["PUT"]),
+    Route("/training_runs/{run_id}/checkpoints/{checkpoint_id:path}", delete, methods=["DELETE"]),
+]

@@ -1,0 +1,47 @@
+"""What this server offers beyond the protocol. Announced with its capabilities; no standard endpoint changes."""
+
+from __future__ import annotations
+
+import base64
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from starlette.concurrency import run_in_threadpool
+from starlette.routing import Route
+
+from tinker_lightning.server.endpoints import losses, sampling, trainer_of, training
+from tinker_lightning.server.endpoints.futures import answer_result
+from tinker_lightning.server.http import answer
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from tinker_lightning.server.engine.base import BaseModel
+
+# The names under which clients find them in get_server_capabilities.
+NAMES = ("server_losses", "submit_and_wait", "tokenizer_files")
+
+
+async def tokenizer(request: Request) -> Response:
+    """The files of a base model's tokenizer, for clients on other machines."""
+    base = await run_in_threadpool(trainer_of(request).catalog.get, request.query_params.get("model", ""))
+    return answer({"files": await run_in_threadpool(_tokenizer_files, base)})
+
+
+def _tokenizer_files(base: BaseModel) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        base.tokenizer.save_pretrained(folder)
+        return {file.name: base64.b64encode(file.read_bytes()).decode() for file in Path(folder).iterdir()}
+
+
+routes = [
+    Route("/tokenizer", tokenizer, methods=["GET"]),
+    # The same submissions, but each is answered with its result: one round trip instead of two.
+    *(
+        Route(path, answer_result(submit), methods=["POST"])
+        for path, submit in {**training.submissions, **losses.submissions, **sampling.submissions}.items()
+    ),
+    *losses.extensions,
+]

@@ -1,0 +1,109 @@
+"""Before and beside the work: configuration, sessions, telemetry, capabilities."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from starlette.routing import Route
+
+from tinker_lightning.server.endpoints import trainer_of
+from tinker_lightning.server.http import MAX_BODY_BYTES, MAX_JSON_BYTES, answer, read
+from tinker_lightning.types import ServerCapabilities, SupportedModel
+from tinker_lightning.types import requests as rq
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+# How clients should behave towards this server. Chunking is for servers behind proxies: here a batch is one request.
+CLIENT_CONFIG = {
+    "pjwt_auth_enabled": False,
+    "parallel_fwdbwd_chunks": True,  # requests may arrive in any order, for they run by number
+    "proto_compress_fwdbwd": False,
+    "fwdbwd_max_chunk_len": 1 << 20,
+    "fwdbwd_max_chunk_bytes_count": MAX_JSON_BYTES // 2,
+    "fwdbwd_dispatch_bytes_semaphore_size": 2 * MAX_BODY_BYTES,
+    "sample_use_retrieve_futures": False,
+    "custom_loss_server_side": True,
+    "create_model_via_load_weights": False,
+}
+
+
+async def client_config(request: Request) -> Response:
+    await read(request, rq.ClientConfigRequest)
+    return answer(CLIENT_CONFIG)
+
+
+async def dynamic_config(request: Request) -> Response:
+    await read(request, rq.ClientConfigRequest)
+    return answer({})
+
+
+async def create_session(request: Request) -> Response:
+    body = await read(request, rq.CreateSessionRequest)
+    session = trainer_of(request).open_session(body.user_metadata, body.display_name)
+    return answer({"type": "create_session", "session_id": session.session_id})
+
+
+async def heartbeat(request: Request) -> Response:
+    body = await read(request, rq.SessionHeartbeatRequest)
+    session = trainer_of(request).registry.session(body.session_id)
+    if session.finished:
+        return answer({"detail": f"{body.session_id} was finished"}, 410)
+    session.last_heartbeat = time.monotonic()
+    return answer({"type": "session_heartbeat"})
+
+
+async def finish(request: Request) -> Response:
+    trainer_of(request).finish_session(request.path_params["session_id"])
+    return answer({})
+
+
+async def sessions(request: Request) -> Response:
+    return answer({"sessions": [session.session_id for session in trainer_of(request).registry.sessions()]})
+
+
+async def session(request: Request) -> Response:
+    found = trainer_of(request).registry.session(request.path_params["session_id"])
+    return answer(
+        {
+            "training_run_ids": found.models,
+            "sampler_ids": found.samplers,
+            "user_metadata": found.user_metadata,
+            "display_name": found.display_name,
+        }
+    )
+
+
+async def telemetry(request: Request) -> Response:
+    await read(request, rq.TelemetryRequest)
+    return answer({"status": "accepted"})
+
+
+async def healthz(_: Request) -> Response:
+    return answer({"status": "ok"})
+
+
+async def capabilities(request: Request) -> Response:
+    catalog = trainer_of(request).catalog
+    models = []
+    for name in catalog.names:
+        base = catalog.loaded(name)
+        length = None if base is None else base.max_context_length
+        models.append(SupportedModel(name, length, trainable=True, sampleable=True))
+    return answer(ServerCapabilities(models, request.app.state.extensions))
+
+
+routes = [
+    Route("/client/config", client_config, methods=["POST"]),
+    Route("/client/dynamic_config", dynamic_config, methods=["POST"]),
+    Route("/create_session", create_session, methods=["POST"]),
+    Route("/session_heartbeat", heartbeat, methods=["POST"]),
+    Route("/sessions/{session_id}/finish", finish, methods=["POST"]),
+    Route("/sessions/{session_id}", session, methods=["GET"]),
+    Route("/sessions", sessions, methods=["GET"]),
+    Route("/telemetry", telemetry, methods=["POST"]),
+    Route("/healthz", healthz, methods=["GET"]),
+    Route("/get_server_capabilities", capabilities, methods=["GET"]),
+]

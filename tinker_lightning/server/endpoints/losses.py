@@ -1,0 +1,65 @@
+"""Losses that clients bring: the protocol's, of one datum, and ours, of a whole batch under a name."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from starlette.concurrency import run_in_threadpool
+from starlette.routing import Route
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.server.core.scheduler import Job
+from tinker_lightning.server.endpoints import trainer_of
+from tinker_lightning.server.endpoints.futures import Submission, answer_receipt
+from tinker_lightning.server.http import JSON, answer, content_type, read_body
+from tinker_lightning.types import requests as rq
+from tinker_lightning.types import responses as rs
+from tinker_lightning.wire import json as wire_json
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+# A graph of the most nodes that are taken is far below this.
+MAX_BYTES = 4 << 20
+
+
+async def create_custom_loss(request: Request) -> Submission:
+    content_type(request, JSON)
+    body = await read_body(request, MAX_BYTES)
+    message = await run_in_threadpool(functools.partial(wire_json.parse, rq.CreateCustomLossRequest), body)
+    if message.custom_loss_seq_id < 0:
+        raise InvalidInput(f"custom_loss_seq_id must be at least 0, got {message.custom_loss_seq_id}")
+    trainer = trainer_of(request)
+    trainer.registry.session(message.session_id, must_be_open=True)
+    # Not by the thread that computes: it has nothing to do with any model, and whoever trains need not wait for it.
+    loss_id = await run_in_threadpool(trainer.losses.create, message)
+    operation = Job(f"{loss_id}:create", "create_custom_loss", lambda: rs.CreateCustomLossResponse(loss_id))
+    operation.execute()
+    return Submission(trainer.scheduler.submit(operation), rs.FutureResponse(operation.request_id))
+
+
+async def register_loss(request: Request) -> Response:
+    content_type(request, JSON)
+    body = await read_body(request, MAX_BYTES)
+    message = await run_in_threadpool(functools.partial(wire_json.parse, rq.RegisterLossRequest), body)
+    trainer = trainer_of(request)
+    trainer.registry.session(message.session_id, must_be_open=True)
+    return answer(rs.CreateCustomLossResponse(await run_in_threadpool(trainer.losses.register, message)))
+
+
+async def list_losses(request: Request) -> Response:
+    trainer, session_id = trainer_of(request), request.query_params.get("session_id")
+    if session_id is not None:
+        trainer.registry.session(session_id)
+    listed = trainer.losses.listing(session_id)
+    return answer(rs.LossListing(list(listed), listed))
+
+
+submissions = {"/create_custom_loss": create_custom_loss}
+routes = [Route(path, answer_receipt(submit), methods=["POST"]) for path, submit in submissions.items()]
+extensions = [
+    Route("/losses", register_loss, methods=["POST"]),
+    Route("/losses", list_losses, methods=["GET"]),
+]

@@ -1,0 +1,49 @@
+"""Samplers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.concurrency import run_in_threadpool
+from starlette.routing import Route
+
+from tinker_lightning.server.endpoints import trainer_of
+from tinker_lightning.server.endpoints.futures import Submission, answer_receipt
+from tinker_lightning.server.http import answer, read
+from tinker_lightning.types import requests as rq
+from tinker_lightning.types import responses as rs
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+
+async def create_sampling_session(request: Request) -> Response:
+    body = await read(request, rq.CreateSamplingSessionRequest)
+    sampler = await run_in_threadpool(trainer_of(request).sampling.create_sampling_session, body)
+    return answer(rs.CreateSamplingSessionResponse(sampler.sampler_id))
+
+
+async def get_sampler(request: Request) -> Response:
+    trainer = trainer_of(request)
+    sampler = trainer.registry.sampler(request.path_params["sampler_id"])
+    # The official SDK loads the tokenizer from the name that stands here, so it is the folder where that lies.
+    base = await run_in_threadpool(trainer.catalog.get, sampler.base_model)
+    return answer(
+        rs.GetSamplerResponse(sampler.sampler_id, base.tokenizer_id, sampler.model_path, model_name=sampler.base_model)
+    )
+
+
+async def asample(request: Request) -> Submission:
+    body = await read(request, rq.SampleRequest)
+    operation = trainer_of(request).sampling.sample(body)
+    sequence_ids = [f"{operation.request_id}:{i}" for i in range(body.num_samples)]
+    return Submission(operation, rs.FutureResponse(operation.request_id, sample_sequence_ids=sequence_ids))
+
+
+submissions = {"/asample": asample}
+routes = [
+    Route("/create_sampling_session", create_sampling_session, methods=["POST"]),
+    Route("/samplers/{sampler_id}", get_sampler, methods=["GET"]),
+    *(Route(path, answer_receipt(submit), methods=["POST"]) for path, submit in submissions.items()),
+]

@@ -1,0 +1,138 @@
+"""Models and the operations on them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.routing import Route
+
+from tinker_lightning.errors import TinkerLightningError
+from tinker_lightning.server.endpoints import trainer_of
+from tinker_lightning.server.endpoints.futures import Submission, answer_receipt, finished, pending
+from tinker_lightning.server.http import JSON, PROTOBUF, answer, content_type, parse_body, read, read_body
+from tinker_lightning.types import requests as rq
+from tinker_lightning.types import responses as rs
+from tinker_lightning.wire import json as wire_json
+from tinker_lightning.wire import protobuf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from tinker_lightning.server.core.scheduler import Job
+
+T = TypeVar("T")
+
+
+async def create_model(request: Request) -> Submission:
+    operation = trainer_of(request).training.create_model(await read(request, rq.CreateModelRequest))
+    return _submission(operation, operation.request_id.removesuffix(":create"))
+
+
+async def unload_model(request: Request) -> Submission:
+    body = await read(request, rq.UnloadModelRequest)
+    return _submission(trainer_of(request).training.unload_model(body), body.model_id)
+
+
+async def get_info(request: Request) -> Response:
+    body = await read(request, rq.GetInfoRequest)
+    model = trainer_of(request).registry.model(body.model_id)
+    if not await finished(model.creation, trainer_of(request)):
+        return pending(model.creation)
+    base, _ = model.ready()
+    data = rs.ModelData(arch=base.arch, model_name=model.base_model, tokenizer_id=base.tokenizer_id)
+    return answer(
+        rs.GetInfoResponse(model.model_id, data, lora_rank=model.lora_config.rank, model_name=model.base_model)
+    )
+
+
+async def forward(request: Request) -> Submission:
+    content_type(request, JSON)
+
+    def parse(body: bytes) -> rq.ForwardBackwardRequest:
+        return wire_json.parse_forward_backward(body, forward_only=True)
+
+    return await _submit(request, parse, trainer_of(request).training.forward_backward)
+
+
+async def forward_backward(request: Request) -> Submission:
+    parse: Callable[[bytes], rq.ForwardBackwardRequest] = protobuf.decode_forward_backward
+    if content_type(request, JSON, PROTOBUF) == JSON:
+
+        def parse(body: bytes) -> rq.ForwardBackwardRequest:
+            return wire_json.parse_forward_backward(body, forward_only=False)
+
+    return await _submit(request, parse, trainer_of(request).training.forward_backward)
+
+
+async def optim_step(request: Request) -> Submission:
+    return await _submit_json(request, rq.OptimStepRequest, trainer_of(request).training.optim_step)
+
+
+async def save_weights(request: Request) -> Submission:
+    return await _submit_json(request, rq.SaveWeightsRequest, trainer_of(request).training.save_weights)
+
+
+async def load_weights(request: Request) -> Submission:
+    return await _submit_json(request, rq.LoadWeightsRequest, trainer_of(request).training.load_weights)
+
+
+async def save_weights_for_sampler(request: Request) -> Submission:
+    submit = trainer_of(request).training.save_weights_for_sampler
+    return await _submit_json(request, rq.SaveWeightsForSamplerRequest, submit)
+
+
+async def save_weights_external(request: Request) -> Submission:
+    submit = trainer_of(request).training.save_weights_external
+    return await _submit_json(request, rq.SaveWeightsExternalRequest, submit)
+
+
+async def _submit_json(request: Request, cls: type[T], submit: Callable[[T], Job]) -> Submission:
+    content_type(request, JSON)
+    return await _submit(request, lambda body: wire_json.parse(cls, body), submit)
+
+
+async def _submit(request: Request, parse: Callable[[bytes], T], submit: Callable[[T], Job]) -> Submission:
+    """Queues a numbered operation; where it is refused, its number is freed, for the client goes on with the next."""
+    body = await read_body(request)
+    try:
+        message: Any = await parse_body(parse, body)
+        operation = submit(message)
+    except Exception:
+        number = protobuf.number_of if content_type(request, JSON, PROTOBUF) == PROTOBUF else _number
+        trainer_of(request).training.refuse(*await parse_body(number, body))
+        raise
+    return _submission(operation, message.model_id)
+
+
+def _number(body: bytes) -> tuple[str, int]:
+    """Model and number of a JSON body that could not be used, as far as they can be read."""
+    try:
+        message = wire_json.loads(body)
+        model_id, number = message.get("model_id"), message.get("seq_id")
+    except TinkerLightningError:
+        return "", 0
+    return (model_id, number) if isinstance(model_id, str) and type(number) is int else ("", 0)
+
+
+def _submission(operation: Job, model_id: str) -> Submission:
+    return Submission(operation, rs.FutureResponse(operation.request_id, model_id))
+
+
+submissions = {
+    "/create_model": create_model,
+    "/unload_model": unload_model,
+    "/forward": forward,
+    "/forward_backward": forward_backward,
+    "/optim_step": optim_step,
+    "/save_weights": save_weights,
+    "/load_weights": load_weights,
+    "/save_weights_for_sampler": save_weights_for_sampler,
+    "/save_weights_external": save_weights_external,
+}
+routes = [
+    Route("/get_info", get_info, methods=["POST"]),
+    *(Route(path, answer_receipt(submit), methods=["POST"]) for path, submit in submissions.items()),
+]

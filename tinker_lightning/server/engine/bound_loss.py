@@ -1,0 +1,273 @@
+"""Reads what a loss needs from a datum, and applies it: built-in losses, and graphs that clients have uploaded."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinker_lightning.errors import (
+    InvalidDatum,
+    InvalidInput,
+    InvalidLoss,
+    LossNotFinite,
+    LossNotScalar,
+    LossNotTensor,
+    LossWithoutGradient,
+)
+from tinker_lightning.losses.builtin import LOSSES, threshold_fault
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from tinker_lightning.lossgraph.datum_loss import DatumLoss
+    from tinker_lightning.types import Datum
+
+
+# What an uploaded loss may run with all datums of a request. The model's own time is not counted.
+REQUEST_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The loss of one datum.
+
+    Args:
+        value: The loss.
+        term: What the backward starts from: its gradient by the log-probabilities is the loss's.
+        metrics: Sums, to be added up over datums.
+    """
+
+    value: float
+    term: Tensor
+    metrics: dict[str, float]
+
+
+class BoundLoss:
+    """A loss with its settings, ready for the datums of one request.
+
+    Raises:
+        InvalidInput: If the loss or a setting of it is not known, or a setting has no value that it can have.
+    """
+
+    def __init__(self, name: str, config: Mapping[str, float | str]) -> None:
+        if name not in LOSSES:
+            raise InvalidInput(f"loss_fn {name!r} is not known here; known are {', '.join(sorted(LOSSES))}")
+        self.name = name
+        self.spec = LOSSES[name]
+        for key, value in config.items():
+            if key not in self.spec.settings:
+                known = ", ".join(self.spec.settings) or "no settings at all"
+                raise InvalidInput(f"loss_fn_config: {name} does not know {key!r}; it takes {known}")
+            if not isinstance(value, float | int) or not math.isfinite(value):
+                raise InvalidInput(f"loss_fn_config: {key} must be a finite number, got {value!r}")
+        self.config: dict[str, Any] = {**self.spec.settings, **config}
+        if self.spec.has_thresholds and (fault := threshold_fault(*self.config.values())):
+            raise InvalidInput(f"loss_fn_config: {fault}")
+
+    def read(self, datum: Datum, *, dtype: torch.dtype, forward_only: bool) -> list[Any]:
+        """The formula's arguments behind the log-probabilities, from one datum.
+
+        Raises:
+            InvalidDatum: If an entry is missing, has the wrong shape, or holds NaN or infinity.
+        """
+        shape = datum.loss_fn_inputs["target_tokens"].shape
+        if self.spec.is_of_sequence and len(shape) != 1:
+            raise InvalidDatum(
+                f"target_tokens: has the shape {shape}, but {self.name} has one ratio for a sequence of targets, [T]; "
+                "ppo takes alternatives"
+            )
+        arguments: list[Any] = []
+        for name in self.spec.inputs:
+            if name in datum.loss_fn_inputs:
+                arguments.append(self._tensor(datum, name, shape, dtype))
+            elif name == "weights" and forward_only:
+                arguments.append(torch.ones(shape, dtype=dtype))
+            else:
+                raise InvalidDatum(f"{name}: missing; {self.name} needs target_tokens, {', '.join(self.spec.inputs)}")
+        for name, value in self.config.items():
+            per_token = name in datum.loss_fn_inputs
+            arguments.append(self._tensor(datum, name, shape, dtype) if per_token else value)
+        if self.spec.has_thresholds and any(name in datum.loss_fn_inputs for name in self.config):
+            _, advantages, *_, low, high = arguments
+            if fault := threshold_fault(low, high, advantages != 0):
+                raise InvalidDatum(fault)
+        return arguments
+
+    def _tensor(self, datum: Datum, name: str, shape: list[int], dtype: torch.dtype) -> Tensor:
+        tensor = datum.loss_fn_inputs[name]
+        if tensor.shape != shape:
+            raise InvalidDatum(f"{name}: has the shape {tensor.shape}, but target_tokens has {shape}")
+        if not np.isfinite(tensor.values).all():
+            at = np.argwhere(~np.isfinite(tensor.values))[0].tolist()
+            raise InvalidDatum(f"{name}: the entry at {at} is {tensor.values[tuple(at)]}; it must be finite")
+        return tensor.to_torch().to(dtype)
+
+    def evaluate(self, logprobs: Tensor, arguments: list[Any]) -> Evaluated:
+        """The loss of a datum.
+
+        Raises:
+            LossNotFinite: If its value is NaN or infinite.
+        """
+        value = self.spec.formula(logprobs, *arguments).sum()
+        if not math.isfinite(value.item()):
+            raise LossNotFinite(f"the loss is {value.item()}; nothing of the batch was added. {self._mend}")
+        return Evaluated(value.item(), value, self._metrics(logprobs.detach(), arguments))
+
+    @property
+    def _mend(self) -> str:
+        if self.name == "cross_entropy":
+            return "Look for weights that are huge, or a learning rate so high that the model has come apart."
+        return (
+            "Look for tokens whose logprobs are far below the model's, so that their ratio overflows (also where the "
+            "advantage is 0), for advantages that are huge, or a learning rate so high that the model has come apart."
+        )
+
+    def reduce(self, metrics: Mapping[str, float], _: int) -> dict[str, float]:
+        """The metrics of a batch from their sums over its datums."""
+        return dict(metrics)
+
+    def _metrics(self, logprobs: Tensor, arguments: list[Any]) -> dict[str, float]:
+        """What helps to watch a run, of one datum: sums, to be added up over datums."""
+        if self.name == "cross_entropy":
+            return {"weights:sum": float(arguments[0].sum())}
+        old_logprobs, advantages = arguments[:2]
+        # Prompts are masked by advantages of zero, and have no log-probabilities of the sampling policy.
+        counted = advantages != 0
+        log_ratio = torch.where(counted, logprobs - old_logprobs, 0.0)
+        metrics = {"action_tokens:sum": float(counted.sum()), "kl_old_new:sum": float(-log_ratio.sum())}
+        if "clip_low_threshold" in self.config and self.name != "gspo":
+            ratio = log_ratio.exp()
+            low, high = (torch.as_tensor(bound, dtype=ratio.dtype) for bound in arguments[-2:])
+            metrics["clipped_tokens:sum"] = float((counted & ((ratio < low) | (ratio > high))).sum())
+        return metrics
+
+
+class BoundGraph:
+    """A loss that a client has uploaded for single datums, ready for those of one request."""
+
+    def __init__(self, loss: DatumLoss) -> None:
+        self.name = loss.name
+        self._loss = loss
+        self._spent = 0.0  # seconds in the loss, not in the model
+
+    def read(self, datum: Datum, *, dtype: torch.dtype, forward_only: bool) -> list[Any]:
+        """The inputs behind the log-probabilities, from one datum; not yet dense, for sparse ones can be any size.
+
+        Raises:
+            InvalidInput: If one is missing, or the loss cannot take it.
+        """
+        del forward_only
+        selected = self._loss.select(datum.loss_fn_inputs)
+        # On shapes alone, so that what cannot work is refused before the model has run.
+        with self._clock() as deadline:
+            self._loss.check(datum.loss_fn_inputs["target_tokens"].shape, selected, dtype, deadline=deadline)
+        return selected
+
+    def evaluate(self, logprobs: Tensor, arguments: list[Any]) -> Evaluated:
+        """The loss of a datum. Its own graph is gone when this returns; what remains is linear in the gradient.
+
+        Raises:
+            InvalidLoss: If a call of the graph fails or takes too much, or there is no gradient.
+        """
+        leaf = logprobs.detach().requires_grad_(torch.is_grad_enabled())
+        with self._clock() as deadline:
+            loss, metrics = self._loss(leaf, self._loss.tensors(arguments, logprobs.dtype), deadline=deadline)
+            value = loss_number(loss)
+            numbers = {name: metric_number(f"the metric {name!r}", each) for name, each in metrics.items()}
+            if not torch.is_grad_enabled():
+                return Evaluated(value, loss, numbers)
+            gradient = loss_gradient(loss, leaf)
+        # As a client's own custom loss does it: the linear loss that has the same gradient.
+        return Evaluated(value, (gradient * logprobs).sum(), numbers)
+
+    @contextmanager
+    def _clock(self) -> Iterator[float]:
+        """Takes the time that the loss takes; gives when it must have ended, by `time.monotonic`."""
+        started = time.monotonic()
+        if self._spent > REQUEST_SECONDS:
+            raise InvalidLoss(
+                f"with the datums of this request the loss has run for {self._spent:.0f} s and was stopped; at most "
+                f"{REQUEST_SECONDS:g} s are taken. Send fewer datums at once."
+            )
+        try:
+            yield started + REQUEST_SECONDS - self._spent
+        finally:
+            self._spent += time.monotonic() - started
+
+    def reduce(self, metrics: Mapping[str, float], datums: int) -> dict[str, float]:
+        """The metrics of a batch from their sums over its datums."""
+        return {name: value / datums if name.endswith(":mean") else value for name, value in metrics.items()}
+
+
+@contextmanager
+def blaming(what: str) -> Iterator[None]:
+    """Puts in front of an error of a loss whose it is."""
+    try:
+        yield
+    except InvalidLoss as error:
+        raise type(error)(f"{what}: {error}") from error
+
+
+def loss_number(loss: Any, hint: str = "") -> float:
+    """The value of a loss; `hint` says where else to look if it is not finite.
+
+    Raises:
+        InvalidLoss: If it is not one finite real number.
+    """
+    if not isinstance(loss, Tensor):
+        raise LossNotTensor(f"the loss must be a tensor of one real number, got {type(loss).__name__}")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        got = f"a tensor of shape {list(loss.shape)} and dtype {loss.dtype}"
+        raise LossNotScalar(f"the loss must be one real number, got {got}; use .sum() or .mean()")
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise LossNotFinite(
+            f"the loss is {value}. Look for a division by zero, the log of zero, or an exp that overflows{hint}."
+        )
+    return value
+
+
+def metric_number(what: str, value: Any) -> float:
+    """A metric as a number; `what` is what errors call it.
+
+    Raises:
+        InvalidLoss: If it is none.
+    """
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise InvalidLoss(f"{what} must be a scalar, but has the shape {list(value.shape)}; use .sum() or .mean()")
+    try:
+        return float(value.detach()) if isinstance(value, Tensor) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise InvalidLoss(f"{what} is no number, but {type(value).__name__}") from error
+
+
+def loss_gradient(loss: Tensor, leaf: Tensor) -> Tensor:
+    """The gradient of a loss by what it was computed from.
+
+    Raises:
+        InvalidLoss: If there is none, or it is not finite.
+    """
+    if not loss.requires_grad:
+        raise LossWithoutGradient(
+            "the loss does not depend on what it is given of the model, so there is nothing to train; look for a "
+            "detach() or torch.no_grad() in between"
+        )
+    try:
+        gradient: Tensor | None = torch.autograd.grad(loss, leaf, allow_unused=True)[0]
+    except RuntimeError as error:  # what is changed in place after it was used has no gradient
+        raise InvalidLoss(f"the loss has no gradient: {str(error).partition(chr(10))[0][:300]}") from error
+    if gradient is None:
+        return torch.zeros_like(leaf)
+    if not torch.isfinite(gradient).all():
+        raise LossNotFinite(
+            f"the loss is {loss.item()}, but its gradient has NaN or infinite entries. Look for a square root or a "
+            "norm of zero, or 0 * inf behind a torch.where."
+        )
+    return gradient
