@@ -129,7 +129,7 @@ def test_a_loss_made_of_its_value_is_refused(stage: tuple[EmbeddedTrainer, Servi
             return super().training_step(batch, batch_idx) ** 2
 
     module = Squared(stage[1].create_lora_training_client("tiny", rank=4, seed=1))
-    with pytest.raises(InvalidLoss, match=r"pow is no linear function .*but no other function of it has a gradient"):
+    with pytest.raises(InvalidLoss, match=r"pow is not a linear function .*but no other function of it has a gradient"):
         fit(module, tmp_path)
     assert module.lm.handle.remote.steps == 0
 

@@ -11,16 +11,11 @@ from torch import Tensor
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses import surrogate
+from tinker_lightning.remote.deferred_loss import LINEAR_ONLY
 from tinker_lightning.types import Datum, ForwardBackwardOutput, OptimStepResponse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-LINEAR_ONLY = (
-    "Its value is not known here (it is NaN): it can be multiplied by a number other than 0 and added to other losses, "
-    "but no other function of it has a gradient. For those, write the loss in Python."
-)
 
 
 @dataclass(eq=False, slots=True)

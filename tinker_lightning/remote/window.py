@@ -16,7 +16,8 @@ import torch
 from tinker_lightning.client.backend import as_backend
 from tinker_lightning.client.futures import UnreadFailures
 from tinker_lightning.errors import InvalidInput, LossNotFinite, ResultTimeout, TinkerLightningError
-from tinker_lightning.remote.calls import LINEAR_ONLY, Call, ServerCall, Step
+from tinker_lightning.remote.calls import Call, ServerCall, Step
+from tinker_lightning.remote.deferred_loss import LINEAR_ONLY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
