@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from tinker_lightning.lightning import checks
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.checkpoint.contents import STATE_KEY
 from tinker_lightning.lightning.checkpoint.retention import StateRetention
+from tinker_lightning.lightning.lookahead import LookAhead
 from tinker_lightning.lightning.module import LAST_WAIT, RemoteModule
 from tinker_lightning.lightning.resume import loop_position, rng
 from tinker_lightning.lightning.resume.loaders import IsolatedRngLoader, ResumableLoader
 from tinker_lightning.remote import group
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from lightning.fabric.plugins import CheckpointIO
     from lightning.fabric.utilities.types import _PATH
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins import Precision
 
-    from tinker_lightning.remote.calls import Pass
-
-logger = logging.getLogger("tinker_lightning")
-
 # Where a checkpoint file keeps the random numbers and the place in the loops.
 KEY = "tinker_strategy"
-_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class TinkerStrategy(SingleDeviceStrategy):
@@ -68,8 +59,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         super().__init__("cpu", CPUAccelerator(), checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.look_ahead = look_ahead
         self.release_states = release_states
-        self._sent: dict[int, tuple[list[Any], Pass | None]] = {}
-        self._cannot_look = False
+        self._ahead = LookAhead()
         self._unnamed: list[str] = []
         self._shared: dict[str, Path] = {}  # the states as they are now, and the folders whose files may name them
         self._resumed: dict[str, Any] | None = None
@@ -116,7 +106,7 @@ class TinkerStrategy(SingleDeviceStrategy):
 
     def on_train_start(self) -> None:
         """Goes on where the checkpoint was written; what comes before training has drawn its random numbers."""
-        self._sent, self._cannot_look = {}, False
+        self._ahead = LookAhead()
         resumed, self._resumed = self._resumed, None
         module = self.lightning_module
         if resumed is None or module is None:
@@ -130,62 +120,18 @@ class TinkerStrategy(SingleDeviceStrategy):
         rng.restore(resumed["rng"])
         loop_position.restore_loops(trainer, resumed["place"])
 
-    # Looking ahead.
+    # Training.
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """A step whose forward pass may have been asked for at the start of its window."""
+        """Runs a training step, whose forward pass may have been sent at the start of its window."""
         module = self.lightning_module
-        if isinstance(module, RemoteModule):
-            self._begun = loop_position.BatchSnapshot(module.trainer, module)
-        if not self.look_ahead or self._cannot_look or not isinstance(module, RemoteModule) or not args:
+        if not isinstance(module, RemoteModule):
             return super().training_step(*args, **kwargs)
-        number = module.trainer.fit_loop.epoch_loop.total_batch_idx
-        if number not in self._sent:
-            self._sent = dict(enumerate(self._ask(module, args[0]), number))
-        if number not in self._sent:
+        self._begun = loop_position.BatchSnapshot(module.trainer, module)
+        if not self.look_ahead or not args:
             return super().training_step(*args, **kwargs)
-        data, asked = self._sent.pop(number)
-        with module.asked_ahead(args[0], data, asked) as remote:
-            output = super().training_step(*args, **kwargs)
-            if asked is not None and remote.missed:
-                self._stop_looking(module, "its training_step asks for other datums than datums(batch) gives")
-        return output
-
-    def _ask(self, module: RemoteModule, batch: Any) -> Iterable[tuple[list[Any], Pass | None]]:
-        """Asks for the forward passes of what is left of this window; of the last one, only the datums."""
-        trainer: Any = module.trainer
-        loader = trainer.fit_loop._combined_loader
-        if (
-            not module.automatic_optimization
-            or not (module.chosen_route().runs_locally or module.regularizers)
-            or loader is None
-            or not isinstance(loader.iterables, ResumableLoader)  # several loaders
-            or isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)  # the step draws
-        ):
-            return []
-        if hooks := [name for name in _HOOKS if is_overridden(name, module) or is_overridden(name, trainer.datamodule)]:
-            self._stop_looking(module, f"its {hooks[0]} changes batches when they are trained; do that in datums")
-            return []
-        index, size = trainer.fit_loop.batch_idx, trainer.accumulate_grad_batches
-        left = int(min((index // size + 1) * size, trainer.num_training_batches)) - index
-        asked: list[tuple[list[Any], Pass | None]] = []
-        # What has failed before is raised here, and not by a request whose own failure can wait for its turn.
-        with module.lm.handle.remote.failures_held():
-            for number, following in enumerate([batch, *loader.iterables.peek(index, left - 1)], index):
-                try:
-                    if following is not batch:
-                        following = self.batch_to_device(self.precision_plugin.convert_input(following))
-                    # From random numbers of the batch's own: how far ahead that is must not change what is drawn.
-                    with rng.seeded(loader.iterables.seed + number):
-                        data = module.datums(following)
-                    asked.append((data, module.lm.send(data) if left > 1 else None))
-                except Exception:  # the batch's own step will raise it, in its turn
-                    break
-        return asked
-
-    def _stop_looking(self, module: RemoteModule, reason: str) -> None:
-        self._sent, self._cannot_look = {}, True
-        logger.warning("%s is trained without look-ahead: %s.", type(module).__name__, reason)
+        with self._ahead.step(module, args[0]):
+            return super().training_step(*args, **kwargs)
 
     # Checkpoints.
 
@@ -298,7 +244,7 @@ class TinkerStrategy(SingleDeviceStrategy):
 
     def teardown(self) -> None:
         """Forgets what was looked up ahead, and releases states when the last file has been written."""
-        self._sent = {}
+        self._ahead = LookAhead()
         if self._resumed is not None and self.lightning_module is not None:  # training did not begin
             loop_position.restore_limits(self.lightning_module.trainer, self._resumed)
             # Or Lightning would load it again in a fit without a checkpoint.

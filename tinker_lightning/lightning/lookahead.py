@@ -1,0 +1,83 @@
+"""Sends the forward passes of an accumulation window together, so that a step waits for the network once."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from tinker_lightning.lightning.resume import rng
+from tinker_lightning.lightning.resume.loaders import ResumableLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tinker_lightning.lightning.module import RemoteModule
+    from tinker_lightning.remote.calls import Pass
+
+logger = logging.getLogger("tinker_lightning")
+
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class LookAhead:
+    """Holds the forward passes of a fit that were sent before the step that uses them."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, tuple[list[Any], Pass | None]] = {}
+        self._is_off = False
+
+    @contextmanager
+    def step(self, module: RemoteModule, batch: Any) -> Iterator[None]:
+        """Sends the forward passes of a window at its first micro-batch; the step inside uses the one of its batch."""
+        number = module.trainer.fit_loop.epoch_loop.total_batch_idx
+        if number not in self._sent and not self._is_off:
+            self._sent = dict(enumerate(self._send(module, batch), number))
+        if number not in self._sent:
+            yield
+            return
+        data, sent = self._sent.pop(number)
+        with module.asked_ahead(batch, data, sent) as remote:
+            yield
+            if sent is not None and remote.missed:
+                self._turn_off(module, "its training_step asks for other datums than datums(batch) gives")
+
+    def _send(self, module: RemoteModule, batch: Any) -> list[tuple[list[Any], Pass | None]]:
+        """Sends the forward passes of the rest of this window; of its last batch, only the datums are made."""
+        trainer: Any = module.trainer
+        loader = trainer.fit_loop._combined_loader
+        if (
+            not module.automatic_optimization
+            or not (module.chosen_route().runs_locally or module.regularizers)
+            or loader is None
+            or not isinstance(loader.iterables, ResumableLoader)  # several loaders
+            or isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)  # the step draws
+        ):
+            return []
+        if hooks := [name for name in _HOOKS if is_overridden(name, module) or is_overridden(name, trainer.datamodule)]:
+            self._turn_off(module, f"its {hooks[0]} changes batches when they are trained; do that in datums")
+            return []
+        index, size = trainer.fit_loop.batch_idx, trainer.accumulate_grad_batches
+        left = int(min((index // size + 1) * size, trainer.num_training_batches)) - index
+        sent: list[tuple[list[Any], Pass | None]] = []
+        # Earlier failures are raised here, and not by a request whose own failure can wait for its step.
+        with module.lm.handle.remote.failures_held():
+            for number, following in enumerate([batch, *loader.iterables.peek(index, left - 1)], index):
+                try:
+                    if following is not batch:
+                        converted = trainer.precision_plugin.convert_input(following)
+                        following = trainer.strategy.batch_to_device(converted)
+                    # Each batch has its own random numbers: how far ahead it is drawn must not change them.
+                    with rng.seeded(loader.iterables.seed + number):
+                        data = module.datums(following)
+                    sent.append((data, module.lm.send(data) if left > 1 else None))
+                except Exception:  # the step of this batch raises it again
+                    break
+        return sent
+
+    def _turn_off(self, module: RemoteModule, reason: str) -> None:
+        self._sent, self._is_off = {}, True
+        logger.warning("%s is trained without look-ahead: %s.", type(module).__name__, reason)
