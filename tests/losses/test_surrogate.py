@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -95,7 +97,11 @@ BAD: dict[str, tuple[Callable[[list[Any], list[Tensor]], Any], type[InvalidLoss]
     "many values": (lambda _, lp: (lp[0], {}), LossNotScalar, r"shape \[3\] .* \.sum\(\) or \.mean\(\)"),
     "no values": (lambda _, lp: (lp[0][:0], {}), LossNotScalar, r"shape \[0\]"),
     "a complex value": (lambda _, lp: (lp[0].sum() * 1j, {}), LossNotScalar, "complex64; reduce it to one real value"),
-    "NaN": (lambda _, lp: (lp[0].sum() * float("nan"), {}), LossNotFinite, "the loss is nan. .* nothing was sent"),
+    "NaN": (
+        lambda _, lp: (lp[0].sum() * float("nan"), {}),
+        LossNotFinite,
+        "the loss is nan. .* no gradient was acc",
+    ),
     "infinity": (lambda _, lp: ((-1000 * lp[0]).exp().sum(), {}), LossNotFinite, "the loss is inf. .* overflows"),
     "a NaN gradient": (_nan_gradient, LossNotFinite, "datum 2: the loss is 0.0, but its gradient .* square root"),
     "a detached loss": (lambda _, lp: (lp[0].sum().detach(), {}), LossWithoutGradient, r"without \.detach\(\)"),
@@ -110,12 +116,12 @@ BAD: dict[str, tuple[Callable[[list[Any], list[Tensor]], Any], type[InvalidLoss]
     "a metric of many values": (
         lambda _, lp: (lp[0].sum(), {"all": lp[0]}),
         InvalidLoss,
-        r"metric 'all' is no single number, but Tensor\. Reduce it with \.mean\(\)",
+        r"metric 'all' is not a single number, but Tensor\. Reduce it with \.mean\(\)",
     ),
     "a metric that is a text": (
         lambda _, lp: (lp[0].sum(), {"a": "3.0"}),
         InvalidLoss,
-        "metric 'a' is no single number, but str",
+        "metric 'a' is not a single number, but str",
     ),
     "a metric that is none": (lambda _, lp: (lp[0].sum(), {"a": None}), InvalidLoss, "metric 'a' .* NoneType"),
     "a metric that is a list": (lambda _, lp: (lp[0].sum(), {"a": [1.0]}), InvalidLoss, "metric 'a' .* list"),
@@ -200,6 +206,44 @@ def test_an_answer_that_does_not_fit_is_the_servers_fault() -> None:
         surrogate.leaves(ForwardBackwardOutput([fitting[0], {"loss": TensorData([1.0])}, fitting[2]]), data)
     with pytest.raises(OperationFailed, match=r"datum 0: the server sent logprobs of shape \[1\] for targets of \[3\]"):
         surrogate.leaves(ForwardBackwardOutput([fitting[1], fitting[1], fitting[2]]), data)
+
+
+async def _async_loss(_: list[Any], lp: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+    return lp[0].sum(), {}
+
+
+class _AsyncCallable:
+    async def __call__(self, _: list[Any], lp: list[Tensor]) -> Tensor:
+        return lp[0].sum()
+
+
+@pytest.mark.parametrize("loss", [_async_loss, partial(_async_loss), _AsyncCallable()])
+def test_an_async_loss_is_named_before_anything_is_sent(loss: Any) -> None:
+    with pytest.raises(InvalidLoss, match=r"Async|_async_loss is an async function.* Write it with def"):
+        surrogate.check_arguments(loss)
+
+
+def test_an_awaitable_that_a_loss_returns_is_named() -> None:
+    with pytest.raises(InvalidLoss, match=r"returned an awaitable.* Write it with def"):
+        evaluate(lambda data, lp: _async_loss(data, lp))
+
+
+def test_a_gradient_of_zero_everywhere_warns_with_the_name_of_the_loss() -> None:
+    def rounded(_: list[Any], lp: list[Tensor]) -> Tensor:
+        return torch.cat(lp).round().sum()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            assert not any(gradient.any() for gradient in evaluate(rounded).gradients)
+    assert [str(each.message)[:50] for each in caught] == ["the gradient of the loss rounded is zero for every"]
+
+
+def test_a_metric_that_the_user_calls_like_one_of_the_protocol_is_kept() -> None:
+    backward = ForwardBackwardOutput([{}], {"loss:sum": 4.0, "tokens:sum": 9.0}, "kind")
+    evaluation = surrogate.Evaluation(1.5, {"loss:sum": 3.0, "tokens:sum": 7.0}, [])
+    metrics = surrogate.with_metrics(backward, evaluation).metrics
+    assert metrics == {"loss:sum": 3.0, "tokens:sum": 7.0, "surrogate_loss:sum": 4.0}
 
 
 def test_the_result_has_the_losss_value_and_metrics() -> None:  # R1.6, R1.7

@@ -264,3 +264,17 @@ def test_from_chat_refuses_a_template_that_rewrites_earlier_turns() -> None:  # 
 def test_from_chat_says_what_is_missing(messages: list[dict[str, str]], message: str) -> None:
     with pytest.raises(InvalidDatum, match=message):
         Datum.from_chat(messages, make_tokenizer())
+
+
+def test_with_inputs_extends_and_replaces() -> None:
+    spans = [ProvenanceSpan("prompt", "a", 0, 2)]
+    datum = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [1, 1]}, spans, spans)
+    changed = datum.with_inputs({"my.name": [[5.0]]}, weights=[0.5, 0.0])
+    assert changed.loss_fn_inputs["weights"] == TensorData([0.5, 0.0])
+    assert set(changed.loss_fn_inputs) == {"target_tokens", "weights", "my.name"}
+    assert changed.model_input is datum.model_input
+    assert (changed.model_input_spans, changed.loss_fn_input_spans) == (tuple(spans), tuple(spans))
+    assert datum.loss_fn_inputs["weights"] == TensorData([1.0, 1.0])
+    assert set(datum.with_only_inputs({"target_tokens": [2, 3]}).loss_fn_inputs) == {"target_tokens"}
+    with pytest.raises(InvalidDatum, match="advantages has 3 entries but the input has 2 tokens"):
+        datum.with_inputs(advantages=[1, 2, 3])

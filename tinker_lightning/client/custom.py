@@ -229,13 +229,16 @@ def _evaluation(
     if loss_fn is not None and not regularizers:
         return partial(surrogate.evaluate, loss_fn)
 
+    terms = ", ".join(term.name for term in regularizers)
+    name = terms if loss_fn is None else f"{surrogate.function_name(loss_fn)} with {terms}"
+
     def evaluate(data: list[Any], logprobs: list[Tensor]) -> Evaluation:
         def composed() -> tuple[Tensor, dict[str, Any]]:
             return composition.evaluate(
                 data, logprobs, loss_fn, regularizers, step=step, grad_norms=grad_norms, timeout=timeout
             )
 
-        return surrogate.differentiate(composed, logprobs)
+        return surrogate.differentiate(composed, logprobs, name=name)
 
     return evaluate
 

@@ -174,7 +174,7 @@ def _datum_pass(data: list[Datum], handle: LossHandle, scale: float) -> ServerPa
     if not handle.by_input:
         return ServerPass(data, _CUSTOM, settings, scale=scale)
     factor = TensorData(np.float32(scale))
-    data = [_with(datum, {SCALE: factor}) for datum in data]
+    data = [datum.with_inputs({SCALE: factor}) for datum in data]
     return ServerPass(data, _CUSTOM, settings, finish=functools.partial(_unscaled, scale=scale))
 
 
@@ -197,7 +197,7 @@ def spread(data: list[Datum], inputs: Mapping[str, Any]) -> list[Datum]:
                 raise InvalidInput(f"loss_fn_inputs: {name} is given for the batch, and by datum {i} too")
             array = TensorData.of(row).to_numpy()
             rows[i][name] = TensorData(array[: data[i].model_input.length] if array.ndim else array)
-    return [_with(datum, row) for datum, row in zip(data, rows, strict=True)]
+    return [datum.with_inputs(row) for datum, row in zip(data, rows, strict=True)]
 
 
 def plainly_scaled(data: list[Datum], loss_fn: Any, config: Mapping[str, float | str], scale: float) -> ServerPass:
@@ -217,12 +217,6 @@ def _unscaled(output: ForwardBackwardOutput, *, scale: float) -> ForwardBackward
         return output
     metrics = {**output.metrics, "loss:sum": output.metrics["loss:sum"] / scale}
     return ForwardBackwardOutput(output.loss_fn_outputs, metrics, output.loss_fn_output_type)
-
-
-def _with(datum: Datum, inputs: Mapping[str, TensorData]) -> Datum:
-    return Datum(
-        datum.model_input, {**datum.loss_fn_inputs, **inputs}, datum.model_input_spans, datum.loss_fn_input_spans
-    )
 
 
 def _with_own_names(output: ForwardBackwardOutput) -> ForwardBackwardOutput:

@@ -332,7 +332,8 @@ class RemoteModule(pl.LightningModule):
             InvalidLoss: Says which, and how to mend it.
         """
         with self._dropping():
-            surrogate.check_kind(loss)
+            surrogate.check_scalar(loss)
+            surrogate.check_differentiable(loss)
             if not torch.isfinite(loss) and not holds_server_loss(loss):
                 surrogate.check_finite(loss)
 
@@ -342,7 +343,7 @@ class RemoteModule(pl.LightningModule):
         received, self._received = self._received, self.lm.handle.remote.received
         if self.automatic_optimization and self.lm.handle.requires_grad and received == self._received:
             with self._dropping():
-                raise LossWithoutGradient(surrogate.WITHOUT_GRADIENT)
+                raise LossWithoutGradient(surrogate.without_gradient())
 
     @essential
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -18,8 +18,9 @@ from tinker_lightning.lightning import metric_names
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
 from tinker_lightning.losses.library import check_settings, is_of_library, unwrapped
+from tinker_lightning.losses.surrogate import function_name
 from tinker_lightning.lossgraph.batch_loss import OF_LIBRARY, OF_OWN
-from tinker_lightning.lossgraph.server_loss import ServerLoss, function_name
+from tinker_lightning.lossgraph.server_loss import ServerLoss
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -108,6 +108,4 @@ def _filled(datum: Datum, shape: Sequence[int], defaults: Mapping[str, float]) -
         for name, value in defaults.items()
         if name not in datum.loss_fn_inputs
     }
-    return Datum(
-        datum.model_input, {**datum.loss_fn_inputs, **missing}, datum.model_input_spans, datum.loss_fn_input_spans
-    )
+    return datum.with_inputs(missing)

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from tinker_lightning.errors import InvalidDatum, InvalidLoss
 from tinker_lightning.losses.builtin import LOSSES
-from tinker_lightning.types import Datum, TensorData
+from tinker_lightning.types import TensorData
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from tinker_lightning.types import Datum
 
 
 def scaled(
@@ -49,8 +51,7 @@ def scaled(
 def _with_scaled(i: int, datum: Datum, names: Sequence[str], needed: Sequence[str], factor: float) -> Datum:
     if missing := [name for name in needed if name not in datum.loss_fn_inputs]:
         raise InvalidDatum(f"datum {i}: {missing[0]}: missing; the loss needs it")
-    inputs = {
-        name: TensorData.from_torch(tensor.to_torch() * factor) if name in names else tensor
-        for name, tensor in datum.loss_fn_inputs.items()
-    }
-    return Datum(datum.model_input, inputs, datum.model_input_spans, datum.loss_fn_input_spans)
+    given = datum.loss_fn_inputs
+    return datum.with_inputs(
+        {name: TensorData.from_torch(given[name].to_torch() * factor) for name in names if name in given}
+    )

@@ -1,14 +1,16 @@
 """Custom losses as pure functions: leaves, checks, and the datums that carry a loss's gradient.
 
-The server's `cross_entropy` is `-sum(w * logp)`. Sending `w = -dC/dlogp` therefore makes it accumulate the gradient of
-any loss `C` that was computed here from the log-probabilities.
+The protocol's `cross_entropy` is `-sum(w * logp)`. Sending `w = -dC/dlogp` therefore makes the server accumulate the
+gradient of any loss `C` that was computed locally from the log-probabilities.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -35,9 +37,9 @@ SURROGATE = "cross_entropy"
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A loss that was evaluated: its value, its metrics, and its gradient by the log-probabilities of each datum.
+    """The value of a loss, its metrics, and its gradient with respect to the log-probabilities of each datum.
 
-    Metrics are numbers; those of a loss with regularizers are nested (`losses.composition`).
+    Metrics are numbers; those of a loss with regularizers are nested (see `losses.regularizers.composition`).
     """
 
     value: float
@@ -46,35 +48,37 @@ class Evaluation:
 
 
 def forward_datums(data: Sequence[Datum]) -> list[Datum]:
-    """What the forward pass needs of each datum: the input, the targets, and weights, which it does not use.
+    """Reduces datums to what a forward pass needs: the input, the targets, and weights, which do not affect it.
 
     Raises:
-        InvalidDatum: If a datum has no targets; names it.
+        InvalidDatum: If a datum has no targets; names the datum.
     """
     reduced = []
     for i, datum in enumerate(data):
         targets = datum.loss_fn_inputs.get("target_tokens")
         if targets is None:
-            raise InvalidDatum(f"datum {i}: target_tokens: missing; the log-probabilities of a custom loss are theirs")
+            raise InvalidDatum(
+                f"datum {i}: target_tokens: missing; a custom loss needs the tokens whose log-probabilities it reads"
+            )
         weights = datum.loss_fn_inputs.get("weights")
         if weights is None:
             weights = TensorData.from_torch(torch.zeros(targets.shape))
-        reduced.append(_with_inputs(datum, {"target_tokens": targets, "weights": weights}))
+        reduced.append(datum.with_only_inputs({"target_tokens": targets, "weights": weights}))
     return reduced
 
 
 def leaves(output: ForwardBackwardOutput, data: Sequence[Datum]) -> list[Tensor]:
-    """The log-probabilities of a forward pass, one tensor per datum, shaped like its targets, asking for gradients.
+    """Returns the log-probabilities of a forward pass as leaf tensors, one per datum, shaped like its targets.
 
     Raises:
-        OperationFailed: If the server answered with other lengths than were asked for.
+        OperationFailed: If the lengths in the server's answer do not match the datums.
     """
     if len(output.loss_fn_outputs) != len(data):
         raise OperationFailed(
             f"the server answered for {len(output.loss_fn_outputs)} datums, but {len(data)} were sent"
         )
     tensors = []
-    with torch.inference_mode(False):  # a tensor made in inference mode can never ask for gradients
+    with torch.inference_mode(False):  # a tensor created in inference mode can never require a gradient
         for i, (result, datum) in enumerate(zip(output.loss_fn_outputs, data, strict=True)):
             targets = datum.loss_fn_inputs["target_tokens"]
             if "logprobs" not in result:
@@ -91,100 +95,95 @@ def leaves(output: ForwardBackwardOutput, data: Sequence[Datum]) -> list[Tensor]
 def evaluate(loss_fn: LossFn, data: list[Any], logprobs: list[Tensor]) -> Evaluation:
     """Runs a loss and its backward on the calling thread.
 
-    Local parameters that the loss uses get their gradients as in any torch code. A datum that it does not use gets a
-    gradient of zero.
+    Local parameters that the loss uses receive gradients as in any torch code. A datum that it does not use gets a
+    zero gradient.
 
     Raises:
         InvalidLoss: If the loss is not a finite scalar tensor that depends on the log-probabilities.
     """
-    return differentiate(lambda: loss_and_metrics(loss_fn(data, logprobs), logprobs), logprobs)
+    return differentiate(
+        lambda: loss_and_metrics(loss_fn(data, logprobs), logprobs), logprobs, name=function_name(loss_fn)
+    )
 
 
-def differentiate(loss_fn: Callable[[], tuple[Tensor, dict[str, Any]]], logprobs: list[Tensor]) -> Evaluation:
-    """As `evaluate`, for a loss and metrics that were checked where they were made."""
+def differentiate(
+    loss_fn: Callable[[], tuple[Tensor, dict[str, Any]]], logprobs: list[Tensor], *, name: str
+) -> Evaluation:
+    """Runs a loss whose result is already checked, and its backward; `name` is what warnings call the loss."""
     with torch.inference_mode(False), torch.enable_grad():
         loss, metrics = loss_fn()
         loss.backward()
     if all(leaf.grad is None for leaf in logprobs):
-        raise LossWithoutGradient(WITHOUT_GRADIENT)
+        raise LossWithoutGradient(without_gradient())
     gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in logprobs]
-    if not torch.isfinite(torch.cat([gradient.flatten() for gradient in gradients])).all():
-        i = next(i for i, gradient in enumerate(gradients) if not torch.isfinite(gradient).all())
-        raise LossNotFinite(
-            f"datum {i}: the loss is {loss.item()}, but its gradient has NaN or infinite entries. Look for a "
-            "square root or a norm of zero, or 0 * inf behind a torch.where; nothing was sent."
-        )
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    if not torch.isfinite(flat).all():
+        for i, gradient in enumerate(gradients):
+            check_gradient(loss, gradient, f"datum {i}: ")
+    warn_if_zero(flat, name)
     return Evaluation(loss.item(), metrics, gradients)
 
 
-def loss_and_metrics(
-    returned: Any, logprobs: Sequence[Tensor], *, needs_gradient: bool = True
-) -> tuple[Tensor, dict[str, float]]:
-    """What a loss function has returned of these log-probabilities, checked before anything gets a gradient.
-
-    Raises:
-        InvalidLoss: If the loss is not a finite scalar tensor with a gradient, or a metric is no number.
-    """
-    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-    check_kind(loss, needs_gradient=needs_gradient)
-    check_finite(loss, logprobs)
-    return loss, numbers(metrics)
-
-
 def linear_datums(data: Sequence[Datum], gradients: Sequence[Tensor]) -> list[Datum]:
-    """The datums whose cross-entropy has this gradient: the same inputs and targets, weighted by minus the gradient."""
+    """Returns the datums whose cross-entropy has these gradients: weighted by minus the gradient of each target."""
     return [
-        _with_inputs(
-            datum,
+        datum.with_only_inputs(
             {
                 "target_tokens": datum.loss_fn_inputs["target_tokens"],
                 "weights": TensorData.from_torch(-gradient),
-            },
+            }
         )
         for datum, gradient in zip(data, gradients, strict=True)
     ]
 
 
 def with_metrics(output: ForwardBackwardOutput, evaluation: Evaluation) -> ForwardBackwardOutput:
-    """The backward's result with the loss's own value and metrics; the linear stand-in keeps a name of its own."""
+    """Returns the result of a backward with the value and the metrics of the custom loss it belongs to.
+
+    The user's metrics take precedence over the server's, as in the official SDK; `loss:sum` is the value of the custom
+    loss unless it returns a metric of that name.
+    """
     metrics: dict[str, Any] = dict(output.metrics)
     if "loss:sum" in metrics:
         metrics["surrogate_loss:sum"] = metrics.pop("loss:sum")
-    metrics |= evaluation.metrics
-    metrics["loss:sum"] = evaluation.value
+    metrics |= {"loss:sum": evaluation.value, **evaluation.metrics}
     return ForwardBackwardOutput(output.loss_fn_outputs, metrics, output.loss_fn_output_type)
 
 
-def numbers(metrics: Mapping[Any, Any]) -> dict[str, float]:
-    """Metrics as the protocol has them: names are strings, values are floats.
+# What a loss must fulfil, wherever it runs.
+
+
+def loss_and_metrics(
+    returned: Any, logprobs: Sequence[Tensor], *, needs_gradient: bool = True
+) -> tuple[Tensor, dict[str, float]]:
+    """Checks what a loss function returned, before anything gets a gradient, and splits it into loss and metrics.
 
     Raises:
-        InvalidLoss: If a value is no single number; names it.
+        InvalidLoss: If the loss is not a finite scalar tensor with a gradient, or a metric is not a number.
     """
-    if not isinstance(metrics, Mapping):
-        raise InvalidLoss(f"the loss function returned {type(metrics).__name__} as its metrics, not a dict")
-    converted = {}
-    for name, value in metrics.items():
-        try:
-            # A string would pass for a number if it looks like one.
-            converted[str(name)] = float(value) if isinstance(value, int | float) else float(value.item())
-        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise InvalidLoss(
-                f"metric {str(name)!r} is no single number, but {type(value).__name__}. Reduce it with .mean() or "
-                ".sum(), or leave it out."
-            ) from error
-    return converted
+    if inspect.isawaitable(returned):
+        if inspect.iscoroutine(returned):
+            returned.close()  # it will never be awaited
+        raise InvalidLoss(_ASYNC.format("returned an awaitable"))
+    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    check_scalar(loss)
+    if needs_gradient:
+        check_differentiable(loss)
+    check_finite(loss, logprobs)
+    return loss, numbers(metrics)
 
 
 def check_arguments(loss: Any) -> None:
-    """Refuses what cannot be called with datums and log-probabilities, before these are asked for.
+    """Checks that a loss is a plain function of datums and log-probabilities, before these are requested.
 
     Raises:
-        InvalidLoss: Says what it takes.
+        InvalidLoss: If it takes other arguments, or is async.
     """
+    if inspect.iscoroutinefunction(loss) or inspect.iscoroutinefunction(loss.__call__):
+        raise InvalidLoss(_ASYNC.format(f"{function_name(loss)} is an async function"))
     try:
         signature = inspect.signature(loss)
-    except (TypeError, ValueError):  # some of what is written in C says nothing of its arguments
+    except (TypeError, ValueError):  # some callables written in C have no signature
         return
     try:
         signature.bind(None, None)
@@ -192,11 +191,12 @@ def check_arguments(loss: Any) -> None:
         raise InvalidLoss(f"the loss must be a function of (data, logprobs), but takes {signature}: {error}") from None
 
 
-def check_kind(loss: Any, *, needs_gradient: bool = True) -> None:
-    """Refuses what no gradient can be taken of.
+def check_scalar(loss: Any) -> None:
+    """Checks that a loss is a tensor of one real value.
 
     Raises:
-        InvalidLoss: If the loss is no scalar tensor, or has no gradient where it needs one.
+        LossNotTensor: If it is not a tensor.
+        LossNotScalar: If it has more or fewer values than one, or a complex one.
     """
     if not isinstance(loss, Tensor):
         raise LossNotTensor(
@@ -208,31 +208,110 @@ def check_kind(loss: Any, *, needs_gradient: bool = True) -> None:
             f"the loss has the shape {list(loss.shape)} and dtype {loss.dtype}; reduce it to one real value "
             "with .sum() or .mean()"
         )
-    if needs_gradient and not loss.requires_grad:
-        raise LossWithoutGradient(WITHOUT_GRADIENT)
 
 
-def check_finite(loss: Tensor, logprobs: Sequence[Tensor] = ()) -> None:
-    """Refuses a loss that is NaN or infinite.
+def check_differentiable(loss: Tensor, inputs: str = "log-probabilities") -> None:
+    """Checks that a loss has a gradient; `inputs` is what the error calls the tensors it must depend on.
 
     Raises:
-        LossNotFinite: Names the datums that make it so, as far as can be seen from their log-probabilities.
+        LossWithoutGradient: If it has none.
+    """
+    if not loss.requires_grad:
+        raise LossWithoutGradient(without_gradient(inputs))
+
+
+def check_finite(loss: Tensor, logprobs: Sequence[Tensor] = (), hint: str = "") -> None:
+    """Checks that a loss is neither NaN nor infinite.
+
+    Args:
+        loss: The loss.
+        logprobs: What it was computed from, by which the error finds the datums that are responsible.
+        hint: Continues the error's list of what to look for.
+
+    Raises:
+        LossNotFinite: If it is.
     """
     if not torch.isfinite(loss).all():
         raise LossNotFinite(
             f"the loss is {loss.item()}{_culprits(loss, logprobs)}. Look for a division by zero, the log of zero, or "
-            "an exp that overflows; nothing was sent."
+            f"an exp that overflows{hint}; no gradient was accumulated."
         )
 
 
+def check_gradient(loss: Tensor, gradient: Tensor, where: str = "") -> None:
+    """Checks that a gradient is finite; `where` starts the error's message.
+
+    Raises:
+        LossNotFinite: If it is not.
+    """
+    if not torch.isfinite(gradient).all():
+        raise LossNotFinite(
+            f"{where}the loss is {loss.item()}, but its gradient has NaN or infinite entries. Look for a square root "
+            "or a norm of zero, or 0 * inf behind a torch.where; no gradient was accumulated."
+        )
+
+
+def warn_if_zero(gradient: Tensor, name: str) -> None:
+    """Warns, once for each loss, if its gradient is zero for every token of a batch."""
+    if not gradient.any():
+        warnings.warn(
+            f"the gradient of the loss {name} is zero for every token of a batch, which therefore trains nothing. "
+            "Rounding, comparisons and argmax have no gradient; a batch in which every advantage or weight is 0 has "
+            "none either, and is harmless.",
+            stacklevel=2,
+        )
+
+
+def numbers(metrics: Mapping[Any, Any]) -> dict[str, float]:
+    """Converts metrics to the protocol's form: names are strings, values are floats.
+
+    Raises:
+        InvalidLoss: If the metrics are not a mapping, or a value is not a single number.
+    """
+    if not isinstance(metrics, Mapping):
+        raise InvalidLoss(f"the loss function returned {type(metrics).__name__} as its metrics, not a dict")
+    return {str(name): number(str(name), value) for name, value in metrics.items()}
+
+
+def number(name: str, value: Any) -> float:
+    """Converts the value of a metric to a float.
+
+    Raises:
+        InvalidLoss: If it is not a single number.
+    """
+    try:
+        # float() would also accept a string that looks like a number.
+        return float(value) if isinstance(value, int | float) else float(value.item())
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise InvalidLoss(
+            f"metric {name!r} is not a single number, but {type(value).__name__}. Reduce it with .mean() or .sum(), or "
+            "leave it out."
+        ) from error
+
+
+def without_gradient(inputs: str = "log-probabilities") -> str:
+    """Returns the message for a loss that does not depend on the tensors it is to be differentiated by."""
+    return (
+        f"the loss does not depend on the {inputs}, so there is nothing to train. Compute it from the tensors that it "
+        "is given, without .detach(), .item(), .tolist(), numpy or torch.no_grad() in between."
+    )
+
+
+def function_name(function: Any) -> str:
+    """Returns the name of a function, or of the one inside a partial; other callables have the name of their class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
 def _culprits(loss: Tensor, logprobs: Sequence[Tensor]) -> str:
-    """The datums whose log-probabilities are not finite, or else those by which the loss has no finite gradient."""
+    """Names the datums whose log-probabilities, or else whose gradients, are not finite."""
     found = [i for i, each in enumerate(logprobs) if not torch.isfinite(each).all()]
     what = "log-probabilities that are not finite"
     inputs = [each for each in logprobs if each.requires_grad]
     if not found and inputs and loss.requires_grad:
         what = "a gradient that is not finite"
-        with contextlib.suppress(RuntimeError):  # of anomaly mode, or of a backward that cannot be run at all
+        with contextlib.suppress(RuntimeError):  # raised by anomaly mode, or by a backward that cannot run at all
             gradients = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
             found = [i for i, each in enumerate(gradients) if each is not None and not torch.isfinite(each).all()]
     if not found:
@@ -241,11 +320,7 @@ def _culprits(loss: Tensor, logprobs: Sequence[Tensor]) -> str:
     return f"; {'datum' if len(found) == 1 else 'datums'} {named} of {len(logprobs)}: {what}"
 
 
-WITHOUT_GRADIENT = (
-    "the loss does not depend on the log-probabilities, so there is nothing to train. Compute it from the tensors in "
-    "the second argument, without .detach(), .item(), .tolist(), numpy or torch.no_grad() in between."
+_ASYNC = (
+    "the loss must be a plain function, but {}: it runs on the thread that needs its value. Write it with def, and "
+    "make the part that waits an async regularizer."
 )
-
-
-def _with_inputs(datum: Datum, inputs: Mapping[str, TensorData]) -> Datum:
-    return Datum(datum.model_input, inputs, datum.model_input_spans, datum.loss_fn_input_spans)

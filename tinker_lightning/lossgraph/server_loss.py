@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.losses.library import checked, is_of_library
+from tinker_lightning.losses.surrogate import function_name
 from tinker_lightning.lossgraph.batch_loss import SOURCES, BatchLoss, LossFnOutput, check_name, settings
 from tinker_lightning.lossgraph.tracing.batch import trace_batch_loss
 from tinker_lightning.lossgraph.tracing.signatures import signature_of
@@ -235,13 +236,6 @@ def custom_loss(
         return loss
 
     return decorate
-
-
-def function_name(function: Any) -> str:
-    """What a function is called: the one inside a partial; what else can be called has the name of its class."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _bound(function: Callable[..., Any], fixed: Mapping[str, Setting]) -> Callable[..., Any]:

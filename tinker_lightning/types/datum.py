@@ -160,6 +160,23 @@ class Datum:
             weights[len(prompt) : len(prompt) + (end + 1 or len(reply))] = 1.0
         return cls.from_tokens(ids, weights)
 
+    def with_inputs(self, inputs: Mapping[str, TensorLike] | None = None, **named: TensorLike) -> Datum:
+        """Returns a datum with the same input and provenance, whose loss inputs are extended or replaced by these.
+
+        Args:
+            inputs: Entries by name.
+            **named: The same, for names that are Python identifiers.
+
+        >>> Datum.from_tokens([1, 2, 3]).with_inputs(advantages=[0.5, -0.5]).loss_fn_inputs.keys()
+        dict_keys(['target_tokens', 'weights', 'advantages'])
+        """
+        merged: dict[str, TensorLike] = {**self.loss_fn_inputs, **(inputs or {}), **named}
+        return Datum(self.model_input, merged, self.model_input_spans, self.loss_fn_input_spans)
+
+    def with_only_inputs(self, inputs: Mapping[str, TensorLike]) -> Datum:
+        """Returns a datum with the same input and provenance, whose loss inputs are these and no others."""
+        return Datum(self.model_input, inputs, self.model_input_spans, self.loss_fn_input_spans)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Datum):
             return NotImplemented

@@ -341,9 +341,13 @@ BAD: dict[str, tuple[Callable[[list[Any], list[Tensor]], Any], type[InvalidLoss]
         LossNotScalar,
         r"the loss has the shape \[2\] .* \.sum\(\) or \.mean\(\)",
     ),
-    "NaN": (lambda _, lp: (lp[0].sum() * math.nan, {}), LossNotFinite, "the loss is nan. .* nothing was sent"),
+    "NaN": (
+        lambda _, lp: (lp[0].sum() * math.nan, {}),
+        LossNotFinite,
+        "the loss is nan. .* no gradient was acc",
+    ),
     "infinity": (lambda _, lp: ((-1000 * lp[0]).exp().sum(), {}), LossNotFinite, "the loss is inf. .* overflows"),
-    "a NaN gradient": (_nan_gradient, LossNotFinite, r"its value is 0\.0, but its gradient has NaN .* square root"),
+    "a NaN gradient": (_nan_gradient, LossNotFinite, r"the loss is 0\.0, but its gradient has NaN .* square root"),
     "metrics that are no dict": (
         lambda _, lp: (lp[0].sum(), [1]),
         InvalidLoss,
@@ -352,12 +356,12 @@ BAD: dict[str, tuple[Callable[[list[Any], list[Tensor]], Any], type[InvalidLoss]
     "a metric that is a text": (
         lambda _, lp: (lp[0].sum(), {"a": "3.0"}),
         InvalidLoss,
-        r"metric 'a' is no single number, but str\. Reduce it",
+        r"metric 'a' is not a single number, but str\. Reduce it",
     ),
     "a metric of many values": (
         lambda _, lp: (lp[0].sum(), {"a": lp[0]}),
         InvalidLoss,
-        "metric 'a' is no single number",
+        "metric 'a' is not a single number",
     ),
     "a metric with a name of the telemetry": (
         lambda _, lp: (lp[0].sum(), {"grad_norm": 1.0}),

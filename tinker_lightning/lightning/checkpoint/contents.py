@@ -155,11 +155,11 @@ def _loss_name(call: ServerCall) -> str:
 
 def _datum_state(datum: Datum) -> dict[str, Any]:
     inputs: dict[str, Tensor] = {name: tensor.to_torch().clone() for name, tensor in datum.loss_fn_inputs.items()}
-    rest = wire_json.dumps(Datum(datum.model_input, {}, datum.model_input_spans, datum.loss_fn_input_spans))
+    rest = wire_json.dumps(datum.with_only_inputs({}))
     return {"rest": torch.frombuffer(bytearray(rest), dtype=torch.uint8), "inputs": inputs}
 
 
 def _datum_from(state: dict[str, Any]) -> Datum:
     inputs = {name: TensorData.from_torch(tensor) for name, tensor in state["inputs"].items()}
     rest = wire_json.parse(Datum, bytes(state["rest"].numpy()))
-    return Datum(rest.model_input, inputs, rest.model_input_spans, rest.loss_fn_input_spans)
+    return rest.with_inputs(inputs)

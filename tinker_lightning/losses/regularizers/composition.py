@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 import time
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import TYPE_CHECKING, Any
@@ -208,11 +207,7 @@ def _grad_norm(value: Tensor, logprobs: list[Tensor]) -> float:
     gradients = torch.autograd.grad(value, inputs, retain_graph=True, allow_unused=True)
     used = [gradient.flatten().to("cpu", torch.float64) for gradient in gradients if gradient is not None]
     norm = torch.cat(used).norm().item() if used else 0.0
-    if not math.isfinite(norm):
-        raise LossNotFinite(
-            f"its value is {value.item()}, but its gradient has NaN or infinite entries. Look for a square root or a "
-            "norm of zero, or 0 * inf behind a torch.where; nothing was sent."
-        )
+    surrogate.check_gradient(value, torch.tensor(norm))
     return norm
 
 
