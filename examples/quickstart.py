@@ -109,11 +109,11 @@ def plot(folder: Path) -> None:
         rows = list(csv.DictReader(file))
     train = [(int(row["step"]), float(row["train_nll"])) for row in rows if row["train_nll"]]
     # A validation stands under the last step before it; only the first one came before any.
-    first, *later = [(int(row["step"]), float(row["val_loss"])) for row in rows if row["val_loss"]]
+    first, *later = [(int(row["step"]), float(row["val_nll"])) for row in rows if row["val_nll"]]
     validation = [first, *((step + 1, loss) for step, loss in later)]
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
-    axes.semilogy(*zip(*train, strict=True), ".-", alpha=0.6, label="training (the last 2 lessons of each step)")
+    axes.semilogy(*zip(*train, strict=True), ".-", alpha=0.6, label="training (the 8 lessons of each step)")
     axes.semilogy(*zip(*validation, strict=True), "o-", linewidth=2, label="validation (16 orders not in the lessons)")
     axes.set(title="A chat model learns to take orders", xlabel="optimizer steps", ylabel="loss (nats per token)")
     axes.set_xticks(range(0, validation[-1][0] + 1, 4))

@@ -1,4 +1,4 @@
-"""What a window's losses on the server say together, whatever server it is."""
+"""The metrics of an accumulation window whose losses run on a server."""
 
 from __future__ import annotations
 
@@ -7,70 +7,85 @@ from typing import Any
 import pytest
 
 from tinker_lightning import Datum
-from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.lightning.deferred_metrics import of_losses
 from tinker_lightning.remote.calls import PendingBackward
+from tinker_lightning.types import ForwardBackwardOutput
 
 
-def sent(count: int, loss: str = "ppo", added: float | None = None, **config: float) -> PendingBackward:
+def ran(
+    told: dict[str, float], count: int, loss: str = "mine", added: float | None = None, **config: float
+) -> tuple[ForwardBackwardOutput, PendingBackward]:
+    """A pass of `count` datums with a loss that only its server knows."""
     datums = [Datum.from_tokens([1, 2, 3])] * count
-    return PendingBackward(datums, loss, config or None, 0.5, by_server=True, name=loss, added=added)
+    call = PendingBackward(datums, loss, config or None, 0.5, by_server=True, name=loss, added=added)
+    return ForwardBackwardOutput([], told), call
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("tokens:sum", {"tokens:sum": 8.0}),
+        ("weights:sum", {"weights:sum": 8.0}),
         ("ratio:mean", {"ratio:mean": 5.0}),
         ("ratio:min", {"ratio:min": 2.0}),
         ("ratio:max", {"ratio:max": 6.0}),
         ("clock:unique", {"clock:unique": 2.0, "clock:unique_1": 6.0}),
-        ("kl", {"kl": 5.0}),
-        ("kl:of a kind", {"kl:of a kind": 5.0}),
+        ("kl", {"kl": 4.0}),
+        ("kl:of a kind", {"kl:of a kind": 4.0}),
     ],
 )
-def test_diagnostics_are_combined_as_their_endings_say_and_are_means_without_one(
+def test_metrics_are_combined_as_their_endings_say_and_are_means_over_micro_batches_without_one(
     name: str, expected: dict[str, float]
 ) -> None:
-    window = [({"loss:sum": 10.0, name: 2.0}, sent(1)), ({"loss:sum": 20.0, name: 6.0}, sent(3))]
+    window = [ran({"loss:sum": 10.0, name: 2.0}, 1), ran({"loss:sum": 20.0, name: 6.0}, 3)]
     assert of_losses(window) == {"train_loss": 15.0, **expected}
 
 
-@pytest.mark.parametrize("name", ["tokens:sum", "lag:slack", "clock:unique", "kl"])
-def test_what_one_pass_says_is_left_as_it_is(name: str) -> None:
-    assert of_losses([({"loss:sum": 10.0, name: 2.0}, sent(3))]) == {"train_loss": 5.0, name: 2.0}
-    window = [({"loss:sum": 10.0}, sent(1)), ({"loss:sum": 10.0, name: 2.0}, sent(3))]
+def test_a_short_window_is_a_mean_too() -> None:
+    window = [ran({"loss:sum": 10.0}, 1), ran({"loss:sum": 20.0}, 1)]
+    assert of_losses(window, share=4 / 2)["train_loss"] == 30.0
+
+
+@pytest.mark.parametrize("name", ["weights:sum", "lag:slack", "clock:unique", "kl"])
+def test_the_metrics_of_one_pass_are_left_as_they_are(name: str) -> None:
+    assert of_losses([ran({"loss:sum": 10.0, name: 2.0}, 3)]) == {"train_loss": 5.0, name: 2.0}
+    window = [ran({"loss:sum": 10.0}, 1), ran({"loss:sum": 10.0, name: 2.0}, 3)]
     assert of_losses(window) == {"train_loss": 10.0, name: 2.0}
 
 
-@pytest.mark.parametrize("name", ["train_loss", "grad_norm", "learning_rate"])
-def test_what_is_logged_of_every_step_is_no_name_for_a_diagnostic(name: str) -> None:
-    with pytest.raises(InvalidLoss, match=f"called '{name}', but '{name}' is logged of every step anyway; rename"):
-        of_losses([({"loss:sum": 10.0, name: 2.0}, sent(3))])
+def test_what_the_protocol_counts_is_not_logged() -> None:
+    assert of_losses([ran({"loss:sum": 10.0, "tokens:sum": 7.0}, 3)]) == {"train_loss": 5.0}
+
+
+@pytest.mark.parametrize("name", ["train_loss", "grad_norm", "learning_rate", "epoch", "step"])
+def test_a_metric_with_a_name_that_every_step_has_is_logged_under_the_loss(name: str) -> None:
     told = {"loss:sum": 10.0, name: 2.0}
-    assert of_losses([(told, sent(3, added=1.0))])[f"base_loss/{name}"] == 2.0
-    with pytest.raises(InvalidLoss, match="called 'value', but 'base_loss/value' is logged"):
-        of_losses([({"loss:sum": 10.0, "value": 2.0}, sent(3, added=1.0))])
+    assert of_losses([ran(told, 3)]) == {"train_loss": 5.0, f"loss/{name}": 2.0}
+    assert of_losses([ran(told, 3, added=1.0)])[f"base_loss/{name}"] == 2.0
+
+
+def test_a_metric_called_value_is_logged_next_to_the_value() -> None:
+    found = of_losses([ran({"loss:sum": 10.0, "value": 2.0}, 3, added=1.0)])
+    assert (found["base_loss/value"], found["base_loss/custom/value"]) == (5.0, 2.0)
 
 
 TOLD: dict[str, Any] = {"loss:sum": 10.0, "kl": 2.0}
 
 
 def test_what_is_added_here_is_part_of_the_total_and_the_loss_its_base() -> None:
-    window = [(TOLD, sent(1, added=4.0)), (TOLD, sent(1, added=6.0))]
+    window = [ran(TOLD, 1, added=4.0), ran(TOLD, 1, added=6.0)]
     assert of_losses(window) == {"train_loss": 15.0, "loss_total": 15.0, "base_loss/value": 10.0, "base_loss/kl": 2.0}
 
 
 def test_different_losses_are_told_apart_whatever_their_order() -> None:
-    window = [(TOLD, sent(1, low=0.9)), (TOLD, sent(1, "dpo", 4.0)), (TOLD, sent(1, low=0.1)), (TOLD, sent(2, low=0.1))]
+    window = [ran(TOLD, 1, low=0.9), ran(TOLD, 1, "pairs", 4.0), ran(TOLD, 1, low=0.1), ran(TOLD, 2, low=0.1)]
     expected = {
         "train_loss": 22.0,
         "loss_total": 7.0,
-        "base_loss/dpo/value": 5.0,
-        "base_loss/dpo/kl": 2.0,
-        "ppo/value": 10.0,
-        "ppo/kl": 2.0,
-        "ppo_2/value": 5.0,
-        "ppo_2/kl": 2.0,
+        "base_loss/pairs/value": 5.0,
+        "base_loss/pairs/kl": 2.0,
+        "mine/value": 10.0,
+        "mine/kl": 2.0,
+        "mine_2/value": 5.0,
+        "mine_2/kl": 2.0,
     }
     assert of_losses(window) == of_losses(window[::-1]) == expected

@@ -119,6 +119,9 @@ def test_wandb_logger(service: ServiceClient, tmp_path: Path, kind: type[RemoteM
         assert table[name] == values
 
 
+BASE = ("value", "nll", "perplexity", "tokens")
+
+
 async def topology(data: list[Any], logprobs: list[Any]) -> Any:
     await asyncio.sleep(0)
     return regularizers.topology(data, logprobs)
@@ -141,8 +144,8 @@ def test_regularizers_in_every_logger(service: ServiceClient, tmp_path: Path) ->
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     own = {"entropy": "entropy", "topology": "peaks", "length": "length"}
     names = {f"regularizers/{name}/{what}" for name in own for what in ("value", "weight", "contribution", "grad_norm")}
-    names |= {f"regularizers/{name}/{metric}" for name, metric in own.items()}
-    names |= {"loss_total", "regularizer_total", "base_loss/value"}
+    names |= {f"regularizers/{name}/custom/{metric}" for name, metric in own.items()}
+    names |= {"loss_total", "regularizer_total", *(f"base_loss/{name}" for name in BASE)}
     for table in (from_wandb(file), from_csv(rows), from_tensorboard(Path(board.log_dir))):
         assert {name for name in table if "regularizer" in name or name.startswith("base_loss")} | {
             "loss_total"

@@ -1,25 +1,29 @@
-"""A loss cannot give its metrics the names of what is logged of every step, wherever it runs."""
+"""A loss may give its metrics any names: none is refused, and none is overwritten."""
 
 from __future__ import annotations
 
+import csv
+import math
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 
-from tests.helpers.trainers import SMALL, loader, new, quiet
+from tests.helpers.trainers import DATA, SMALL, loader, new, quiet
 from tinker_lightning import LossFnOutput, Regularizer, RemoteModule, custom_loss, losses
-from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses import regularizers
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from tinker_lightning.client import ServiceClient
 
 pytestmark = SMALL
 
-NAMES = ["train_loss", "grad_norm", "learning_rate"]
+NAMES = ["train_loss", "grad_norm", "learning_rate", "epoch", "step"]
 
 
 @pytest.fixture(scope="module")
@@ -70,27 +74,49 @@ def made(service: ServiceClient, **attributes: Any) -> RemoteModule:
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_metric_with_the_name_of_what_is_logged_anyway_is_refused(
-    service: ServiceClient, name: str, route: str
+def test_a_metric_with_a_name_that_every_step_has_is_logged_under_the_loss(
+    service: ServiceClient, tmp_path: Path, name: str, route: str
 ) -> None:
-    module = made(service, **ROUTES[route](service, name))
-    with pytest.raises(InvalidLoss) as caught:
-        quiet().fit(module, loader())
-    said = f"the loss returns a metric called {name!r}, but {name!r} is logged of every step anyway; rename the metric"
-    assert str(caught.value) == said
-    # Only what the server was handed as it is shows its names no earlier than its numbers.
-    assert bool(module.lm.handle.remote.steps) == (route == "not traced")
-    for attribute, value in {"loss": telling("nll"), "route": "auto"}.items():
-        setattr(module, attribute, value)
-    quiet().fit(module, loader())
+    module, logger = made(service, **ROUTES[route](service, name)), CSVLogger(tmp_path)
+    quiet(max_steps=2, logger=logger).fit(module, loader())
+    rows: dict[int, dict[str, float]] = defaultdict(dict)
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        for row in csv.DictReader(file):
+            rows[int(row["step"])] |= {name: float(value) for name, value in row.items() if value}
+    assert sorted(rows) == [0, 1]
+    for step, found in rows.items():
+        assert found[f"loss/{name}"] == pytest.approx(found["train_loss"], rel=1e-5)
+        assert found["grad_norm"] != found["train_loss"]
+        assert (found["learning_rate"], found["epoch"], found["step"]) == (1e-2, 0, step)
 
 
 @pytest.mark.parametrize("route", ["two-pass", "server"])
-def test_beside_regularizers_a_base_has_names_of_its_own(service: ServiceClient, route: str) -> None:
+def test_a_base_loss_has_a_prefix_of_its_own(service: ServiceClient, route: str) -> None:
     beside = [Regularizer(regularizers.sparsity, 0.1, "sparsity")]
-    trainer = quiet()
-    trainer.fit(made(service, loss=telling("grad_norm"), route=route, regularizers=beside), loader())
+    for name, logged in {"grad_norm": "base_loss/grad_norm", "value": "base_loss/custom/value"}.items():
+        trainer = quiet()
+        trainer.fit(made(service, loss=telling(name), route=route, regularizers=beside), loader())
+        found = trainer.callback_metrics
+        assert found[logged] == pytest.approx(float(found["base_loss/value"]), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["loss", "nll", "perplexity"])
+def test_a_metric_with_a_name_that_validation_has_is_logged_under_the_loss(service: ServiceClient, name: str) -> None:
+    (found,) = quiet().validate(made(service, loss=telling(name)), loader(), verbose=False)
+    assert found[f"val_loss/{name}"] == pytest.approx(found["val_loss"])
+    assert found["val_perplexity"] == pytest.approx(math.exp(found["val_nll"]), rel=1e-5)
+
+
+@pytest.mark.parametrize("route", ["two-pass", "server"])
+@pytest.mark.parametrize("name", ["loss:sum", "tokens:sum"])
+def test_a_metric_with_a_name_of_the_protocol_is_logged(service: ServiceClient, name: str, route: str) -> None:
+    def told(data: Any, logprobs: Any) -> Any:
+        batch = losses.Batch(data, logprobs)
+        loss = -(batch.tokens("weights") * batch.logprobs).sum()
+        return loss, {name: loss if name == "loss:sum" else (batch.tokens("weights") != 0).sum()}
+
+    trainer = quiet(max_steps=1)
+    trainer.fit(made(service, loss=told, route=route), loader())
     found = trainer.callback_metrics
-    assert found["base_loss/grad_norm"] == pytest.approx(float(found["base_loss/value"]), rel=1e-5)
-    with pytest.raises(InvalidLoss, match=r"metric.*'value'"):
-        quiet().fit(made(service, loss=telling("value"), route=route, regularizers=beside), loader())
+    expected = float(found["train_loss"]) if name == "loss:sum" else sum(d.model_input.length for d in DATA[:2])
+    assert found[name] == pytest.approx(expected, rel=1e-5)

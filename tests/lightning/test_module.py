@@ -169,7 +169,7 @@ def test_validation_is_weighted_by_token(service: ServiceClient) -> None:
     (result,) = quiet().validate(module, loader(3), verbose=False)
     with torch.no_grad():
         expected = -torch.cat(module.lm(DATA)).mean()
-    assert result["val_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert result["val_nll"] == pytest.approx(expected.item(), rel=1e-5)
     assert result["val_perplexity"] == pytest.approx(expected.exp().item(), rel=1e-5)
 
 

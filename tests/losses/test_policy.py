@@ -112,6 +112,13 @@ def test_metrics_are_of_tokens_with_an_advantage() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
+def test_metrics_without_a_value_are_absent(name: str) -> None:
+    inputs: dict[str, Any] = {"logprobs": [-1.0], "advantages": [0.0], "sequence_ratio_mask": [1.0]}
+    _, metrics = getattr(losses, name)([Datum.from_targets([1], [2], **inputs)], [torch.tensor([-1.5])])
+    assert metrics == {"action_tokens": torch.tensor(0)}
+
+
 def grpo_by_hand(estimator: Callable[[Tensor, Tensor], Tensor], beta: float, reduction: str) -> Callable[..., Tensor]:
     def loss(data: list[Datum], logprobs: list[Tensor]) -> Tensor:
         each = [

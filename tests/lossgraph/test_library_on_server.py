@@ -44,7 +44,7 @@ def client(service: ServiceClient) -> TrainingClient:
 
 def submitted(client: TrainingClient, route: routes.Route, loss: Any, data: list[Datum], **config: float) -> Any:
     """The result of a pass on that route."""
-    chosen = routes.choose(loss, config, route, lambda: client)
+    chosen = routes.choose(loss, config, route, lambda: client, reduction="sum")
     assert chosen.route == ("two-pass" if route == "two-pass" else "server")
     if chosen.runs_locally:
         return client.forward_backward_custom(data, chosen.loss).result()

@@ -6,6 +6,7 @@ A loss is a name (built in, or registered by `custom_loss`), a `ServerLoss`, or 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -105,6 +106,8 @@ def prepare(
                 check_given(own.name, inputs or {}, {*own.reads(loss_id), _TARGETS})
             data, inputs = own.checked(spread(data, inputs or {}), config or {}), None
         asked = _batch_pass(data, loss_id, settings, inputs, scale)
+        if own.is_of_library:
+            asked = replace(asked, finish=_with_values)
         return replace(asked, lose=functools.partial(own.lose, loss_id), graphs=own.graphs(loss_id))
     name = loss_name(loss_fn)
     if name not in LOSSES and name != _CUSTOM and extended:
@@ -222,3 +225,10 @@ def _unscaled(output: ForwardBackwardOutput, *, scale: float) -> ForwardBackward
 def _with_own_names(output: ForwardBackwardOutput) -> ForwardBackwardOutput:
     metrics = {name.removesuffix(_NO_ENDING): value for name, value in output.metrics.items()}
     return ForwardBackwardOutput(output.loss_fn_outputs, metrics, output.loss_fn_output_type)
+
+
+def _with_values(output: ForwardBackwardOutput) -> ForwardBackwardOutput:
+    """Leaves out the metrics of a library loss that have no value; a traced loss returns NaN for them."""
+    named = _with_own_names(output)
+    metrics = {name: value for name, value in named.metrics.items() if not math.isnan(value)}
+    return ForwardBackwardOutput(named.loss_fn_outputs, metrics, named.loss_fn_output_type)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -49,15 +48,6 @@ def as_list(given: Any) -> list[Any]:
     if not isinstance(given, Iterable):
         raise InvalidDatum(f"datums(batch) must return a list of datums, but returned {type(given).__name__}")
     return list(given)
-
-
-def weights_of(datum: Any) -> Tensor:
-    """The weight of each target; ones where a datum has none."""
-    weights = datum.loss_fn_inputs.get("weights")
-    if weights is None:
-        return torch.ones(datum.loss_fn_inputs["target_tokens"].shape)
-    tensor: Tensor = weights.to_torch()
-    return tensor
 
 
 def is_datum(value: Any) -> bool:

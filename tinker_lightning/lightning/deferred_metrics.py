@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,10 +10,15 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 
-from tinker_lightning.client.chunking import reduced, weighted_mean
-from tinker_lightning.errors import InvalidLoss
+from tinker_lightning import losses
+from tinker_lightning.client.chunking import reduced
+from tinker_lightning.errors import OperationFailed
 from tinker_lightning.lightning import metric_names
-from tinker_lightning.lightning.metric_names import LOSS, VALUE
+from tinker_lightning.lightning.metric_names import LOSS, TOTAL, VALUE
+from tinker_lightning.losses import surrogate
+from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
+from tinker_lightning.losses.library import known_settings
+from tinker_lightning.lossgraph.server_loss import ServerLoss
 from tinker_lightning.remote.calls import PendingBackward, Step
 
 if TYPE_CHECKING:
@@ -22,9 +28,10 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 
     from tinker_lightning.client.futures import TinkerFuture
+    from tinker_lightning.types import Datum, ForwardBackwardOutput
 
-    # What the server says of a pass, and what was sent for it.
-    _Ran: TypeAlias = tuple[Mapping[str, Any], PendingBackward]
+    # The result of a pass, and what was sent for it.
+    _Ran: TypeAlias = tuple[ForwardBackwardOutput, PendingBackward]
 
 _SUM = "loss:sum"
 
@@ -36,6 +43,7 @@ class _Entry:
     step: int
     epoch: int
     to_loggers: bool
+    share: float  # what makes a mean over the window of a sum of values that Lightning has divided by its full size
 
 
 class DeferredMetrics:
@@ -65,14 +73,12 @@ class DeferredMetrics:
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         to_loggers = bool(every) and (step + 1) % every == 0
-        self._waiting.append(_Entry(sent, trainer, step, trainer.current_epoch, to_loggers))
+        size = window_size(trainer)
+        share = size / (trainer.fit_loop.epoch_loop.batch_idx % size + 1)
+        self._waiting.append(_Entry(sent, trainer, step, trainer.current_epoch, to_loggers, share))
 
     def log(self, *, wait: bool) -> None:
-        """Logs what is there; with `wait` waits for the rest. Failures are left to be raised by the client.
-
-        Raises:
-            InvalidLoss: If a loss that the server computes returns metrics that cannot be logged.
-        """
+        """Logs what is there; with `wait` waits for the rest. Failures are left to be raised by the client."""
         while self._waiting:
             entry = self._waiting[0]
             futures: list[TinkerFuture[Any]] = [entry.sent.optim, *(loss for loss, _ in entry.sent.losses)]
@@ -83,11 +89,7 @@ class DeferredMetrics:
             self._waiting.popleft()
             if any(future.failed for future in futures):
                 continue
-            try:
-                metrics = _metrics(entry.sent)
-            except InvalidLoss:
-                self._waiting.clear()  # those behind it have the same names
-                raise
+            metrics = _metrics(entry.sent, entry.share)
             self._names.update(metrics)
             if entry.to_loggers and metrics:
                 # Directly: `self.log` has no step of its own, and is refused after the last one. The epoch is added
@@ -111,53 +113,83 @@ def _is_due(scheduler: LRSchedulerConfig, trainer: pl.Trainer) -> bool:
     return scheduler.interval == "step" and batches % scheduler.frequency == 0
 
 
-def _metrics(sent: Step) -> dict[str, float]:
-    """What the step says of itself, and the losses that ran on the server."""
-    metrics = of_losses([(loss.result().metrics, call) for loss, call in sent.losses]) if sent.losses else {}
+def window_size(trainer: pl.Trainer) -> int:
+    """Returns how many micro-batches a full accumulation window has."""
+    return trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
+
+
+def _metrics(sent: Step, share: float) -> dict[str, float]:
+    """Returns the metrics of a step and of the losses that ran on the server."""
+    metrics = of_losses([(loss.result(), call) for loss, call in sent.losses], share) if sent.losses else {}
     return metrics | {name: float(value) for name, value in (sent.optim.result().metrics or {}).items()}
 
 
-def of_losses(ran: Sequence[_Ran]) -> dict[str, float]:
-    """The values of a window's losses, as they were scaled, which makes means of them; and their diagnostics.
+def of_losses(ran: Sequence[_Ran], share: float = 1.0) -> dict[str, float]:
+    """Returns the values of a window's losses, scaled as their gradients were, and their metrics.
 
-    Those of the one loss of a window have its names, or stand under `base_loss` where something was added to it here,
-    as for a loss that runs here. Several different ones have their own names before them.
+    The metrics of a single loss keep their names, or are logged under `base_loss/` if regularizers were added to it,
+    as those of a loss that runs locally. Several different losses have their own names as prefixes.
 
-    Raises:
-        InvalidLoss: If a diagnostic has a name under which something else is logged.
+    Args:
+        ran: The passes of the window.
+        share: What the scaled values are multiplied by.
     """
     different: dict[tuple[bool, str, str], list[_Ran]] = {}
-    for metrics, call in ran:
+    for output, call in ran:
         key = (call.added is not None, call.name, repr(sorted((call.config or {}).items())))
-        different.setdefault(key, []).append((metrics, call))
+        different.setdefault(key, []).append((output, call))
     found: dict[str, float] = {LOSS: 0.0}
     names: Counter[str] = Counter()
-    for (is_base, name, _), alike in sorted(different.items()):  # so that numbers do not depend on a backward's order
+    for (is_base, name, _), alike in sorted(different.items()):  # the order of backwards must not change numbers
         prefix = "base_loss/" if is_base else ""
         if len(different) > 1:
             names[name] += 1
             prefix += f"{name}/" if names[name] == 1 else f"{name}_{names[name]}/"
-        combined = _combined(alike)
-        metric_names.check(combined, prefix)
-        found |= {prefix + metric: number for metric, number in combined.items()}
-        value = sum(call.scale * float(metrics.get(_SUM, 0.0)) for metrics, call in alike)
-        total = value + sum(call.scale * (call.added or 0.0) for _, call in alike)
+        window = [(of_pass(output, call.loss, call.datums, call.config), len(call.datums)) for output, call in alike]
+        metrics = combined(window)
+        found |= metric_names.of_part(metrics, prefix) if prefix else metric_names.of_step(metrics)
+        value = share * sum(call.scale * float(output.metrics.get(_SUM, 0.0)) for output, call in alike)
+        total = value + share * sum(call.scale * (call.added or 0.0) for _, call in alike)
         if prefix:
             found[f"{prefix}{VALUE}"] = value
         if is_base:
-            found["loss_total"] = found.get("loss_total", 0.0) + total
+            found[TOTAL] = found.get(TOTAL, 0.0) + total
         found[LOSS] += total
     return found
 
 
-def _combined(ran: list[_Ran]) -> dict[str, float]:
-    """The diagnostics of one loss over a window: reduced as their names say, and means where these say nothing."""
-    combined: dict[str, float] = {}
-    for name in {name: None for metrics, _ in ran for name in metrics if name != _SUM}:
-        values = [float(metrics[name]) for metrics, _ in ran if name in metrics]
-        counts = [len(call.datums) for metrics, call in ran if name in metrics]
+def of_pass(
+    output: ForwardBackwardOutput, loss: Any, data: Sequence[Datum], config: Mapping[str, Any] | None
+) -> dict[str, float]:
+    """Returns the metrics of a pass with a loss that runs on the server, by the names that they have on every route.
+
+    Servers count different things for the losses that they know by name. So the metrics of these losses are computed
+    here, from the log-probabilities in the result.
+    """
+    if not isinstance(loss, str) or loss not in BUILT_IN:
+        own = loss.diagnostics if isinstance(loss, ServerLoss) else frozenset()
+        return metric_names.without_counts(output.metrics, own)
+    function = getattr(losses, loss)
+    with torch.no_grad():
+        try:
+            logprobs = surrogate.leaves(output, data)
+        except OperationFailed:
+            return {}  # the result has no log-probabilities
+        return surrogate.numbers(function(data, logprobs, **known_settings(function, config or {}))[1])
+
+
+def combined(window: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
+    """Returns the metrics of a window: reduced as their names say (`tokens:sum`), else the mean over micro-batches.
+
+    Args:
+        window: The metrics of each micro-batch, and the number of its datums.
+    """
+    found: dict[str, float] = {}
+    for name in {name: None for metrics, _ in window for name in metrics}:
+        values = [metrics[name] for metrics, _ in window if name in metrics]
+        counts = [count for metrics, count in window if name in metrics]
         if len(values) == 1:
-            combined[name] = values[0]
+            found[name] = values[0]
         else:
-            combined |= reduced(name, values, counts) or {name: weighted_mean(values, counts)}
-    return combined
+            found |= reduced(name, values, counts) or {name: math.fsum(values) / len(values)}
+    return found

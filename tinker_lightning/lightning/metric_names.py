@@ -1,33 +1,39 @@
-"""The names under which a `RemoteModule` logs what it knows of every step; a loss gives its metrics others."""
+"""The names under which a `RemoteModule` logs the loss, and what becomes of metrics that have one of these names."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tinker_lightning.errors import InvalidLoss
+from tinker_lightning.losses.regularizers.composition import set_apart
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Mapping
 
 LOSS = "train_loss"
 VALUE = "value"
-_OF_STEPS = (LOSS, "grad_norm", "learning_rate")
+TOTAL = "loss_total"
+# Logged with every step, by the server or by Lightning; "step" would even set the step of the row.
+_OF_STEPS = frozenset({LOSS, "grad_norm", "learning_rate", "epoch", "step"})
+_OF_STAGES = frozenset({"loss", "nll", "perplexity"})
+# What the protocol counts in every pass.
+_OF_PASSES = frozenset({"loss:sum", "tokens:sum"})
 
 
-def check(names: Collection[str], prefix: str = "") -> None:
-    """Refuses metrics of a loss that would be taken for something else.
+def of_step(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Names the metrics of a loss in training; one called `grad_norm`, for example, is logged as `loss/grad_norm`."""
+    return set_apart(metrics, _OF_STEPS, "loss")
 
-    Args:
-        names: What they are called.
-        prefix: Under which they are logged; then only the value of the loss is beside them.
 
-    Raises:
-        InvalidLoss: Says which.
-    """
-    taken = (VALUE,) if prefix else _OF_STEPS
-    for name in taken:
-        if name in names:
-            raise InvalidLoss(
-                f"the loss returns a metric called {name!r}, but {prefix + name!r} is logged of every step anyway; "
-                "rename the metric"
-            )
+def of_part(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Names the metrics of one of several losses, which are logged next to its value."""
+    return {prefix + name: number for name, number in set_apart(metrics, {VALUE}, "custom").items()}
+
+
+def of_stage(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Names the metrics of a loss in validation and test, before `val_` or `test_` is put in front of them."""
+    return set_apart(metrics, _OF_STAGES, "loss")
+
+
+def without_counts(metrics: Mapping[str, float], own: frozenset[str]) -> dict[str, float]:
+    """Leaves out what the protocol counts in every pass, unless the loss itself returns a metric of that name."""
+    return {name: float(number) for name, number in metrics.items() if name in own or name not in _OF_PASSES}

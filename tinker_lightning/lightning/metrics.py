@@ -64,12 +64,12 @@ class TokenPerplexity(TokenNLL):
 
 
 class Scores(torch.nn.ModuleDict):
-    """Loss and perplexity of each stage and loader. Which there are is known when their first batch comes."""
+    """Holds the negative log-likelihood and perplexity of each stage and loader, created with its first batch."""
 
     def updated(self, stage: str, loader: int, scored: Iterable[tuple[Tensor, Tensor]]) -> dict[str, TokenNLL]:
         """The metrics of a stage's loader, by name, with the tokens of a batch: log-probabilities and weights."""
         metrics: dict[str, TokenNLL] = {}
-        for name, kind in (("loss", TokenNLL), ("perplexity", TokenPerplexity)):
+        for name, kind in (("nll", TokenNLL), ("perplexity", TokenPerplexity)):
             key = f"{stage}_{name}_{loader}"
             if key not in self:
                 self[key] = kind()

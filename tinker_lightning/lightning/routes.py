@@ -6,50 +6,67 @@ import functools
 import inspect
 import logging
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tinker_lightning import losses
 from tinker_lightning.client.loss_handle import LossHandle
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning import metric_names
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
-from tinker_lightning.losses.library import check_settings, is_of_library, unwrapped
-from tinker_lightning.losses.surrogate import function_name
+from tinker_lightning.losses.library import check_settings, is_of_library, known_settings, unwrapped
+from tinker_lightning.losses.reduction import TOKEN_COUNTS, weighted_tokens
+from tinker_lightning.losses.surrogate import LossFn, function_name
 from tinker_lightning.lossgraph.batch_loss import OF_LIBRARY, OF_OWN
 from tinker_lightning.lossgraph.server_loss import ServerLoss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from torch import Tensor
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
 logger = logging.getLogger("tinker_lightning")
 
 Route: TypeAlias = Literal["auto", "builtin", "server", "two-pass"]
+Reduction: TypeAlias = Literal["mean", "sum"]
 ROUTES: tuple[Route, ...] = ("auto", "builtin", "server", "two-pass")
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A route, and the loss in the form in which it is used there.
+    """Where a loss runs and how its values are averaged: decided once, used by every step, look-ahead and checks.
 
     Args:
-        route: Where it runs.
+        route: Where the loss runs.
         loss: For `two-pass` a function of datums and log-probabilities; else what `RemoteLM.server_loss` takes.
         config: The settings that go with each call.
+        local: The loss as a function of datums and log-probabilities, as it is reduced; None if only the server can
+            evaluate it, or if there is no loss.
+        tokens: Counts the tokens of a batch, for a loss that is divided by them.
+        weight: Returns how much a batch counts in the mean over several batches.
+        is_of_library: Whether the loss is one of `tinker_lightning.losses`.
+        regularized: Whether regularizers are added to the loss.
     """
 
     route: Literal["builtin", "server", "two-pass"]
     loss: Any
     config: Mapping[str, float | str]
+    local: LossFn | None = None
+    tokens: Callable[[Sequence[Any]], float] | None = None
+    weight: Callable[[Sequence[Any]], float] = len
+    is_of_library: bool = False
+    regularized: bool = False
 
     @property
     def runs_locally(self) -> bool:
-        """Whether the loss is computed here, from log-probabilities that a forward pass has brought."""
+        """Whether the loss is evaluated here, from the log-probabilities of a forward pass."""
         return self.route == "two-pass"
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether a training step starts with a forward pass."""
+        return self.runs_locally or self.regularized
 
 
 def is_plain_function(loss: Any) -> bool:
@@ -72,75 +89,117 @@ def choose(
     backend: Callable[[], Any],
     *,
     regularized: bool = False,
+    reduction: Reduction = "mean",
 ) -> Chosen:
-    """The best route for a loss that is exact, or the one that is asked for; says which, once, in the log.
+    """Returns the cheapest exact route for a loss, or the one that is asked for; logs which, once.
 
-    A function of one's own stays here unless the server is asked for: tracing fixes what Python decides, which may be
-    meant to change. The functions of `tinker_lightning.losses` have nothing of that kind.
+    A custom Python function stays here unless `route="server"`: tracing fixes what Python decides, which may be
+    meant to change. The functions of `tinker_lightning.losses` decide nothing of that kind.
 
     Args:
-        loss: A name, what `custom_loss` or `create_custom_loss` gave, or a function of datums and log-probabilities.
+        loss: A name, what `custom_loss` or `create_custom_loss` returned, a function of datums and log-probabilities,
+            or None if only regularizers count.
         config: Its settings.
-        route: What is asked for.
-        backend: Gives the client; called only where it matters.
-        regularized: Whether there are regularizers beside it, for which the log-probabilities come here anyway. Then
-            one pass on the server would be a third.
+        route: The route that is asked for.
+        backend: Returns the client; called only where it matters.
+        regularized: Whether there are regularizers, which need the log-probabilities here anyway. A separate pass on
+            the server would then be a third one.
+        reduction: Whether a loss that sums over tokens is divided by their number.
 
     Raises:
-        InvalidInput: If the loss cannot run there, and says where it can; or if a setting of it cannot be.
-        InvalidLoss: If a metric of a loss that is the server's cannot be logged under its name.
-        LossNotTraceable: If the server was asked for, and the function does what cannot be traced.
+        InvalidInput: If the loss cannot run on that route, or a setting has a value that it cannot have.
+        LossNotTraceable: If `route="server"` and the function cannot be traced.
     """
     if route not in ROUTES:
         raise InvalidInput(f"route must be one of {', '.join(ROUTES)}, got {route!r}")
+    if reduction not in ("mean", "sum"):
+        raise InvalidInput(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+    if loss is None:
+        return Chosen("two-pass", None, {}, regularized=regularized)
     chosen, why = _choose(loss, dict(config), route, backend, regularized)
-    if chosen.route == "server" and (own := _registered(chosen.loss, backend)) is not None:
-        metric_names.check(own.diagnostics, "base_loss/" if regularized else "")
     logger.info("loss %s: route %s (%s)", _name(loss), chosen.route, why)
-    return chosen
+    return _reduced(replace(chosen, regularized=regularized), _registered(loss, backend) or loss, reduction)
+
+
+def _reduced(chosen: Chosen, loss: Any, reduction: Reduction) -> Chosen:
+    """Adds how a loss of the library is divided, and how much a batch counts in a mean over batches."""
+    if isinstance(loss, ServerLoss):
+        loss = loss.function if loss.is_of_library else None
+    function, bound = unwrapped(getattr(losses, loss) if isinstance(loss, str) and loss in BUILT_IN else loss)
+    if not is_of_library(function):
+        return chosen
+    count = TOKEN_COUNTS.get(function.__name__)
+    if count is None:
+        own = {**bound, **chosen.config, **unwrapped(chosen.local)[1]}.get("reduction")  # that of `grpo`
+        weight = {"token": weighted_tokens, "sum": once}.get(str(own), len)
+        return replace(chosen, weight=weight, is_of_library=True)
+    if reduction == "sum":
+        return replace(chosen, weight=once, is_of_library=True)
+    local = _mean(chosen.local, count)
+    loss = local if chosen.runs_locally else chosen.loss
+    return replace(chosen, loss=loss, local=local, tokens=count, weight=count, is_of_library=True)
+
+
+def _mean(loss: Any, count: Callable[[Sequence[Any]], float]) -> LossFn:
+    @functools.wraps(unwrapped(loss)[0], updated=())
+    def mean(data: list[Any], logprobs: list[Tensor]) -> Any:
+        total, metrics = loss(data, logprobs)
+        return total / count(data), metrics
+
+    return mean
+
+
+def once(_: Sequence[Any]) -> float:
+    """Counts every batch as one."""
+    return 1.0
 
 
 def _choose(
     loss: Any, config: dict[str, Any], route: Route, backend: Callable[[], Any], regularized: bool
 ) -> tuple[Chosen, str]:
+    local: Any
     asked = "asked for" if route != "auto" else ""
     beside = "its regularizers need the log-probabilities here" if regularized and not asked else ""
     if isinstance(loss, str) and loss in BUILT_IN:
         function, is_here = getattr(losses, loss), bool(beside) or route == "two-pass"
         check_settings(function, config, may_have_others=not is_here)
+        local = functools.partial(function, **known_settings(function, config))
         if is_here:
-            return Chosen("two-pass", functools.partial(function, **config), {}), asked or beside
+            return Chosen("two-pass", local, {}, local), asked or beside
         if route == "server":
-            return Chosen("builtin", loss, config), "the server was asked for, which knows it by name"
-        return Chosen("builtin", loss, config), asked or "the server knows it by name"
+            return Chosen("builtin", loss, config, local), "the server was asked for, which knows it by name"
+        return Chosen("builtin", loss, config, local), asked or "the server knows it by name"
     if route == "builtin":
         raise InvalidInput(f"{_name(loss)} is not built into servers, which know {', '.join(BUILT_IN)}")
     if isinstance(loss, str | ServerLoss | LossHandle):
-        # What else was registered is as it was traced, and may take the batch in no other form than a server's.
-        is_the_same_here = isinstance(loss, LossHandle) or (isinstance(loss, ServerLoss) and loss.is_of_library)
+        own: Any = _registered(loss, backend) or loss
+        # Another registered function may take the batch only in the form that a server gives it.
+        is_the_same_here = isinstance(own, LossHandle) or (isinstance(own, ServerLoss) and own.is_of_library)
+        local = functools.partial(own, **config) if is_the_same_here else None
         if route != "two-pass" and not (beside and is_the_same_here):
-            return Chosen("server", loss, config), asked or "it was registered there"
-        loss = _registered(loss, backend) or loss
-        if isinstance(loss, str) or getattr(loss, "source", "logprobs") != "logprobs":
+            return Chosen("server", loss, config, local), asked or "it was registered there"
+        if isinstance(own, str) or getattr(own, "source", "logprobs") != "logprobs":
             raise InvalidInput(
-                f"{_name(loss)} runs on the server only: what it is computed from does not come here. Write it as a "
+                f"{_name(own)} runs on the server only: what it is computed from does not come here. Write it as a "
                 "function of datums and log-probabilities."
             )
-        return Chosen("two-pass", functools.partial(loss, **config), {}), asked or beside
+        local = functools.partial(own, **config)
+        return Chosen("two-pass", local, {}, local), asked or beside
     if is_of_library(loss):
         check_settings(loss, config)
+    local = functools.partial(loss, **config) if config else loss
     if route == "server":
-        return Chosen("server", _uploaded(loss, config, backend()), {}), asked
+        return Chosen("server", _uploaded(loss, config, backend()), {}, local), asked
     if route == "auto" and is_of_library(loss) and not regularized and _takes_losses(backend()):
-        return Chosen("server", _uploaded(loss, config, backend()), {}), "the server computes it in one pass"
+        return Chosen("server", _uploaded(loss, config, backend()), {}, local), "the server computes it in one pass"
     surrogate.check_arguments(loss)
     why = asked or (beside if is_of_library(loss) else "") or "it is Python's"
-    return Chosen("two-pass", functools.partial(loss, **config) if config else loss, {}), why
+    return Chosen("two-pass", local, {}, local), why
 
 
 def _registered(loss: Any, backend: Callable[[], Any]) -> ServerLoss | None:
     """What `custom_loss` has made of it, where that is known here."""
-    if isinstance(loss, str):
+    if isinstance(loss, str) and loss not in BUILT_IN:
         loss = getattr(getattr(backend(), "losses", None), "by_name", {}).get(loss)
     return loss if isinstance(loss, ServerLoss) else None
 

@@ -268,6 +268,15 @@ def mean_where(values: Tensor, counted: Tensor) -> Tensor:
     return torch.where(counted, values, 0.0).sum() / counted.sum().clamp(min=1)
 
 
+def with_value(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Leaves out metrics that are NaN, because nothing counts towards them; a traced loss cannot know, and keeps them.
+
+    >>> with_value({"ratio": torch.tensor(torch.nan), "action_tokens": torch.tensor(0)})
+    {'action_tokens': tensor(0)}
+    """
+    return {name: value for name, value in metrics.items() if is_traced(value) or not torch.isnan(value)}
+
+
 def sequence_sums(values: Tensor, weights: Tensor, *, mean: bool = False) -> Tensor:
     """The weighted sum of each sequence's values, `[B]`; with `mean` divided by the number of tokens that count.
 

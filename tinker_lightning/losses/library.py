@@ -59,7 +59,7 @@ def check_settings(loss: Any, given: Mapping[str, Any], *, may_have_others: bool
     defaults = {parameter.name: parameter.default for parameter in parameters}
     settings = {**bound, **given}
     if may_have_others:
-        settings = {name: value for name, value in settings.items() if name in defaults}
+        settings = known_settings(function, settings)
     for name, value in settings.items():
         if name not in defaults:
             known = ", ".join(defaults) or "no settings at all"
@@ -71,6 +71,11 @@ def check_settings(loss: Any, given: Mapping[str, Any], *, may_have_others: bool
             function([], [], **settings)
     except InvalidInput as error:
         raise InvalidInput(f"loss_fn_config: {function.__name__}: {error}") from None
+
+
+def known_settings(function: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of the settings that a loss of the library has; a server may know others."""
+    return {name: value for name, value in given.items() if name in inspect.signature(function).parameters}
 
 
 def _wanted(default: Any, value: Any) -> str | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.losses import builtin
-from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, mean_where
+from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, mean_where, with_value
 
 # The least share of probability left to tokens outside the top K, where float32 still tells it from none.
 _LEAST_REST = 1e-6
@@ -34,12 +34,9 @@ def cross_entropy(data: Data, logprobs: Logprobs) -> Loss:
 
 
 def likelihood_metrics(logprobs: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """How likely the weighted targets are."""
-    counted = weights != 0
-    total = weights.abs().sum()
-    # Without any weight 0, not NaN.
-    nll = -(weights * logprobs.detach()).sum() / torch.where(total == 0, 1.0, total)
-    return {"nll": nll, "perplexity": nll.exp(), "tokens": counted.sum()}
+    """Returns how likely the weighted targets are."""
+    nll = -(weights * logprobs.detach()).sum() / weights.abs().sum()  # NaN if no token has a weight
+    return with_value({"nll": nll, "perplexity": nll.exp(), "tokens": (weights != 0).sum()})
 
 
 def topk_distillation(

@@ -15,7 +15,7 @@ from torch import Tensor
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.losses import builtin
 from tinker_lightning.losses.advantages import check_grouping, group_advantages
-from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, is_traced, mean_where, sequence_sums
+from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, is_traced, mean_where, sequence_sums, with_value
 from tinker_lightning.losses.kl import Estimator, check_estimator, kl_estimate
 
 
@@ -239,12 +239,12 @@ def _metrics(
     log_ratio: Tensor, counted: Tensor, low: Tensor | float | None = None, high: Tensor | float | None = None
 ) -> dict[str, Tensor]:
     log_ratio = log_ratio.detach()
-    ratio = log_ratio.exp()
-    metrics = {
-        "ratio": mean_where(ratio, counted),
-        "kl_old_new": mean_where(-log_ratio, counted),
-        "action_tokens": counted.sum(),
-    }
+    ratio, tokens = log_ratio.exp(), counted.sum()
+
+    def mean(values: Tensor) -> Tensor:
+        return torch.where(counted, values, 0.0).sum() / tokens  # NaN if no token counts
+
+    metrics = {"ratio": mean(ratio), "kl_old_new": mean(-log_ratio), "action_tokens": tokens}
     if low is not None and high is not None:
-        metrics["clip_fraction"] = mean_where((ratio < low) | (ratio > high), counted)
-    return metrics
+        metrics["clip_fraction"] = mean((ratio < low) | (ratio > high))
+    return with_value(metrics)

@@ -74,7 +74,7 @@ class ServerLoss:
         self.name = name
         self.server = server
         self.source = source
-        self._function = function
+        self.function = function
         self._fixed = dict(fixed)
         self._of_lists = of_lists
         self._uploads: OrderedDict[Any, _Upload] = OrderedDict()
@@ -87,7 +87,7 @@ class ServerLoss:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns."""
         self._check_fixed(kwargs)
-        return self._function(*args, **{**self._fixed, **kwargs})
+        return self.function(*args, **{**self._fixed, **kwargs})
 
     def resolve(self, config: Mapping[str, Any]) -> tuple[str, dict[str, float | str]]:
         """The id of the loss for a call with these settings, and those that the call still has to carry.
@@ -142,7 +142,7 @@ class ServerLoss:
     @property
     def is_of_library(self) -> bool:
         """Whether it is a loss of this package, of which it is known here what it reads."""
-        return self.source == "logprobs" and is_of_library(self._function)
+        return self.source == "logprobs" and is_of_library(self.function)
 
     def checked(self, data: Sequence[Datum], config: Mapping[str, Any]) -> list[Datum]:
         """The datums as they are to be sent, where it `is_of_library`.
@@ -150,7 +150,7 @@ class ServerLoss:
         Raises:
             InvalidInput: If the loss would refuse them here.
         """
-        return checked(self._function, data, {**self._fixed, **config})
+        return checked(self.function, data, {**self._fixed, **config})
 
     def _check_fixed(self, given: Mapping[str, Any]) -> None:
         for name in given.keys() & self._fixed.keys():
@@ -164,7 +164,7 @@ class ServerLoss:
         """The graphs with these settings, which may not be on the server yet."""
         key = _key(fixed)
         if key not in self._uploads:
-            loss = trace_batch_loss(self._function, self.name, self.source, fixed, of_lists=self._of_lists)
+            loss = trace_batch_loss(self.function, self.name, self.source, fixed, of_lists=self._of_lists)
             self._uploads[key] = _Upload(loss)
         self._uploads.move_to_end(key)
         while len(self._uploads) > _KEPT_UPLOADS:
@@ -178,7 +178,7 @@ class ServerLoss:
         return upload
 
     def _register_function(self) -> str:
-        self._function_id = self.server.register_function(self.name, _bound(self._function, self._fixed), self.source)
+        self._function_id = self.server.register_function(self.name, _bound(self.function, self._fixed), self.source)
         return self._function_id
 
 

@@ -28,8 +28,7 @@ from tinker_lightning.errors import (
     NotFound,
     ResultTimeout,
 )
-from tinker_lightning.losses import background
-from tinker_lightning.losses.regularizers import composition
+from tinker_lightning.losses.regularizers import background, composition
 from tinker_lightning.losses.regularizers.regularizer import Regularizer
 
 if TYPE_CHECKING:
@@ -84,10 +83,16 @@ def test_the_telemetry_of_a_sync_an_async_and_an_executor_term() -> None:  # R2.
                 "weight": 0.5,
                 "contribution": 7.0,
                 "grad_norm": pytest.approx(2 * math.sqrt(14)),
-                "largest": 3.0,
+                "custom": {"largest": 3.0},
             },
-            "last": {"value": -6.0, "weight": 0.5, "contribution": -3.0, "grad_norm": 2.0, "count": 1.0},
-            "first": {"value": -3.0, "weight": -1.0, "contribution": 3.0, "grad_norm": pytest.approx(math.sqrt(2))},
+            "last": {"value": -6.0, "weight": 0.5, "contribution": -3.0, "grad_norm": 2.0, "custom": {"count": 1.0}},
+            "first": {
+                "value": -3.0,
+                "weight": -1.0,
+                "contribution": 3.0,
+                "grad_norm": pytest.approx(math.sqrt(2)),
+                "custom": {},
+            },
         },
     }
     assert list(telemetry["regularizers"]) == ["square", "last", "first"]
@@ -102,11 +107,26 @@ def test_telemetry_for_loggers_is_flat() -> None:
         "loss_total",
         "regularizer_total",
         *(f"base_loss/{name}" for name in ("value", "nll", "7")),
-        *(f"regularizers/square/{name}" for name in ("value", "weight", "contribution", "grad_norm", "largest")),
-        *(f"regularizers/last/{name}" for name in ("value", "weight", "contribution", "grad_norm", "count")),
+        *(f"regularizers/square/{name}" for name in ("value", "weight", "contribution", "grad_norm", "custom/largest")),
+        *(f"regularizers/last/{name}" for name in ("value", "weight", "contribution", "grad_norm", "custom/count")),
         *(f"regularizers/first/{name}" for name in ("value", "weight", "contribution", "grad_norm")),
     }
     assert all(type(value) is float for value in flat.values())
+
+
+def test_no_metric_name_is_taken_and_none_is_lost() -> None:  # R2.4
+    names = ["value", "weight", "contribution", "grad_norm", "custom", "custom/value", "base_loss", "loss_total"]
+    metrics = {name: float(i) for i, name in enumerate(names)}
+    bases = Regularizer(lambda _, lp: (lp[0].sum(), metrics), 1.0, "term")
+    _, telemetry = evaluate(bases, base=lambda _, lp: (lp[0].sum(), metrics))
+    assert telemetry["regularizers"]["term"]["custom"] == metrics
+    flat = composition.flatten(telemetry)
+    for name, value in metrics.items():
+        assert flat[f"regularizers/term/custom/{name}"] == value
+        escaped = f"custom/{name}" if name in ("value", "custom/value") else name
+        assert flat[f"base_loss/{escaped}"] == value
+    assert flat["base_loss/value"] == flat["regularizers/term/value"] == -3.0
+    assert len(flat) == 2 + 1 + len(metrics) + 4 + len(metrics)
 
 
 def test_without_a_base_only_the_regularizers_count() -> None:  # R2.1
@@ -202,6 +222,7 @@ def test_a_term_may_be_constant(constant: Any) -> None:
         "weight": 2.0,
         "contribution": 6.0,
         "grad_norm": 0.0,
+        "custom": {},
     }
     assert total.item() == 12.0
 
@@ -363,11 +384,6 @@ BAD: dict[str, tuple[Callable[[list[Any], list[Tensor]], Any], type[InvalidLoss]
         InvalidLoss,
         "metric 'a' is not a single number",
     ),
-    "a metric with a name of the telemetry": (
-        lambda _, lp: (lp[0].sum(), {"grad_norm": 1.0}),
-        InvalidLoss,
-        "metric 'grad_norm' has a name that the telemetry uses itself; give it another",
-    ),
 }
 
 
@@ -385,7 +401,6 @@ def test_a_term_that_is_none_is_refused_by_name(what: str, run_in_executor: bool
     [
         (lambda _, lp: lp[0], LossNotScalar, r"^the loss has the shape \[2\]"),
         (lambda _, lp: lp[0].sum().detach(), LossWithoutGradient, "^the loss does not depend on the log-probabilities"),
-        (lambda _, lp: (lp[0].sum(), {"value": 1}), InvalidLoss, "^metric 'value' has a name that the telemetry uses"),
     ],
 )
 def test_a_base_is_held_to_what_a_single_callback_is(fn: Any, kind: type[InvalidLoss], message: str) -> None:  # R1.9

@@ -325,4 +325,4 @@ def test_all_of_them_on_the_official_sdks_datums() -> None:  # R5.4
     terms = [Regularizer(fn, 0.1, name) for name, fn in fns.items()]
     _, telemetry = composition.evaluate([official(5), official(3)], p, None, terms, step=0)
     assert telemetry["regularizers"]["length"]["value"] == 0.5
-    assert telemetry["regularizers"]["reverse"]["kl"] == telemetry["regularizers"]["reverse"]["value"] > 0
+    assert telemetry["regularizers"]["reverse"]["custom"]["kl"] == telemetry["regularizers"]["reverse"]["value"] > 0

@@ -19,11 +19,11 @@ from tinker_lightning.errors import (
     TinkerLightningError,
 )
 from tinker_lightning.losses import surrogate
-from tinker_lightning.losses.background import blocker, on_loop, on_thread
+from tinker_lightning.losses.regularizers.background import blocker, on_loop, on_thread
 from tinker_lightning.losses.regularizers.regularizer import as_regularizers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -75,19 +75,18 @@ def evaluate(
         with _blaming(term):
             value, metrics = surrogate.loss_and_metrics(returned[term.name], logprobs, needs_gradient=False)
             value = value.reshape(())
-            _check_names(metrics, "value", "weight", "contribution", "grad_norm")
             contributions.append(weight * value)
-            own = {"value": value.item(), "weight": weight, "contribution": contributions[-1].item()}
+            own: dict[str, Any] = {"value": value.item(), "weight": weight, "contribution": contributions[-1].item()}
             if grad_norms and torch.is_grad_enabled():
                 own["grad_norm"] = _grad_norm(value, logprobs)
-            telemetry[term.name] = own | metrics
+            telemetry[term.name] = own | {"custom": metrics}
 
     regularizer_total = sum(contributions[1:], contributions[0])
     total = regularizer_total if base_loss is None else base_loss[0].reshape(()) + regularizer_total
     _check_total(total, terms)
     nested: dict[str, Any] = {"loss_total": total.item(), "regularizer_total": regularizer_total.item()}
     if base_loss is not None:
-        nested["base_loss"] = {"value": base_loss[0].item(), **base_loss[1]}
+        nested["base_loss"] = {"value": base_loss[0].item(), **set_apart(base_loss[1], {"value"}, "custom")}
     return total, nested | {"regularizers": telemetry}
 
 
@@ -95,6 +94,18 @@ def check_timeout(name: str, timeout: float | None) -> None:
     """Refuses a timeout, under its name, in which nothing can be done."""
     if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
         raise InvalidInput(f"{name} must be a number of seconds above 0, or None, got {timeout!r}")
+
+
+def set_apart(metrics: Mapping[str, float], taken: Container[str], under: str) -> dict[str, float]:
+    """Moves metrics whose names are `taken` under another name; no two metrics end up with the same one.
+
+    >>> set_apart({"nll": 2.0, "value": 1.0}, {"value"}, "custom")
+    {'nll': 2.0, 'custom/value': 1.0}
+    """
+    return {
+        f"{under}/{name}" if name in taken or name.startswith(f"{under}/") else name: number
+        for name, number in metrics.items()
+    }
 
 
 def flatten(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -131,7 +142,6 @@ def _run(
             base_loss = surrogate.loss_and_metrics(
                 base(data, logprobs), logprobs, needs_gradient=torch.is_grad_enabled()
             )
-            _check_names(base_loss[1], "value")
         for term in terms:
             if term.name not in running:
                 running[term.name] = _start(term, data, logprobs)
@@ -209,12 +219,6 @@ def _grad_norm(value: Tensor, logprobs: list[Tensor]) -> float:
     norm = torch.cat(used).norm().item() if used else 0.0
     surrogate.check_gradient(value, torch.tensor(norm))
     return norm
-
-
-def _check_names(metrics: Mapping[str, float], *taken: str) -> None:
-    for name in taken:
-        if name in metrics:
-            raise InvalidLoss(f"metric {name!r} has a name that the telemetry uses itself; give it another")
 
 
 def _check_total(total: Tensor, terms: Sequence[Regularizer]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
-from tinker_lightning.losses.background import Modes
+from tinker_lightning.losses.regularizers.background import Modes
 from tinker_lightning.lossgraph.graphs import functions
 from tinker_lightning.lossgraph.graphs.graph import Graph
 from tinker_lightning.lossgraph.tracing.kinds import kind_of, rank_of

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tinker_lightning.losses import background
-from tinker_lightning.losses.background import Modes, on_loop, on_thread
+from tinker_lightning.losses.regularizers import background
+from tinker_lightning.losses.regularizers.background import Modes, on_loop, on_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,0 +1,157 @@
+"""`val_loss` is the module's own loss on validation data, averaged over batches as the loss reduces."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.helpers.loss_cases import batch
+from tests.helpers.trainers import SMALL, new, quiet
+from tinker_lightning import Datum, LossFnOutput, Regularizer, RemoteModule, collate, custom_loss, losses
+from tinker_lightning.errors import LossNotFinite
+from tinker_lightning.losses import regularizers
+from tinker_lightning.losses.regularizers import composition
+from tinker_lightning.testing import embedded_service
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tinker_lightning.client import ServiceClient
+
+pytestmark = SMALL
+
+# Datums of different lengths; two to a batch, and one batch of two pairs.
+DATA = [*batch(0)[0], *batch(1)[0]][:6]
+TEXTS = [Datum.from_tokens(list(f"text {i}: {'hello ' * (3 * i)}".encode())) for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[ServiceClient]:
+    with embedded_service() as service:
+        yield service
+
+
+def made(service: ServiceClient, **attributes: Any) -> RemoteModule:
+    kind: type[RemoteModule] = type("Module", (RemoteModule,), attributes)
+    return new(service, kind)
+
+
+def validated(module: RemoteModule, data: list[Datum], size: int = 2) -> dict[str, float]:
+    loader: Any = DataLoader(data, batch_size=size, collate_fn=collate)  # type: ignore[arg-type]
+    (scores,) = quiet().validate(module, loader, verbose=False)
+    (tested,) = quiet().test(module, loader, verbose=False)
+    assert tested == pytest.approx({name.replace("val_", "test_", 1): score for name, score in scores.items()})
+    return dict(scores)
+
+
+def logprobs_of(module: RemoteModule, data: list[Datum]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return list(module.lm(data))
+
+
+def token_mean(total: torch.Tensor, data: list[Datum]) -> float:
+    weight = sum(float(datum.loss_fn_inputs["weights"].to_torch().sum()) for datum in data)
+    return total.item() / weight
+
+
+@pytest.mark.parametrize("route", ["auto", "two-pass"])
+@pytest.mark.parametrize("loss", [None, "cross_entropy", losses.cross_entropy], ids=["default", "name", "library"])
+def test_a_mean_over_tokens_is_one_over_all_tokens(service: ServiceClient, loss: Any, route: str) -> None:
+    module = made(service, route=route, **({} if loss is None else {"loss": loss}))
+    scores = validated(module, TEXTS)
+    expected = token_mean(losses.cross_entropy(TEXTS, logprobs_of(module, TEXTS))[0], TEXTS)
+    assert scores["val_loss"] == pytest.approx(expected, rel=1e-5)
+    assert scores["val_nll"] == pytest.approx(expected, rel=1e-5)
+    assert scores.keys() == {"val_loss", "val_nll", "val_perplexity", "val_tokens"}
+
+
+@pytest.mark.parametrize("route", ["auto", "two-pass"])
+def test_action_tokens_weigh_the_batches_of_a_policy_loss(service: ServiceClient, route: str) -> None:
+    module = made(service, loss="ppo", route=route)
+    scores = validated(module, DATA)
+    total, metrics = losses.ppo(DATA, logprobs_of(module, DATA))
+    assert scores["val_loss"] == pytest.approx(total.item() / int(metrics["action_tokens"]), rel=1e-4)
+    for name in ("ratio", "kl_old_new", "clip_fraction"):
+        assert scores[f"val_{name}"] == pytest.approx(metrics[name].item(), rel=1e-4), name
+
+
+@pytest.mark.parametrize("loss", [losses.dpo, losses.grpo, losses.reinforce])
+def test_pairs_and_sequences_weigh_the_batches_of_other_losses(service: ServiceClient, loss: Any) -> None:
+    settings = {"baseline": 0.0} if loss is losses.reinforce else {}
+    module = made(service, loss=loss, loss_config=settings)
+    scores = validated(module, DATA, size=4)  # and a batch of two
+    expected, _ = loss(DATA, logprobs_of(module, DATA), **settings)
+    assert scores["val_loss"] == pytest.approx(expected.item(), rel=1e-4)
+    assert scores["val_loss"] != pytest.approx(scores["val_nll"], rel=1e-2)
+
+
+def test_a_custom_loss_is_weighed_by_datum(service: ServiceClient) -> None:
+    def loss(_: Any, data: Any, logprobs: Any) -> Any:
+        worst = torch.stack([-each.min() for each in logprobs])
+        return worst.mean(), {"spread": worst.max() - worst.min()}
+
+    module = made(service, loss=loss)
+    scores = validated(module, DATA, size=4)
+    expected = torch.stack([-each.min() for each in logprobs_of(module, DATA)]).mean()
+    assert scores["val_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert "val_spread" in scores
+
+
+def test_regularizers_are_part_of_it(service: ServiceClient) -> None:  # R2.4
+    terms = (Regularizer(regularizers.sparsity, 0.5, "sparsity"),)
+    for attributes in ({"route": "two-pass"}, {"route": "builtin", "loss": "cross_entropy"}):
+        module = made(service, regularizers=terms, **attributes)
+        scores = validated(module, TEXTS[:2])
+        logprobs = logprobs_of(module, TEXTS[:2])
+        base = token_mean(losses.cross_entropy(TEXTS[:2], logprobs)[0], TEXTS[:2])
+        with torch.no_grad():
+            total, telemetry = composition.evaluate(TEXTS[:2], logprobs, None, terms, step=0)
+        assert scores["val_loss"] == scores["val_loss_total"] == pytest.approx(base + total.item(), rel=1e-5)
+        assert scores["val_base_loss/value"] == pytest.approx(base, rel=1e-5)
+        told = telemetry["regularizers"]["sparsity"]
+        assert scores["val_regularizers/sparsity/custom/active"] == pytest.approx(told["custom"]["active"], rel=1e-5)
+
+
+@pytest.mark.parametrize("regularized", [False, True])
+def test_a_loss_on_logits_is_evaluated_on_the_server(service: ServiceClient, regularized: bool) -> None:
+    @custom_loss(service, name=f"brevity_{regularized}".lower())
+    def brevity(model_outputs: Any, loss_fn_inputs: Any, attention_mask: Any) -> LossFnOutput:
+        logprobs = model_outputs.log_softmax(-1).gather(-1, loss_fn_inputs["target_tokens"].unsqueeze(-1)).squeeze(-1)
+        loss = -(logprobs * attention_mask).sum()
+        return LossFnOutput(loss, logprobs, {"total": loss.item()})
+
+    terms = (Regularizer(regularizers.sparsity, 0.5, "sparsity"),) if regularized else ()
+    module = made(service, loss=brevity, regularizers=terms)
+    scores = validated(module, TEXTS[:2])
+    base = -torch.cat(logprobs_of(module, TEXTS[:2])).sum().item()
+    added = scores["val_regularizer_total"] if regularized else 0.0
+    assert scores["val_loss"] == pytest.approx(base + added, rel=1e-5)
+    assert scores["val_base_loss/total" if regularized else "val_total"] == pytest.approx(base, rel=1e-5)
+
+
+def by_hand(_: Any, data: Any, logprobs: Any) -> Any:
+    references = [datum.loss_fn_inputs["reference_logprobs"].to_torch() for datum in data]
+    return (torch.cat(references) - torch.cat(logprobs)).sum()
+
+
+@pytest.mark.parametrize("loss", ["ppo", losses.dpo, by_hand, "unknown_loss"])
+def test_data_without_what_the_loss_needs_have_no_val_loss_and_one_warning(service: ServiceClient, loss: Any) -> None:
+    module = made(service, loss=loss)
+    loader: Any = DataLoader(TEXTS, batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="val_loss leaves out batches on which the loss cannot be evaluated") as caught:
+        (scores,) = quiet().validate(module, loader, verbose=False)
+    assert len([each for each in caught if "val_loss" in str(each.message)]) == 1
+    assert scores.keys() == {"val_nll", "val_perplexity"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        quiet().validate(module, loader, verbose=False)
+
+
+def test_a_loss_that_is_not_finite_raises_in_validation_too(service: ServiceClient) -> None:
+    module = made(service, loss=lambda _, logprobs: torch.cat(logprobs).sum() / 0.0)
+    with pytest.raises(LossNotFinite):
+        validated(module, TEXTS)

@@ -1,0 +1,72 @@
+"""How many tokens a loss of the library sums over, so that a mean can be made of the sum."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tinker_lightning.errors import InvalidDatum
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+def weights_of(datum: Any) -> Tensor:
+    """Returns the weight of each target; ones if the datum has no weights."""
+    weights = datum.loss_fn_inputs.get("weights")
+    if weights is None:
+        return torch.ones(tuple(datum.loss_fn_inputs["target_tokens"].shape))
+    tensor: Tensor = weights.to_torch()
+    return tensor
+
+
+def total_weight(data: Sequence[Any]) -> float:
+    """Returns the sum of the weights of a batch.
+
+    Raises:
+        InvalidDatum: If it is not above 0, so that a mean over it has no meaning.
+    """
+    return _positive(_sum(weights_of(datum) for datum in data), len(data))
+
+
+def weighted_tokens(data: Sequence[Any]) -> float:
+    """Returns how many tokens of a batch have a weight."""
+    return _sum(weights_of(datum) != 0 for datum in data)
+
+
+def _weighted_positions(data: Sequence[Any]) -> float:
+    """Returns the sum over positions of the largest weight of each position's alternatives, `[T, K]`."""
+    return _positive(_sum(weights_of(datum).amax(-1) for datum in data), len(data))
+
+
+def _action_tokens(data: Sequence[Any]) -> float:
+    """Returns how many tokens have an advantage; 1 if none has: a group of equal rewards is no mistake."""
+    advantages = [datum.loss_fn_inputs.get("advantages") for datum in data]
+    return max(_sum(each.to_torch() != 0 for each in advantages if each is not None), 1.0)
+
+
+def _sum(tensors: Any) -> float:
+    return math.fsum(float(tensor.sum(dtype=torch.float64)) for tensor in tensors)
+
+
+def _positive(total: float, datums: int) -> float:
+    if math.isnan(total):
+        return 1.0  # the loss itself names the datum
+    if total <= 0:
+        raise InvalidDatum(
+            f"the weights of these {datums} datums sum to {total:g}, so the loss has no mean over tokens. Leave out "
+            'batches without a weighted token, or set reduction = "sum" on the module.'
+        )
+    return total
+
+
+# The losses that are sums over tokens, by name. All others are means already.
+TOKEN_COUNTS: dict[str, Callable[[Sequence[Any]], float]] = {
+    "cross_entropy": total_weight,
+    "kl_regularized": total_weight,
+    "topk_distillation": _weighted_positions,
+    **dict.fromkeys(("importance_sampling", "ppo", "cispo", "dro", "gspo"), _action_tokens),
+}
