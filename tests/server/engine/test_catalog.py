@@ -100,7 +100,7 @@ def test_a_build_that_fails_leaves_nothing_that_could_be_taken_for_a_model(
 
 
 def test_the_leavings_of_a_killed_build_are_not_used(cache: Path) -> None:
-    left = cache / ".tiny-v1-killed"
+    left = cache / ".tiny-v2-killed"
     left.mkdir(parents=True)
     (left / "config.json").write_text("{}")
     assert Catalog().get("tiny").vocab_size == 259

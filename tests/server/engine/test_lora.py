@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import peft
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.server.engine import tiny as tiny_model
 from tinker_lightning.server.engine.adapter import Adapter
+from tinker_lightning.server.engine.base import BaseModel
 from tinker_lightning.server.engine.lora import LoraWeights
 from tinker_lightning.server.engine.passes import run_pass
 from tinker_lightning.types import AdamParams, Datum, LoraConfig
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from pathlib import Path
 
-    from tinker_lightning.server.engine.base import BaseModel
+    from torch import Tensor
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj"}
@@ -59,10 +65,79 @@ def test_no_seed_is_the_seed_zero(tiny: BaseModel) -> None:
     )
 
 
-def test_making_weights_leaves_the_global_random_state(tiny: BaseModel) -> None:
+def test_new_weights_have_the_distribution_of_peft(tiny: BaseModel) -> None:
+    weights = tiny.lora.new_weights(LoraConfig(rank=64, seed=3))
+    plain: Any = peft.PeftModel(hugging_face(tiny), tiny.lora.peft_config(weights.config))
+    parameters = plain.named_parameters()
+    expected = {name.replace(".default.", "."): tensor.detach() for name, tensor in parameters if "lora_" in name}
+    assert expected.keys() == weights.tensors.keys()
+    for name, tensor in weights.tensors.items():
+        assert (tensor.shape, tensor.dtype) == (expected[name].shape, expected[name].dtype)
+        if "lora_B" in name:
+            assert not tensor.any()
+        else:  # thousands of uniform draws each: the ranges agree to 1 %, the spreads to a few
+            torch.testing.assert_close(tensor.abs().max(), expected[name].abs().max(), rtol=0.01, atol=0)
+            torch.testing.assert_close(tensor.std(), expected[name].std(), rtol=0.1, atol=0)
+            assert tensor.mean().abs() < 0.1 * tensor.std()
+
+
+def test_nothing_is_drawn_from_the_global_generator(tmp_path: Path) -> None:
+    """Neither building a model, nor loading it, nor adapters of a first and of a second shape."""
     before = torch.get_rng_state()
-    tiny.lora.new_weights(LoraConfig(rank=4, seed=3))
+    tiny_model.build(tmp_path)
+    base = BaseModel("tiny", tmp_path)
+    for rank in (4, 8):
+        base.lora.new_weights(LoraConfig(rank=rank, seed=3))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_trainers_at_the_same_time_make_the_same_weights_as_alone(tiny: BaseModel) -> None:
+    """Two trainers and the user's own drawing on three threads: nobody sees the others (issue 10, defect 10)."""
+    config = LoraConfig(rank=4, seed=11)
+    expected = tiny.lora.new_weights(config).tensors
+    user = torch.Generator().manual_seed(5)
+    drawn_alone = torch.rand(2000, generator=user)
+    start = threading.Barrier(3)
+
+    def train_somewhere(_: int) -> list[dict[str, Tensor]]:
+        start.wait(30)
+        made = []
+        for _ in range(8):
+            base = BaseModel("tiny", tiny.tokenizer_id)
+            made += [base.lora.new_weights(config).tensors for _ in range(3)]
+        return made
+
+    with ThreadPoolExecutor(2) as threads, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        results = [threads.submit(train_somewhere, i) for i in range(2)]
+        start.wait(30)
+        drawn = []
+        while len(drawn) < 2000:
+            drawn.append(torch.rand(1))
+            assert nn.Linear(1, 1, device="meta").weight.dtype == torch.float32
+            time.sleep(0.0002)
+        made = [tensors for result in results for tensors in result.result()]
+    assert len(made) == 48
+    assert all(same(tensors, expected) for tensors in made)
+    assert torch.equal(torch.cat(drawn), drawn_alone)
+
+
+def test_a_failed_first_adapter_leaves_the_model_usable(tiny: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = BaseModel("tiny", tiny.tokenizer_id)
+    expected = logits(base, None)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("after the layers were replaced")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(peft.tuners.lora.LoraModel, "_cast_adapter_dtype", fail)
+        with pytest.raises(RuntimeError, match="after the layers were replaced"):
+            base.lora.new_weights(LoraConfig(rank=4, seed=11))
+    assert torch.equal(logits(base, None), expected)
+    config = LoraConfig(rank=4, seed=11)
+    weights = base.lora.new_weights(config)
+    assert same(weights.tensors, tiny.lora.new_weights(config).tensors)
+    assert torch.equal(logits(base, weights), expected)
 
 
 def test_a_new_adapter_changes_nothing_yet(tiny: BaseModel) -> None:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 PROMPT = "Q:"
 ANSWER = "the café is öpen → ok"
-OTHER = "the door"  # a prompt behind which the model is not sure
 EOS = 257
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 
@@ -49,6 +48,13 @@ def memory(tiny: BaseModel) -> Adapter:
     return adapter
 
 
+@pytest.fixture(scope="module")
+def unsure(tiny: BaseModel, make_adapter: Any) -> Adapter:
+    """An untrained adapter with which a few tens of tokens are likely."""
+    adapter: Adapter = make_adapter(tiny, scale=0.3)
+    return adapter
+
+
 def run(
     base: BaseModel,
     weights: LoraWeights | None,
@@ -62,9 +68,9 @@ def run(
     return sample(base, weights, ModelInput.from_ints(tokens), settings, num_samples=num_samples).sequences
 
 
-def next_token_logits(base: BaseModel, weights: LoraWeights | None, prompt: str = PROMPT) -> Tensor:
+def next_token_logits(base: BaseModel, weights: LoraWeights | None) -> Tensor:
     with base.lora.use(weights), torch.no_grad():
-        return base.head(base.hidden_states(torch.tensor([encode(prompt)])))[0, -1].double()
+        return base.head(base.hidden_states(torch.tensor([encode(PROMPT)])))[0, -1].double()
 
 
 @pytest.mark.parametrize("prompt", ["Q:", "Once upon a time", "ö"])
@@ -134,9 +140,9 @@ def test_the_narrowest_sampling_is_greedy(tiny: BaseModel, memory: Adapter, para
     ("top_k", "top_p", "temperature"), [(4, 1.0, 3.0), (-1, 0.5, 3.0), (6, 0.6, 4.0), (10**9, 1.0, 1.0), (3, 0.99, 0.7)]
 )
 def test_top_k_and_top_p_never_leave_their_set_and_use_all_of_it(
-    tiny: BaseModel, memory: Adapter, top_k: int, top_p: float, temperature: float
+    tiny: BaseModel, unsure: Adapter, top_k: int, top_p: float, temperature: float
 ) -> None:
-    logits = next_token_logits(tiny, memory.weights, OTHER).tolist()
+    logits = next_token_logits(tiny, unsure.weights).tolist()
     ranked = sorted(range(len(logits)), key=lambda token: -logits[token])
     ranked = ranked[: len(ranked) if top_k == -1 else top_k]
     weights = [math.exp((logits[token] - logits[ranked[0]]) / temperature) for token in ranked]
@@ -147,7 +153,7 @@ def test_top_k_and_top_p_never_leave_their_set_and_use_all_of_it(
         mass += weight / sum(weights)
         if mass >= top_p:
             break
-    drawn = draw(tiny, memory, 512, prompt=OTHER, temperature=temperature, top_k=top_k, top_p=top_p)
+    drawn = draw(tiny, unsure, 512, temperature=temperature, top_k=top_k, top_p=top_p)
     assert set(drawn) <= allowed
     expected = {t: 512 * w / sum(weights) / mass for t, w in zip(ranked, weights, strict=True) if t in allowed}
     assert {token for token, count in expected.items() if count > 20} <= set(drawn)
@@ -174,10 +180,10 @@ def chi_square(counts: Counter[int], probabilities: Tensor) -> tuple[float, int]
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
 def test_frequencies_follow_the_softmax_at_the_temperature(
-    tiny: BaseModel, memory: Adapter, temperature: float
+    tiny: BaseModel, unsure: Adapter, temperature: float
 ) -> None:
-    logits = next_token_logits(tiny, memory.weights, OTHER)
-    counts = draw(tiny, memory, 4096, prompt=OTHER, temperature=temperature)
+    logits = next_token_logits(tiny, unsure.weights)
+    counts = draw(tiny, unsure, 4096, temperature=temperature)
     statistic, freedom = chi_square(counts, (logits / temperature).softmax(-1))
     assert freedom >= 5
     bound = freedom + 4 * math.sqrt(2 * freedom) + 4  # a right sampler fails this less than once in ten thousand

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 # The version is part of the folder's name: a change of how it is built must not meet an old folder.
 _BUILDERS: Mapping[str, tuple[str, Callable[[Path], None]]] = {
-    "tiny": ("tiny-v1", tiny.build),
+    "tiny": ("tiny-v2", tiny.build),
     "smollm2-135m": ("smollm2-135m-v1", smollm2.build),
 }
 

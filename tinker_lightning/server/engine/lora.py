@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.server.engine.pretrained import PROCESS_WIDE
 from tinker_lightning.types import LoraConfig
 
 if TYPE_CHECKING:
@@ -53,21 +54,24 @@ class LoraHost:
         self._model = model
         self._base_path = base_path
         self._layers = _linear_layers(model)
+        # As peft does: adapters of a half-precision model are float32.
+        self._dtype = torch.promote_types(model.dtype, torch.float32)
         self._largest_rank = max(model.get_output_embeddings().weight.shape[1], MIN_LARGEST_RANK)
         self._peft: peft.PeftModel | None = None
         self._slots: dict[tuple[int, bool, bool, bool], _Slot] = {}
 
     def new_weights(self, config: LoraConfig) -> LoraWeights:
-        """Fresh weights as peft makes them: A random by the seed (0 if none is given), B zero."""
+        """Draws new weights with peft's distribution: A is Kaiming uniform from the seed (default 0), B is zero."""
         slot = self._slot(config)
-        tensors = {name: torch.empty(shape, dtype=slot.parameters[name].dtype) for name, shape in slot.shapes.items()}
-        weights = LoraWeights(config, tensors)
-        with self.use(weights), torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(config.seed or 0)
-            for module in self._model.modules():
-                if isinstance(module, LoraLayer) and slot.name in module.lora_A:
-                    module.reset_lora_parameters(slot.name, init_lora_weights=True)
-        return weights
+        # A private generator: torch's global one belongs to the user, and another trainer may be drawing from it.
+        generator = torch.Generator().manual_seed(config.seed or 0)
+        tensors = {name: torch.zeros(shape, dtype=slot.parameters[name].dtype) for name, shape in slot.shapes.items()}
+        for name, tensor in tensors.items():
+            if name.endswith(".lora_A.weight"):
+                # kaiming_uniform_(a=sqrt(5)) draws from this range.
+                bound = tensor.shape[1] ** -0.5
+                tensor.uniform_(-bound, bound, generator=generator)
+        return LoraWeights(config, tensors)
 
     def check(self, weights: LoraWeights) -> None:
         """Refuses weights that were made for another model or another rank."""
@@ -105,7 +109,9 @@ class LoraHost:
                 parameter.data = weights.tensors[name].data
             yield slot.parameters
         finally:
-            _clear(slot.parameters)
+            for parameter in slot.parameters.values():
+                parameter.data = parameter.data.new_empty(0)
+                parameter.grad = None
 
     def _slot(self, config: LoraConfig) -> _Slot:
         if config.rank > self._largest_rank:
@@ -128,32 +134,44 @@ class LoraHost:
             base_model_name_or_path=self._base_path,
             target_modules=_target_modules(self._layers, config),
         )
-        # Its first weights are replaced; drawing them must not disturb the random numbers of a trainer's own process.
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-            # Only the adapter of the output matrix is trained; the embedding it is tied to stays as it is.
+        # On the meta device peft draws no random numbers. `low_cpu_mem_usage` does the same, but by patching nn.Module
+        # for all threads of the process.
+        with PROCESS_WIDE, warnings.catch_warnings(), torch.device("meta"):
+            # Only the adapter of the output matrix is trained; the embedding it is tied to does not change.
             warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
-            # peft finds out by itself which layers hold their matrix transposed (GPT-2's Conv1D), and says so.
+            # peft detects layers with a transposed matrix (GPT-2's Conv1D) by itself, and warns about it.
             warnings.filterwarnings("ignore", message="fan_in_fan_out")
             # peft reads a property that newer releases of transformers have renamed.
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
             if self._peft is None:
-                self._peft = peft.PeftModel(self._model, peft_config, adapter_name=name)
+                try:
+                    self._peft = peft.PeftModel(self._model, peft_config, adapter_name=name)
+                except BaseException:
+                    _remove_peft(self._model)
+                    raise
                 self._model.requires_grad_(False)
             else:
                 self._peft.add_adapter(name, peft_config)
         marker = f".{name}."
-        parameters = {
-            key.replace(marker, "."): parameter for key, parameter in self._peft.named_parameters() if marker in key
-        }
-        shapes = {key: parameter.shape for key, parameter in parameters.items()}
-        _clear(parameters)
+        parameters: dict[str, nn.Parameter] = {}
+        shapes: dict[str, torch.Size] = {}
+        for key, on_meta in list(self._peft.named_parameters()):
+            if marker in key:
+                path, _, attribute = key.rpartition(".")
+                parameter = nn.Parameter(torch.empty(0, dtype=self._dtype))
+                setattr(self._peft.get_submodule(path), attribute, parameter)
+                parameters[key.replace(marker, ".")] = parameter
+                shapes[key.replace(marker, ".")] = on_meta.shape
         return _Slot(name, peft_config, parameters, shapes)
 
 
-def _clear(parameters: Mapping[str, nn.Parameter]) -> None:
-    for parameter in parameters.values():
-        parameter.data = parameter.data.new_empty(0)
-        parameter.grad = None
+def _remove_peft(model: Any) -> None:
+    """Undoes an injection that failed partway; otherwise peft would refuse the model from then on."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoraLayer):
+            path, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(path), attribute, module.get_base_layer())
+    vars(model).pop("peft_config", None)
 
 
 def _linear_layers(model: Any) -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""Loading a model with transformers, which takes seconds and needs no bar of its own beside a trainer's."""
+"""Loads models with transformers."""
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,16 +10,22 @@ if TYPE_CHECKING:
 
     import torch
 
+# Held wherever a library changes state of the whole process for a moment: transformers patches torch and its own
+# classes while it builds a model, and `warnings.catch_warnings` replaces the filters. If two threads did that at once,
+# one of them could restore what the other had set, for good.
+PROCESS_WIDE = threading.RLock()
+
 
 def load_model(path: Path | str, dtype: torch.dtype, **options: Any) -> Any:
-    """A causal language model from a folder or a hub id."""
+    """Loads a causal language model from a folder or a hub id, without a progress bar."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    shows_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
-    finally:
-        if shows_bars:
-            logging.enable_progress_bar()
+    with PROCESS_WIDE:
+        shows_bars = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        try:
+            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+        finally:
+            if shows_bars:
+                logging.enable_progress_bar()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,7 @@ _CHAT_TEMPLATE = (
 
 
 def build(folder: Path) -> None:
-    """Writes the model and its tokenizer into a folder; the same bits every time."""
+    """Writes the model and its tokenizer into a folder; identical bits every time."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -50,9 +50,17 @@ def build(folder: Path) -> None:
         pad_token_id=pad,
         tie_word_embeddings=False,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
+    with torch.device("meta"):  # where transformers draws nothing from torch's global generator
+        model: Any = LlamaForCausalLM(config)
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # the scale of a norm
+                parameter.fill_(1)
+            else:
+                parameter.normal_(0, config.initializer_range, generator=generator)
+    model.save_pretrained(folder)
 
 
 def _byte_alphabet() -> dict[str, int]:
