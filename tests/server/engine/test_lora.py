@@ -111,7 +111,7 @@ def test_trainers_at_the_same_time_make_the_same_weights_as_alone(tiny: BaseMode
         torch.manual_seed(5)
         results = [threads.submit(train_somewhere, i) for i in range(2)]
         start.wait(30)
-        drawn = []
+        drawn: list[Tensor] = []
         while len(drawn) < 2000:
             drawn.append(torch.rand(1))
             assert nn.Linear(1, 1, device="meta").weight.dtype == torch.float32
