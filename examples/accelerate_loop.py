@@ -1,4 +1,4 @@
-"""A remote model in an Accelerate loop: a loss of your own, accumulation and a schedule.
+"""A remote model in an Accelerate loop: a custom loss, gradient accumulation and a schedule.
 
 Run it with `python examples/accelerate_loop.py`, after `python -m pip install accelerate`.
 """
@@ -26,13 +26,13 @@ EPOCHS, ACCUMULATE = 6, 2
 
 
 def focal(logprobs: list[Tensor]) -> Tensor:
-    """Cross-entropy that cares less for what is likely already."""
+    """Focal loss: cross-entropy with less weight on tokens that are already likely."""
     p = torch.cat(logprobs)
     return -((1 - p.exp()) ** 2 * p).mean()
 
 
 def train(client: Any) -> list[float]:
-    """The mean loss of each epoch."""
+    """Returns the mean loss of each epoch."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
     remote = RemoteLM(client)
     adamw = RemoteAdamW(remote.parameters(), lr=1e-2)
@@ -51,7 +51,7 @@ def train(client: Any) -> list[float]:
             with accelerator.accumulate(model):
                 loss = focal(model(batch))
                 accelerator.backward(loss)  # divides by the number of micro-batches
-                optimizer.step()  # does nothing before the last of them
+                optimizer.step()  # does nothing before the last one
                 scheduler.step()
                 optimizer.zero_grad()
             losses.append(loss.item())

@@ -1,4 +1,4 @@
-"""A remote model in a Fabric loop: a loss of your own, accumulation, a schedule and a checkpoint.
+"""A remote model in a Fabric loop: a custom loss, gradient accumulation, a schedule and a checkpoint.
 
 Run it with `python examples/fabric.py`.
 """
@@ -26,13 +26,13 @@ EPOCHS, ACCUMULATE = 6, 2
 
 
 def focal(logprobs: list[Tensor]) -> Tensor:
-    """Cross-entropy that cares less for what is likely already."""
+    """Focal loss: cross-entropy with less weight on tokens that are already likely."""
     p = torch.cat(logprobs)
     return -((1 - p.exp()) ** 2 * p).mean()
 
 
 def train(client: Any, checkpoint: str) -> list[float]:
-    """The mean loss of each epoch."""
+    """Returns the mean loss of each epoch."""
     fabric = Fabric(accelerator="cpu", devices=1)  # the passes run on the server: one process is enough
     remote = RemoteLM(client)
     model, optimizer = fabric.setup(remote, RemoteAdamW(remote.parameters(), lr=1e-2))
@@ -52,7 +52,7 @@ def train(client: Any, checkpoint: str) -> list[float]:
                 scheduler.step()
                 optimizer.zero_grad()
         means.append(sum(losses) / len(losses))
-    # The weights and AdamW's moments are on the server: the file keeps where.
+    # The weights and AdamW's moments are on the server; the file records their path.
     path = client.save_state("end").result().path
     fabric.save(checkpoint, {"remote": path, "optimizer": optimizer, "scheduler": scheduler})
     return means

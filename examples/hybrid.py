@@ -1,7 +1,7 @@
-"""A remote model and a local parameter, trained by one optimizer: which answer belongs to which question?
+"""A remote model and a local parameter trained by one optimizer: matching answers to questions.
 
-As in CLIP, every question is scored with every answer, and a learned temperature sharpens the scores. The model that
-scores is remote; the temperature is a parameter here. Run it with `python examples/hybrid.py`.
+As in CLIP, every question is scored with every answer, and a learned temperature scales the scores. The scoring model is
+remote; the temperature is a local parameter. Run it with `python examples/hybrid.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PAIRS = [(b"sky?", b" blue"), (b"grass?", b" green"), (b"snow?", b" white"), (b"
 
 
 class Matcher(nn.Module):
-    """Scores of all questions (rows) with all answers (columns)."""
+    """Scores every question (row) with every answer (column)."""
 
     def __init__(self, client: Any) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Matcher(nn.Module):
 
 
 def train(client: Any, steps: int = 30) -> tuple[Matcher, list[float]]:
-    """The trained matcher, and the loss of each step."""
+    """Returns the trained matcher and the loss of each step."""
     model = Matcher(client)
     optimizer = RemoteAdamW(model.parameters(), lr=1e-2)
     right = torch.arange(len(PAIRS))
@@ -47,7 +47,7 @@ def train(client: Any, steps: int = 30) -> tuple[Matcher, list[float]]:
         loss = (cross_entropy(scores, right) + cross_entropy(scores.T, right)) / 2
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step()  # the remote model on its server, the temperature here
+        optimizer.step()  # steps the remote model on the server and the temperature locally
         losses.append(loss.item())
         if step % 5 == 0:
             hits = int((scores.argmax(1) == right).sum())

@@ -1,6 +1,6 @@
-"""A remote model in a plain torch loop: a loss of your own, accumulation and a schedule.
+"""A remote model in a plain PyTorch loop: a custom loss, gradient accumulation and a schedule.
 
-Run it with `python examples/plain_torch.py`. `fabric.py` and `accelerate_loop.py` train the same model, to the bit.
+Run it with `python examples/plain_torch.py`. `fabric.py` and `accelerate_loop.py` train the same model bit for bit.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ EPOCHS, ACCUMULATE = 6, 2
 
 
 def focal(logprobs: list[Tensor]) -> Tensor:
-    """Cross-entropy that cares less for what is likely already."""
+    """Focal loss: cross-entropy with less weight on tokens that are already likely."""
     p = torch.cat(logprobs)
     return -((1 - p.exp()) ** 2 * p).mean()
 
 
 def train(client: Any) -> list[float]:
-    """The mean loss of each epoch."""
+    """Returns the mean loss of each epoch."""
     model = RemoteLM(client)
     optimizer = RemoteAdamW(model.parameters(), lr=1e-2)
     scheduler = LinearLR(optimizer, 1.0, 0.1, total_iters=18)
