@@ -1,1 +1,1 @@
-"""Measurements of what the package promises. Each is a module to run: `python -m benchmarks.latency --quick`."""
+"""Benchmarks of the promises that the package makes. Run each as a module: `python -m benchmarks.latency --quick`."""

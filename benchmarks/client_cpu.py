@@ -1,4 +1,4 @@
-"""What a batch of 128 datums of 1,024 tokens costs the client's processor: ours and the official SDK.
+"""CPU time of the client for a batch of 128 datums of 1,024 tokens: ours and the official SDK.
 
 The server is a stub in another process, the same for both, that answers with prepared bytes. The clients run in
 processes of their own, by turns; what counts is their processor time, not the time that passes.
@@ -30,7 +30,7 @@ OPERATIONS = ("forward_backward", "forward_backward_custom")
 
 
 def serve_stub(extended: bool, ready: Callable[[str], None]) -> None:
-    """A server that takes everything, reads nothing of it, and answers every pass with the same log-probabilities."""
+    """A server that accepts everything without reading it and answers every pass with the same log-probabilities."""
     import orjson
     from starlette.applications import Starlette
     from starlette.responses import Response
@@ -71,7 +71,7 @@ def serve_stub(extended: bool, ready: Callable[[str], None]) -> None:
 
 
 def loss_fn(_: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-    """As cheap as a loss can be that uses every log-probability."""
+    """The cheapest loss that uses every log-probability."""
     import torch
 
     loss = -torch.cat(logprobs).mean()
@@ -79,7 +79,7 @@ def loss_fn(_: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, d
 
 
 def ours(url: str, official_datums: bool, repetitions: int) -> dict[str, float]:
-    """Processor milliseconds of each operation with our client."""
+    """Returns the CPU milliseconds of each operation with our client."""
     from tinker_lightning.client import connect
 
     with connect(url, api_key=KEY) as service:
@@ -91,7 +91,7 @@ def ours(url: str, official_datums: bool, repetitions: int) -> dict[str, float]:
 
 
 def sdk(url: str, official_datums: bool, repetitions: int) -> dict[str, float]:
-    """The same with the official SDK."""
+    """Returns the CPU milliseconds of each operation with the official SDK."""
     import tinker
 
     assert official_datums
@@ -102,7 +102,7 @@ def sdk(url: str, official_datums: bool, repetitions: int) -> dict[str, float]:
 def _measure(client: Any, data: list[Any], repetitions: int) -> dict[str, float]:
     import torch
 
-    torch.set_num_threads(1)  # idle threads of a pool would spin, and be counted
+    torch.set_num_threads(1)  # idle threads of a pool would spin and be counted
 
     def run(operation: str) -> None:
         if operation == "forward_backward":

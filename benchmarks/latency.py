@@ -1,4 +1,4 @@
-"""How many round trips a training step waits for: ours and the official SDK, as the slope of time over latency.
+"""Round trips per training step, measured as the slope of time over latency: ours and the official SDK.
 
 A proxy delays every byte between the client and a server whose work takes the same time whatever the delay. So the
 time of a step is a constant plus the round trips on its critical path times the round-trip time. That holds where the
@@ -37,13 +37,13 @@ WARM_UP = 1
 
 
 def loss_fn(_: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-    """A loss of one's own, whose value the loop has as soon as it was computed."""
+    """A custom loss whose value is available as soon as it is computed."""
     loss = -torch.cat(logprobs).mean()
     return loss, {"nll": loss.item()}
 
 
 def ours(url: str, n: int, steps: int) -> list[float]:
-    """Our client: the results of a step are read after the next one was sent."""
+    """Our client, reading the results of a step after sending the next one."""
     data = [Datum.from_tokens(IDS)]
     times = []
     with connect(url, api_key=KEY) as service:
@@ -61,7 +61,7 @@ def ours(url: str, n: int, steps: int) -> list[float]:
 
 
 def sdk_simple(url: str, n: int, steps: int) -> list[float]:
-    """The official SDK as its documentation shows it: each result is waited for."""
+    """The official SDK as in its documentation, waiting for each result."""
     data = [_sdk_datum()]
     times = []
     with tinker.ServiceClient(base_url=url, api_key=KEY) as service:
@@ -76,7 +76,7 @@ def sdk_simple(url: str, n: int, steps: int) -> list[float]:
 
 
 def sdk_best(url: str, n: int, steps: int) -> list[float]:
-    """The official SDK with all that its public interface lets overlap: micro-batches together, no result awaited."""
+    """The official SDK with everything overlapped that its public interface allows."""
     data = [_sdk_datum()]
     times = []
 
@@ -97,7 +97,7 @@ def sdk_best(url: str, n: int, steps: int) -> list[float]:
 
 
 def our_start(url: str, _: int, repetitions: int) -> list[float]:
-    """From nothing to a model that can be trained."""
+    """Returns the seconds from construction to the first trainable model."""
     times = []
     for _ in range(repetitions):
         start = time.perf_counter()
@@ -108,7 +108,7 @@ def our_start(url: str, _: int, repetitions: int) -> list[float]:
 
 
 def sdk_start(url: str, _: int, repetitions: int) -> list[float]:
-    """The same with the official SDK."""
+    """Returns the seconds from construction to the first trainable model with the official SDK."""
     times = []
     for _ in range(repetitions):
         start = time.perf_counter()
@@ -119,7 +119,7 @@ def sdk_start(url: str, _: int, repetitions: int) -> list[float]:
 
 
 def round_trips(measure: Measure, urls: dict[float, str], n: int, steps: int) -> dict[str, Any]:
-    """The slope of the median time over the round-trip time, and the times behind it in milliseconds."""
+    """Returns the slope of the median time over the round-trip time, and the times in milliseconds."""
     medians = {rtt: statistics.median(measure(url, n, steps)) for rtt, url in urls.items()}
     delayed = [rtt for rtt in urls if rtt > 0]
     slope, _ = np.polyfit(delayed, [medians[rtt] for rtt in delayed], 1)

@@ -1,4 +1,4 @@
-"""What a step of `Trainer.fit` waits for and costs: `strategy="tinker"`, a plain trainer, and loops without Lightning.
+"""Round trips and CPU time of a `Trainer.fit` step: `strategy="tinker"`, a plain trainer, and loops without Lightning.
 
 Round trips are counted as in `benchmarks.latency`, by the slope of a step's time over the latency of a proxy, where the
 latency is longer than the server's work. The overhead of the trainer is the processor time of this process; the server
@@ -42,7 +42,7 @@ OVERHEAD_N = 4
 
 
 class Module(RemoteModule):
-    """The loss of the other loops, in a module."""
+    """The same loss as in the other loops."""
 
     def loss(self, data: list[Any], logprobs: list[Tensor]) -> Any:
         return loss_fn(data, logprobs)
@@ -55,7 +55,7 @@ class OnServer(RemoteModule):
 
 
 class Local(pl.LightningModule):
-    """Next to nothing: what remains of a step is Lightning."""
+    """A model of one number, so that the time of a step is Lightning's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Local(pl.LightningModule):
 
 
 class Clock(pl.Callback):
-    """When each step was over, by a clock."""
+    """Records when each step ended."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.ends: list[float] = []
@@ -83,7 +83,7 @@ class Clock(pl.Callback):
 
 
 def fit(module: pl.LightningModule, strategy: str, n: int, steps: int, now: Callable[[], float]) -> list[float]:
-    """When each step of a fit was over, by a clock."""
+    """Returns when each step of a fit ended."""
     clock = Clock(now)
     data = [Datum.from_tokens(IDS)] * (n * (WARM_UP + steps))
     trainer = pl.Trainer(
@@ -105,14 +105,14 @@ def fit(module: pl.LightningModule, strategy: str, n: int, steps: int, now: Call
 def with_trainer(
     strategy: str, url: str, n: int, steps: int, now: Callable[[], float] = time.perf_counter
 ) -> list[float]:
-    """A fit on a new model."""
+    """Fits a new remote model."""
     with connect(url, api_key=KEY) as service:
         module = Module(service.create_lora_training_client("tiny", rank=4))
         return _laps(fit(module, strategy, n, steps, now))
 
 
 def with_server_loss(url: str, n: int, steps: int) -> list[float]:
-    """The mean over a fit whose loss runs on the server, with the wait at its end: most steps wait for nothing."""
+    """Returns the mean over a fit with a server-side loss, including the wait at its end."""
     with connect(url, api_key=KEY) as service:
         module = OnServer(service.create_lora_training_client("tiny", rank=4))
         ends = fit(module, "tinker", n, steps, time.perf_counter)
@@ -120,12 +120,12 @@ def with_server_loss(url: str, n: int, steps: int) -> list[float]:
 
 
 def with_lightning_alone(_: str, n: int, steps: int, now: Callable[[], float]) -> list[float]:
-    """A fit of a number on this machine."""
+    """Fits the local model."""
     return _laps(fit(Local(), "auto", n, steps, now))
 
 
 def with_client(url: str, n: int, steps: int, now: Callable[[], float]) -> list[float]:
-    """The client's own calls; the results of a step are read after the next one was sent."""
+    """A loop over the client's calls, reading the results of a step after sending the next one."""
     data, ends = [Datum.from_tokens(IDS)], []
     before: list[Any] = []
     with connect(url, api_key=KEY) as service:
@@ -141,7 +141,7 @@ def with_client(url: str, n: int, steps: int, now: Callable[[], float]) -> list[
 
 
 def with_torch(url: str, n: int, steps: int, now: Callable[[], float]) -> list[float]:
-    """A plain torch loop: the forwards are sent together, then the losses are computed one by one."""
+    """A plain torch loop that sends the forward passes together and then computes the losses."""
     data, ends = [Datum.from_tokens(IDS)], []
     with connect(url, api_key=KEY) as service:
         model = RemoteLM(service.create_lora_training_client("tiny", rank=4))
@@ -157,12 +157,12 @@ def with_torch(url: str, n: int, steps: int, now: Callable[[], float]) -> list[f
 
 
 def _laps(ends: list[float]) -> list[float]:
-    """How long each step took, without the first ones."""
+    """Returns the duration of each step after the warm-up."""
     return [end - start for start, end in pairwise(ends)][WARM_UP - 1 :]
 
 
 def journeys(urls: dict[bool, dict[float, str]], n: int, steps: int) -> list[dict[str, Any]]:
-    """Round trips and milliseconds of a step of `n` micro-batches, by loop."""
+    """Returns round trips and milliseconds per step of `n` micro-batches for each loop."""
     tinker, plain = partial(with_trainer, "tinker"), partial(with_trainer, "auto")
     ways: list[tuple[str, Measure, bool, int]] = [
         ('Trainer(strategy="tinker")', tinker, True, steps),
@@ -184,7 +184,7 @@ def journeys(urls: dict[bool, dict[float, str]], n: int, steps: int) -> list[dic
 
 
 def overhead(url: str, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """Processor milliseconds of this process for a step, and how much of that is more than the client's own loop."""
+    """Returns the CPU milliseconds per step of this process, and their ratio to the client's own loop."""
     ways: dict[str, Callable[..., list[float]]] = {
         "client": with_client,
         "RemoteLM, plain torch": with_torch,
@@ -193,7 +193,7 @@ def overhead(url: str, rounds: int, steps: int) -> list[dict[str, Any]]:
         "Trainer(), a local model of one number": with_lightning_alone,
     }
     measured: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):  # by turns, so that a busy machine is unfair to none
+    for _ in range(rounds):  # interleaved, so that noise affects all of them alike
         for name, measure in ways.items():
             measured[name].append(statistics.fmean(measure(url, OVERHEAD_N, steps, now=time.process_time)) * 1000)
     medians = {name: statistics.median(times) for name, times in measured.items()}
@@ -205,9 +205,9 @@ def overhead(url: str, rounds: int, steps: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     options = report.arguments(__doc__)
-    warnings.simplefilter("ignore")  # Lightning's advice for runs as short as these
+    warnings.simplefilter("ignore")  # Lightning warns about very short runs
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)  # idle threads of a pool would spin, and be counted
+    torch.set_num_threads(1)  # idle threads of a pool would spin and be counted
     rtts = [0.0, 0.1, 0.4] if options.quick else [0.0, 0.1, 0.3, 0.6]
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

@@ -1,4 +1,4 @@
-"""Servers in processes of their own, so that what is measured shares neither interpreter nor event loop with them."""
+"""Servers in separate processes, so that they share neither interpreter nor event loop with the measured client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def process(serve: Callable[..., None], *arguments: Any) -> Iterator[Any]:
-    """Runs `serve(*arguments, ready)` in another process; yields what it passes to `ready`, and ends it afterwards."""
+    """Runs `serve(*arguments, ready)` in another process and yields the value that it passes to `ready`."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_run, args=(serve, arguments, sender), daemon=True)
@@ -35,7 +35,7 @@ def _run(serve: Callable[..., None], arguments: tuple[Any, ...], sender: Any) ->
 
 
 def serve_trainer(folder: str, extended: bool, ready: Callable[[str], None]) -> None:
-    """The embedded trainer with `tiny`, whose passes take a few milliseconds."""
+    """Serves `tiny`, whose passes take a few milliseconds."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
@@ -49,7 +49,7 @@ def serve_trainer(folder: str, extended: bool, ready: Callable[[str], None]) -> 
 
 
 def serve_app(app: Starlette, ready: Callable[[str], None]) -> None:
-    """Serves an app on a free port of this machine for ever."""
+    """Serves an app on a free loopback port until it is terminated."""
     import uvicorn
 
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -57,7 +57,7 @@ def serve_app(app: Starlette, ready: Callable[[str], None]) -> None:
         fileno=listener.detach()
     )  # so that asyncio knows it as TCP and turns off Nagle's algorithm
     ready(f"http://127.0.0.1:{listener.getsockname()[1]}")
-    # Connections are kept, as a server behind a load balancer keeps them: what is measured is the steady state.
+    # Keep-alive is on, as behind a load balancer: the benchmark measures the steady state.
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=600)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # what uvicorn ends with: a clean end leaves no lock behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # a clean exit leaves no lock behind
     uvicorn.Server(config).run([listener])

@@ -1,4 +1,4 @@
-"""A TCP proxy that keeps every byte for a while: a network of known latency in front of a server on this machine."""
+"""A TCP proxy that delays every byte, to put a network of known latency in front of a local server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def serve_delays(host: str, port: int, delays: Sequence[float], ready: Callable[[list[str]], None]) -> None:
-    """Listens on one port for each delay in seconds, which holds for either direction; never returns.
+    """Listens on one port for each delay (in seconds, applied in either direction) and never returns.
 
     Bandwidth is not limited, order is kept, and opening a connection takes no round trip, as on one kept warm.
     """
@@ -33,7 +33,7 @@ async def _serve(host: str, port: int, delays: Sequence[float], ready: Callable[
 
 
 async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay: float) -> None:
-    """Passes on what is read, each piece `delay` seconds after it came; an empty piece is the end."""
+    """Forwards each chunk `delay` seconds after it arrived; an empty chunk ends the stream."""
     loop = asyncio.get_running_loop()
     under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 

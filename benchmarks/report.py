@@ -1,4 +1,4 @@
-"""Results on the terminal and in a file."""
+"""Prints results and writes them to a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def arguments(description: str | None) -> argparse.Namespace:
-    """What every benchmark takes: `--quick` and `--json FILE`."""
+    """Parses the options of every benchmark: `--quick` and `--json FILE`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer cases and repetitions, for a first look")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to a file")
@@ -22,7 +22,7 @@ def arguments(description: str | None) -> argparse.Namespace:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Prints rows with the same keys as a table that Markdown understands."""
+    """Prints rows with the same keys as a Markdown table."""
     lines = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     lines.insert(1, ["-" * width for width in widths])
@@ -32,7 +32,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def write(path: Path | None, results: dict[str, Any]) -> None:
-    """Writes results with the machine they were measured on, beside those of other benchmarks in the same file."""
+    """Adds results and a description of the machine to a JSON file."""
     if path is not None:
         machine = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
         others = json.loads(path.read_text()) if path.exists() else {}
