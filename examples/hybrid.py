@@ -1,7 +1,7 @@
 """A remote model and a local parameter trained by one optimizer: matching answers to questions.
 
-As in CLIP, every question is scored with every answer, and a learned temperature scales the scores. The scoring model is
-remote; the temperature is a local parameter. Run it with `python examples/hybrid.py`.
+As in CLIP, every question is scored with every answer, and a learned temperature scales the scores. The scoring model
+is remote; the temperature is a local parameter. Run it with `python examples/hybrid.py`.
 """
 
 from __future__ import annotations
