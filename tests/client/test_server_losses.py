@@ -580,7 +580,7 @@ def test_an_unreachable_server_is_named() -> None:  # R3.6
 
 
 def test_what_is_no_client_and_no_function(service: ServiceClient, model: TrainingClient) -> None:
-    with pytest.raises(InvalidInput, match=r"custom_loss takes the client that connect\(\) gives, got str"):
+    with pytest.raises(InvalidInput, match=r"custom_loss takes the client that connect\(\) returns, got str"):
         custom_loss("http://localhost", name="mine")
     custom_loss(model, name="by_a_model")(minimal)
     assert "by_a_model" in service.list_loss_functions()["available_loss_functions"]
@@ -753,7 +753,7 @@ def test_an_input_given_once_that_the_loss_does_not_read_is_refused(  # R3.4, R3
         InvalidInput, match=r"pulled does not read 'wird'; it reads reference_logprobs, target_tokens, weights$"
     ):
         model.forward_backward(texts(), "pulled", loss_fn_inputs=rows).result()
-    optional = {"weights": np.ones((3, T))}  # a variant reads it
+    optional = {"weights": np.ones((3, T))}  # the function asks for it
     assert model.forward(texts(), "pulled", loss_fn_inputs=optional).result().metrics["loss:sum"] > 0
     assert model.forward(texts(wird=reference), "pulled").result()  # a datum may have more than one loss needs
 

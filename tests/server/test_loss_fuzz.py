@@ -86,7 +86,10 @@ def seeds() -> list[tuple[str, dict[str, Any]]]:
         inputs = [{"name": each.name, "rank": each.rank} for each in loss.inputs]
         graph = loss.program.graph.encode()
         bodies.append(("create_custom_loss", {"name": fn.__name__, "inputs": inputs, "graph": graph}))
-    bodies.append((f"{EXT}/losses", {"loss": trace_batch_loss(optional, "fuzzed", "logits").encode()}))
+    bodies += [
+        (f"{EXT}/losses", {"loss": trace_batch_loss(optional, "fuzzed", "logits", present=present).encode()})
+        for present in ((), None)
+    ]
     bodies.append((f"{EXT}/losses", {"loss": trace_batch_loss(losses.gspo, "fuzzed", "logprobs").encode()}))
     return bodies
 
@@ -102,7 +105,7 @@ class Fuzzer:
     def upload(self) -> tuple[str, dict[str, Any]]:
         path, body = self.rng.choice(self.seeds)
         body = copy.deepcopy(body)
-        graph = body["graph"] if "graph" in body else self.rng.choice(body["loss"]["variants"])["graph"]
+        graph = body["graph"] if "graph" in body else body["loss"]["graph"]
         for _ in range(self.rng.choice([1, 1, 2, 3])):
             how = self.rng.random()
             with contextlib.suppress(AttributeError, KeyError, TypeError, IndexError, ValueError):  # broken already

@@ -192,11 +192,17 @@ def test_what_a_loss_returns_is_counted_too(api: Api, monkeypatch: pytest.Monkey
     assert "metrics" in trained(api, model, ids[-1], seq=2)
 
 
-def registered(api: Api, session: str, name: str, values: int, variants: int = 1) -> Any:
+def registered(api: Api, session: str, name: str, values: int) -> Any:
     """The answer to the registration of a loss with constants."""
     calls = [node("x", "torch.tensor", [1] * values), SUM]
-    variant = {"inputs": [], "absent": [], "graph": graph(*calls, output={"tuple": [ref("loss"), None, {"dict": {}}]})}
-    loss = {"name": name, "source": "logprobs", "hyperparameters": {}, "variants": [variant] * variants}
+    output: Any = {"tuple": [ref("loss"), None, {"dict": {}}]}
+    loss = {
+        "name": name,
+        "source": "logprobs",
+        "hyperparameters": {},
+        "inputs": [],
+        "graph": graph(*calls, output=output),
+    }
     return api.post(f"{EXT}/losses", {"session_id": session, "loss": loss})
 
 
@@ -204,7 +210,7 @@ def test_a_loss_that_has_no_room_is_refused(api: Api, monkeypatch: pytest.Monkey
     monkeypatch.setattr(loss_registry, "MAX_VALUES", 100)
     monkeypatch.setattr(loss_registry, "MAX_VALUES_OF_ALL", 150)
     first, second = api.session(), api.session()
-    assert "a session may keep 100" in registered(api, first, "wide", 20, variants=6).json()["detail"]
+    assert "a session may keep 100" in registered(api, first, "wide", 120).json()["detail"]
     assert registered(api, first, "a", 60).status_code == 200
     refused = registered(api, second, "b", 85)
     assert refused.status_code == 400
@@ -267,31 +273,30 @@ def test_a_metric_may_be_a_plain_number(api: Api) -> None:
     assert crafted(api, rank, rank="m")["metrics"]["custom/rank:sum"] == 1
 
 
-def test_a_graph_cannot_write_to_what_the_model_returns(api: Api) -> None:
-    """The log-probabilities that come back are the model's, whatever the loss does with its own."""
+def test_a_graph_cannot_write_to_what_the_model_returns(api: Api) -> None:  # R3.7
+    """Not through a view either: setting an item returns another tensor, and methods in place are not listed."""
     session = api.session()
     plain, other = api.model(session, 0), api.model(session, 1)
     detached = node("d", "detach", ref("logprobs"), op="call_method")
-    filled = node("f", "fill_", ref("d"), 7.0, op="call_method")
-    written = trained(api, plain, upload(api, session, detached, filled))
-    assert written["metrics"]["loss:sum"] == 70
-    assert written["loss_fn_outputs"] == api.run("forward_backward", api.train(other, 1))["loss_fn_outputs"]
-
-
-def test_neither_can_a_loss_of_a_batch(api: Api) -> None:
-    calls = [node("d", "detach", ref("logprobs"), op="call_method"), node("f", "torch.Tensor.fill_", ref("d"), 7.0)]
-    variant = {
-        "inputs": [],
-        "absent": [],
-        "graph": graph(*calls, SUM, output={"tuple": [ref("loss"), None, {"dict": {}}]}),
-    }
-    loss = {"name": "writer", "source": "logprobs", "hyperparameters": {}, "variants": [variant]}
-    session = api.session()
-    assert api.post(f"{EXT}/losses", {"session_id": session, "loss": loss}).status_code == 200
-    written = api.run("forward_backward", named(api, api.model(session, 0), "writer"))
-    expected = api.run("forward_backward", api.train(api.model(session, 1), 1))
-    assert written["metrics"]["loss:sum"] == 70
+    filled = node("f", "operator.setitem", ref("d"), {"slice": [None, None, None]}, 7.0)
+    total = node("total", "sum", ref("f"), op="call_method")
+    written = trained(api, plain, upload(api, session, detached, filled, total, metrics={"total": "total"}))
+    assert written["metrics"]["custom/total:sum"] == 70
+    expected = api.run("forward_backward", api.train(other, 1))
     assert written["loss_fn_outputs"] == expected["loss_fn_outputs"]
+    output: Any = {"tuple": [ref("loss"), None, {"dict": {}}]}
+    loss: dict[str, Any] = {
+        "name": "writer",
+        "source": "logprobs",
+        "graph": graph(detached, filled, SUM, output=output),
+    }
+    assert api.post(f"{EXT}/losses", {"session_id": session, "loss": loss}).status_code == 200
+    of_batch = api.run("forward_backward", named(api, api.model(session, 2), "writer"))
+    assert of_batch["loss_fn_outputs"] == expected["loss_fn_outputs"]
+    in_place = node("f", "torch.Tensor.fill_", ref("d"), 7.0)
+    loss |= {"graph": graph(detached, in_place, SUM, output=output)}
+    refused = api.post(f"{EXT}/losses", {"session_id": session, "loss": loss})
+    assert "the function 'fill_' is not among those" in refused.json()["detail"]
 
 
 @pytest.mark.parametrize("device", ["meta", "cuda", "cpu", "nowhere", 0])
@@ -326,8 +331,7 @@ def test_a_loss_of_a_batch_has_a_limit_that_no_batch_raises(api: Api, monkeypatc
         calls += [node(f"x{i}", target, ref(f"x{i - 1}"), *args, op="call_method") for i in range(1, 30)]
         output: Any = {"tuple": [ref("loss"), None, {"dict": {}}]}
         calls.append(node("loss", "sum", ref("x29"), op="call_method"))
-        variant = {"inputs": [], "absent": [], "graph": graph(*calls, output=output)}
-        loss = {"name": name, "source": "logprobs", "hyperparameters": {}, "variants": [variant]}
+        loss = {"name": name, "source": "logprobs", "graph": graph(*calls, output=output)}
         assert api.post(f"{EXT}/losses", {"session_id": session, "loss": loss}).status_code == 200
         return api.run("forward_backward", named(api, api.model(session, len(name)), name))
 
@@ -356,8 +360,7 @@ def test_no_diagnostic_takes_the_place_of_another(api: Api, names: list[str], be
 
 def test_diagnostics_that_would_be_one_metric_are_refused_at_once(api: Api) -> None:
     output = {"tuple": [ref("loss"), None, {"dict": {"a": ref("loss"), "a:unique": ref("loss")}}]}
-    variant = {"inputs": [], "absent": [], "graph": graph(SUM, output=output)}
-    loss = {"name": "mine", "source": "logprobs", "hyperparameters": {}, "variants": [variant]}
+    loss = {"name": "mine", "source": "logprobs", "graph": graph(SUM, output=output)}
     refused = api.post(f"{EXT}/losses", {"session_id": api.session(), "loss": loss})
     assert refused.status_code == 400
     assert "'a' and 'a:unique' would be the same metric" in refused.json()["detail"]

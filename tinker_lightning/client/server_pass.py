@@ -100,11 +100,12 @@ def prepare(
     if own is not None:
         if own.server is not service.losses:
             raise InvalidLoss(f"{own.name} was registered with another client; register it with this one too")
-        loss_id, settings = own.resolve(config or {})
+        present = {*(inputs or {}), *(name for datum in data for name in datum.loss_fn_inputs)}
+        if own.reads:
+            check_given(own.name, inputs or {}, own.reads | {_TARGETS} if own.is_of_library else own.reads)
         if own.is_of_library:
-            if own.graphs(loss_id):
-                check_given(own.name, inputs or {}, {*own.reads(loss_id), _TARGETS})
             data, inputs = own.checked(spread(data, inputs or {}), config or {}), None
+        loss_id, settings = own.resolve(config or {}, present)
         asked = _batch_pass(data, loss_id, settings, inputs, scale)
         if own.is_of_library:
             asked = replace(asked, finish=_with_values)

@@ -41,14 +41,6 @@ _RANKS = {
 }
 
 
-class StackedLogprobs:
-    """Log-probabilities that look like a list to a loss, but are one tensor: how a traced loss receives them."""
-
-    def as_tensor(self) -> Tensor:
-        """Returns the tensor, `[B, T]`."""
-        raise NotImplementedError
-
-
 class EmptyBatch(InvalidInput):
     """There are no datums."""
 
@@ -200,8 +192,7 @@ class Batch:
 
 def _of_rank(logprobs: Tensor, rank: int | None) -> Tensor:
     """Stacked log-probabilities, of targets of that rank."""
-    if isinstance(logprobs, StackedLogprobs):
-        logprobs = logprobs.as_tensor()
+    logprobs = logprobs[...]  # a traced function's log-probabilities may be used as a tensor only so
     if rank is None:
         return logprobs
     if is_traced(logprobs):

@@ -1,8 +1,4 @@
-"""A loss of a whole batch that a server keeps under a name: what it is given, its settings, and its graphs.
-
-One function may have several graphs: which inputs a batch has is known before it runs, so that
-`if "weights" in loss_fn_inputs` is decided by choosing a graph.
-"""
+"""A loss on a whole batch that a server keeps under a name: its inputs, its settings and its graph."""
 
 from __future__ import annotations
 
@@ -10,32 +6,31 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss
-from tinker_lightning.lossgraph.graphs.graph import Graph, Ref
+from tinker_lightning.lossgraph.graphs.graph import Graph
+from tinker_lightning.lossgraph.graphs.json import Ref
 from tinker_lightning.lossgraph.graphs.run import Program
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import Tensor
 
     from tinker_lightning.lossgraph.graphs.limits import Limits
 
-# What a loss is computed from: logits and a mask of what is no padding, or the log-probabilities of the targets.
+# What a loss is computed from: logits and a mask that is 0 on padding, or the log-probabilities of the targets.
 Source: TypeAlias = Literal["logits", "logprobs"]
 SOURCES: dict[Source, tuple[str, ...]] = {"logits": ("model_outputs", "attention_mask"), "logprobs": ("logprobs",)}
 Setting: TypeAlias = float | int | str | bool | None
 
-# How the names of losses begin that are uploaded without being registered: nobody uses them, and lists leave them out.
+# Prefixes of losses that are uploaded without being registered: nobody uses their names, and lists omit them.
 OF_LIBRARY, OF_OWN = UNLISTED = ("library.", "own.")
 
-MAX_VARIANTS = 16
+MAX_INPUTS = 64
 MAX_SETTINGS = 32
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _INPUT = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
@@ -44,11 +39,11 @@ _DIAGNOSTIC = re.compile(r"[^\x00-\x1f:]{1,100}(:[a-z0-9_]{1,20})?")
 
 @dataclass(frozen=True, slots=True)
 class LossFnOutput:
-    """What a loss on logits returns.
+    """The result of a loss on logits.
 
     Args:
-        loss: The scalar that is trained on.
-        logprobs: Log-probabilities to give back for each datum, usually `[B, T]`.
+        loss: The scalar to train on.
+        logprobs: Log-probabilities to return for each datum, usually `[B, T]`.
         diagnostics: Numbers to log, by name.
     """
 
@@ -59,51 +54,62 @@ class LossFnOutput:
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameter:
-    """A setting of a loss. One that is fixed has shaped the graph and cannot be changed in a call."""
+    """A setting of a loss. A fixed one has shaped the graph, so a call cannot change it."""
 
     default: Setting
     fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
-    """The graph for batches that have these inputs, and have not those that are absent."""
-
-    inputs: tuple[str, ...]
-    absent: tuple[str, ...]
-    program: Program
-
-
-@dataclass(frozen=True, slots=True)
 class BatchLoss:
-    """A loss of a whole batch, as graphs.
+    """A loss on a whole batch, as a graph.
 
     Args:
-        name: What it is called.
+        name: Its name.
         source: What it is computed from.
         hyperparameters: Its settings.
-        variants: Its graphs. Inputs of each are those of its source, then `loss_fn_inputs.*` and `hyperparameters.*`.
-        description: What lists say of it.
+        inputs: The names of the inputs that a batch must have.
+        program: The graph. It reads the inputs of its source, `loss_fn_inputs.*` and `hyperparameters.*`.
+        description: A line for listings.
+        asked: The inputs that the function has asked for while it was traced, and the answer. Not sent to a server.
     """
 
     name: str
     source: Source
     hyperparameters: Mapping[str, Hyperparameter]
-    variants: Sequence[Variant]
+    inputs: tuple[str, ...]
+    program: Program
     description: str = ""
-
-    def inputs(self, present: Iterable[str]) -> tuple[str, ...]:
-        """The names of the inputs that it reads, of those that are there.
-
-        Raises:
-            InvalidInput: If one is missing.
-        """
-        return self._variant(set(present)).inputs
+    asked: Mapping[str, bool] = field(default_factory=dict, compare=False)
 
     @property
     def reads(self) -> frozenset[str]:
-        """All inputs that it ever looks at."""
-        return frozenset(name for variant in self.variants for name in (*variant.inputs, *variant.absent))
+        """Returns the names of all inputs that it looks at."""
+        return frozenset((*self.inputs, *self.asked))
+
+    def fits(self, settings: Mapping[str, Any], present: Iterable[str] | None) -> bool:
+        """Returns whether tracing with these settings and inputs would give the same graph."""
+        if settings.keys() != self.hyperparameters.keys():
+            return False
+        fixed = ((settings[name], each.default) for name, each in self.hyperparameters.items() if each.fixed)
+        if any(type(value) is not type(default) or value != default for value, default in fixed):
+            return False
+        return present is None or all((name in present) == there for name, there in self.asked.items())
+
+    def select(self, present: Iterable[str]) -> tuple[str, ...]:
+        """Returns the names of the inputs that it reads.
+
+        Raises:
+            InvalidInput: If a batch with these inputs lacks one.
+        """
+        present = set(present)
+        if missing := [name for name in self.inputs if name not in present]:
+            raise InvalidInput(
+                f"loss_fn_inputs: {', '.join(missing)}: missing; {self.name} reads it. Give it with each datum, "
+                f"Datum.from_targets(..., {missing[0]}=...), or once for the batch, "
+                f"loss_fn_inputs={{{missing[0]!r}: ...}}."
+            )
+        return self.inputs
 
     def __call__(
         self,
@@ -112,14 +118,12 @@ class BatchLoss:
         hyperparameters: Mapping[str, Setting],
         limits: Limits,
     ) -> LossFnOutput:
-        """The loss of a batch, within limits.
+        """Returns the loss of a batch.
 
         Raises:
-            InvalidLoss: If a call of the graph fails, or takes too much.
+            InvalidLoss: If a call of the graph fails, or exceeds the limits.
         """
-        program = self._variant(set(inputs)).program
-        loss, logprobs, diagnostics = program(self._values(program, sources, inputs, hyperparameters), limits)
-        return LossFnOutput(loss, logprobs, diagnostics)
+        return LossFnOutput(*self.program(self._values(sources, inputs, hyperparameters), limits))
 
     def check(
         self,
@@ -128,25 +132,29 @@ class BatchLoss:
         hyperparameters: Mapping[str, Setting],
         limits: Limits,
     ) -> None:
-        """The same on shapes alone: all that can be told before the model runs."""
-        program = self._variant(set(inputs)).program
-        program.check(self._values(program, sources, inputs, hyperparameters), limits)
+        """Runs the graph on shapes alone, which finds most errors before the model runs."""
+        self.program.check(self._values(sources, inputs, hyperparameters), limits)
 
-    @property
-    def writes(self) -> bool:
-        """Whether it changes tensors in place, which may be those that it is given."""
-        return any(variant.program.writes for variant in self.variants)
+    def _values(
+        self, sources: Mapping[str, Tensor], inputs: Mapping[str, Tensor], hyperparameters: Mapping[str, Setting]
+    ) -> list[Any]:
+        tables: dict[str, Mapping[str, Any]] = {"loss_fn_inputs": inputs, "hyperparameters": hyperparameters}
+        values = []
+        for target in self.program.graph.inputs:
+            table, dot, name = target.partition(".")
+            values.append(tables[table][name] if dot else sources[target])
+        return values
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
-        """All settings, with those of a call.
+        """Returns all settings, with those of a call.
 
         Raises:
-            InvalidInput: If one is not known, is fixed, or has no value that it can have.
+            InvalidInput: If one is unknown, fixed, or has an invalid value.
         """
         return settings(self.name, self.hyperparameters, given)
 
     def encode(self) -> dict[str, Any]:
-        """The loss as JSON has it."""
+        """Returns the loss as JSON."""
         return {
             "name": self.name,
             "source": self.source,
@@ -154,100 +162,70 @@ class BatchLoss:
             "hyperparameters": {
                 name: {"default": each.default, "fixed": each.fixed} for name, each in self.hyperparameters.items()
             },
-            "variants": [
-                {
-                    "inputs": list(variant.inputs),
-                    "absent": list(variant.absent),
-                    "graph": variant.program.graph.encode(),
-                }
-                for variant in self.variants
-            ],
+            "inputs": list(self.inputs),
+            "graph": self.program.graph.encode(),
         }
 
     @property
     def digest(self) -> str:
-        """Names its contents: the same for the same loss."""
+        """Returns a hash of its contents."""
         return hashlib.sha256(json.dumps(self.encode(), sort_keys=True).encode()).hexdigest()[:16]
 
     @classmethod
     def decode(cls, message: Mapping[str, Any]) -> BatchLoss:
-        """A loss from its JSON.
+        """Returns the loss that JSON describes.
 
         Raises:
-            InvalidLoss: If it is none; says where.
+            InvalidLoss: If it does not describe one; says where.
         """
-        name = message.get("name")
+        name, source, inputs = message.get("name"), message.get("source"), message.get("inputs", [])
         check_name(name)
-        source = message.get("source")
         if not isinstance(source, str) or source not in SOURCES:
             raise InvalidLoss(f"source must be one of {', '.join(SOURCES)}, got {source!r:.40}")
         hyperparameters = _decode_hyperparameters(message.get("hyperparameters", {}))
-        entries = message.get("variants")
-        if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_VARIANTS:
-            raise InvalidLoss(f"variants must be a list of 1 to {MAX_VARIANTS} graphs")
-        variants = []
-        for i, entry in enumerate(entries):
-            try:
-                variants.append(_decode_variant(entry, SOURCES[source], hyperparameters))
-            except InvalidLoss as error:
-                raise InvalidLoss(f"variants[{i}]: {error}") from error
+        if not isinstance(inputs, list) or len(inputs) > MAX_INPUTS:
+            raise InvalidLoss(f"inputs must be a list of at most {MAX_INPUTS} names")
+        if not all(isinstance(each, str) and _INPUT.fullmatch(each) for each in inputs):
+            raise InvalidLoss("inputs: a name consists of letters, digits and '_'")
+        graph = Graph.decode(message.get("graph"))
+        known = {*SOURCES[source], *(f"loss_fn_inputs.{each}" for each in inputs)}
+        known |= {f"hyperparameters.{key}" for key, each in hyperparameters.items() if not each.fixed}
+        if unknown := [target for target in graph.inputs if target not in known]:
+            raise InvalidLoss(f"the graph reads {unknown[0]!r:.140}, which is not one of its inputs")
+        _check_output(graph.output)
         description = message.get("description", "")
         if not isinstance(description, str):
-            raise InvalidLoss("description must be a text")
-        return cls(str(name), source, hyperparameters, variants, description[:200])
-
-    def _variant(self, present: set[str]) -> Variant:
-        fitting = [variant for variant in self.variants if not present & set(variant.absent)]
-        missing: list[list[str]] = []
-        for variant in fitting:
-            lacks = [name for name in variant.inputs if name not in present]
-            if not lacks:
-                return variant
-            missing.append(lacks)
-        if not missing:
-            raise InvalidInput(f"{self.name} was not traced for a batch with the inputs {', '.join(sorted(present))}")
-        lacks = min(missing, key=len)
-        raise InvalidInput(
-            f"loss_fn_inputs: {', '.join(lacks)}: missing; {self.name} reads it. Give it with each datum, "
-            f"Datum.from_targets(..., {lacks[0]}=...), or once for the batch, loss_fn_inputs={{{lacks[0]!r}: ...}}."
-        )
-
-    @staticmethod
-    def _values(
-        program: Program,
-        sources: Mapping[str, Tensor],
-        inputs: Mapping[str, Tensor],
-        hyperparameters: Mapping[str, Setting],
-    ) -> list[Any]:
-        tables: dict[str, Mapping[str, Any]] = {"loss_fn_inputs": inputs, "hyperparameters": hyperparameters}
-        values = []
-        for target in program.graph.inputs:
-            table, dot, name = target.partition(".")
-            values.append(tables[table][name] if dot else sources[target])
-        return values
+            raise InvalidLoss("description must be a string")
+        return cls(str(name), source, hyperparameters, tuple(inputs), Program(graph), description[:200])
 
 
-def settings(loss: str, known: Mapping[str, Hyperparameter], given: Mapping[str, Any]) -> dict[str, Setting]:
-    """All settings of a loss, with those of a call.
+def settings(
+    loss: str, known: Mapping[str, Hyperparameter], given: Mapping[str, Any], *, takes_others: bool = False
+) -> dict[str, Setting]:
+    """Returns all settings of a loss, with those of a call.
+
+    Args:
+        loss: The loss's name.
+        known: Its settings.
+        given: The settings of a call.
+        takes_others: Whether it accepts any other setting too, because it has `**kwargs`.
 
     Raises:
-        InvalidInput: If one is not known, is fixed, or has no value that it can have.
+        InvalidInput: If one is unknown, fixed, or has an invalid value.
     """
     values = {name: each.default for name, each in known.items()}
-    for name, value in given.items():
-        value = value.item() if isinstance(value, np.generic) else value
+    for name, value in converted(known, given).items():
         if name not in known:
+            if takes_others:
+                values[name] = value
+                continue
             listing = ", ".join(known) or "no settings at all"
             raise InvalidInput(f"loss_fn_config: {loss} does not know {name!r}; it takes {listing}")
         default = known[name].default
-        if isinstance(value, float) and isinstance(default, int) and value.is_integer():
-            value = type(default)(value)  # the wire knows numbers only as floats
-        elif isinstance(value, int) and isinstance(default, float):
-            value = float(value)  # for the function may have asked for the type
         if known[name].fixed and value != default:
             raise InvalidInput(
-                f"loss_fn_config: {name} of {loss} is fixed to {default!r}, for the function decides by it what to "
-                f"compute. Register it once more, under another name, with {name}={value!r}."
+                f"loss_fn_config: {name} of {loss} is fixed to {default!r}, because the function decides by it what to "
+                f"compute. Register it again, under another name, with {name}={value!r}."
             )
         is_number = isinstance(value, int | float)
         is_wrong = not math.isfinite(value) if is_number else isinstance(default, int | float)
@@ -257,11 +235,28 @@ def settings(loss: str, known: Mapping[str, Hyperparameter], given: Mapping[str,
     return values
 
 
+def converted(known: Mapping[str, Hyperparameter], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a call with the types of their defaults: the wire has no numbers but floats."""
+    values = {name: plain(value) for name, value in given.items()}
+    for name in known.keys() & values.keys():
+        value, default = values[name], known[name].default
+        if isinstance(value, float) and isinstance(default, int) and value.is_integer():
+            values[name] = type(default)(value)
+        elif isinstance(value, int) and isinstance(default, float):
+            values[name] = float(value)  # the function may depend on the type
+    return values
+
+
+def plain(value: Any) -> Any:
+    """Returns a numpy number as a Python number, and anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def check_given(loss: str, given: Iterable[str], reads: Iterable[str]) -> None:
-    """Refuses inputs that were given once for the batch, hence for this loss, if it does not read them.
+    """Checks that a loss reads the inputs that were given once for the batch, and therefore for this loss.
 
     Raises:
-        InvalidInput: If there is one; names those that it reads.
+        InvalidInput: If it does not read one; names those that it reads.
     """
     if unread := [name for name in given if name not in reads]:
         raise InvalidInput(
@@ -270,7 +265,7 @@ def check_given(loss: str, given: Iterable[str], reads: Iterable[str]) -> None:
 
 
 def check_name(name: Any) -> None:
-    """Refuses what cannot be the name of a loss."""
+    """Raises `InvalidLoss` if this is not a valid name of a loss."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidLoss(
             f"a loss cannot be called {name!r:.80}: a name has up to 64 letters, digits, '_', '-' and '.', and begins "
@@ -279,16 +274,16 @@ def check_name(name: Any) -> None:
 
 
 def check_diagnostic(name: Any) -> None:
-    """Refuses what cannot be the name of a diagnostic."""
+    """Raises `InvalidLoss` if this is not a valid name of a diagnostic."""
     if not isinstance(name, str) or not _DIAGNOSTIC.fullmatch(name):
-        raise InvalidLoss(f"a diagnostic cannot be called {name!r:.120}; use a short text with at most one colon")
+        raise InvalidLoss(f"a diagnostic cannot be called {name!r:.120}; use a short string with at most one colon")
 
 
 def metric_names(diagnostics: Iterable[Any]) -> dict[str, str]:
-    """The metric that each diagnostic becomes, by its name: the protocol wants it to say how chunks are put together.
+    """Returns the metric that each diagnostic becomes: in the protocol the suffix says how chunks are combined.
 
     Raises:
-        InvalidLoss: If one cannot be called so, or two become the same.
+        InvalidLoss: If a name is invalid, or two become the same metric.
     """
     names: dict[str, str] = {}
     for name in diagnostics:
@@ -305,35 +300,14 @@ def _decode_hyperparameters(message: Any) -> dict[str, Hyperparameter]:
     decoded = {}
     for name, entry in message.items():
         if not _INPUT.fullmatch(name) or not isinstance(entry, dict):
-            raise InvalidLoss(f"hyperparameters: {name!r:.80} must be a name with an object behind it")
+            raise InvalidLoss(f"hyperparameters: {name!r:.80} must be a valid name, and its value an object")
         default, fixed = entry.get("default"), entry.get("fixed", False)
         if not isinstance(fixed, bool) or not (default is None or isinstance(default, bool | int | float | str)):
-            raise InvalidLoss(f"hyperparameters: {name}: default must be a number or text, and fixed true or false")
+            raise InvalidLoss(f"hyperparameters: {name}: default must be a number or string, and fixed true or false")
         if not fixed and (isinstance(default, bool) or not isinstance(default, int | float)):
             raise InvalidLoss(f"hyperparameters: {name}: only a number can change with each call; fix it")
         decoded[name] = Hyperparameter(default[:200] if isinstance(default, str) else default, fixed)
     return decoded
-
-
-def _decode_variant(message: Any, sources: tuple[str, ...], hyperparameters: Mapping[str, Hyperparameter]) -> Variant:
-    if not isinstance(message, dict):
-        raise InvalidLoss("must be an object with inputs, absent and graph")
-    names: list[tuple[str, ...]] = []
-    for key in ("inputs", "absent"):
-        listed = message.get(key, [])
-        if not isinstance(listed, list) or len(listed) > 64:
-            raise InvalidLoss(f"{key} must be a list of names")
-        if not all(isinstance(name, str) and _INPUT.fullmatch(name) for name in listed):
-            raise InvalidLoss(f"{key}: a name has letters, digits and '_' only")
-        names.append(tuple(listed))
-    inputs, absent = names
-    graph = Graph.decode(message.get("graph"))
-    known = {*sources, *(f"loss_fn_inputs.{name}" for name in inputs)}
-    known |= {f"hyperparameters.{name}" for name, each in hyperparameters.items() if not each.fixed}
-    if unknown := [target for target in graph.inputs if target not in known]:
-        raise InvalidLoss(f"the graph reads {unknown[0]!r:.140}, which is none of its inputs")
-    _check_output(graph.output)
-    return Variant(inputs, absent, Program(graph))
 
 
 def _check_output(output: Any) -> None:
@@ -347,4 +321,4 @@ def _check_output(output: Any) -> None:
     metric_names(diagnostics)
     for name, value in diagnostics.items():
         if not isinstance(value, Ref | int | float):
-            raise InvalidLoss(f"the diagnostic {name!r} is no number")
+            raise InvalidLoss(f"the diagnostic {name!r} is not a number")

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, fx
 
 from tinker_lightning.errors import InvalidDatum, InvalidLoss, LossNotScalar, LossNotTensor, LossNotTraceable
-from tinker_lightning.lossgraph.graphs.graph import Graph, Node, Ref
+from tinker_lightning.lossgraph.graphs.graph import Graph
+from tinker_lightning.lossgraph.graphs.json import Ref
 from tinker_lightning.lossgraph.graphs.limits import Limits
 from tinker_lightning.lossgraph.graphs.run import Program
-from tinker_lightning.lossgraph.tracing.record import DependsOn, Recorder, record
+from tinker_lightning.lossgraph.tracing.record import Recorder, record
 from tinker_lightning.lossgraph.tracing.signatures import place_of_function, signature_of
 
 if TYPE_CHECKING:
@@ -63,17 +64,20 @@ class DatumLoss:
         return cls(name[:200], tuple(inputs), Program(decoded))
 
     def scaled(self) -> DatumLoss:
-        """The same loss with one input more, by which it is multiplied."""
-        graph, place = self.program.graph, len(self.inputs)
-        # Behind the new placeholder every call moves up by one.
-        calls = [
-            Node(node.op, node.name, node.target, tuple(_moved(node.args, place)), _moved(dict(node.kwargs), place))
-            for node in graph.calls
-        ]
-        loss, metrics = _moved(graph.output, place)
-        calls.append(Node("call_function", "scaled_loss", "operator.mul", (loss, Ref(place))))
-        scaled = Graph.build([*graph.inputs, SCALE], calls, (Ref(place + len(calls)), metrics))
-        return DatumLoss.decode(self.name, [*self.inputs, LossInput(SCALE, 0)], scaled.encode())
+        """Returns the same loss with one more input, by which it is multiplied."""
+        message = self.program.graph.encode()
+        nodes, count = message["nodes"], len(self.inputs)
+        loss, metrics = nodes[-1]["args"][0]["tuple"]
+        scale = {"op": "placeholder", "name": SCALE, "target": SCALE}
+        product = {
+            "op": "call_function",
+            "name": "scaled_loss",
+            "target": "operator.mul",
+            "args": [loss, {"ref": SCALE}],
+        }
+        output = nodes[-1] | {"args": [{"tuple": [{"ref": "scaled_loss"}, metrics]}]}
+        message["nodes"] = [*nodes[:count], scale, *nodes[count:-1], product, output]
+        return DatumLoss.decode(self.name, [*self.inputs, LossInput(SCALE, 0)], message)
 
     def select(self, inputs: Mapping[str, TensorData]) -> list[TensorData]:
         """What it reads of a datum behind the log-probabilities, not yet as dense tensors.
@@ -119,11 +123,11 @@ class DatumLoss:
         self.program.check([torch.empty(shape, dtype=dtype, device="meta"), *arguments], limits, deadline)
 
     def tensors(self, selected: Sequence[TensorData], dtype: torch.dtype) -> list[Tensor]:
-        """What was selected, as tensors that may be written to; floating-point ones in that dtype."""
+        """Returns what was selected as dense tensors; floating-point ones in that dtype."""
         tensors = []
         for each, rank in zip(selected, self._ranks, strict=True):
             tensor = each.to_torch()
-            tensor = tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
+            tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
             tensors.append(tensor if rank else tensor.reshape(()))
         return tensors
 
@@ -143,9 +147,7 @@ class DatumLoss:
         Raises:
             InvalidLoss: If a call of the graph fails or takes too much, or the loss is no scalar.
         """
-        # A copy, where it writes to what it is given: that is not its own, and of a leaf autograd allows no writing.
-        given = logprobs.clone() if self.program.writes else logprobs
-        loss, metrics = self.program([given, *arguments], limits, deadline)
+        loss, metrics = self.program([logprobs, *arguments], limits, deadline)
         if not isinstance(loss, Tensor):
             raise LossNotTensor(f"the loss must be a tensor, got {type(loss).__name__}")
         if loss.ndim:
@@ -167,7 +169,7 @@ def trace_datum_loss(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> 
     inputs = _signature(fn, name, input_ranks)
 
     def body(recorder: Recorder) -> Any:
-        returned = fn(*(recorder.input(each.name, each.rank) for each in inputs))
+        returned = fn(*(recorder.input(each.name, each.rank, has_grad=each.name == _LOGPROBS) for each in inputs))
         if isinstance(returned, fx.Proxy):
             returned = returned, {}
         if not (isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], Mapping)):
@@ -186,10 +188,7 @@ def trace_datum_loss(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> 
             raise LossNotTraceable(f"{place_of_function(fn)}a metric cannot be called {others[0]!r:.100}; use a text")
         return loss, dict(metrics)
 
-    try:
-        graph = record(fn, body)
-    except DependsOn as blocked:
-        raise blocked.error from None
+    graph = record(fn, body)
     return replace(DatumLoss.decode(name, inputs, graph.encode()), program=Program(graph))
 
 
@@ -239,18 +238,3 @@ def _check_output(output: Any) -> None:
             )
         if not isinstance(value, Ref):
             raise InvalidLoss(f"the metric {name!r} must be a tensor")
-
-
-def _moved(value: Any, place: int) -> Any:
-    """An argument whose references to `place` and beyond lead one further."""
-    if isinstance(value, Ref):
-        return Ref(value.node + (value.node >= place))
-    if isinstance(value, tuple):
-        return tuple(_moved(part, place) for part in value)
-    if isinstance(value, list):
-        return [_moved(part, place) for part in value]
-    if isinstance(value, dict):
-        return {key: _moved(part, place) for key, part in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_moved(part, place) for part in (value.start, value.stop, value.step)))
-    return value

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.losses.library import checked, is_of_library
 from tinker_lightning.losses.surrogate import function_name
-from tinker_lightning.lossgraph.batch_loss import SOURCES, BatchLoss, LossFnOutput, check_name, settings
-from tinker_lightning.lossgraph.tracing.batch import trace_batch_loss
-from tinker_lightning.lossgraph.tracing.signatures import signature_of
+from tinker_lightning.lossgraph.batch_loss import (
+    SOURCES,
+    BatchLoss,
+    Hyperparameter,
+    LossFnOutput,
+    check_name,
+    converted,
+    settings,
+)
+from tinker_lightning.lossgraph.tracing.batch import read_hyperparameters, takes_others, trace_batch_loss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tinker_lightning.lossgraph.batch_loss import Setting, Source
     from tinker_lightning.lossgraph.graphs.graph import Graph
@@ -24,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["LossFnOutput", "ServerLoss", "custom_loss"]
 
 
-# A setting that decides what is computed may be another at each step; the graphs of those used last are kept.
+# A setting that decides what is computed may change at each step; only the graphs used last are kept.
 _KEPT_UPLOADS = 64
 
 
@@ -34,10 +40,10 @@ class LossServer(Protocol):
     by_name: dict[str, ServerLoss]
 
     def register(self, loss: BatchLoss) -> str:
-        """Uploads graphs; returns the loss's id."""
+        """Uploads a graph; returns the loss's id."""
 
     def register_function(self, name: str, function: Callable[..., Any], source: Source) -> str:
-        """Hands a function over as it is; returns the loss's id."""
+        """Hands over the function itself; returns the loss's id."""
 
 
 @dataclass(slots=True)
@@ -48,16 +54,16 @@ class _Upload:
 
 
 class ServerLoss:
-    """A loss that a server keeps. Call it to compute it here; pass it, or its name, to `forward_backward`.
+    """A loss that runs on a server. Call it to compute it locally; pass it, or its name, to `forward_backward`.
 
     Args:
         server: Where it is kept.
-        name: What to call it.
+        name: Its name.
         function: The function.
         source: What it is computed from.
-        fixed: Values of hyperparameters that are not to change from call to call.
-        trace: Whether to send its graphs; else the function itself is handed over.
-        of_lists: Whether the function was written for lists of datums and log-probabilities, as routes take them.
+        fixed: Values of hyperparameters that calls cannot change.
+        trace: Whether to send a graph; otherwise the function itself is handed over.
+        of_lists: Whether the function was written for lists of datums and log-probabilities, as `RemoteModule.loss`.
     """
 
     def __init__(
@@ -76,79 +82,82 @@ class ServerLoss:
         self.source = source
         self.function = function
         self._fixed = dict(fixed)
+        self._trace = trace
         self._of_lists = of_lists
-        self._uploads: OrderedDict[Any, _Upload] = OrderedDict()
+        self._uploads: list[_Upload] = []  # the last used at the end
         self._function_id: str | None = None
-        self._first = self._uploaded(self._traced(self._fixed)).loss if trace else None
-        if not trace:
+        defaults = read_hyperparameters(function, source)
+        self._takes_others = takes_others(function)
+        if not self._takes_others and (unknown := [key for key in fixed if key not in defaults]):
+            raise InvalidLoss(f"{name} has no hyperparameter {unknown[0]!r}; it has {', '.join(defaults) or 'none'}")
+        self._known = {key: Hyperparameter(value) for key, value in {**defaults, **fixed}.items()}
+        if trace:
+            self._uploaded({}, None)
+        else:
             self._register_function()
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns."""
+        """Calls the function."""
         self._check_fixed(kwargs)
         return self.function(*args, **{**self._fixed, **kwargs})
 
-    def resolve(self, config: Mapping[str, Any]) -> tuple[str, dict[str, float | str]]:
-        """The id of the loss for a call with these settings, and those that the call still has to carry.
+    def resolve(self, config: Mapping[str, Any], present: Iterable[str]) -> tuple[str, dict[str, float | str]]:
+        """Returns the id of the loss for a call, and the settings that the call still has to carry.
 
-        A setting by which the function decides what to compute makes another graph, which is uploaded at its first use.
+        A setting by which the function decides what to compute leads to another graph, as does the lack of an input
+        that the function asks for. It is traced and uploaded at its first use.
+
+        Args:
+            config: The settings of the call.
+            present: The names of the inputs that the batch has.
 
         Raises:
-            InvalidInput: If a setting is not known, is fixed to another value, or has none that it can have.
+            InvalidInput: If a setting is unknown, is fixed to another value, or has an invalid value.
         """
         self._check_fixed(config)
-        first = self._first
-        if first is None:
+        if not self._trace:
             return self._function_id or self._register_function(), dict(config)
-        if unknown := [name for name in config if name not in first.hyperparameters]:
-            known = ", ".join(first.hyperparameters) or "no settings at all"
+        if not self._takes_others and (unknown := [name for name in config if name not in self._known]):
+            known = ", ".join(self._known) or "no settings at all"
             raise InvalidInput(f"loss_fn_config: {self.name} does not know {unknown[0]!r}; it takes {known}")
-        decided = {name: value for name, value in config.items() if first.hyperparameters[name].fixed}
-        while True:
-            upload = self._traced({**self._fixed, **decided})
-            carried = {name: value for name, value in config.items() if name not in decided}
-            # With these settings the function may decide by others, too.
-            further = {name: value for name, value in carried.items() if upload.loss.hyperparameters[name].fixed}
-            if not further:
-                break
-            decided |= further
-        settings(self.name, upload.loss.hyperparameters, carried)
-        return self._uploaded(upload).loss_id, carried
+        upload = self._uploaded(converted(self._known, config), frozenset(present))
+        known_there = upload.loss.hyperparameters
+        carried = {name: value for name, value in config.items() if not known_there[name].fixed}
+        settings(self.name, known_there, carried)
+        return upload.loss_id, carried
 
     def lose(self, loss_id: str) -> None:
-        """Says that a pass with this id has failed: the server may no longer know it, so the next one uploads it."""
+        """Notes that a pass with this id has failed: the server may no longer know it, so the next one uploads it."""
         if self._function_id == loss_id:
             self._function_id = None
-        for upload in list(self._uploads.values()):
+        for upload in list(self._uploads):
             upload.is_there &= upload.loss_id != loss_id
 
     def graphs(self, loss_id: str) -> list[Graph]:
-        """Those of the loss with this id, as they were traced here; none of a function that was handed over."""
-        uploads = [upload for upload in self._uploads.values() if upload.loss_id == loss_id]
-        return [variant.program.graph for upload in uploads for variant in upload.loss.variants]
+        """Returns the graph of the loss with this id, as it was traced; none if the function was handed over."""
+        return [upload.loss.program.graph for upload in self._uploads if upload.loss_id == loss_id]
 
-    def reads(self, loss_id: str) -> frozenset[str]:
-        """All inputs that the loss with this id ever looks at, where it was traced."""
-        uploads = [upload for upload in self._uploads.values() if upload.loss_id == loss_id]
-        return frozenset(name for upload in uploads for name in upload.loss.reads)
+    @property
+    def reads(self) -> frozenset[str]:
+        """Returns the names of all inputs that it looks at, if it was traced."""
+        return frozenset(name for upload in self._uploads for name in upload.loss.reads)
 
     @property
     def diagnostics(self) -> frozenset[str]:
-        """The names of all diagnostics that are known, which are those of graphs."""
-        losses = [upload.loss for upload in self._uploads.values()]
-        return frozenset(name for loss in losses for each in loss.variants for name in each.program.graph.output[2])
+        """Returns the names of its diagnostics, as far as they are known from graphs."""
+        return frozenset(name for upload in self._uploads for name in upload.loss.program.graph.output[2])
 
     @property
     def is_of_library(self) -> bool:
-        """Whether it is a loss of this package, of which it is known here what it reads."""
+        """Returns whether it is a loss of `tinker_lightning.losses`, whose inputs can be checked locally."""
         return self.source == "logprobs" and is_of_library(self.function)
 
     def checked(self, data: Sequence[Datum], config: Mapping[str, Any]) -> list[Datum]:
-        """The datums as they are to be sent, where it `is_of_library`.
+        """Returns the datums to send, if it `is_of_library`.
 
         Raises:
-            InvalidInput: If the loss would refuse them here.
+            InvalidInput: If the loss would not accept them locally.
         """
         return checked(self.function, data, {**self._fixed, **config})
 
@@ -160,25 +169,29 @@ class ServerLoss:
                     f"cannot be {given[name]!r} in a call. Leave it out there, to give it with each call."
                 )
 
-    def _traced(self, fixed: Mapping[str, Setting]) -> _Upload:
-        """The graphs with these settings, which may not be on the server yet."""
-        key = _key(fixed)
-        if key not in self._uploads:
-            loss = trace_batch_loss(self.function, self.name, self.source, fixed, of_lists=self._of_lists)
-            self._uploads[key] = _Upload(loss)
-        self._uploads.move_to_end(key)
-        while len(self._uploads) > _KEPT_UPLOADS:
-            self._uploads.popitem(last=False)
-        return self._uploads[key]
-
-    def _uploaded(self, upload: _Upload) -> _Upload:
-        """The same, on the server."""
+    def _uploaded(self, config: Mapping[str, Any], present: frozenset[str] | None) -> _Upload:
+        """Returns the graph for these settings and inputs, on the server."""
+        values = {**{name: each.default for name, each in self._known.items()}, **config}
+        upload = next((each for each in reversed(self._uploads) if each.loss.fits(values, present)), None)
+        if upload is None:
+            loss = trace_batch_loss(
+                self.function,
+                self.name,
+                self.source,
+                self._fixed,
+                settings=config,
+                present=present,
+                of_lists=self._of_lists,
+            )
+            upload = _Upload(loss)
         if not upload.is_there:
             upload.loss_id, upload.is_there = self.server.register(upload.loss), True
+        self._uploads = [*(each for each in self._uploads if each is not upload), upload][-_KEPT_UPLOADS:]
         return upload
 
     def _register_function(self) -> str:
-        self._function_id = self.server.register_function(self.name, _bound(self.function, self._fixed), self.source)
+        function = functools.partial(self.function, **self._fixed) if self._fixed else self.function
+        self._function_id = self.server.register_function(self.name, function, self.source)
         return self._function_id
 
 
@@ -193,30 +206,30 @@ def custom_loss(
     """Makes a function a loss that the server runs; training refers to it by name.
 
     On logits it takes `(model_outputs, loss_fn_inputs, attention_mask, **hyperparameters)`: logits `[B, T, V]`, a dict
-    of tensors, a mask `[B, T]` of what is no padding; it returns a `LossFnOutput`. On log-probabilities it takes
+    of tensors, a mask `[B, T]` that is 0 on padding; it returns a `LossFnOutput`. On log-probabilities it takes
     `(data, logprobs, **hyperparameters)`, as the losses of `tinker_lightning.losses` do: a dict of tensors `[B, T]`,
     and the log-probabilities of the targets; it returns `(loss, metrics)`.
 
     The function is traced here and sent as data, not as code. A traced function is the same at every call: what Python
-    decides, it decides now.
+    decides, it decides while tracing.
 
     Args:
-        client: The client that `connect()` gives, or a training client that it made, for they share their losses.
-        name: What to call the loss; the function's name if not given. A lambda has none.
+        client: The client that `connect()` returns, or a training client created by it; they share their losses.
+        name: The loss's name; by default the function's. A lambda has none.
         on: What the loss is computed from.
-        trace: If False the function itself is handed over: to a trainer in this process as it is, elsewhere pickled,
-            which only a server takes that was started with `--allow-pickled-losses`.
-        **fixed: Values of hyperparameters that are not to change from call to call.
+        trace: If False, the function itself is handed over: to a trainer in this process as it is, elsewhere pickled,
+            which a server accepts only if it was started with `--allow-pickled-losses`.
+        **fixed: Values of hyperparameters that calls cannot change.
 
     Raises:
-        LossNotTraceable: If the function does what cannot be traced; names the line.
-        InvalidLoss: If the server refuses it.
+        LossNotTraceable: If the function cannot be traced; names the line.
+        InvalidLoss: If the server does not accept it.
         ServerUnreachable: If there is no server.
     """
     server: LossServer | None = getattr(client, "losses", None)
     if server is None:
         raise InvalidInput(
-            f"custom_loss takes the client that connect() gives, got {type(client).__name__}: "
+            f"custom_loss takes the client that connect() returns, got {type(client).__name__}: "
             "client = connect(url); @custom_loss(client, name='my_loss')"
         )
     if on not in SOURCES:
@@ -229,23 +242,10 @@ def custom_loss(
         try:
             check_name(called)
         except InvalidLoss as error:
-            mend = "" if name else ". Give it a name: custom_loss(client, name='my_loss')"
-            raise InvalidLoss(f"{error}{mend}") from None
+            fix = "" if name else ". Give it a name: custom_loss(client, name='my_loss')"
+            raise InvalidLoss(f"{error}{fix}") from None
         loss = ServerLoss(server, called, function, on, fixed, trace=trace)
         server.by_name[called] = loss
         return loss
 
     return decorate
-
-
-def _bound(function: Callable[..., Any], fixed: Mapping[str, Setting]) -> Callable[..., Any]:
-    if not fixed:
-        return function
-    if unknown := [key for key in fixed if key not in signature_of(function).parameters]:
-        raise InvalidLoss(f"the function has no hyperparameter {unknown[0]!r}")
-    return functools.partial(function, **fixed)
-
-
-def _key(fixed: Mapping[str, Setting]) -> tuple[tuple[str, type, Setting], ...]:
-    """With types, for `True == 1`."""
-    return tuple((name, type(value), value) for name, value in sorted(fixed.items()))

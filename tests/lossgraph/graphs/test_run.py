@@ -15,7 +15,7 @@ from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.lossgraph.graphs import functions
 from tinker_lightning.lossgraph.graphs.graph import Graph, Node, Ref
 from tinker_lightning.lossgraph.graphs.limits import Limits
-from tinker_lightning.lossgraph.graphs.run import _WRITING, Program
+from tinker_lightning.lossgraph.graphs.run import Program
 
 X = Ref(0)
 
@@ -154,10 +154,6 @@ BOMBS: dict[str, tuple[Node, ...]] = {
     "tuples added to each other": tuple(
         call("operator.add", *([(1, 2)] * 2 if not i else [Ref(1 + i)] * 2)) for i in range(40)
     ),
-    "a division that ends the process": (
-        call("torch.full", (4,), -(2**63), dtype=torch.int64),
-        call("torch.div", Ref(2), -1, rounding_mode="trunc"),
-    ),
 }
 
 
@@ -264,15 +260,11 @@ def test_values_whose_size_depends_on_values() -> None:
         run(call("operator.gt", X, 0), call("operator.getitem", X, Ref(1)), method("repeat", Ref(2), 10**9), x=x)
 
 
-def test_items_are_set_in_place_with_a_gradient() -> None:
+def test_items_are_set_in_a_copy_with_a_gradient() -> None:
     x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    calls = (
-        method("clone", X),
-        call("operator.gt", X, 1.5),
-        call("operator.setitem", Ref(1), Ref(2), 0.0),
-        method("sum", Ref(1)),
-    )
+    calls = (call("operator.gt", X, 1.5), call("operator.setitem", X, Ref(1), 0.0), method("sum", Ref(2)))
     total = run(*calls, x=x)
+    assert x._version == 0
     total.backward()
     assert total.item() == 1.0
     assert x.grad is not None
@@ -350,14 +342,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "unfold": (0, 2, 1),
     "unsqueeze": (0,),
     "view": (4, 3),
-    "fill_": (1.0,),
-    "clamp_": (-1.0, 1.0),
-    "clamp_max_": (1.0,),
-    "clamp_min_": (-1.0,),
-    "div_": (2.0,),
     "layer_norm": ((4,),),
-    "mul_": (2.0,),
-    "pow_": (2.0,),
     "special_logsumexp": (-1,),
 }
 WHOLE = ("bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "one_hot")
@@ -393,7 +378,7 @@ def test_everything_on_the_list_that_takes_a_tensor_runs(op_and_name: tuple[str,
     expected = functions.find(op, name).call(x.clone(), *arguments)
     given = x.clone()
     got = program(Node(op, "bomb", name, (X, *arguments)))([given])
-    assert bool(given._version) == (short in _WRITING)
+    assert given._version == 0  # R3.7
     torch.testing.assert_close(plain(got), plain(expected), equal_nan=True)
 
 

@@ -1,4 +1,4 @@
-"""Of what a graph calls it is known whether it writes: that is copied before it is given the model's own numbers."""
+"""No function that a graph may call changes a tensor that it is given."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ import torch
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.lossgraph.graphs.functions import FUNCTIONS, METHODS
 from tinker_lightning.lossgraph.graphs.graph import Graph, Node, Ref
-from tinker_lightning.lossgraph.graphs.run import _WRITING, Program
+from tinker_lightning.lossgraph.graphs.run import Program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def test_every_method_that_writes_is_known_to() -> None:
-    assert {"operator.setitem", "add_", "copy_", "div_", "scatter_"} < _WRITING
+@pytest.mark.parametrize("name", ["add_", "fill_", "zero_", "copy_", "masked_fill_", "resize_", "set_"])
+@pytest.mark.parametrize(("op", "prefix"), [("call_method", ""), ("call_function", "torch.Tensor.")])
+def test_methods_in_place_are_not_listed(op: str, prefix: str, name: str) -> None:  # R3.7
+    """Tracing replaces them."""
+    assert not [each for each in METHODS if each.endswith("_")]
+    with pytest.raises(InvalidLoss, match=f"node 'a': the .* '{name}' is not among those"):
+        Graph.build(["x"], [Node(op, "a", f"{prefix}{name}", (Ref(0), 1.0))], Ref(1))
+
+
+def test_the_functions_that_can_be_told_to_write_are_found() -> None:
     told = {"torch.nn.functional.relu": 0, "torch.nn.functional.normalize": 3, "torch.nn.functional.threshold": 2}
     assert {name: len(before) for name, _, before in TOLD_TO_WRITE if name in told} == told
 

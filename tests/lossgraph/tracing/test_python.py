@@ -66,33 +66,58 @@ def matched(value: Any) -> Any:
         lambda logprobs, weights: ((logprobs * (weights if isinstance(weights, Tensor) else 1.0)).sum(), {}),
         lambda logprobs, weights: ((logprobs * (weights if torch.is_tensor(weights) else 1.0)).sum(), {}),
         lambda logprobs, weights: (logprobs.sum() * (2 if isinstance(weights.data, Tensor) else 3), {}),
-        lambda logprobs, weights: (logprobs.sum() * (2 if isinstance(weights.max(0), tuple) else 3), {}),
         lambda logprobs, weights: (logprobs.sum() * (2 if isinstance(weights.max(0).values, Tensor) else 3), {}),
         lambda logprobs, weights: (logprobs.sum() * (2 if isinstance(weights.max(), Tensor) else 3), {}),
+        lambda logprobs, weights: (logprobs.sum() * (2 if isinstance(weights, torch.nn.Parameter) else 3), {}),
+        lambda logprobs, weights: (logprobs.sum() * (2 if hasattr(weights, "loss_fn_inputs") else 3), {}),
+        lambda logprobs, weights: (doubled(logprobs).sum() + matched(logprobs).sum(), {}),
+    ],
+)
+def test_tensors_have_the_type_of_tensors(fn: Any) -> None:  # R3.2
+    assert_same(fn)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda logprobs, weights: (logprobs.sum() * (2 if isinstance(weights.max(0), tuple) else 3), {}),
         lambda logprobs, weights: (logprobs.sum() * (2 if isinstance(weights.shape[0], int) else 3), {}),
         lambda logprobs, weights: (logprobs.sum() * (2 if isinstance(weights.shape[0] / 2, float) else 3), {}),
         lambda logprobs, weights: (logprobs.sum() * (2 if isinstance(weights.shape, tuple) else 3), {}),
         lambda logprobs, weights: (logprobs.sum() * (2 if isinstance(weights.sum().item(), Tensor) else 3), {}),
         lambda logprobs, weights: (logprobs.sum() * (2 if isinstance(weights.sum().item(), int | float) else 3), {}),
-        lambda logprobs, weights: (logprobs.sum() * (2 if isinstance(weights, torch.nn.Parameter) else 3), {}),
-        lambda logprobs, weights: (logprobs.sum() * (2 if hasattr(weights, "loss_fn_inputs") else 3), {}),
         lambda logprobs, weights: (logprobs.sum() * (2 if hasattr(weights.shape[0], "item") else 3), {}),
-        lambda logprobs, weights: (doubled(logprobs).sum() + matched(logprobs).sum(), {}),
+        lambda logprobs, weights: (logprobs.sum() * doubled(weights.shape[0]), {}),
+        lambda logprobs, weights: (logprobs.sum() * matched(weights.shape[0]), {}),
     ],
 )
-def test_types_are_those_of_python(fn: Any) -> None:  # R3.2
-    assert_same(fn)
+def test_the_type_of_anything_else_is_refused(fn: Any) -> None:
+    """Of a size, a number or a tuple it is not known, so that no branch is taken silently."""
+    with pytest.raises(LossNotTraceable, match=r"test_python.py:\d+: (?s:.*)(asks for the type|reads the attribute)"):
+        trace_datum_loss(fn, {"logprobs": 1, "weights": 1})
+
+
+def test_what_a_function_catches_is_raised_all_the_same() -> None:
+    def loss(logprobs: Tensor, weights: Tensor) -> Any:
+        try:
+            scale = float(weights.sum())
+        except Exception:
+            scale = 1.0
+        return logprobs.sum() * scale, {}
+
+    with pytest.raises(LossNotTraceable, match=r"scale = float\(weights.sum\(\)\)\n"):
+        trace_datum_loss(loss, {"logprobs": 1, "weights": 1})
 
 
 def by_type(outputs: Tensor, inputs: Any, mask: Tensor, a: float = 1, b: float = 0.5) -> LossFnOutput:
     scale = a if isinstance(a, int) else 10.0
-    return LossFnOutput(outputs.square().mean() * scale * (b if isinstance(b, float) else 7.0))
+    return LossFnOutput(outputs.square().mean() * scale * b)
 
 
 @pytest.mark.parametrize("settings", [{}, {"a": 3}, {"a": 2.5}, {"a": 3, "b": 0.25}])
-def test_the_type_of_a_setting(settings: dict[str, float]) -> None:
+def test_a_setting_whose_type_is_asked_for_is_fixed(settings: dict[str, float]) -> None:
     traced = assert_batch_same(by_type, **settings)
-    assert traced.hyperparameters["a"].fixed  # a whole number by default may be given as a fraction
+    assert traced.hyperparameters["a"].fixed
     assert not traced.hyperparameters["b"].fixed
 
 
@@ -171,13 +196,19 @@ def test_a_setting_in_a_text_is_fixed() -> None:
 @pytest.mark.parametrize(
     ("fn", "because"),
     [
-        (lambda logprobs, weights: (logprobs.sum(), {f"custom/{weights.sum()}:sum": logprobs.sum()}), "makes text of"),
-        (lambda logprobs, weights: (logprobs.sum(), {f"custom/{[weights]}:sum": logprobs.sum()}), "makes text of"),
+        (
+            lambda logprobs, weights: (logprobs.sum(), {f"custom/{weights.sum()}:sum": logprobs.sum()}),
+            "formats a value as text",
+        ),
+        (
+            lambda logprobs, weights: (logprobs.sum(), {f"custom/{[weights]}:sum": logprobs.sum()}),
+            "formats a value as text",
+        ),
         (lambda logprobs, weights: (logprobs.sum() * logprobs.real, {}), "the attribute 'real'.*can read T, data,"),
         (lambda logprobs, weights: (logprobs.sum() * logprobs.nbytes, {}), "the attribute 'nbytes'"),
         (lambda logprobs, weights: (logprobs.sum() * logprobs.lenght, {}), "Tensor has no attribute 'lenght'"),
         (lambda logprobs, weights: (logprobs.sum() * (logprobs.grad_fn is None), {}), "the attribute 'grad_fn'"),
-        (lambda logprobs, weights: (StraightThrough.apply(logprobs).sum(), {}), "a backward of its own"),  # type: ignore[no-untyped-call]
+        (lambda logprobs, weights: (StraightThrough.apply(logprobs).sum(), {}), "a custom backward"),  # type: ignore[no-untyped-call]
         (lambda logprobs, weights: (copy.deepcopy(logprobs).sum(), {}), "copies a tensor.*x.clone"),
         (lambda logprobs, weights: (copy.copy(logprobs).sum(), {}), "x.clone"),
         (lambda logprobs, weights: (torch.exp(logprobs, out=weights).sum(), {}), "the argument 'out' is not taken"),

@@ -48,10 +48,10 @@ class Function:
 _POINTWISE = """
 abs absolute acos acosh add addcdiv addcmul arctan2 asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or
 bitwise_xor ceil clamp clamp_max clamp_min clip copysign cos cosh digamma eq erf erfc erfinv exp exp2 expm1 fix
-float_power floor floor_divide fmax fmin fmod frac ge greater greater_equal gt heaviside hypot isclose isfinite isinf
+float_power floor fmax fmin frac ge greater greater_equal gt heaviside hypot isclose isfinite isinf
 isnan isneginf isposinf le lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and
 logical_not logical_or logical_xor logit lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative
-not_equal positive pow reciprocal relu remainder round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square sub
+not_equal positive pow reciprocal relu round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square sub
 subtract tan tanh true_divide trunc where xlogy
 """
 _REDUCTIONS = """
@@ -72,10 +72,6 @@ _METHODS = """
 bfloat16 bool contiguous dim double element_size expand expand_as float half int is_floating_point long ndimension
 new_full new_ones new_zeros outer repeat reshape_as size type_as unfold view view_as
 """
-_WRITING = """
-abs_ add_ clamp_ clamp_max_ clamp_min_ copy_ exp_ fill_ log_ masked_fill_ mul_ neg_ pow_ relu_ scatter_ scatter_add_
-sigmoid_ sqrt_ square_ sub_ tanh_ zero_
-"""
 _FACTORIES = "arange eye full linspace ones zeros"
 _FUNCTIONAL = """
 binary_cross_entropy binary_cross_entropy_with_logits celu cosine_embedding_loss cosine_similarity cross_entropy elu
@@ -91,6 +87,7 @@ xlogy
 _SPECIAL: dict[str, Function] = {
     "div": Function(guards.divide),
     "divide": Function(guards.divide),
+    **{name: Function(guards.whole(getattr(torch, name))) for name in ("floor_divide", "fmod", "remainder")},
     "repeat_interleave": Function(guards.repeat_interleave),
     "split": Function(guards.split),
     "chunk": Function(guards.chunk),
@@ -113,6 +110,8 @@ def _functions() -> dict[str, Function]:
     allowed: dict[str, Function] = {
         **{name: Function(call) for name, call in {**OPERATORS, **MATH}.items()},
         "operator.matmul": _SPECIAL["matmul"],
+        "operator.floordiv": Function(guards.whole(OPERATORS["operator.floordiv"])),
+        "operator.mod": Function(guards.whole(OPERATORS["operator.mod"])),
         "operator.getitem": Function(guards.getitem),
         "operator.setitem": Function(guards.setitem, work=work.setitem_work),
         "torch.tensor": Function(guards.tensor, is_factory=True),
@@ -151,9 +150,8 @@ def _functions() -> dict[str, Function]:
 
 def _methods() -> dict[str, Function]:
     allowed = {name: Function(getattr(Tensor, name)) for name in f"{_POINTWISE} {_REDUCTIONS} {_SHAPES}".split()}
-    allowed |= {name: Function(getattr(Tensor, name)) for name in f"{_METHODS} {_WRITING}".split()}
+    allowed |= {name: Function(getattr(Tensor, name)) for name in _METHODS.split()}
     allowed |= _SPECIAL
-    allowed["div_"] = Function(guards.divide_)
     allowed["to"] = Function(guards.to)
     allowed["numel"] = Function(guards.numel)
     allowed["new_tensor"] = Function(guards.new_tensor, is_factory=True)

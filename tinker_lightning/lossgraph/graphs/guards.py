@@ -71,14 +71,15 @@ def getitem(value: Any, index: Any) -> Any:
     return value[index]
 
 
-def setitem(value: Any, index: Any, item: Any) -> None:
-    """`value[index] = item`."""
+def setitem(value: Any, index: Any, item: Any) -> Tensor:
+    """Returns a copy of a tensor after `copy[index] = item`: a graph never changes a tensor that it is given."""
     if not isinstance(value, Tensor) or not isinstance(item, Tensor | int | float):
         raise InvalidLoss("only items of tensors can be set, to tensors and numbers")
     check_index(index)
-    if value.is_meta and is_mask(index):
-        return  # what a mask picks is not known, and never more than there is
-    value[index] = item
+    changed = value.clone()
+    if not (value.is_meta and is_mask(index)):  # what a mask picks is not known, and never more than there is
+        changed[index] = item
+    return changed
 
 
 def tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
@@ -107,20 +108,39 @@ def _check_numbers(data: Any) -> None:
         raise InvalidLoss(f"torch.tensor takes numbers here, not {type(data).__name__}; join tensors with torch.stack")
 
 
+def whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a division without its one dangerous case: the smallest integer divided by -1 raises SIGFPE.
+
+    torch up to 2.8 does not catch that, so it would end the process. `x // -1` is computed as `-x // 1`, which wraps.
+    """
+
+    def guarded(input: Any, other: Any, **options: Any) -> Any:
+        left = input
+        if (isinstance(left, Tensor) or isinstance(other, Tensor)) and _is_signed(left) and _is_signed(other):
+            if not isinstance(left, Tensor):
+                left = other.new_full((), left)
+            if isinstance(other, Tensor):
+                is_minus_one = other == -1
+                left, other = torch.where(is_minus_one, -left, left), torch.where(is_minus_one, 1, other)
+            elif other == -1:
+                left, other = -left, 1
+        return function(left, other, **options)
+
+    return guarded
+
+
+def _is_signed(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Tensor:
-    """`torch.div`, without the one case that ends the process."""
-    exact = not any(isinstance(x, Tensor) and x.dtype.is_floating_point for x in (input, other))
-    if rounding_mode == "trunc" and exact:
-        # The smallest whole number by -1 does not only overflow: it ends the process.
-        raise InvalidLoss("rounding_mode='trunc' needs a tensor of floats")
-    return torch.div(input, other, rounding_mode=rounding_mode)
-
-
-def divide_(input: Tensor, other: Any, *, rounding_mode: str | None = None) -> Tensor:
-    """`x.div_(y)`, without the one case that ends the process."""
-    if rounding_mode is not None and not input.dtype.is_floating_point:
-        raise InvalidLoss("rounding_mode needs a tensor of floats")
-    return input.div_(other, rounding_mode=rounding_mode)
+    """Calls `torch.div`."""
+    if rounding_mode is None:
+        return torch.div(input, other)
+    result: Tensor = whole(torch.div)(input, other, rounding_mode=rounding_mode)
+    return result
 
 
 def repeat_interleave(input: Tensor, repeats: Any, dim: int | None = None) -> Tensor:

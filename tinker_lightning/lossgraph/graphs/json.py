@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -218,14 +218,21 @@ def encode_value(value: Any, names: Sequence[str]) -> Any:
     raise InvalidLoss(f"{type(value).__name__} has no place in a graph; use numbers, text, tensors, and lists of them")
 
 
-def refs(value: Any) -> Iterator[int]:
-    """The places that an argument refers to."""
-    if isinstance(value, Ref):
-        yield value.node
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from refs(part)
-    elif isinstance(value, dict):
-        yield from refs(list(value.values()))
-    elif isinstance(value, slice):
-        yield from refs([value.start, value.stop, value.step])
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns nested tuples, lists, dicts and slices with everything in them changed."""
+    if isinstance(value, tuple):
+        return tuple(mapped(part, change) for part in value)
+    if isinstance(value, list):
+        return [mapped(part, change) for part in value]
+    if isinstance(value, dict):
+        return {key: mapped(part, change) for key, part in value.items()}
+    if isinstance(value, slice):
+        return slice(*(mapped(part, change) for part in (value.start, value.stop, value.step)))
+    return change(value)
+
+
+def refs(value: Any) -> list[int]:
+    """Returns the places that an argument refers to."""
+    found: list[int] = []
+    mapped(value, lambda part: found.append(part.node) if isinstance(part, Ref) else None)
+    return found

@@ -16,19 +16,18 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.lossgraph.graphs.functions import METHODS
-from tinker_lightning.lossgraph.graphs.graph import Graph, Node, Ref, refs
 from tinker_lightning.lossgraph.graphs.guards import MAX_PIECES, check_device, is_mask
+from tinker_lightning.lossgraph.graphs.json import Node, Ref, mapped, refs
 from tinker_lightning.lossgraph.graphs.limits import Limits, Meter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tinker_lightning.lossgraph.graphs.functions import Function
+    from tinker_lightning.lossgraph.graphs.graph import Graph
 
 _META = torch.device("meta")
 _KEPT_PLANS = 4096  # one for each length that datums have
-_WRITING = {"operator.setitem", *(name for name in METHODS if name.endswith("_"))}
 # What stands in sequences is handled part by part, which takes as long as so many elements of a tensor.
 _MAX_PARTS = 4 * MAX_PIECES
 _PART_WORK = 1024
@@ -41,11 +40,6 @@ class Program:
         self.graph = graph
         self._plans: OrderedDict[Any, int] = OrderedDict()
         self._last_use = _last_uses(graph)
-
-    @property
-    def writes(self) -> bool:
-        """Whether it changes tensors in place, which may be those that it is given."""
-        return any(node.target.removeprefix("torch.Tensor.") in _WRITING for node in self.graph.calls)
 
     def check(
         self,
@@ -223,33 +217,22 @@ def _resolve(
 
 
 def _fill(value: Any, environment: list[Any], device: torch.device | None = None) -> Any:
-    if isinstance(value, Ref):
-        value = environment[value.node]
-        return device if isinstance(value, torch.device) and device is not None else value
-    if isinstance(value, tuple):
-        return tuple(_fill(part, environment, device) for part in value)
-    if isinstance(value, list):
-        return [_fill(part, environment, device) for part in value]
-    if isinstance(value, dict):
-        return {key: _fill(part, environment, device) for key, part in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_fill(part, environment, device) for part in (value.start, value.stop, value.step)))
-    return device if isinstance(value, torch.device) and device is not None else value
+    def fill(part: Any) -> Any:
+        part = environment[part.node] if isinstance(part, Ref) else part
+        return device if isinstance(part, torch.device) and device is not None else part
+
+    return mapped(value, fill)
 
 
 def _shape_of(value: Any) -> Any:
-    """A value with its tensors' shapes and dtypes, but none of their memory."""
-    if isinstance(value, Tensor):
-        return torch.empty(value.shape, dtype=value.dtype, device=_META)
-    if isinstance(value, tuple):
-        return tuple(_shape_of(part) for part in value)
-    if isinstance(value, list):
-        return [_shape_of(part) for part in value]
-    if isinstance(value, dict):
-        return {key: _shape_of(part) for key, part in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_shape_of(part) for part in (value.start, value.stop, value.step)))
-    return _META if isinstance(value, torch.device) else value
+    """Returns a value with the shapes and dtypes of its tensors, but none of their memory."""
+
+    def shape(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return torch.empty(part.shape, dtype=part.dtype, device=_META)
+        return _META if isinstance(part, torch.device) else part
+
+    return mapped(value, shape)
 
 
 def _signature(value: Any) -> Any:

@@ -1,37 +1,34 @@
-"""Traces a loss of a whole batch into its graphs: one for each set of inputs that the function tells apart."""
+"""Traces a loss on a whole batch."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
 from torch import fx
 
-from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
+from tinker_lightning.errors import InvalidLoss, LossNotTraceable
 from tinker_lightning.lossgraph.batch_loss import (
-    MAX_VARIANTS,
     SOURCES,
     BatchLoss,
     Hyperparameter,
     LossFnOutput,
     Setting,
     Source,
-    Variant,
     check_diagnostic,
     check_name,
+    plain,
 )
 from tinker_lightning.lossgraph.graphs.run import Program
-from tinker_lightning.lossgraph.tracing.record import DependsOn, Recorder, Value, record, refuse
+from tinker_lightning.lossgraph.tracing.record import Recorder, record
 from tinker_lightning.lossgraph.tracing.signatures import place_of_function, signature_of
-from tinker_lightning.lossgraph.tracing.values import ListValue
+from tinker_lightning.lossgraph.tracing.values import ListValue, NeedsSettings, Value, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_MAX_TRACES = 64
 _RANKS = {"model_outputs": 3, "attention_mask": 2}  # log-probabilities may have alternatives for each token
 _SIGNATURES = {
     "logits": "(model_outputs, loss_fn_inputs, attention_mask, **hyperparameters)",
@@ -45,49 +42,55 @@ def trace_batch_loss(
     source: Source,
     fixed: Mapping[str, Setting] | None = None,
     *,
+    settings: Mapping[str, Setting] | None = None,
+    present: Iterable[str] | None = None,
     of_lists: bool = False,
 ) -> BatchLoss:
-    """A function of a batch as graphs.
+    """Traces a function of a batch.
 
     Args:
         fn: The function. On logits it takes `(model_outputs, loss_fn_inputs, attention_mask, **hyperparameters)` and
             returns a `LossFnOutput`; on log-probabilities `(data, logprobs, **hyperparameters)`, inputs and
             log-probabilities stacked to `[B, T]`, and returns `(loss, metrics)`.
-        name: What to call it.
+        name: The loss's name.
         source: What it is computed from.
-        fixed: Values of settings that are not to change from call to call.
+        fixed: Settings that calls cannot change.
+        settings: Settings of a call. Those on which Python decides are fixed to these values.
+        present: The inputs of the batch, for functions that ask. By default every input that they ask for is present.
         of_lists: Whether it also runs elsewhere, with lists of datums and of log-probabilities. What would give other
             numbers there is refused.
 
     Raises:
-        LossNotTraceable: If it does what no graph can say; names the line.
+        LossNotTraceable: If a graph cannot express it; names the line.
     """
     check_name(name)
+    fixed = {key: plain(value) for key, value in (fixed or {}).items()}
+    given = {**fixed, **{key: plain(value) for key, value in (settings or {}).items()}}
     defaults = read_hyperparameters(fn, source)
-    if unknown := [key for key in fixed or {} if key not in defaults]:
+    if not takes_others(fn) and (unknown := [key for key in given if key not in defaults]):
         raise InvalidLoss(f"{name} has no hyperparameter {unknown[0]!r}; it has {', '.join(defaults) or 'none'}")
-    fixed = {key: _plain(value) for key, value in (fixed or {}).items()}
-    hyperparameters = {
-        key: Hyperparameter(fixed.get(key, default), key in fixed or not _is_number(default))
-        for key, default in defaults.items()
-    }
+    values = {**defaults, **given}
+    must_fix = {key for key, value in values.items() if key in fixed or not _is_number(value)}
     while True:
+        hyperparameters = {
+            key: Hyperparameter(value if key in must_fix else defaults.get(key, value), key in must_fix)
+            for key, value in values.items()
+        }
+        inputs = _Inputs(source, None if present is None else frozenset(present))
         try:
-            variants = _variants(fn, source, hyperparameters, of_lists)
+            graph = record(fn, functools.partial(_call, fn, source, hyperparameters, inputs, of_lists))
             break
-        except DependsOn as blocked:
-            # What Python decides by settings alone is decided now, by their values.
-            names = [key.removeprefix("hyperparameters.") for key in blocked.inputs]
-            hyperparameters |= {key: Hyperparameter(hyperparameters[key].default, True) for key in names}
+        except NeedsSettings as needed:  # what Python decides by settings is decided now, by their values
+            must_fix |= needed.names
     description = (inspect.getdoc(fn) or "").partition("\n")[0]
-    return BatchLoss(name, source, hyperparameters, variants, description[:200])
+    return BatchLoss(name, source, hyperparameters, inputs.names, Program(graph), description[:200], inputs.asked)
 
 
 def read_hyperparameters(fn: Callable[..., Any], source: Source) -> dict[str, Setting]:
-    """The settings of a function with their defaults: the parameters behind those that every loss has.
+    """Returns the settings of a function with their defaults: the parameters after those that every loss has.
 
     Raises:
-        InvalidLoss: If it has not the parameters of its kind, or a setting without a default.
+        InvalidLoss: If it does not have the parameters of its kind, or a setting has no default.
     """
     signature = signature_of(fn)
     parameters = list(signature.parameters.values())
@@ -99,44 +102,16 @@ def read_hyperparameters(fn: Callable[..., Any], source: Source) -> dict[str, Se
     for each in parameters[count:]:
         if each.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
             continue
-        default = _plain(each.default)
+        default = plain(each.default)
         if default is each.empty or not (default is None or isinstance(default, float | int | str)):
-            raise InvalidLoss(f"the hyperparameter {each.name} needs a default that is a number, a text or None")
+            raise InvalidLoss(f"the hyperparameter {each.name} needs a default that is a number, a string or None")
         settings[each.name] = default
     return settings
 
 
-def _variants(
-    fn: Callable[..., Any], source: Source, hyperparameters: Mapping[str, Hyperparameter], of_lists: bool
-) -> list[Variant]:
-    """A graph for each way in which the function asks whether inputs are there."""
-    variants: list[Variant] = []
-    decisions: list[tuple[str, bool]] = []
-    for _ in range(_MAX_TRACES):
-        inputs = _Inputs(source, dict(decisions))
-        try:
-            graph = record(fn, functools.partial(_call, fn, source, hyperparameters, inputs, of_lists))
-        except (InvalidInput, DependsOn) as error:
-            if isinstance(error, DependsOn) and _are_settings(error.inputs):
-                raise
-            # A function may refuse a batch that lacks an input; but what it does with all of them must be traceable.
-            if all(inputs.decisions.values()):
-                raise error.error if isinstance(error, DependsOn) else error from None
-        else:
-            absent = tuple(name for name, there in inputs.decisions.items() if not there)
-            variants.append(Variant(inputs.names, absent, Program(graph)))
-        decisions = list(inputs.decisions.items())
-        while decisions and not decisions[-1][1]:
-            decisions.pop()
-        if not decisions:
-            break
-        decisions[-1] = (decisions[-1][0], False)
-    if decisions or len(variants) > MAX_VARIANTS:
-        raise LossNotTraceable(
-            f"it tells more than {MAX_VARIANTS} combinations of inputs apart. Require some of them, or register one "
-            "loss for each case."
-        )
-    return variants
+def takes_others(fn: Callable[..., Any]) -> bool:
+    """Returns whether a function has `**kwargs`, so that it accepts settings of any name."""
+    return any(each.kind is each.VAR_KEYWORD for each in signature_of(fn).parameters.values())
 
 
 def _call(
@@ -147,11 +122,10 @@ def _call(
     of_lists: bool,
     recorder: Recorder,
 ) -> tuple[Any, Any, dict[str, Any]]:
-    given = {name: recorder.input(name, _RANKS.get(name)) for name in SOURCES[source]}
-    settings = {
-        name: each.default if each.fixed else recorder.setting(f"hyperparameters.{name}", each.default)  # type: ignore[arg-type]  # others are fixed
-        for name, each in hyperparameters.items()
+    given = {
+        name: recorder.input(name, _RANKS.get(name), has_grad=name != "attention_mask") for name in SOURCES[source]
     }
+    settings = {name: each.default if each.fixed else recorder.setting(name) for name, each in hyperparameters.items()}
     inputs.recorder = recorder
     if source == "logits":
         returned = fn(given["model_outputs"], inputs, given["attention_mask"], **settings)
@@ -189,41 +163,42 @@ def _wrong_output(fn: Callable[..., Any], wanted: str, got: Any) -> None:
 
 
 class _Inputs(Mapping[str, Value]):
-    """The inputs by name. Whether one is there is decided by who traces."""
+    """The inputs by name; remembers which the function reads, and which it asks for."""
 
-    def __init__(self, source: Source, decisions: dict[str, bool]) -> None:
+    def __init__(self, source: Source, present: frozenset[str] | None) -> None:
         self.source = source
         self.recorder: Recorder | None = None
-        self.used: dict[str, None] = {}
-        self.decisions = decisions
+        self.asked: dict[str, bool] = {}
+        self._present = present
+        self._used: dict[str, None] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that a batch must have to be treated like this one."""
-        return tuple(self.used | {name: None for name, there in self.decisions.items() if there})
+        """Returns those that a batch must have."""
+        return tuple(self._used | {name: None for name, there in self.asked.items() if there})
 
     def __getitem__(self, name: str) -> Value:
         if not isinstance(name, str):
             self._refuse(f"it takes datum {name!r:.40} of its data")
-        if not self.decisions.get(name, True):
+        if not self.asked.get(name, True):
             raise KeyError(name)
         assert self.recorder is not None  # noqa: S101  # set before the function runs
-        self.used[name] = None
+        self._used[name] = None
         return self.recorder.input(f"loss_fn_inputs.{name}")
 
     def __contains__(self, name: object) -> bool:
-        if name in self.used:
+        if name in self._used:
             return True
-        return self.decisions.setdefault(str(name), True)
+        return self.asked.setdefault(str(name), self._present is None or name in self._present)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The input, or the default where a batch has none."""
+        """Returns the input, or the default if the batch has none."""
         return self[name] if name in self else default  # noqa: SIM401  # this is `get`
 
     def __iter__(self) -> Iterator[str]:
         if self.source == "logprobs":
-            self._refuse("it goes through its data")
-        refuse("it goes through all of its inputs, which are not known while tracing; name those that it reads")
+            self._refuse("it loops over its data")
+        refuse("it loops over all of its inputs, which are not known while tracing; name those that it reads")
 
     def __len__(self) -> int:
         if self.source == "logprobs":
@@ -234,15 +209,6 @@ class _Inputs(Mapping[str, Value]):
         """Refuses what takes it for a list of datums."""
         name = "data" if self.source == "logprobs" else "loss_fn_inputs"
         refuse(f"{reason}, but on a server {name} are inputs of the whole batch by name: {name}['weights'] is [B, T]")
-
-
-def _are_settings(inputs: frozenset[str]) -> bool:
-    return bool(inputs) and all(name.startswith("hyperparameters.") for name in inputs)
-
-
-def _plain(value: Any) -> Any:
-    """A number of numpy's as one of Python's."""
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def _is_number(value: Setting) -> bool:

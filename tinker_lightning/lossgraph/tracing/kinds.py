@@ -1,116 +1,95 @@
-"""What a recorded call returns in Python, as far as that can be told before it runs: a tensor, a number, a shape."""
+"""Tells what a recorded call returns: of what kind it is, and whether it may share memory with its arguments."""
 
 from __future__ import annotations
 
-import itertools
-import math
-import operator
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, fx
+from torch import Tensor
+from torch.fx.node import _get_qualified_name
 
-from tinker_lightning.lossgraph.tracing.writer import target_name
+from tinker_lightning.lossgraph.tracing.values import Value, stand_ins
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Mapping, Sequence
 
-_METHODS: dict[str, type] = {
-    "dim": int,
-    "ndimension": int,
-    "numel": int,
-    "element_size": int,
-    "is_floating_point": bool,
-    "item": float,  # or int, by the dtype; a number in any case
-}
-_ATTRIBUTES: dict[str, type] = {"shape": torch.Size, "dtype": torch.dtype, "device": torch.device, "ndim": int}
+    from tinker_lightning.lossgraph.tracing.values import Kind
+
+GETATTR = ("getattr", "builtins.getattr")
+_NUMBERS = {"dim", "ndimension", "numel", "element_size", "is_floating_point"}
+_ATTRIBUTES: dict[str, Kind] = {"shape": "shape", "dtype": "number", "device": "number", "ndim": "number"}
 _TUPLES = {
     *("aminmax", "broadcast_tensors", "chunk", "cummax", "cummin", "kthvalue", "sort", "split", "std_mean", "topk"),
     *("unbind", "var_mean"),
 }
-# These return a tuple if they are told a dimension, and otherwise a tensor.
+# These return a tuple if they are given a dimension, and otherwise a tensor.
 _TUPLES_ALONG = {"max", "median", "min", "nanmedian"}
+_SHARING = """
+T as_tensor bfloat16 bool broadcast_tensors broadcast_to chunk contiguous cpu cuda data detach diagonal double einsum
+expand expand_as flatten float half int long mT movedim narrow permute pos positive ravel reshape reshape_as select
+split squeeze swapaxes t to transpose type_as unbind unflatten unfold unsqueeze view view_as
+"""
+# Functions, methods and attributes whose result may be a view of an argument, or the argument itself.
+SHARING = frozenset(_SHARING.split())
 
 
-def kind_of(node: fx.Node) -> type | None:
-    """The type of a node's value in Python; None if it depends on values."""
-    if node.op == "call_method":
-        name = str(node.target)
+def target_name(target: Any) -> str:
+    """Returns the name of a function on the wire, as the official SDK writes it."""
+    try:
+        name = _get_qualified_name(target)
+    except (RuntimeError, AttributeError):
+        return str(getattr(target, "__qualname__", target))
+    return "operator." + name.removeprefix("_operator.") if name.startswith("_operator.") else name
+
+
+def kind_of(op: str, target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind:
+    """Returns the kind of a call's result."""
+    name = target.rpartition(".")[2]
+    if op == "call_method":
         if name == "size":
-            return torch.Size if len(node.args) == 1 and not node.kwargs else int
-        return _METHODS.get(name) or _of_call(name, node)
-    name = target_name(node.target)
-    if name in ("getattr", "builtins.getattr"):
-        return _ATTRIBUTES.get(str(node.args[1]), Tensor)
-    if name == "operator.getitem":
-        return _of_item(*node.args)
-    if name.startswith(("operator.", "math.")) and not any(_kind(each) is Tensor for each in node.all_input_nodes):
-        return _of_numbers(name, node.args)
-    return _of_call(name.rpartition(".")[2], node)
-
-
-def rank_of(node: fx.Node) -> int | None:
-    """How many dimensions a tensor has, or entries a shape; None if that is not known."""
-    if node.op == "placeholder":
-        return node.meta.get("rank")
-    source = node.args[0] if node.args else None
-    known = source.meta.get("rank") if isinstance(source, fx.Node) else None
-    if known is None or node.meta["kind"] is not torch.Size:
-        return None
-    if target_name(node.target) != "operator.getitem":
-        return known if node.op == "call_method" or "getattr" in target_name(node.target) else None
-    index = node.args[1]
-    if not isinstance(index, slice):
-        return None
-    parts = (index.start, index.stop, index.step)
-    return len(range(known)[index]) if all(part is None or isinstance(part, int) for part in parts) else None
-
-
-def _of_call(name: str, node: fx.Node) -> type:
-    if name in _TUPLES:
-        return tuple
+            return "number" if len(args) > 1 or kwargs else "shape"
+        if name in _NUMBERS:
+            return "number"
+    if target in GETATTR:
+        return _ATTRIBUTES.get(args[1], "tensor")
+    kinds = {value.node.kind for value in stand_ins([args, kwargs])}
+    if target == "operator.getitem":
+        source: Kind = args[0].node.kind if isinstance(args[0], Value) else "tensor"
+        if source in ("tuple", "shape"):
+            return source if isinstance(args[1], slice) else "tensor" if source == "tuple" else "number"
+    elif target.startswith(("operator.", "math.")) and "tensor" not in kinds:
+        return "item" if "item" in kinds else "shape" if "shape" in kinds else "number"
+    if name in _TUPLES or (name == "nonzero" and kwargs.get("as_tuple")):
+        return "tuple"
     if name in _TUPLES_ALONG:
-        along = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
-        return Tensor if along is None or _kind(along) is Tensor else tuple
-    if name == "where" and node.op == "call_function" and len(node.args) + len(node.kwargs) == 1:
-        return tuple
-    if name == "nonzero" and node.kwargs.get("as_tuple"):
-        return tuple
-    return Tensor
+        along = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        return "tensor" if along is None or (isinstance(along, Value) and along.node.kind == "tensor") else "tuple"
+    return "tuple" if target == "torch.where" and len(args) + len(kwargs) == 1 else "tensor"
 
 
-def _of_item(source: Any, index: Any) -> type | None:
-    kind = _kind(source)
-    if kind in (tuple, torch.Size):
-        is_slice = isinstance(index, slice)
-        return kind if is_slice else Tensor if kind is tuple else int
-    return Tensor if kind is Tensor else None
-
-
-def _of_numbers(name: str, args: Iterable[Any]) -> type | None:
-    """What Python's operators make of such numbers, tried with examples."""
-    module, _, function = name.partition(".")
-    if function == "add" and any(_kind(arg) is torch.Size for arg in args):
-        return torch.Size
-    call: Callable[..., Any] | None = getattr(math if module == "math" else operator, function, None)
-    if call is None:
+def rank_of(kind: Kind, target: str, args: Sequence[Any]) -> int | None:
+    """Returns the length of a shape, if it is known: that of an input's shape, or a slice of it."""
+    if kind != "shape" or not isinstance(args[0], Value) or args[0].node.rank is None:
         return None
-    found = set()
-    for examples in itertools.product(*(_examples(arg) for arg in args)):
-        try:
-            found.add(type(call(*examples)))
-        except (ArithmeticError, TypeError, ValueError):
-            return None
-    return found.pop() if len(found) == 1 else None
+    if target != "operator.getitem":
+        return args[0].node.rank if target in ("size", *GETATTR) else None
+    return None if stand_ins(args[1]) else len(range(args[0].node.rank)[args[1]])
 
 
-def _examples(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, fx.Node):
-        return (value,)
-    kind = _kind(value)
-    return (2, 2.0) if kind is None else (kind(2),) if kind in (int, float, bool) else (value,)
+def picks_view(index: Any) -> bool:
+    """Returns whether an index picks a view: numbers, slices, None and Ellipsis do, tensors and lists do not."""
+    return all(
+        part.node.kind == "number"
+        if isinstance(part, Value)
+        else part is None or part is Ellipsis or type(part) in (int, slice)
+        for part in (index if isinstance(index, tuple) else (index,))
+    )
 
 
-def _kind(value: Any) -> type | None:
-    kind: type | None = value.meta.get("kind") if isinstance(value, fx.Node) else type(value)
-    return kind
+def may_share(target: str, args: Sequence[Any]) -> bool:
+    """Returns whether a call's result may share memory with its arguments."""
+    if target == "operator.getitem":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return not any(isinstance(part, list | Tensor) for part in index)
+    if target in GETATTR:
+        return str(args[1]) in (*SHARING, "values", "indices")
+    return target.rpartition(".")[2] in SHARING

@@ -1,7 +1,11 @@
-"""Writes a loss function down as a graph, by calling it once with stand-ins that record what is done to them.
+"""Records a loss function as a graph, by calling it once with stand-ins that record what is done to them.
 
 What Python itself does (loops, branches on settings, f-strings) happens while tracing and leaves no trace. What would
 need the value of a tensor (a branch on it, `float(x)`, numpy) is refused, with the line.
+
+A graph never changes a tensor. `x += y`, `x[i] = y` and `x.clamp_(0)` are recorded as functions that return a new
+tensor, which the stand-in has from then on, as do those that it is a part of: after `row = x[0]`, `row += 1` changes
+`x` too. A stand-in that shares memory in another way, e.g. `x.view(-1)`, cannot be used after such a change.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import math
 import threading
 import types
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,188 +26,361 @@ from torch.overrides import TorchFunctionMode
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
 from tinker_lightning.losses.regularizers.background import Modes
 from tinker_lightning.lossgraph.graphs import functions
+from tinker_lightning.lossgraph.graphs.functions import FUNCTIONS
 from tinker_lightning.lossgraph.graphs.graph import Graph
-from tinker_lightning.lossgraph.tracing.kinds import kind_of, rank_of
+from tinker_lightning.lossgraph.graphs.json import Node, Ref, check_attribute, encode_value, mapped
+from tinker_lightning.lossgraph.tracing.kinds import GETATTR, kind_of, may_share, picks_view, rank_of, target_name
 from tinker_lightning.lossgraph.tracing.lines import here, place_of, within
 from tinker_lightning.lossgraph.tracing.signatures import globals_of
-from tinker_lightning.lossgraph.tracing.values import WAYS_OUT, DependsOn, TensorValue, Value, needs_value, refuse
-from tinker_lightning.lossgraph.tracing.writer import Writer, is_write, target_name
-from tinker_lightning.lossgraph.tracing.writes import seen_writes
+from tinker_lightning.lossgraph.tracing.values import (
+    SETTING,
+    WAYS_OUT,
+    Memory,
+    NeedsSettings,
+    TensorValue,
+    Traced,
+    Value,
+    needs_value,
+    raised,
+    refuse,
+    stand_ins,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["WAYS_OUT", "DependsOn", "Recorder", "Value", "record", "refuse"]
+    from tinker_lightning.lossgraph.tracing.values import Kind
 
-# While it traces, fx replaces functions of `math`, some of torch and methods of modules for the whole process.
+# While tracing, torch.fx replaces functions of `math`, some of torch and methods of modules for the whole process.
 _ONE_AT_A_TIME = threading.RLock()
-# What torch says of torch.cat(x), where a function takes the batch for a list.
-_NO_LIST = "must be tuple of Tensors, not Tensor"
-# Functions that never ask a stand-in. Torch takes sizes one by one only if the first is a number of Python's, and what
-# is given as a dtype for one, so that it would read the memory of something else.
-_OF_SIZES = (torch.empty, torch.ones, torch.rand, torch.randn, torch.zeros)
-_LIMITS = (torch.finfo, torch.iinfo)
-_OF_DTYPES = (*_LIMITS, torch.can_cast, torch.promote_types)
+# Where losses find functions of torch. torch.fx replaces those by functions that look for stand-ins first: torch itself
+# would ask for the type of a number, accepts sizes one by one only if the first is a Python number, and would read the
+# memory of a stand-in in the place of a dtype.
+_MODULES = (torch, torch.nn.functional, torch.special, torch.linalg, torch.nn.utils.rnn)
+_NOT_LISTED = (torch.empty, torch.rand, torch.randn, torch.finfo, torch.iinfo, torch.can_cast, torch.promote_types)
+_WRAPPED = (
+    *_NOT_LISTED,
+    *(getattr(module, name) for module in _MODULES for name in dir(module) if f"{module.__name__}.{name}" in FUNCTIONS),
+)
+_IN_PLACE = """
+abs_ add_ clamp_ clamp_max_ clamp_min_ copy_ div_ exp_ fill_ log_ masked_fill_ mul_ neg_ pow_ relu_ scatter_
+scatter_add_ sigmoid_ sqrt_ square_ sub_ tanh_ zero_
+"""
+IN_PLACE = frozenset(_IN_PLACE.split())
+_OF_LISTS = ("cat", "concat", "dstack", "hstack", "pad_sequence", "stack", "vstack")
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift")
 
 
 def record(fn: Callable[..., Any], body: Callable[[Recorder], Any]) -> Graph:
-    """The graph of a function.
+    """Returns the graph of a function.
 
     Args:
         fn: The function that the user wrote.
-        body: Calls it with stand-ins that it asks of the recorder, and returns what the graph is to return.
+        body: Calls it with stand-ins that it gets from the recorder, and returns what the graph is to return.
 
     Raises:
-        LossNotTraceable: If it does what no graph can say; names the line.
-        InvalidInput: If it calls a loss of the library in a way that this refuses.
-        DependsOn: If Python needs a value of certain inputs only.
+        LossNotTraceable: If a graph cannot express it; names the line.
+        InvalidInput: If it calls a loss of the library, and that raises.
+        NeedsSettings: If Python needs the values of settings.
     """
     recorder = Recorder()
     returned: list[Any] = []
 
     def run() -> None:
         with ExitStack() as stack:
-            # What is cast around the decoration is no part of the function, and the server knows nothing of it.
+            # Autocast around the decoration is not part of the function, and the server does not know about it.
             for device, _ in Modes.current().autocast:
                 stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(_Factories(recorder))
             stack.enter_context(torch.enable_grad())
-            returned.append(recorder.create_arg(body(recorder)))
+            result = body(recorder)
+            if raised:  # and caught by the function
+                raise raised[0]
+            returned.append(recorder.create_arg(result))
 
     def driver() -> None:
         run()
 
-    # fx looks for functions of `math` in the globals of what it traces; those are to be the user's.
+    # torch.fx looks for functions of `math` in the globals of what it traces; those have to be the user's.
     traced = types.FunctionType(driver.__code__, globals_of(fn), closure=driver.__closure__)
-    try:
-        with _ONE_AT_A_TIME:
+    with _ONE_AT_A_TIME:
+        raised.clear()
+        try:
             recorder.trace(traced)
-    except (LossNotTraceable, DependsOn):
-        raise
-    except Exception as error:
-        if isinstance(error, InvalidInput) and not isinstance(error, InvalidLoss):
-            raise  # a loss of the library has refused a setting, or the lack of an input, in words of its own
-        reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
-        if _NO_LIST in reason:
-            reason = (
-                "it joins a list of tensors, but on a server the batch is one tensor already, [B, T], with zeros "
-                "behind the end of shorter datums"
-            )
-        raise LossNotTraceable(f"{place_of(error)}{reason.partition(chr(10))[0][:300]}. {WAYS_OUT}") from error
-    return _graph(recorder, returned[0])
-
-
-def _graph(recorder: Recorder, output: Any) -> Graph:
-    nodes = [node for node in recorder.graph.nodes if node.op != "output"]
-    inputs = [proxy.node for proxy in recorder.inputs.values()]
-    writer = Writer(inputs, recorder.numbers, seen_writes(nodes, output), keeps=any(map(is_write, nodes)))
-    places: dict[str, str] = {}
-    for node in nodes:
-        if node.op in ("call_function", "call_method"):
-            written = len(writer.calls)
-            try:
-                writer.add(node)
-            except InvalidLoss as error:
-                raise LossNotTraceable(f"{node.meta['place']}{error}. {WAYS_OUT}") from error
-            places |= {call.name: node.meta["place"].line.strip() for call in writer.calls[written:]}
-    try:
-        graph = Graph.build(tuple(recorder.inputs), writer.calls, writer.argument(output, no_grad=False))
-        decoded = Graph.decode(graph.encode())  # which is what the server does, so that it is refused here already
-    except InvalidLoss as error:
-        raise LossNotTraceable(f"{error}. {WAYS_OUT}") from error
-    return replace(decoded, places=places)
+            return recorder.finished(returned[0])
+        except (LossNotTraceable, NeedsSettings):
+            raise
+        except Exception as error:
+            if raised:  # and turned into another exception on the way
+                raise raised[0] from error
+            if isinstance(error, InvalidInput) and not isinstance(error, InvalidLoss):
+                raise  # a loss of the library does not accept a setting, or needs an input
+            reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+            raise LossNotTraceable(f"{place_of(error)}{reason.partition(chr(10))[0][:300]}. {WAYS_OUT}") from error
 
 
 class Recorder(fx.Tracer):
-    """Records what happens to stand-ins, with the line of each call."""
+    """Records the calls that are made with stand-ins, and the line of each.
+
+    While it records, inputs are numbered -1, -2, … and calls 0, 1, ….
+    """
 
     def __init__(self) -> None:
-        super().__init__(autowrap_modules=(math,), autowrap_functions=(*_OF_SIZES, *_OF_DTYPES))
-        self._autowrap_search.append(torch)  # where these functions are called from, beside the user's globals
+        super().__init__(autowrap_modules=(math,), autowrap_functions=_WRAPPED)
+        self._autowrap_search.extend(_MODULES)  # next to the user's globals
         self.inputs: dict[str, Value] = {}
-        self.numbers: set[fx.Node] = set()
+        self._calls: list[Node] = []
+        self._places: dict[str, str] = {}
+        self._names: Counter[str] = Counter()
+        self._detached: dict[Ref, Ref] = {}
 
-    def input(self, target: str, rank: int | None = None) -> Value:
-        """The stand-in for a tensor, with its number of dimensions if that is known."""
-        return self._input(target, Tensor, rank)
+    def input(self, target: str, rank: int | None = None, *, has_grad: bool = False) -> Value:
+        """Returns the stand-in for a tensor; `rank` is its number of dimensions, if that is known."""
+        return self._input(target, "tensor", rank, has_grad)
 
-    def setting(self, target: str, default: float) -> Value:
-        """The stand-in for a number. One that is whole by default may be given as a fraction, but not vice versa."""
-        value = self._input(target, float if isinstance(default, float) else None)
-        self.numbers.add(value.node)
-        return value
+    def setting(self, name: str) -> Value:
+        """Returns the stand-in for a number that calls can change."""
+        return self._input(f"{SETTING}{name}", "number")
 
-    def _input(self, target: str, kind: type | None, rank: int | None = None) -> Value:
+    def _input(self, target: str, kind: Kind, rank: int | None = None, has_grad: bool = False) -> Value:
         if target not in self.inputs:
-            name = "".join(c if c.isalnum() else "_" for c in target)
-            node = self.create_node("placeholder", name, (), {})
-            node.meta.update(kind=kind, rank=rank)
-            self.inputs[target] = self.proxy(node)
+            ref = Ref(-1 - len(self.inputs))
+            memories = {Memory(): 0} if kind == "tensor" else {}
+            self.inputs[target] = self._value(Traced(ref, kind, frozenset({target}), has_grad, rank, memories))
         return self.inputs[target]
 
-    def proxy(self, node: fx.Node) -> Value:
-        """A stand-in of ours."""
-        return (TensorValue if node.meta["kind"] is Tensor else Value)(node, self)
+    def _value(self, traced: Traced) -> Value:
+        return (TensorValue if traced.kind == "tensor" else Value)(traced, self)  # type: ignore[arg-type]
 
-    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call, with its place and whether it would take part in gradients."""
+    def finished(self, output: Any) -> Graph:
+        """Returns the graph of all calls."""
+
+        def place(value: Any) -> Any:
+            if not isinstance(value, Ref):
+                return value
+            return Ref(-1 - value.node if value.node < 0 else len(self.inputs) + value.node)
+
+        calls = [
+            Node(call.op, call.name, call.target, mapped(call.args, place), mapped(dict(call.kwargs), place))
+            for call in self._calls
+        ]
+        try:
+            graph = Graph.build(tuple(self.inputs), calls, mapped(output, place))
+            decoded = Graph.decode(graph.encode())  # as the server does, so that it raises here already
+        except InvalidLoss as error:
+            raise LossNotTraceable(f"{error}. {WAYS_OUT}") from error
+        return replace(decoded, places=self._places)
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> Value:
+        """Records a call, which torch.fx and stand-ins pass on."""
+        name = target if kind == "call_method" else target_name(target)
+        method = name.removeprefix("torch.Tensor.")
+        if method in IN_PLACE and (kind == "call_method" or method != name):
+            return self._call_in_place(method, *args, **kwargs)
+        if method == "item":
+            number = self.call("call_method", "detach", args, kwargs).node
+            return self._value(replace(number, kind="item", memories={}))
+        return self.call(kind, name, args, kwargs)
+
+    def call(self, op: str, target: str, args: Any, kwargs: Any) -> Value:
+        """Records a call of a function or method on the allow-list; under `torch.no_grad`, of detached tensors."""
         if not torch.is_grad_enabled() and within(torch.autograd.function.__file__, "apply"):
-            refuse("it has a backward of its own, which a graph cannot hold; write it with detach()")
-        if kind.startswith("call_") and Modes.current().autocast:
+            refuse("it has a custom backward, which a graph cannot hold; write it with detach()")
+        if Modes.current().autocast:
             refuse("it computes under torch.autocast, which a graph does not hold; cast with x.to(torch.bfloat16)")
-        if kind == "call_function" and args[0] in _LIMITS:
+        if target in ("torch.finfo", "torch.iinfo"):
             refuse(
                 "it asks for the limits of a tensor's dtype, which is not known while tracing; name a dtype, as in "
                 "torch.finfo(torch.float32).min"
             )
-        node = super().create_node(kind, *args, **kwargs)
-        node.meta["place"] = here()
-        node.meta["no_grad"] = not torch.is_grad_enabled()
-        if kind in ("call_function", "call_method"):
-            node.meta["kind"] = kind_of(node)
-            node.meta["rank"] = rank_of(node)
-        return node
+        try:
+            function = functions.find(op, target)
+            named = functions.without_forbidden(op, kwargs)
+            functions.check_arguments(target, function, args, named)
+            if target in GETATTR:
+                check_attribute(args[1])
+            _check_kinds(target, args, kwargs)
+            recorded = self.create_arg(tuple(args)), {key: self.create_arg(arg) for key, arg in named.items()}
+        except InvalidLoss as error:
+            if isinstance(error, LossNotTraceable):
+                raise
+            refuse(str(error))
+        given = stand_ins([args, kwargs])
+        kind = kind_of(op, target, args, kwargs)
+        traced = Traced(
+            self._add(op, target, *recorded),
+            kind,
+            frozenset().union(*(each.node.inputs for each in given)),
+            rank=rank_of(kind, target, args),
+        )
+        if kind in ("tensor", "tuple"):
+            # Taking a part out of a tuple computes nothing, so it has its gradient also under no_grad.
+            is_part = bool(given) and given[0].node.kind == "tuple"
+            ends = target.endswith("detach") or (target in GETATTR and args[1] == "data")
+            traced.has_grad = (torch.is_grad_enabled() or is_part) and not ends and any(v.node.has_grad for v in given)
+            if may_share(target, args):
+                sources = [args[0]] if args and isinstance(args[0], Value) else given
+                traced.memories = {memory: at for each in sources for memory, at in each.node.memories.items()}
+                if target == "operator.getitem" and isinstance(args[0], TensorValue) and picks_view(args[1]):
+                    traced.base, traced.index, traced.with_grad = args[0], args[1], torch.is_grad_enabled()
+            else:
+                traced.memories = {Memory(): 0}
+        return self._value(traced)
+
+    def _add(self, op: str, target: str, args: Any, kwargs: Any) -> Ref:
+        base = target.rpartition(".")[2]
+        self._names[base] += 1
+        name = base if self._names[base] == 1 else f"{base}_{self._names[base] - 1}"
+        self._calls.append(Node(op, name, target, args, kwargs))
+        self._places[name] = here().line.strip()
+        return Ref(len(self._calls) - 1)
 
     def create_arg(self, a: Any) -> Any:
-        """An argument; tensors from outside are refused."""
-        if isinstance(a, Value):
-            return a.node
-        if isinstance(a, Tensor):
+        """Returns an argument with references in place of stand-ins; tensors from outside are refused."""
+        return mapped(a, self._argument)
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Value):
+            self._refresh(value)
+            traced = value.node
+            if torch.is_grad_enabled() or not traced.has_grad or traced.kind != "tensor":
+                return traced.ref
+            if traced.ref not in self._detached:
+                self._detached[traced.ref] = self._add("call_method", "detach", (traced.ref,), {})
+            return self._detached[traced.ref]
+        if isinstance(value, Tensor):
             refuse(
-                f"it uses a tensor of shape {list(a.shape)} from outside. Give it to the loss among its inputs, or "
+                f"it uses a tensor of shape {list(value.shape)} from outside. Give it to the loss among its inputs, or "
                 "use a number (.item()) or a list (.tolist()) in its place"
             )
-        if isinstance(a, np.generic):
-            return a.item()
-        if isinstance(a, np.ndarray):
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, np.ndarray):
             refuse("it uses a numpy array from outside. Give it to the loss among its inputs")
-        return super().create_arg(a)
+        encode_value(value, ())
+        return value
+
+    def set_item(self, tensor: TensorValue, index: Any, item: Any) -> None:
+        """Records `tensor[index] = item`."""
+        view = item.node if isinstance(item, TensorValue) else None
+        if view and view.base is not None and view.base.node is tensor.node and view.index is index:
+            return  # the end of `tensor[index] += y`, which has changed the tensor already
+        self._write(tensor, self.call("call_function", "operator.setitem", (tensor, index, item), {}))
+
+    def in_place(self, tensor: TensorValue, name: str, other: Any) -> TensorValue:
+        """Records `tensor += other` and the like."""
+        return self._write(tensor, self.call("call_function", f"operator.{name}", (tensor, other), {}), other)
+
+    def _call_in_place(self, method: str, tensor: Any, *args: Any, **kwargs: Any) -> Value:
+        """Records the call of a method that changes its tensor."""
+        if not isinstance(tensor, TensorValue):
+            refuse(f"it calls {method} on something else than a tensor")
+        if method == "zero_":
+            return self._write(tensor, torch.zeros_like(tensor))
+        if method in ("fill_", "copy_"):
+            (value,) = (*args, *kwargs.values())
+            is_number = not isinstance(value, Value) or value.node.kind == "number"
+            return self._write(tensor, torch.full_like(tensor, value) if is_number else value, value)
+        return self._write(tensor, self.call("call_method", method[:-1], (tensor, *args), kwargs), args, kwargs)
+
+    def _write(self, tensor: TensorValue, result: Any, *operands: Any) -> TensorValue:
+        """Gives a tensor another value, and writes it to the tensors that it is a part of."""
+        if any(each.node.kind != "number" for each in stand_ins(operands)):
+            # An operation in place keeps the shape and the dtype.
+            result = result.expand_as(tensor).type_as(tensor)
+        chain = [tensor]
+        while chain[-1].node.base is not None:
+            chain.append(chain[-1].node.base)
+        for each in chain:
+            self._refresh(each)
+            if each.node.has_grad and not torch.is_grad_enabled():
+                refuse(
+                    "under torch.no_grad() it changes a tensor in place that has a gradient; write "
+                    "x = x + (changed - x).detach()"
+                )
+        for memory in tensor.node.memories:
+            memory.version += 1
+            memory.written = here().line.strip()
+        for i, each in enumerate(chain):
+            each.node.memories = {memory: memory.version for memory in each.node.memories}
+            if i:
+                part = chain[i - 1]
+                result = self.call("call_function", "operator.setitem", (each, part.node.index, part), {})
+            each.node.become(result.node)
+        return tensor
+
+    def _refresh(self, value: Value) -> None:
+        """Takes a part of a tensor again if the tensor was changed since.
+
+        Raises:
+            LossNotTraceable: If it shares the memory that was changed in another way.
+        """
+        traced = value.node
+        changed = [memory for memory, version in traced.memories.items() if memory.version != version]
+        if not changed:
+            return
+        if traced.base is None:
+            refuse(
+                "it uses a tensor that shares memory with another one, which was changed in place before "
+                f"({changed[0].written})",
+                "Use the tensor that was changed, or change a copy: y = x.clone().",
+            )
+        with torch.set_grad_enabled(traced.with_grad):
+            again = self.call("call_function", "operator.getitem", (traced.base, traced.index), {})
+        traced.become(again.node)
+        traced.memories = again.node.memories
 
     def call_module(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a module computes."""
+        """Traces through a module; its parameters, if any, are tensors from outside."""
         del m
-        return forward(*args, **kwargs)  # traced through; its parameters, if any, are tensors from outside
+        return forward(*args, **kwargs)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Refused."""
+        """Refuses a branch."""
         needs_value(obj, "it branches on the value or size of a tensor (if, and, or, not, max, assert)")
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """The entries of a shape whose length is known; else refused."""
-        meta = obj.node.meta
-        if meta["kind"] is not torch.Size:
+        """Returns the entries of a shape whose length is known."""
+        traced: Traced = obj.node  # type: ignore[assignment]
+        if traced.kind != "shape":
             needs_value(obj, "it loops over a tensor, or takes a batch that is one tensor for a list")
-        if meta["rank"] is None:
-            needs_value(obj, "it takes a shape apart, which here needs a name for each part: batch, length = x.shape")
-        return (obj[i] for i in range(meta["rank"]))  # type: ignore[index]
+        if traced.rank is None:
+            needs_value(obj, "it unpacks a shape, which here needs a name for each part: batch, length = x.shape")
+        return (obj[i] for i in range(traced.rank))  # type: ignore[index]
 
     def keys(self, obj: fx.Proxy) -> Any:
-        """Refused."""
+        """Refuses `**x`."""
         needs_value(obj, "it takes a tensor for a dict")
 
 
+def _check_kinds(target: str, args: Any, kwargs: Any) -> None:
+    """Refuses tensors where a run would need a Python number or a list."""
+    second = kwargs.get("repeats", kwargs.get("fill_value", args[1] if len(args) > 1 else None))
+    is_tensor = isinstance(second, Value) and second.node.kind in ("tensor", "item")
+    if target in ("torch.full", "torch.full_like") and is_tensor:
+        raise InvalidLoss(f"{target} fills with a number that is known before; write torch.ones(...) * value")
+    if target.endswith("repeat_interleave") and is_tensor:
+        raise InvalidLoss("repeat_interleave takes an integer number of repeats, not a tensor of them")
+    if target.startswith("math.") and any(each.node.kind != "number" for each in stand_ins(args)):
+        raise InvalidLoss(f"{target} works on numbers, and .item() is still a tensor; use torch.{target[5:]}")
+    if target.rpartition(".")[2] in _OF_LISTS and args and isinstance(args[0], TensorValue):
+        raise InvalidLoss(
+            "it joins a list of tensors, but on a server the batch is one tensor already, [B, T], with zeros after the "
+            "end of shorter datums"
+        )
+
+
+def _augmented(name: str) -> Callable[[Any, Any], Any]:
+    return lambda self, other: self.tracer.in_place(self, name, other)
+
+
+# A number has none of these, so `n += 1` makes a new one, as in Python.
+for _name in _OPERATORS:
+    setattr(TensorValue, f"__i{_name.removesuffix('_')}__", _augmented(_name))
+
+
 class _Factories(TorchFunctionMode):
-    """Records tensors that the function makes out of numbers, which would else be tensors from outside."""
+    """Records tensors that the function makes from numbers, which would otherwise be tensors from outside."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -210,21 +388,17 @@ class _Factories(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Whether or not it is given a stand-in: in the place of a number torch would not ask it.
-        is_known = target_name(func) in functions.FUNCTIONS
-        if is_known and (_holds(Value, [args, kwargs]) or not _holds(Tensor, [args, kwargs])):
+        has_stand_in, has_tensor = bool(stand_ins([args, kwargs])), _has_tensor([args, kwargs])
+        # Whether or not it is given a stand-in: torch does not dispatch on one in the place of a number.
+        if target_name(func) in FUNCTIONS and (has_stand_in or not has_tensor):
             return self._recorder.create_proxy("call_function", func, args, kwargs)
-        if _holds(Tensor, [args, kwargs]) or _holds(Value, [args, kwargs]):
-            return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor):
-            refuse(f"it calls {target_name(func)}, which is not among the functions that a loss on a server may call")
+        if isinstance(result, Tensor) and not has_stand_in and not has_tensor:
+            refuse(f"it calls {target_name(func)}, which is not among the functions that a server-side loss may call")
         return result
 
 
-def _holds(kind: type, values: Any) -> bool:
+def _has_tensor(values: Any) -> bool:
     if isinstance(values, list | tuple):
-        return any(_holds(kind, value) for value in values)
-    if isinstance(values, dict):
-        return any(_holds(kind, value) for value in values.values())
-    return isinstance(values, kind)
+        return any(map(_has_tensor, values))
+    return any(map(_has_tensor, values.values())) if isinstance(values, dict) else isinstance(values, Tensor)

@@ -2,85 +2,132 @@
 
 from __future__ import annotations
 
-import operator
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
 from tinker_lightning.errors import LossNotTraceable
-from tinker_lightning.losses.batch import StackedLogprobs
 from tinker_lightning.lossgraph.graphs.guards import ATTRIBUTES
+from tinker_lightning.lossgraph.graphs.json import Ref
 from tinker_lightning.lossgraph.tracing.lines import here, is_outside
-from tinker_lightning.lossgraph.tracing.writer import setitem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from typing import Self
 
+# An "item" is a number in Python and a tensor of one element in a graph. Whatever else is known before a graph runs on
+# values (sizes, settings, dtypes) is a "number", except for whole shapes.
+Kind: TypeAlias = Literal["tensor", "number", "item", "shape", "tuple"]
+
 WAYS_OUT = (
-    "Write it with torch.where and operations on whole tensors, or leave it on this side: forward_backward_custom runs "
-    "any Python, for the price of a second forward pass."
+    "Write it with torch.where and operations on whole tensors, or run it locally: forward_backward_custom runs any "
+    "Python, at the cost of a second forward pass."
 )
-# Methods that leave torch. `item` is none of them: inside a graph a number is a tensor of one element.
+SETTING = "hyperparameters."
+# Methods that leave torch. `item` is not one of them: inside a graph a number is a tensor of one element.
 _LEAVING = ("backward", "numpy", "tolist", "__array__", "retain_grad", "register_hook", "requires_grad_")
 _RANKS = ("dim", "ndimension", "ndim")
-_PARTS = ("values", "indices")  # of what max, sort, topk and their like return
+_PARTS = ("values", "indices")  # of what max, sort and topk return
+# Exceptions raised by stand-ins since tracing began. The function may catch one, and would then do something else.
+raised: list[Exception] = []
 
 
-class DependsOn(Exception):
-    """Python needs the value of something that depends only on these inputs; they could be fixed instead."""
+class NeedsSettings(Exception):
+    """Python needs the value of something that depends only on these settings, so they have to be fixed."""
 
-    def __init__(self, inputs: frozenset[str], error: LossNotTraceable) -> None:
-        super().__init__(inputs)
-        self.inputs = inputs
-        self.error = error
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__(names)
+        self.names = names
+
+
+class Memory:
+    """Memory that several stand-ins may share."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.written = ""
+
+
+@dataclass(eq=False, slots=True)
+class Traced:
+    """What is known about a stand-in.
+
+    Args:
+        ref: The call that has its current value.
+        kind: What it is in Python.
+        inputs: The names of the inputs that it depends on.
+        has_grad: Whether gradients flow through it.
+        rank: The number of dimensions of a tensor, or the length of a shape, if known.
+        memories: The memory it may share with others, and the version of each that its value belongs to.
+        base: The tensor that it is a part of, as `base[index]`, taken with or without gradients.
+        meta: Required by torch.fx.
+    """
+
+    ref: Ref
+    kind: Kind
+    inputs: frozenset[str]
+    has_grad: bool = False
+    rank: int | None = None
+    memories: dict[Memory, int] = field(default_factory=dict)
+    base: TensorValue | None = None
+    index: Any = None
+    with_grad: bool = True
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def become(self, other: Traced) -> None:
+        """Takes the value of another one."""
+        self.ref, self.has_grad, self.inputs = other.ref, other.has_grad, other.inputs
 
 
 class Value(fx.Proxy):
-    """The stand-in for a number, a shape, or another thing that is no tensor."""
+    """The stand-in for a number, a shape, a tuple, or anything else that is not a tensor."""
+
+    node: Traced  # type: ignore[assignment]  # this tracer keeps no nodes of torch.fx
 
     @property  # type: ignore[misc]  # read-only
     def __class__(self) -> type:
-        """What `isinstance` goes by in the user's code. torch asks too, from the same line, so that it never lies."""
-        if not is_outside(sys._getframe(1).f_code.co_filename):
-            return type(self)
-        kind: type | None = self.node.meta["kind"]
-        if kind is None:
-            needs_value(self, "it asks for the type of a number")
-        return kind
+        """Refuses `isinstance` in the user's code, whose answer is not known; torch gets the plain answer."""
+        if is_outside(sys._getframe(1).f_code.co_filename):
+            needs_value(
+                self,
+                "it asks for the type of a number, a size or a tuple: with isinstance, or by a function of torch that "
+                "another module imported by name (call it as torch.arange there, not as arange)",
+            )
+        return type(self)
 
     def __getattr__(self, k: str) -> Any:
-        kind: type = self.node.meta["kind"] or float
-        if k.startswith("__") or not (hasattr(kind, k) or (kind is tuple and k in _PARTS)):
-            raise AttributeError(f"{kind.__name__} has no attribute {k!r}")
-        return _read(self, k) if k in _PARTS else Attribute(self, k)
-
-    def __setitem__(self, index: Any, item: Any) -> None:
-        self.tracer.create_proxy("call_function", setitem, (self, index, item), {})
+        if k.startswith("__"):
+            raise AttributeError(k)
+        if k in _PARTS and self.node.kind == "tuple":
+            return _read(self, k)
+        if k != "numel" or self.node.kind != "shape":
+            needs_value(self, f"it reads the attribute {k!r} of a number, a size or a tuple")
+        return _method(self, k)
 
     def __len__(self) -> int:
-        if self.node.meta["kind"] is not torch.Size:
+        if self.node.kind != "shape":
             needs_value(self, "it asks for len() of a tensor, which is not known while tracing; use x.shape[0]")
-        if self.node.meta["rank"] is None:
+        if self.node.rank is None:
             needs_value(self, "it asks for len() of a shape, which is not known while tracing; use x.ndim")
-        return int(self.node.meta["rank"])
+        return self.node.rank
 
     def __float__(self) -> float:
-        needs_value(self, "it makes a Python number of a tensor with float(); leave that out")
+        needs_value(self, "it converts a tensor to a Python number with float(); leave that out")
 
     def __int__(self) -> int:
-        needs_value(self, "it makes a Python number of a tensor with int(); leave that out")
+        needs_value(self, "it converts a tensor to a Python number with int(); leave that out")
 
     def __index__(self) -> int:
-        needs_value(self, "it needs a tensor's value, or a size, as a whole number of Python's (range, a list's index)")
+        needs_value(self, "it needs a tensor's value, or a size, as a Python integer (range, a list's index)")
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        needs_value(self, "it gives a tensor to numpy or another library; only torch can be traced")
+        needs_value(self, "it passes a tensor to numpy or another library; only torch can be traced")
 
     def __str__(self) -> str:
-        needs_value(self, "it makes text of a value (an f-string, str(), print)")
+        needs_value(self, "it formats a value as text (an f-string, str(), print)")
 
     def __round__(self, _: Any = None) -> Any:
         needs_value(self, "it rounds a value with round(); leave that out, or use torch.round(x, decimals=3)")
@@ -89,7 +136,7 @@ class Value(fx.Proxy):
         return str(self)
 
     def __repr__(self) -> str:
-        return str(self) if is_outside(sys._getframe(1).f_code.co_filename) else super().__repr__()
+        return str(self) if is_outside(sys._getframe(1).f_code.co_filename) else type(self).__name__
 
     def __deepcopy__(self, _: Any) -> NoReturn:
         refuse("it copies a tensor with Python's copy; use x.clone()")
@@ -97,22 +144,22 @@ class Value(fx.Proxy):
     def __reduce_ex__(self, _: Any) -> NoReturn:
         refuse("it copies or pickles a tensor; use x.clone()")
 
-    # With this numpy's own functions refuse the stand-in, in place of doing something else with it.
+    # Makes numpy's own functions raise instead of doing something else with the stand-in.
     __array_ufunc__ = None
 
     @classmethod
     def __torch_function__(cls, orig_method: Any, types: Any, args: Any = None, kwargs: Any = None) -> Any:
-        # As the base class's, which looks for stand-ins of its own class among the arguments.
+        # The base class looks for stand-ins of exactly its own class among the arguments.
         return fx.Proxy.__torch_function__(orig_method, types, args, kwargs)
 
 
-class TensorValue(Value, Tensor):  # type: ignore[misc]  # their operators differ in what they are said to return
-    """The stand-in for a tensor. It is one, for torch asks `isinstance` too, and then looks into its memory."""
+class TensorValue(Value, Tensor):  # type: ignore[misc]  # their operators differ in their return types
+    """The stand-in for a tensor. It is a tensor, so `isinstance` gives the right answer, but has no values."""
 
     def __new__(cls, *_: Any) -> Self:
-        """One with nothing in it that could be read by mistake."""
+        """Creates a tensor without memory that could be read by mistake."""
         with torch._C.DisableTorchFunction():
-            empty: Self = Tensor._make_subclass(cls, torch.empty((), device="meta"))
+            empty: Self = torch.empty((), device="meta").as_subclass(cls)
         return empty
 
     @property  # type: ignore[misc]  # read-only
@@ -120,26 +167,37 @@ class TensorValue(Value, Tensor):  # type: ignore[misc]  # their operators diffe
         return type(self)
 
     def __getattribute__(self, k: str) -> Any:
-        if k.startswith("__") or k in ("node", "tracer", "as_tensor"):
+        if k.startswith("__") or k in ("node", "tracer"):
             return object.__getattribute__(self, k)
         if not hasattr(Tensor, k):
-            raise AttributeError(f"Tensor has no attribute {k!r}")
-        rank = self.node.meta["rank"]
+            raise AttributeError
+        rank = self.node.rank
         if rank is not None and k in _RANKS:
             return rank if k == "ndim" else lambda: rank
         if k in ATTRIBUTES:
             return _read(self, k)
-        method = Attribute(self, k)
-        return method if callable(getattr(Tensor, k)) else method.node
+        if not callable(getattr(Tensor, k)):
+            readable = ", ".join(sorted(ATTRIBUTES))
+            refuse(f"it reads the attribute {k!r}; a server-side loss can read {readable}, and call methods")
+        return _method(self, k)
+
+    def __getattr__(self, k: str) -> NoReturn:
+        raise AttributeError(f"Tensor has no attribute {k!r}")
+
+    def __setitem__(self, index: Any, item: Any) -> None:
+        self.tracer.set_item(self, index, item)  # type: ignore[attr-defined]  # stand-ins are made by recorders
 
 
-class ListValue(TensorValue, StackedLogprobs):  # type: ignore[misc]
-    """The stand-in for log-probabilities of a function that may take them for a list, with a tensor for each datum.
+class ListValue(TensorValue):
+    """The stand-in for log-probabilities in a function that may take them for a list with one tensor per datum.
 
-    On a server they are one tensor. What a list can do too is refused, where it would mean something else.
+    On a server they are one tensor. What a list can do too is refused, because it would mean something else there;
+    `logprobs[...]`, which no list has, is the tensor.
     """
 
     def __getitem__(self, index: Any) -> Any:
+        if index is Ellipsis:
+            return TensorValue(self.node, self.tracer)
         _check_index(index)
         part: Any = super().__getitem__(index)
         return ListValue(part.node, part.tracer) if isinstance(index, slice) else part
@@ -149,21 +207,20 @@ class ListValue(TensorValue, StackedLogprobs):  # type: ignore[misc]
         super().__setitem__(index, item)
 
     def __iter__(self) -> NoReturn:
-        _no_list("it goes through the log-probabilities of each datum")
+        _no_list("it loops over the log-probabilities of each datum")
 
     def __reversed__(self) -> NoReturn:
-        _no_list("it goes through the log-probabilities of each datum")
+        _no_list("it loops over the log-probabilities of each datum")
 
     def __len__(self) -> int:
         _no_list("it counts the log-probabilities of datums with len()")
 
-    def as_tensor(self) -> Any:
-        """Returns the stand-in for the one tensor."""
-        return TensorValue(self.node, self.tracer)
+
+TensorValue.__name__ = ListValue.__name__ = "Tensor"  # the name that messages show
 
 
 def _check_index(index: Any) -> None:
-    """Refuses an index that would pick one of a list. Others a list does not take, or gives a list for."""
+    """Refuses an index that would pick one item of a list."""
     if not (index is None or index is Ellipsis or isinstance(index, slice | tuple | list)):
         which = f"datum {index}" if isinstance(index, int) else "a datum"
         _no_list(f"it takes the log-probabilities of {which}")
@@ -171,81 +228,51 @@ def _check_index(index: Any) -> None:
 
 def _no_list(reason: str) -> NoReturn:
     refuse(
-        f"{reason}, but on a server they are one tensor, [B, T], with zeros behind the end of shorter datums, which a "
+        f"{reason}, but on a server they are one tensor, [B, T], with zeros after the end of shorter datums, which a "
         "mean would count",
-        "Write it with losses.Batch(data, logprobs), whose tensors are so everywhere, and its weights; or use "
+        "Write it with losses.Batch(data, logprobs), whose tensors are the same everywhere, and its weights; or use "
         "route='two-pass'.",
     )
-
-
-class Attribute(Value):
-    """An attribute that becomes a method if it is called; read in another way it is refused."""
-
-    def __init__(self, root: Value, attr: str) -> None:
-        self.root = root
-        self.attr = attr
-        self.tracer = root.tracer
-
-    @property
-    def node(self) -> fx.Node:  # type: ignore[override]
-        """Refused."""
-        refuse(
-            f"it reads the attribute {self.attr!r}, which a loss on a server cannot; it can read "
-            f"{', '.join(sorted(ATTRIBUTES))}, and call methods"
-        )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The call of a method."""
-        if self.attr in _LEAVING:
-            refuse(f"it calls .{self.attr}(), which leaves torch; keep every value a tensor")
-        return self.tracer.create_proxy("call_method", self.attr, (self.root, *args), kwargs)
 
 
 def _read(value: Value, attribute: str) -> Any:
     return value.tracer.create_proxy("call_function", getattr, (value, attribute), {})
 
 
-def _in_place(name: str) -> Callable[[Value, Any], Any]:
-    def write(self: Value, other: Any) -> Any:
-        result = self.tracer.create_proxy("call_function", getattr(operator, name), (self, other), {})
-        result.node.meta["in_place"] = True
-        return result
+def _method(value: Value, name: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if name in _LEAVING:
+            refuse(f"it calls .{name}(), which leaves torch; keep every value a tensor")
+        return value.tracer.create_proxy("call_method", name, (value, *args), kwargs)
 
-    return write
+    return call
 
 
-TensorValue.__name__ = ListValue.__name__ = "Tensor"  # which messages of torch's and ours have in them
-
-# Of numbers `+=` makes a new one, which is what Python does without these.
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift"):
-    setattr(TensorValue, f"__i{_name.removesuffix('_')}__", _in_place(_name))
+def stand_ins(value: Any) -> list[Value]:
+    """Returns all stand-ins in nested arguments."""
+    if isinstance(value, Value):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [each for part in value for each in stand_ins(part)]
+    if isinstance(value, dict):
+        return stand_ins(list(value.values()))
+    return stand_ins([value.start, value.stop, value.step]) if isinstance(value, slice) else []
 
 
 def needs_value(value: fx.Proxy, reason: str) -> NoReturn:
-    """Refuses a use that needs a value, unless the value could be fixed.
+    """Refuses an operation that needs a value.
 
     Raises:
-        DependsOn: With the inputs that it depends on, none if it depends on no input.
+        NeedsSettings: If the value depends on settings only, which can be fixed.
     """
-    error = LossNotTraceable(f"{here()}{reason}. {WAYS_OUT}")
-    inputs: dict[str, Value] = value.tracer.inputs  # type: ignore[attr-defined]  # stand-ins are made by recorders
-    names = {proxy.node: name for name, proxy in inputs.items()}
-    raise DependsOn(frozenset(names[node] for node in _placeholders(value.node)), error) from error
+    inputs: frozenset[str] = value.node.inputs  # type: ignore[attr-defined]
+    if inputs and all(name.startswith(SETTING) for name in inputs):
+        raised.append(NeedsSettings(frozenset(name.removeprefix(SETTING) for name in inputs)))
+        raise raised[-1]
+    refuse(reason)
 
 
-def refuse(reason: str, mend: str = WAYS_OUT) -> NoReturn:
-    """Refuses what stands on the line that is being traced."""
-    raise LossNotTraceable(f"{here()}{reason}. {mend}")
-
-
-def _placeholders(node: fx.Node) -> Iterable[fx.Node]:
-    """Those that a node depends on."""
-    seen, waiting = {node}, [node]
-    while waiting:
-        current = waiting.pop()
-        if current.op == "placeholder":
-            yield current
-        for earlier in current.all_input_nodes:
-            if earlier not in seen:
-                seen.add(earlier)
-                waiting.append(earlier)
+def refuse(reason: str, fix: str = WAYS_OUT) -> NoReturn:
+    """Refuses what the line that is being traced does."""
+    raised.append(LossNotTraceable(f"{here()}{reason}. {fix}"))
+    raise raised[-1]

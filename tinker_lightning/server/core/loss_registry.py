@@ -89,7 +89,7 @@ class LossRegistry:
         else:
             graphs = BatchLoss.decode(request.loss)
             loss_id = f"{graphs.name}@{graphs.digest}"
-            size = sum(variant.program.graph.size for variant in graphs.variants)
+            size = graphs.program.graph.size
             self._check_name(graphs.name)
             self._keep(request.session_id, loss_id, graphs, size, graphs.name)
         return loss_id
@@ -166,7 +166,7 @@ class LossRegistry:
         if size > MAX_VALUES:
             raise InvalidLoss(
                 f"{loss.name}: its graphs have {size} values together; a session may keep {MAX_VALUES}. Give tables as "
-                "inputs instead of constants, or register fewer variants."
+                "inputs instead of constants."
             )
         with self._lock:
             session = self._sessions.setdefault(session_id, _SessionLosses())

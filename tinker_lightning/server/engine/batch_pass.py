@@ -60,15 +60,11 @@ class StackedLoss(Protocol):
     def reads(self) -> frozenset[str] | None:
         """All inputs that it ever looks at; None if that is not known."""
 
-    @property
-    def writes(self) -> bool:
-        """Whether it may change tensors in place, also those that it is given."""
-
     def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
         """All settings, with those of a call."""
 
-    def inputs(self, present: Iterable[str]) -> tuple[str, ...]:
-        """The names of the inputs that it reads, of those that are there."""
+    def select(self, present: Iterable[str]) -> tuple[str, ...]:
+        """Returns the names of the inputs that it reads."""
 
     def check(
         self,
@@ -121,7 +117,7 @@ def run_batch_pass(
     if math.prod(shape) > MAX_LOGITS:
         raise InvalidInput(f"data: {shape} logits are more than {MAX_LOGITS} at once. Send fewer or shorter datums.")
     limits = _limits(math.prod(shape))
-    names = loss.inputs({*loss_fn_inputs, *(name for datum in data for name in datum.loss_fn_inputs)})
+    names = loss.select({*loss_fn_inputs, *(name for datum in data for name in datum.loss_fn_inputs)})
     inputs = stack_inputs(data, loss_fn_inputs, names, lengths, dtype, limits.elements)
     mask_BT = pad_sequence([torch.ones(length, dtype=dtype) for length in lengths], batch_first=True)
     shapes = _sources(loss.source, torch.empty(shape, dtype=dtype, device="meta"), mask_BT)
@@ -135,18 +131,15 @@ def run_batch_pass(
         else:
             model_output = _target_logprobs(base, hidden_B, targets_B)
         leaf = model_output.detach().requires_grad_(not forward_only)
-        # A copy, where it may write: else it would write to what the model's backward needs. Not to the leaf itself,
-        # of which autograd allows no writing.
-        given = leaf.clone() if loss.writes else leaf
         with blaming(loss.name):
-            output = loss(_sources(loss.source, given, mask_BT), inputs, settings, limits)
+            output = loss(_sources(loss.source, leaf, mask_BT), inputs, settings, limits)
             own = {"loss:sum": loss_number(output.loss, _PADDING[loss.source]), "tokens:sum": float(sum(lengths))}
             metrics = {**_numbers(output.diagnostics, own), **own}
             returned = model_output if output.logprobs is None and loss.source == "logprobs" else output.logprobs
             by_datum = _per_datum(returned, lengths)
             gradient = None if forward_only else loss_gradient(output.loss, leaf)
         if gradient is not None:
-            del output, returned, leaf, given  # the loss's own graph, before the model's backward needs the memory
+            del output, returned, leaf  # the loss's own graph, before the model's backward needs the memory
             model_output.backward(gradient if scale == 1 else gradient * scale)
             adapter.add_gradient(parameters)
     return ForwardBackwardOutput(by_datum, metrics)
@@ -160,7 +153,7 @@ def _limits(elements: int) -> Limits:
 
 def _sources(source: Source, model_output: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
     if source == "logits":
-        return {"model_outputs": model_output, "attention_mask": mask_BT.clone()}
+        return {"model_outputs": model_output, "attention_mask": mask_BT}
     return {"logprobs": model_output}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss, TinkerLightningError
 from tinker_lightning.lossgraph.batch_loss import Hyperparameter, LossFnOutput, Setting, Source, check_name, settings
-from tinker_lightning.lossgraph.tracing.batch import read_hyperparameters
+from tinker_lightning.lossgraph.tracing.batch import read_hyperparameters, takes_others
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,23 +43,19 @@ class PythonLoss:
         return cls(name, source, function, read_hyperparameters(function, source), description[:200])
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
-        """All settings, with those of a call; none is fixed, for Python decides at each call what to compute.
+        """Returns all settings, with those of a call; none is fixed, because Python runs at each call.
 
         Raises:
-            InvalidInput: If one is not known, or has no value that it can have.
+            InvalidInput: If one is unknown, or has an invalid value.
         """
-        return settings(self.name, {name: Hyperparameter(default) for name, default in self.defaults.items()}, given)
+        known = {name: Hyperparameter(default) for name, default in self.defaults.items()}
+        return settings(self.name, known, given, takes_others=takes_others(self.function))
 
     @property
     def reads(self) -> None:
         """Only the function knows."""
 
-    @property
-    def writes(self) -> bool:
-        """It may."""
-        return True
-
-    def inputs(self, present: Iterable[str]) -> tuple[str, ...]:
+    def select(self, present: Iterable[str]) -> tuple[str, ...]:
         """All inputs that are there: only the function knows which it reads."""
         return tuple(present)
 
@@ -79,6 +75,8 @@ class PythonLoss:
             InvalidLoss: If it raises, or returns something else than a loss.
         """
         del limits
+        # Copies: the function may write to them, and the model's backward needs what it has returned.
+        sources = {name: tensor.clone() for name, tensor in sources.items()}
         try:
             if self.source == "logits":
                 given = (sources["model_outputs"], dict(inputs), sources["attention_mask"])
