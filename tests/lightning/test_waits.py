@@ -142,7 +142,7 @@ def waits(
             callbacks=[trace],
         )
         trainer.fit(module, batches)
-    assert trace.steps.pop() == []
+    assert len(trace.steps.pop()) == 1  # the end of the epoch, where callbacks see the metrics of all its steps
     return trace.steps
 
 

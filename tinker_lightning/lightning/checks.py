@@ -14,10 +14,10 @@ from tinker_lightning.remote.handle import RemoteHandle
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from tinker_lightning.lightning.module import RemoteModule
+    from tinker_lightning.lightning.base import RemoteBase
 
 
-def check(trainer: pl.Trainer, module: RemoteModule) -> None:
+def check(trainer: pl.Trainer, module: RemoteBase) -> None:
     """Refuses what would train something else than one remote model.
 
     Raises:
@@ -35,7 +35,7 @@ def check(trainer: pl.Trainer, module: RemoteModule) -> None:
         )
 
 
-def check_free(module: RemoteModule, trainer: pl.Trainer | None) -> None:
+def check_free(module: RemoteBase, trainer: pl.Trainer | None) -> None:
     """Refuses a module that another trainer is at work with; that trainer's work goes on.
 
     Lightning lets a trainer that failed call hooks with its module. So it is left without.
@@ -54,7 +54,7 @@ def check_free(module: RemoteModule, trainer: pl.Trainer | None) -> None:
         )
 
 
-def check_optimizers(trainer: pl.Trainer, module: RemoteModule) -> None:
+def check_optimizers(trainer: pl.Trainer, module: RemoteBase) -> None:
     """Refuses optimizers that would leave a remote model as it is, or cannot do what the trainer asks of them.
 
     Raises:
@@ -114,7 +114,7 @@ def _check_imports(trainer: pl.Trainer) -> None:
             )
 
 
-def _check_callbacks(trainer: pl.Trainer, module: RemoteModule) -> None:
+def _check_callbacks(trainer: pl.Trainer, module: RemoteBase) -> None:
     is_all_remote = all(isinstance(parameter, RemoteHandle) for parameter in module.parameters())
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
         if isinstance(callback, BatchSizeFinder):

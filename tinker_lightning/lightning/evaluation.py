@@ -13,13 +13,13 @@ from tinker_lightning.losses.regularizers import composition
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tinker_lightning.lightning.module import RemoteModule
+    from tinker_lightning.lightning.base import RemoteBase
 
 # What is raised where the data lack an input of the loss, or the server cannot evaluate it without a backward.
 NOT_HERE = (InvalidInput, KeyError, OperationFailed)
 
 
-def own_loss(module: RemoteModule, data: list[Any], logprobs: list[Tensor]) -> tuple[float, dict[str, float]]:
+def own_loss(module: RemoteBase, data: list[Any], logprobs: list[Tensor]) -> tuple[float, dict[str, float]]:
     """Returns the value of the module's loss with its regularizers, and its metrics without the prefix of the stage.
 
     A loss that only the server can evaluate takes a second forward pass.

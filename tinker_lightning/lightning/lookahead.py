@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from tinker_lightning.lightning.batches import as_list
 from tinker_lightning.lightning.resume import rng
 from tinker_lightning.lightning.resume.loaders import ResumableLoader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tinker_lightning.lightning.module import RemoteModule
+    from tinker_lightning.lightning.base import RemoteBase
     from tinker_lightning.remote.calls import Pass
 
 logger = logging.getLogger("tinker_lightning")
@@ -31,7 +32,7 @@ class LookAhead:
         self._is_off = False
 
     @contextmanager
-    def step(self, module: RemoteModule, batch: Any) -> Iterator[None]:
+    def step(self, module: RemoteBase, batch: Any) -> Iterator[None]:
         """Sends the forward passes of a window at its first micro-batch; the step inside uses the one of its batch."""
         number = module.trainer.fit_loop.epoch_loop.total_batch_idx
         if number not in self._sent and not self._is_off:
@@ -45,7 +46,7 @@ class LookAhead:
             if sent is not None and remote.missed:
                 self._turn_off(module, "its training_step asks for other datums than datums(batch) gives")
 
-    def _send(self, module: RemoteModule, batch: Any) -> list[tuple[list[Any], Pass | None]]:
+    def _send(self, module: RemoteBase, batch: Any) -> list[tuple[list[Any], Pass | None]]:
         """Sends the forward passes of the rest of this window; of its last batch, only the datums are made."""
         trainer: Any = module.trainer
         loader = trainer.fit_loop._combined_loader
@@ -72,12 +73,12 @@ class LookAhead:
                         following = trainer.strategy.batch_to_device(converted)
                     # Each batch has its own random numbers: how far ahead it is drawn must not change them.
                     with rng.seeded(loader.iterables.seed + number):
-                        data = module.datums(following)
+                        data = as_list(module.datums(following))
                     sent.append((data, module.lm.send(data) if left > 1 else None))
                 except Exception:  # the step of this batch raises it again
                     break
         return sent
 
-    def _turn_off(self, module: RemoteModule, reason: str) -> None:
+    def _turn_off(self, module: RemoteBase, reason: str) -> None:
         self._sent, self._is_off = {}, True
         logger.warning("%s is trained without look-ahead: %s.", type(module).__name__, reason)

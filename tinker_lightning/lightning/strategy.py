@@ -13,11 +13,12 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 
 from tinker_lightning.lightning import checks
+from tinker_lightning.lightning.base import LAST_WAIT
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.checkpoint.contents import STATE_KEY
 from tinker_lightning.lightning.checkpoint.retention import StateRetention
 from tinker_lightning.lightning.lookahead import LookAhead
-from tinker_lightning.lightning.module import LAST_WAIT, RemoteModule
+from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.lightning.resume import loop_position, rng
 from tinker_lightning.lightning.resume.loaders import IsolatedRngLoader, ResumableLoader
 from tinker_lightning.remote import group

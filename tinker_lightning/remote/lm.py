@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from tinker_lightning.client.backend import TrainingBackend
 
 
-# In place of a path, in the state dict of a file that names the state elsewhere.
-NAMED_BY_FILE = "\0"
-
-
 def named(path: str) -> Tensor:
     """A path as a state dict names it."""
     return torch.tensor(list(path.encode()), dtype=torch.uint8)
@@ -87,12 +83,6 @@ class RemoteLM(nn.Module):
         if state is None:
             return
         path = name_in(state)
-        if path == NAMED_BY_FILE:
-            raise InvalidInput(
-                "this is the state dict of a Lightning checkpoint: the file names the state on the server, beside it. "
-                "Load the file with load_from_checkpoint or ckpt_path=...; or, for the local parameters alone, leave "
-                "out the keys of the remote model and pass strict=False."
-            )
         if path:
             self.handle.remote.load(path)
         elif self.handle.remote.has_weights:

@@ -11,7 +11,7 @@ from tinker_lightning.errors import InvalidInput
 from tinker_lightning.remote.calls import Call, ServerCall
 from tinker_lightning.remote.group import handles_of
 from tinker_lightning.remote.handle import RemoteHandle
-from tinker_lightning.remote.lm import NAMED_BY_FILE, name_in, named
+from tinker_lightning.remote.lm import name_in, named
 from tinker_lightning.types import Datum, TensorData
 from tinker_lightning.wire import json as wire_json
 
@@ -79,12 +79,6 @@ def read(checkpoint: dict[str, Any], base_model: str, rank: int | None) -> dict[
     if None not in (state["rank"], rank) and state["rank"] != rank:
         raise InvalidInput(f"the checkpoint has rank {state['rank']}, but this module {rank}")
     return state
-
-
-def leave_to_file(checkpoint: dict[str, Any]) -> None:
-    """The state dict of a file no longer names what `STATE_KEY` does: the state is named in one place."""
-    if _OWN in checkpoint.get("state_dict", {}):
-        checkpoint["state_dict"][_OWN] = named(NAMED_BY_FILE)
 
 
 def mark_loaded(checkpoint: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from tinker_lightning.remote import group
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from tinker_lightning.lightning.module import RemoteModule
+    from tinker_lightning.lightning.base import RemoteBase
 
 # What was under way when a file was written.
 EPOCH_START = "epoch start"  # nothing, or the hooks of an epoch's start, which are called again
@@ -62,7 +62,7 @@ class BatchSnapshot:
         module: What is trained.
     """
 
-    def __init__(self, trainer: pl.Trainer, module: RemoteModule) -> None:
+    def __init__(self, trainer: pl.Trainer, module: RemoteBase) -> None:
         self.rng = rng.snapshot()
         self.epoch_metrics = epoch_metrics.capture(trainer)
         # Copies, for a loss that is refused empties its window; what gradients are added to is another list then.

@@ -1,0 +1,320 @@
+"""What a `RemoteModule` is made of besides Lightning's steps: the model, its session, its loss and its data."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from contextlib import contextmanager
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Self
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerStatus
+from torch import Tensor
+
+from tinker_lightning.client.export import export_adapter
+from tinker_lightning.errors import InvalidInput, InvalidLoss, TinkerLightningError
+from tinker_lightning.lightning import routes
+from tinker_lightning.lightning.batches import count_datums, datums_of
+from tinker_lightning.lightning.checkpoint import contents
+from tinker_lightning.lightning.checkpoint.contents import STATE_KEY
+from tinker_lightning.lightning.deferred_metrics import DeferredMetrics
+from tinker_lightning.lightning.hyperparameters import fixed, not_plain
+from tinker_lightning.lightning.lazy_client import LazyClient
+from tinker_lightning.lightning.metrics import Scores
+from tinker_lightning.lightning.predict import Samples
+from tinker_lightning.losses.likelihood import likelihood_metrics
+from tinker_lightning.losses.reduction import total_weight, weights_of
+from tinker_lightning.remote import group
+from tinker_lightning.remote.lm import RemoteLM
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from os import PathLike
+    from pathlib import Path
+    from types import TracebackType
+
+    from tinker_lightning.lightning.routes import Chosen, Reduction, Route
+    from tinker_lightning.losses.regularizers.regularizer import Regularizer
+    from tinker_lightning.remote.calls import Pass, Step
+    from tinker_lightning.remote.window import Remote
+
+# How long a run that is ending waits for the server, in seconds.
+LAST_WAIT = 5.0
+
+
+class RemoteBase(pl.LightningModule):
+    """A remote model with its session, its loss and the datums of its batches.
+
+    Args:
+        model: The name of a base model, or a training client, ours or the official SDK's. `TINKER_BASE_MODEL` if not
+            given.
+        rank: The LoRA rank.
+        learning_rate: The learning rate of the default optimizer.
+        betas: The betas of the default optimizer.
+        eps: The epsilon of the default optimizer.
+        weight_decay: The weight decay of the default optimizer.
+        seed: The seed of the LoRA weights.
+        train_mlp: Whether the MLP layers get an adapter.
+        train_attn: Whether the attention layers get an adapter.
+        train_unembed: Whether the output matrix gets an adapter.
+        max_steps_in_flight: How many steps may be in flight at once if the loss runs on the server.
+        base_url: The URL of the server; see `connect`.
+        api_key: The API key of the server.
+    """
+
+    loss_config: Mapping[str, float | str] = MappingProxyType({})
+    """The settings of a loss that is the server's, for example `{"clip_low_threshold": 0.9}`."""
+
+    reduction: Reduction = "mean"
+    """How losses that sum over tokens, by name or from the library, are reduced: `mean` divides by the sum of the
+    micro-batch's weights, or by its action tokens for policy losses; `sum` leaves them as they are."""
+
+    route: Route = "auto"
+    """Where the loss runs: `builtin`, `server` or `two-pass`, or the best of them that is exact."""
+
+    regularizers: Sequence[Regularizer | Mapping[str, Any]] = ()
+    """Terms added to the loss, each with a weight and telemetry of its own; with `loss = None` only they count."""
+
+    grad_norms: bool = True
+    """Whether telemetry tells how hard each regularizer pulls; costs a backward through it, none of the model."""
+
+    regularizer_timeout: float | None = None
+    """How many seconds regularizers that do not run on this thread may take."""
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        rank: int = 32,
+        learning_rate: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-12,
+        weight_decay: float = 0.0,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        max_steps_in_flight: int = 8,
+        base_url: str | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        super().__init__()
+        if max_steps_in_flight < 1:
+            raise InvalidInput(f"max_steps_in_flight must be at least 1, got {max_steps_in_flight}")
+        self.save_hyperparameters()
+        self._fixed = fixed(self)
+        adapter = {
+            "rank": rank,
+            "seed": seed,
+            "train_mlp": train_mlp,
+            "train_attn": train_attn,
+            "train_unembed": train_unembed,
+        }
+        self._session = LazyClient(model, adapter, base_url, api_key)
+        self.learning_rate = learning_rate  # where Lightning's LearningRateFinder puts what it has found
+        self._adam: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self.lm = RemoteLM(self._session.client if model is None or isinstance(model, str) else model)
+        self._scores = Scores()
+        remote = self.lm.handle.remote
+        self._late = DeferredMetrics(remote.wait_for_end)
+        remote.on_step = self._stepped
+        remote.max_steps_in_flight = max_steps_in_flight
+        self._chosen: tuple[Any, Chosen] | None = None
+        self._window_metrics: list[tuple[dict[str, float], int]] = []
+        self._logged: set[str] = set()
+        self._warned: set[str] = set()
+        self._waiting: dict[str, Any] | None = None
+        self._samples = Samples(self.lm)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if routes.is_plain_function(vars(cls).get("loss")):
+            cls.loss = staticmethod(vars(cls)["loss"])  # type: ignore[method-assign]
+
+    @property
+    def has_trainer(self) -> bool:
+        """Whether a trainer is attached."""
+        return self._trainer is not None
+
+    def save_hyperparameters(
+        self, *args: Any, ignore: Sequence[str] | str | None = None, frame: Any = None, logger: bool = True
+    ) -> None:
+        """Keeps what is plain data. Clients, functions and keys have no place in a file; they are given again."""
+        ignored = [ignore] if isinstance(ignore, str) else list(ignore or ())
+        frame = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
+        super().save_hyperparameters(*args, ignore=[*ignored, "api_key", *not_plain(self)], frame=frame, logger=logger)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Logs a value as `LightningModule.log` does; the batch size is the number of its datums if not given.
+
+        Lightning can count tensors only. Where a batch has no datums, the number is left to it.
+        """
+        results = None if not self.has_trainer else self.trainer._results
+        if results is not None and results.batch_size is None:
+            results.batch_size = count_datums(results.batch) or None
+        super().log(*args, **kwargs)
+
+    # What to override.
+
+    def loss(self, data: list[Any], logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, Any]] | Tensor:
+        """Returns the loss of a batch, a scalar tensor, and metrics to log. Override it; the default is cross-entropy.
+
+        It may also be the name of a loss that servers know, `loss = "cross_entropy"`, one that `custom_loss` has
+        registered, or a function of the library, `loss = losses.dpo`; with `loss_config` for its settings. A loss that
+        runs on the server takes one pass instead of two and is not waited for; its value is logged when it arrives.
+        """
+        weights = torch.cat([weights_of(datum).flatten() for datum in data])
+        logp = torch.cat([each.flatten() for each in logprobs])
+        total = 1.0 if self.reduction == "sum" else total_weight(data)
+        return -(logp * weights).sum() / total, likelihood_metrics(logp, weights)
+
+    def datums(self, batch: Any) -> list[Any]:
+        """The datums of a batch; a list of them as it is. Override it for loaders that give something else.
+
+        It is called once per batch, by look-ahead possibly before the steps of earlier batches. An override may give
+        them in any iterable, a generator too; callers get a list.
+
+        Raises:
+            InvalidDatum: If the batch is empty or no list of datums.
+        """
+        return datums_of(batch)
+
+    # Checkpoints.
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Saves the model on the server and keeps the path of it in the file, with gradients that wait for a step."""
+        if STATE_KEY in checkpoint:
+            return  # the hooks have saved it already
+        kept = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY)
+        if isinstance(kept, dict) and "_instantiator" not in kept:  # those of a command line are its own
+            given = {name: value for name, value in kept.items() if name not in self._fixed}
+            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = given
+        remote = self.lm.handle.remote
+        running = self.has_trainer and self.trainer.state.status == TrainerStatus.RUNNING
+        if not remote.has_weights and not running:
+            return  # nothing was trained, and nothing is about to be
+        self.drain()
+        # Only TinkerStrategy deletes states; elsewhere the state dict has saved one already, and shares it.
+        is_counted = self.has_trainer and hasattr(self.trainer.strategy, "release_states")
+        with group.saved_for_file(self) if is_counted else contextlib.nullcontext():
+            gradients = {"windows": contents.windows(self), "local_gradients": self.local_gradients()}
+            gradients["window_metrics"] = self._window_metrics
+            checkpoint[STATE_KEY] = {**contents.saved(remote), **gradients}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Goes on from the state that a file names; where there is no model yet, it is made at the first use.
+
+        Raises:
+            InvalidInput: If the file is of another base model or rank, or not of a remote model.
+        """
+        remote = self.lm.handle.remote
+        state = contents.read(checkpoint, *self._session.expected(remote))
+        self._session.resume(remote, state["path"], state["base_model"] or "")
+        self._waiting = state
+        # The next file gets a state of its own: this one belongs to the files that name it, wherever they lie.
+        remote.goes_on(state["steps"])
+        contents.put_back(state, self)
+        self._window_metrics = state["window_metrics"]
+        contents.mark_loaded(checkpoint)
+
+    # The session.
+
+    def drain(self) -> None:
+        """Waits for everything that was sent, logs it, and raises what has failed and nobody has read, as one error.
+
+        Of all remote models of the module, for it may have more than `lm`.
+        """
+        if self.has_trainer and self.trainer.received_sigterm:
+            group.wait_for_all(self, LAST_WAIT)
+            self._late.log(wait=False)
+        else:
+            self._late.log(wait=True)
+            group.wait_for_all(self)
+        group.raise_first(self)
+
+    def export_adapter(self, path: str | PathLike[str], *, overwrite: bool = False) -> Path:
+        """The trained adapter as a PEFT folder on this machine, as transformers and vLLM load it."""
+        self.drain()
+        return export_adapter(self.lm.backend, path, overwrite=overwrite)
+
+    def local_gradients(self) -> dict[str, Tensor]:
+        """The gradients of local parameters that wait for a step, by name."""
+        waits = any(remote.window for remote in group.remotes_of(self))
+        if not waits and self.lm.handle.requires_grad and self.automatic_optimization:
+            return {}  # those that are left over from the last step
+        return contents.local_gradients(self)
+
+    def chosen_route(self) -> Chosen:
+        """Returns where the loss runs and how it is averaged; decided once for each loss."""
+        loss: Any = self._modules.get("loss", self.loss)  # torch keeps a module where the method hides it
+        regularized = bool(self.regularizers)
+        if routes.is_plain_function(getattr(loss, "__func__", None)):
+            loss = loss.__func__  # a function, which the class has made a method of
+        key = (loss, self.route, self.reduction, repr(self.loss_config), regularized)
+        if self._chosen is None or self._chosen[0] != key:
+            chosen = routes.choose(
+                loss,
+                self.loss_config,
+                self.route,
+                lambda: self.lm.backend,
+                regularized=regularized,
+                reduction=self.reduction,
+            )
+            if getattr(loss, "__func__", None) is RemoteBase.loss:
+                weight = routes.once if self.reduction == "sum" else total_weight
+                chosen = replace(chosen, weight=weight, is_of_library=True)
+            self._chosen = (key, chosen)
+        return self._chosen[1]
+
+    def settle(self, timeout: float, error: BaseException) -> None:
+        """Waits a while for what was sent before an error, and logs it; the error's notes tell what has failed."""
+        group.settle(self, timeout, error)
+        with contextlib.suppress(TinkerLightningError):
+            self._late.log(wait=False)
+
+    def delete_state(self, path: str) -> None:
+        """Deletes a state that was saved on the server; one that is gone already is no error."""
+        group.delete_state(self, path)
+
+    @contextmanager
+    def asked_ahead(self, trained: Any, data: list[Any], asked: Pass | None) -> Iterator[Remote]:
+        """Within the block, `datums(trained)` returns `data`, and its forward pass is the one that was sent."""
+        remote, datums, own = self.lm.handle.remote, self.datums, vars(self).get("datums")
+        remote.expected, remote.missed = asked, False
+        self.datums = lambda batch: data if batch is trained else datums(batch)  # type: ignore[method-assign]
+        try:
+            yield remote
+        finally:
+            remote.expected = None
+            del self.datums
+            if own is not None:
+                self.datums = own  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Ends the session with the server, if this module has opened it."""
+        self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._session.__exit__(kind, error, traceback)
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """A loss that is refused takes the window with it, which could not be stepped on without it."""
+        try:
+            yield
+        except InvalidLoss:
+            for remote in group.remotes_of(self):
+                remote.drop()
+            raise
+
+    def _stepped(self, sent: Step) -> None:
+        if self.has_trainer and self.trainer.lightning_module is self:  # within another it has no hooks to log
+            self._late.add(sent, self.trainer)

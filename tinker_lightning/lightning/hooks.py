@@ -1,0 +1,173 @@
+"""What has to happen around Lightning's hooks, whether or not the hooks of a user's module call `super()`."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from tinker_lightning.errors import LossWithoutGradient
+from tinker_lightning.lightning import checks
+from tinker_lightning.lightning.base import LAST_WAIT, RemoteBase
+from tinker_lightning.lightning.checkpoint import contents
+from tinker_lightning.lightning.checkpoint.contents import STATE_KEY
+from tinker_lightning.losses import surrogate
+from tinker_lightning.losses.regularizers.regularizer import as_regularizers
+from tinker_lightning.remote import group, interrupts
+from tinker_lightning.remote.lm import holds_server_loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def attach(trainer: pl.Trainer, module: RemoteBase) -> None:
+    """Makes the hooks of a module the first callback of its trainer, in place of those of an earlier run."""
+    detach(trainer)
+    trainer.callbacks.insert(0, RemoteHooks(trainer, module))  # type: ignore[attr-defined]
+
+
+def detach(trainer: pl.Trainer) -> None:
+    """Removes the hooks from a trainer; a loop over its callbacks that is running is not disturbed."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    trainer.callbacks = [one for one in callbacks if not isinstance(one, RemoteHooks)]  # type: ignore[attr-defined]
+
+
+class RemoteHooks(pl.Callback):
+    """Checks losses, logs deferred metrics and waits for the server, before any other callback runs.
+
+    Args:
+        trainer: The trainer of this run.
+        module: The module that it runs.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: RemoteBase) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._hold = interrupts.SigintHold()
+        self._received = 0
+        self._terminated: float | None = None
+
+    def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Rejects callbacks of `configure_callbacks`, too, that do not work with a remote model."""
+        checks.check(trainer, self._module)
+        self._connect()
+
+    def on_fit_start(self, *_: Any) -> None:
+        """Checks the regularizers, which `RemoteModule.setup` may have made."""
+        as_regularizers(self._module.regularizers)
+        self._connect()
+
+    def on_validation_start(self, *_: Any) -> None:
+        """Connects to remote models that `RemoteModule.setup` has made."""
+        self._connect()
+
+    def on_test_start(self, *_: Any) -> None:
+        """Connects to remote models that `RemoteModule.setup` has made."""
+        self._connect()
+
+    def on_predict_start(self, *_: Any) -> None:
+        """Takes samples from the weights as they are now."""
+        self._module._samples.forget()
+        self._connect()
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Restores the accumulation windows of a checkpoint; Lightning has zeroed the gradients since it was loaded.
+
+        Raises:
+            InvalidInput: If no optimizer would train the remote model.
+        """
+        module = self._module
+        checks.check_optimizers(trainer, module)
+        if module._waiting is not None and trainer.ckpt_path is not None:
+            contents.put_back(module._waiting, module)
+        module._waiting = None
+        self._received = module.lm.handle.remote.received
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        """Rejects a loss that has no gradient or is not finite, and drops the accumulation window with it.
+
+        Raises:
+            InvalidLoss: If the loss cannot be trained on.
+        """
+        del trainer, pl_module
+        with self._module._dropping():
+            surrogate.check_scalar(loss)
+            surrogate.check_differentiable(loss)
+            if not torch.isfinite(loss) and not holds_server_loss(loss):
+                surrogate.check_finite(loss)
+
+    def on_after_backward(self, *_: Any) -> None:
+        """Rejects a loss whose gradient does not reach the remote model, which would silently train nothing.
+
+        Raises:
+            LossWithoutGradient: If nothing has reached the remote model.
+        """
+        module = self._module
+        received, self._received = self._received, module.lm.handle.remote.received
+        if module.automatic_optimization and module.lm.handle.requires_grad and received == self._received:
+            with module._dropping():
+                raise LossWithoutGradient(surrogate.without_gradient())
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Acts on a Ctrl-C that had to wait until the step was counted, and logs the metrics that have arrived.
+
+        Waits for those of this step if a callback or scheduler is about to read them.
+        """
+        self._hold.end()
+        deferred = self._module._late
+        is_monitored = deferred.are_monitored(trainer, by_step=True)
+        deferred.log(wait=is_monitored)
+        if is_monitored:
+            group.raise_first(self._module)  # who monitors the metric would only report that it is missing
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Waits for the metrics of the last step if callbacks or schedulers monitor them."""
+        deferred = self._module._late
+        deferred.log(wait=deferred.are_monitored(trainer))
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Waits for the metrics of the epoch, so that other callbacks see them."""
+        self._module._late.log(wait=not trainer.received_sigterm)
+
+    def on_train_end(self, *_: Any) -> None:
+        """Waits for the last steps, and logs them."""
+        self._module.drain()
+
+    def on_exception(self, *_: Any, **__: Any) -> None:
+        """Drops a Ctrl-C that was held: the run ends anyway."""
+        self._hold.end(act=False)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Saves the remote model, in case the module overrides `on_save_checkpoint` without calling `super()`."""
+        del trainer, pl_module
+        RemoteBase.on_save_checkpoint(self._module, checkpoint)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Restores what the module has not, in case it overrides `on_load_checkpoint` without calling `super()`."""
+        del trainer, pl_module
+        if self._module._waiting is not checkpoint.get(STATE_KEY):
+            RemoteBase.on_load_checkpoint(self._module, checkpoint)
+
+    def teardown(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Waits for everything in flight; the session stays, so that the next stage sees the same model."""
+        detach(trainer)
+        self._module.drain()
+
+    def _connect(self) -> None:
+        for remote in group.remotes_of(self._module):
+            remote.while_waiting = self._check_sigterm
+            # From a step's submission until Lightning has counted it, a Ctrl-C is held: a run that stopped between
+            # them would take the step a second time when it is resumed.
+            remote.on_sent = self._hold.begin if self._module.automatic_optimization else None
+
+    def _check_sigterm(self) -> None:
+        """Ends a wait that outlasts a SIGTERM by some seconds; Lightning itself looks only between batches."""
+        if not self._trainer.received_sigterm:
+            self._terminated = None
+        elif self._terminated is None:
+            self._terminated = time.monotonic()
+        elif time.monotonic() - self._terminated > LAST_WAIT:
+            raise SIGTERMException
