@@ -381,7 +381,7 @@ WRONG_SETTINGS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "out of range": (losses.dpo, {"label_smoothing": 0.7}, "dpo: label_smoothing must lie in [0, 0.5), got 0.7"),
     "an estimator": (losses.grpo, {"estimator": "k9"}, "grpo: estimator must be one of k1, k2, k3, got 'k9'"),
     "a baseline": (losses.reinforce, {"baseline": "best"}, "reinforce: baseline must be 'leave_one_out', 'mean' or a"),
-    "a group": (losses.reinforce, {"group_size": 0}, "reinforce: a group has at least one datum, got a size of 0"),
+    "a group": (losses.reinforce, {"group_size": 0}, "reinforce: a group needs at least one datum, got a size of 0"),
     "a distance": (losses.gspo, {"clip_high_threshold": 0.2}, "gspo: clip_low_threshold must lie in [0, 1] and"),
 }
 

@@ -87,31 +87,34 @@ def without_weights(*which: int) -> list[Datum]:
 
 OF = "of its tokens"
 ONE_TARGET_ONLY = ("dpo", "contrastive", "grpo", "gspo", "reinforce")
-ONE_TARGET = "datum 0: its targets have the shape [5, 3], but there must be one at each position, [T]: the token that"
-NO_WEIGHT = "has a weight, so that it cannot be compared with the others of its group. Leave the group out, or give"
+ONE_TARGET = (
+    "datum 0: its targets have the shape [5, 3], but this loss takes one target per position, [T]: the token that"
+)
+NO_WEIGHT = "has a weight, so it cannot be compared with the others of its group. Leave the group out, or give"
 NOTHING = "none of the tokens of these 6 datums has a weight, so there is nothing to train on. Leave them out, or give"
 BOUNDS = (
     "clip_low_threshold must lie in [0, 1] and clip_high_threshold must be at least 1, got {} and {}: they are bounds "
     "on the ratio itself, 0.8 and 1.2, not 0.2"
 )
 MISTAKES: dict[str, tuple[Callable[..., Any], list[Datum], str]] = {
-    "cross-entropy without weights": (
-        losses.cross_entropy,
+    "regularized cross-entropy without weights": (
+        losses.kl_regularized,
         broken(2, weights=None),
         "datum 2: weights: missing; Datum.from_tokens(tokens, weights) sets it: 0 on the prompt, 1 on the response.",
     ),
     "a policy loss without the sampler's log-probabilities": (
         losses.ppo,
         broken(0, logprobs=None),
-        "datum 0: logprobs: missing; give those that the sampler returned with its tokens, and 0 on the prompt.",
+        "datum 0: logprobs: missing; pass the log-probabilities that the sampler returned with its tokens, and 0 on "
+        "the prompt.",
     ),
     "DPO without a reference": (
         losses.dpo,
         broken(3, reference_logprobs=None),
-        "datum 3: reference_logprobs: missing; give those of the reference model, e.g. from its compute_logprobs, "
+        "datum 3: reference_logprobs: missing; pass those of the reference model, e.g. from its compute_logprobs, "
         "and 0 on the prompt. Datum.from_targets(..., reference_logprobs=...) takes it.",
     ),
-    "REINFORCE without a reward": (losses.reinforce, broken(1, reward=None), "datum 1: reward: missing; give one"),
+    "REINFORCE without a reward": (losses.reinforce, broken(1, reward=None), "datum 1: reward: missing; pass one"),
     "a reward for each token": (
         losses.reinforce,
         broken(1, reward=[1.0, 2.0]),
@@ -125,31 +128,31 @@ MISTAKES: dict[str, tuple[Callable[..., Any], list[Datum], str]] = {
     "a reference of None on the prompt": (
         losses.kl_regularized,
         broken(0, reference_logprobs=[float("nan"), 0.0, 0.0, 0.0, 0.0]),
-        "datum 0: reference_logprobs has NaN or infinite entries; give any finite value where there is none, and a "
+        "datum 0: reference_logprobs has NaN or infinite entries; pass any finite value where there is none, and a "
         "weight of 0",
     ),
     "distillation on [T] targets": (
         losses.topk_distillation,
         broken(0, teacher_logprobs=[-1.0] * 5),
-        "datum 0: its targets have the shape [5], but there must be K alternatives at each position, [T, K]: a "
-        "teacher's likeliest tokens. For one target at each position use cross_entropy.",
+        "datum 0: its targets have the shape [5], but this loss takes K alternatives per position, [T, K]: the "
+        "most likely tokens of a teacher. For one target per position use cross_entropy.",
     ),
     "distillation without a teacher": (
         losses.topk_distillation,
         [Datum(d.model_input, {n: t for n, t in d.loss_fn_inputs.items() if "teach" not in n}) for d in alternatives()],
-        "datum 0: teacher_logprobs: missing; give the teacher's log-probability of each of the [T, K] targets.",
+        "datum 0: teacher_logprobs: missing; pass the teacher's log-probability of each of the [T, K] targets.",
     ),
     "a teacher that rules tokens out": (
         losses.topk_distillation,
         alternatives(1, teacher_logprobs=torch.tensor([0.5, 0.5, 0.0]).log().repeat(2, 1)),
-        "datum 1: teacher_logprobs has NaN or infinite entries; give any finite value where there is none, and a "
+        "datum 1: teacher_logprobs has NaN or infinite entries; pass any finite value where there is none, and a "
         "weight of 0",
     ),
     "a teacher that is certain of several tokens": (
         losses.topk_distillation,
         alternatives(1, teacher_logprobs=[[-1.0, -1.0, -1.0], [-1.0, 0.0, 0.0]]),
-        "datum 1: teacher_logprobs: the targets at position 1 have a probability of 2.37 together, and it can be 1 at "
-        "most. Give log-probabilities (0 is certainty), each token once, and a weight of 0 to an alternative that",
+        "datum 1: teacher_logprobs: the targets at position 1 have a total probability of 2.37, but it can be 1 at "
+        "most. Pass log-probabilities (0 is certainty), each token once, and a weight of 0 for spare alternatives.",
     ),
     **{
         f"{loss.__name__} on [T, K] targets": (loss, alternatives(), ONE_TARGET)
@@ -172,13 +175,13 @@ MISTAKES: dict[str, tuple[Callable[..., Any], list[Datum], str]] = {
         broken(1, clip_high_threshold=[0.0, 0.8], clip_low_threshold=[0.0, 1.2]),
         "datum 1: " + BOUNDS.format(1.2, 0.8),
     ),
-    "half a pair": (losses.dpo, broken(0)[:5], "5 datums are no whole number of groups of 2. The datums of a group"),
+    "half a pair": (losses.dpo, broken(0)[:5], "5 datums are not a whole number of groups of 2. The datums of a group"),
     "half a group": (
         partial(losses.contrastive, group_size=4),
         broken(0),
-        "6 datums are no whole number of groups of 4. The datums of a group stand one behind the other: let the loader",
+        "6 datums are not a whole number of groups of 4. The datums of a group are consecutive: let each item",
     ),
-    "no datums": (losses.cross_entropy, [], "a loss needs one tensor for each datum, got 0 for 0 datums"),
+    "no datums": (losses.cross_entropy, [], "a loss needs one tensor per datum, got 0 for 0 datums"),
     "a group of one": (
         losses.reinforce,
         broken(0)[:1],
@@ -199,8 +202,8 @@ def test_a_mistake_is_named_with_datum_field_and_mend(mistake: str) -> None:  # 
 @pytest.mark.parametrize(
     ("loss", "shape", "wrong"),
     [
-        *((name, [4, 7, 3], "[7, 3], but there must be one at each position, [T]") for name in ONE_TARGET_ONLY),
-        ("topk_distillation", [4, 7], "[7], but there must be K alternatives at each position, [T, K]"),
+        *((name, [4, 7, 3], "[7, 3], but this loss takes one target per position, [T]") for name in ONE_TARGET_ONLY),
+        ("topk_distillation", [4, 7], "[7], but this loss takes K alternatives per position, [T, K]"),
     ],
 )
 def test_a_stacked_batch_of_the_wrong_rank_is_refused(loss: str, shape: list[int], wrong: str) -> None:
@@ -262,8 +265,8 @@ def test_a_stacked_batch_names_the_input_that_it_lacks() -> None:
         ("grpo", {"reduction": "mean"}, "reduction must be 'sequence', 'token' or 'sum', got 'mean'"),
         ("reinforce", {"baseline": "median"}, "baseline must be 'leave_one_out', 'mean' or a number, got 'median'"),
         ("reinforce", {"baseline": None}, "baseline must be 'leave_one_out', 'mean' or a number, got None"),
-        ("reinforce", {"group_size": "two"}, "a group has at least one datum, got a size of 'two'"),
-        ("reinforce", {"group_size": 0}, "a group has at least one datum, got a size of 0"),
+        ("reinforce", {"group_size": "two"}, "a group needs at least one datum, got a size of 'two'"),
+        ("reinforce", {"group_size": 0}, "a group needs at least one datum, got a size of 0"),
         ("topk_distillation", {"tail": "cut"}, "tail must be 'bucket', 'renormalize' or 'ignore', got 'cut'"),
     ],
 )

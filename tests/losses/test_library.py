@@ -105,10 +105,19 @@ def test_settings_are_keywords_and_metrics_are_numbers(name: str) -> None:
 def test_a_loss_needs_the_inputs_it_names_and_no_others(name: str) -> None:
     loss, inputs = LIBRARY[name]
     data, logprobs = case_of(name)
-    for missing in inputs:
+    for missing in inputs if name != "cross_entropy" else ():  # which counts every token of a datum without weights
         kept = {n: t for n, t in data[1].loss_fn_inputs.items() if n != missing}
         with pytest.raises(ValueError, match=f"datum 1: {missing}: missing; "):
             loss([data[0], Datum(data[1].model_input, kept), *data[2:]], logprobs)
+
+
+def test_cross_entropy_counts_every_token_of_a_datum_without_weights() -> None:
+    data, logprobs = case_of("cross_entropy")
+    bare = [Datum(datum.model_input, {"target_tokens": datum.loss_fn_inputs["target_tokens"]}) for datum in data]
+    ones = [datum.with_inputs({"weights": torch.ones(len(each))}) for datum, each in zip(bare, logprobs, strict=True)]
+    mixed = [bare[0], *ones[1:]]
+    for some in (bare, mixed):
+        assert losses.cross_entropy(some, logprobs) == losses.cross_entropy(ones, logprobs)
 
 
 @pytest.mark.parametrize("name", LIBRARY)

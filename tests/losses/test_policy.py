@@ -256,8 +256,8 @@ def test_group_advantages_takes_any_numbers(rewards: Any) -> None:
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
-        (["good", "bad"], "rewards must be numbers, one for each datum, got ['good', 'bad']"),
-        ([[1.0, 0.0], [2.0, 3.0]], "rewards has the shape [2, 2], but there must be one for each datum, [B]"),
+        (["good", "bad"], "rewards must be numbers, one per datum, got ['good', 'bad']"),
+        ([[1.0, 0.0], [2.0, 3.0]], "rewards has the shape [2, 2], but there must be one per datum, [B]"),
         ([], "rewards has the shape [0], but"),
         ([1.0, float("nan")], "rewards has NaN or infinite entries; leave those datums out"),
     ],

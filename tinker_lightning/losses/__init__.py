@@ -1,8 +1,8 @@
 """Loss functions on log-probabilities: `(data, logprobs) -> (scalar, metrics)`.
 
-Each takes datums with one tensor of log-probabilities for each, as `RemoteModule.loss` and `forward_backward_custom`
-give them, or the same stacked: a dict of inputs and one tensor, `[B, T]`. Settings are keywords; `functools.partial`
-binds them.
+Each takes a list of datums and one tensor of log-probabilities per datum, as `RemoteModule.loss` and
+`forward_backward_custom` pass them, or the same stacked: a dict of inputs and one tensor, `[B, T]`. Settings are
+keywords; `functools.partial` binds them.
 """
 
 from tinker_lightning.losses.advantages import group_advantages

@@ -1,4 +1,4 @@
-"""Advantages of sampled responses: how much better than the others of its group each one's reward is."""
+"""Advantages of sampled responses: how much better each reward is than the others of its group."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def group_advantages(
     group_size: int | None = None,
     scale: bool = False,
 ) -> Tensor:
-    """How much better than its group each reward is, `[B]`; with `scale` in standard deviations, as GRPO has it.
+    """Returns how much better each reward is than its group, `[B]`; with `scale` in standard deviations, as in GRPO.
 
     >>> group_advantages(torch.tensor([1.0, 0.0, 5.0, 5.0]), group_size=2)
     tensor([ 0.5000, -0.5000,  0.0000,  0.0000])
 
     Raises:
-        InvalidInput: If the groups are not whole, or have one member whose advantage would always be 0, or the rewards
-            are not one finite number for each datum.
+        InvalidInput: If a group is incomplete or has a single member, whose advantage would always be 0, or if the
+            rewards are not one finite number per datum.
     """
     check_grouping(baseline, group_size)
     rewards = _as_rewards(rewards)
@@ -49,26 +49,30 @@ def group_advantages(
 
 
 def check_grouping(baseline: object, group_size: object) -> None:
-    """Refuses settings by which no rewards can be compared."""
+    """Checks the settings of a grouping.
+
+    Raises:
+        InvalidInput: If the baseline is unknown, or a group would be empty.
+    """
     is_known = baseline in ("leave_one_out", "mean") if isinstance(baseline, str) else isinstance(baseline, Real)
     if not (is_known or is_traced(baseline)):
         raise InvalidInput(f"baseline must be 'leave_one_out', 'mean' or a number, got {baseline!r}")
     is_size = isinstance(group_size, Integral) and int(group_size) > 0
     if not (is_size or group_size is None or is_traced(group_size)):
-        raise InvalidInput(f"a group has at least one datum, got a size of {group_size!r}")
+        raise InvalidInput(f"a group needs at least one datum, got a size of {group_size!r}")
 
 
 def _as_rewards(given: Tensor | Sequence[float]) -> Tensor:
     if is_traced(given):
-        return given  # type: ignore[return-value]  # a stand-in for a tensor
+        return given  # type: ignore[return-value]  # a proxy of a tensor
     try:
         rewards = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidInput(f"rewards must be numbers, one for each datum, got {given!r:.80}") from error
+        raise InvalidInput(f"rewards must be numbers, one per datum, got {given!r:.80}") from error
     if rewards.dim() != 1 or not rewards.numel():
         raise InvalidInput(
-            f"rewards has the shape {list(rewards.shape)}, but there must be one for each datum, [B]: those of a group "
-            "one behind the other, with group_size=..."
+            f"rewards has the shape {list(rewards.shape)}, but there must be one per datum, [B]: those of a group are "
+            "consecutive, with group_size=..."
         )
     if not torch.isfinite(rewards).all():
         raise InvalidInput("rewards has NaN or infinite entries; leave those datums out")

@@ -1,9 +1,9 @@
-"""The losses that the protocol knows by name, as functions of one datum's log-probabilities.
+"""The losses that the protocol knows by name, as functions of the log-probabilities of one datum.
 
-Each returns the loss of every token (and of every alternative, for `[T, K]` targets), not yet summed: the protocol's
+Each returns the loss of every token (and of every alternative, for `[T, K]` targets) before the sum: the protocol's
 losses are plain sums over tokens and datums. `old_logprobs` are those of the policy that sampled the tokens.
 
-`LOSSES` has all that is known of each: servers compute by it, and clients check and scale by it.
+`LOSSES` describes each of them: the server computes with it, and clients use it to check and scale.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOW, HIGH, BETA = 0.8, 1.2, 0.05
 
 
 def cross_entropy(logprobs: Tensor, weights: Tensor) -> Tensor:
-    """`-w·p`, linear in the weights whatever their sign, which is what lets a client send any gradient as weights.
+    """Returns `-w·p`, which is linear in weights of either sign, so a client can send any gradient as weights.
 
     >>> cross_entropy(torch.tensor([-1.0, -2.0]), torch.tensor([1.0, 0.5]))
     tensor([1., 1.])
@@ -30,7 +30,7 @@ def cross_entropy(logprobs: Tensor, weights: Tensor) -> Tensor:
 
 
 def importance_sampling(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """`-r·A` with `r = exp(p - q)`: the policy gradient, corrected for the policy that sampled.
+    """Returns `-r·A` with `r = exp(p - q)`: the policy gradient, corrected for the policy that sampled.
 
     >>> importance_sampling(torch.zeros(2), torch.zeros(2), torch.tensor([1.0, -3.0]))
     tensor([-1.,  3.])
@@ -41,7 +41,7 @@ def importance_sampling(logprobs: Tensor, old_logprobs: Tensor, advantages: Tens
 def ppo(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: Threshold = LOW, high: Threshold = HIGH
 ) -> Tensor:
-    """`-min(r·A, clip(r, low, high)·A)` (Schulman et al. 2017, arXiv:1707.06347, eq. 7); bounds on the ratio itself.
+    """Returns `-min(r·A, clip(r, low, high)·A)` (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
     >>> ppo(torch.ones(1), torch.zeros(1), torch.ones(1))
     tensor([-1.2000])
@@ -52,7 +52,7 @@ def ppo(
 def cispo(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: Threshold = LOW, high: Threshold = HIGH
 ) -> Tensor:
-    """`-sg(clip(r, low, high))·p·A` (MiniMax 2025, arXiv:2506.13585): the ratio weighs, every token keeps its gradient.
+    """Returns `-sg(clip(r, low, high))·p·A` (MiniMax 2025, arXiv:2506.13585): every token keeps its gradient.
 
     >>> cispo(torch.tensor([-1.0]), torch.tensor([-1.0]), torch.tensor([2.0]))
     tensor([2.])
@@ -62,7 +62,7 @@ def cispo(
 
 
 def dro(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, beta: float = BETA) -> Tensor:
-    """`-(p·A - β/2·(p - q)²)` (Richemond et al. 2024, arXiv:2405.19107): a quadratic pull towards the sampling policy.
+    """Returns `-(p·A - β/2·(p - q)²)` (Richemond et al. 2024, arXiv:2405.19107): held close to the sampling policy.
 
     >>> dro(torch.tensor([-1.0]), torch.tensor([-1.0]), torch.tensor([2.0]))
     tensor([2.])
@@ -80,10 +80,10 @@ def gspo(
     *,
     dim: int | None = None,
 ) -> Tensor:
-    """PPO with one ratio for the whole sequence (Zheng et al. 2025, arXiv:2507.18071, the token-level variant).
+    """Returns PPO's loss with one ratio for the whole sequence (Zheng et al. 2025, arXiv:2507.18071, token-level).
 
-    The ratio is `exp(mean(p - q))` over the tokens whose mask is not zero, 1 if there are none; each token carries it
-    with the gradient of its own log-probability. All values are one sequence, unless `dim` names the axis of one.
+    The ratio is `exp(mean(p - q))` over the tokens whose mask is nonzero, and 1 if there are none; each token has it
+    with the gradient of its own log-probability. All values are one sequence, unless `dim` is the axis of sequences.
 
     >>> gspo(torch.zeros(2), torch.zeros(2), torch.ones(2), torch.ones(2))
     tensor([-1., -1.])
@@ -95,11 +95,11 @@ def gspo(
 
 
 def threshold_fault(low: Threshold, high: Threshold, counted: Tensor | None = None) -> str | None:
-    """What is wrong with thresholds, where they count; None if nothing is.
+    """Returns what is wrong with thresholds where they count; None if nothing is.
 
     >>> threshold_fault(0.8, 1.2)
     """
-    if not (isinstance(low, Tensor) or isinstance(high, Tensor)):  # in Python alone, for a function may be traced
+    if not (isinstance(low, Tensor) or isinstance(high, Tensor)):  # without tensors, because a function may be traced
         return None if 0 <= low <= 1 <= high else _fault(low, high)
     low, high = torch.as_tensor(low), torch.as_tensor(high)
     wrong = ~((low >= 0) & (low <= 1) & (high >= 1))
@@ -128,17 +128,17 @@ def _clip(ratio: Tensor, low: Threshold, high: Threshold) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """What is known of a loss.
+    """The description of a loss.
 
     Args:
         formula: The loss of each token.
-        description: What lists say of it.
-        inputs: The datum's entries that the formula takes behind the log-probabilities, in that order.
-        settings: Its settings with their defaults, which it takes then. They may also come with each datum, one per
-            token, under the same name.
-        scaled_by: Inputs and settings that multiply it if they are multiplied, all of them together.
-        has_negative: Whether that is so for factors below 0, too.
-        is_of_sequence: Whether a datum's values are taken for one sequence, so that `[T, K]` targets mean nothing.
+        description: What `list_loss_functions` shows.
+        inputs: The inputs of a datum that the formula takes after the log-probabilities, in that order.
+        settings: The settings with their defaults, which the formula takes next. A datum may also have them as inputs
+            of the same names, one value per token.
+        scaled_by: Inputs and settings that, multiplied together by a factor, multiply the loss by it.
+        has_negative: Whether that also holds for negative factors.
+        is_of_sequence: Whether the values of a datum are one sequence, so that `[T, K]` targets have no meaning.
     """
 
     formula: Callable[..., Tensor]
@@ -151,12 +151,12 @@ class BuiltIn:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """All that it looks for in a datum, beside the targets."""
+        """The inputs that the loss looks for in a datum, apart from the targets."""
         return (*self.inputs, *self.settings)
 
     @property
     def has_thresholds(self) -> bool:
-        """Whether its settings are the two thresholds."""
+        """Whether the settings are the two thresholds."""
         return self.settings == _CLIP
 
 
@@ -177,7 +177,7 @@ LOSSES: Mapping[str, BuiltIn] = {
     "cispo": BuiltIn(cispo, "-Σ sg(clip(r))·p·A: clipped weights, every token keeps its gradient", _POLICY, _CLIP),
     "dro": BuiltIn(
         dro,
-        "-Σ (p·A - β/2·(p - q)²): a quadratic pull towards the sampling policy",
+        "-Σ (p·A - β/2·(p - q)²): held close to the sampling policy",
         _POLICY,
         {"beta": BETA},
         scaled_by=("advantages", "beta"),

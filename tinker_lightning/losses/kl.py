@@ -1,9 +1,10 @@
-"""Estimates of the Kullback-Leibler divergence from one token each, and a loss that is held by one.
+"""Estimators of the Kullback-Leibler divergence from single tokens, and a loss that is regularized by one.
 
 The estimators are Schulman's (2020, http://joschu.net/blog/kl-approx.html), of KL(model ‖ reference) from tokens that
-the model has sampled. As a term of a loss, what counts is their gradient (Tang & Munos 2025, arXiv:2506.09477): on such
-tokens k1's is zero on average, so that it holds nothing; k2's is that of KL(model ‖ reference), and grows with the
-distance; k3's is that of KL(reference ‖ model), and never exceeds 1 where the model is above the reference.
+the model has sampled. In a loss, only their gradient matters (Tang & Munos 2025, arXiv:2506.09477): on such tokens the
+gradient of k1 is zero on average, so it has no effect; that of k2 is the gradient of KL(model ‖ reference) and grows
+with the distance; that of k3 is the gradient of KL(reference ‖ model) and never exceeds 1 where the model is above the
+reference.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Estimator: TypeAlias = Literal["k1", "k2", "k3"]
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """`p - r`: unbiased, of either sign.
+    """Returns `p - r`: unbiased, of either sign.
 
     >>> import torch
     >>> k1(torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.0]))
@@ -36,7 +37,7 @@ def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """`(p - r)²/2`: never negative, biased by little where the two are near.
+    """Returns `(p - r)²/2`: never negative, with a small bias where the two are close.
 
     >>> import torch
     >>> k2(torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.0]))
@@ -46,7 +47,7 @@ def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """`exp(r - p) - 1 - (r - p)`: unbiased and never negative.
+    """Returns `exp(r - p) - 1 - (r - p)`: unbiased and never negative.
 
     >>> import torch
     >>> k3(torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.0]))
@@ -60,31 +61,31 @@ _ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2":
 
 
 def check_estimator(estimator: Estimator) -> None:
-    """Refuses a name that no estimator has."""
+    """Raises `InvalidInput` if no estimator has this name."""
     if estimator not in _ESTIMATORS:
         raise InvalidInput(f"estimator must be one of {', '.join(_ESTIMATORS)}, got {estimator!r}")
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
-    """The divergence from the reference at each token, by the estimator of that name.
+    """Returns the divergence from the reference at each token, by the estimator of that name.
 
     Raises:
-        InvalidInput: If there is none.
+        InvalidInput: If no estimator has this name.
     """
     check_estimator(estimator)
     return _ESTIMATORS[estimator](logprobs, reference)
 
 
 def kl_regularized(data: Data, logprobs: Logprobs, *, beta: float = 0.1, estimator: Estimator = "k2") -> Loss:
-    """`Σ w·(-p + β·k(p, r))`: cross-entropy that a reference model holds back.
+    """Returns `Σ w·(-p + β·k(p, r))`: cross-entropy with a penalty on the distance from a reference model.
 
-    Metrics: those of `cross_entropy`, and `kl` by token.
+    Metrics: those of `cross_entropy`, and `kl` per token.
 
     Args:
         data: Datums with `weights` and `reference_logprobs`. Targets may be `[T]` or `[T, K]`, as in `cross_entropy`.
-        logprobs: The model's.
-        beta: How hard it is held. With k2 a token's pull ends at `1/β` above the reference.
-        estimator: `k2`, or `k3`, whose pull on tokens that the model has learned never exceeds `β`.
+        logprobs: The log-probabilities of the model.
+        beta: The weight of the penalty. With k2 a token stops rising at `1/β` above the reference.
+        estimator: `k2`, or `k3`, whose gradient on tokens that the model has learned never exceeds `β`.
 
     >>> import torch
     >>> from tinker_lightning import Datum
@@ -96,7 +97,7 @@ def kl_regularized(data: Data, logprobs: Logprobs, *, beta: float = 0.1, estimat
     batch = Batch(data, logprobs)
     p, weights = batch.logprobs, batch.weights()
     counted = weights != 0
-    # What stands on the prompt must not overflow: infinity times 0 is NaN.
+    # Values on the prompt must not overflow: infinity times 0 is NaN.
     kl = kl_estimate(p, torch.where(counted, batch.tokens("reference_logprobs"), p.detach()), estimator)
     loss = (builtin.cross_entropy(p, weights) + beta * weights * kl).sum()
     return loss, {**likelihood_metrics(p, weights), "kl": mean_where(kl.detach(), counted)}

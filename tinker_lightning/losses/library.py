@@ -1,8 +1,8 @@
-"""The losses of this package on a server: a batch is looked at here before it is sent.
+"""Checks of the library's losses before a server runs them.
 
-A server sees tensors, and can say no more than that their shapes do not fit, or that a loss is NaN. So the loss is
-first called here, with the datums themselves and without log-probabilities: that checks all inputs as a run here would,
-in the same words, and computes next to nothing.
+A server sees tensors: it can only report that shapes do not match, or that a loss is NaN. So the loss is called here
+first, on the datums and without log-probabilities. This checks all inputs as a local run would, with the same messages,
+and computes next to nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
-    """A function without what was bound to it by keyword."""
+    """Returns a function without the keywords that `functools.partial` binds, and these keywords."""
     settings: dict[str, Any] = {}
     while isinstance(loss, functools.partial) and not loss.args:
         settings = {**loss.keywords, **settings}
@@ -37,22 +37,22 @@ def unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def is_of_library(loss: Any) -> bool:
-    """Whether it is a function of `tinker_lightning.losses`, with or without settings."""
+    """Returns whether a loss is a function of `tinker_lightning.losses`, with or without settings."""
     function, _ = unwrapped(loss)
     name = getattr(function, "__name__", "")
     return name in losses.__all__ and function is getattr(losses, name)
 
 
 def check_settings(loss: Any, given: Mapping[str, Any], *, may_have_others: bool = False) -> None:
-    """Refuses settings that a loss of the library has not, or that cannot have these values, before it has a batch.
+    """Checks the settings of a loss of the library before there is a batch.
 
     Args:
-        loss: The loss; what is bound to it is looked at, too.
+        loss: The loss; settings that are bound to it are checked, too.
         given: Its settings.
-        may_have_others: Whether names that are not known here are left to a server that may know them.
+        may_have_others: Whether unknown names are left to a server that may know them.
 
     Raises:
-        InvalidInput: Says which.
+        InvalidInput: If the loss does not have a setting, or the setting cannot have this value.
     """
     function, bound = unwrapped(loss)
     _, _, *parameters = inspect.signature(function).parameters.values()
@@ -67,7 +67,7 @@ def check_settings(loss: Any, given: Mapping[str, Any], *, may_have_others: bool
         if wanted := _wanted(defaults[name], value):
             raise InvalidInput(f"loss_fn_config: {name} of {function.__name__} must be {wanted}, got {value!r}")
     try:
-        with contextlib.suppress(EmptyBatch):  # a loss looks at its settings first
+        with contextlib.suppress(EmptyBatch):  # a loss checks its settings first
             function([], [], **settings)
     except InvalidInput as error:
         raise InvalidInput(f"loss_fn_config: {function.__name__}: {error}") from None
@@ -79,7 +79,7 @@ def known_settings(function: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wanted(default: Any, value: Any) -> str | None:
-    """What a value should be in the place of a default, where its kind is wrong; of texts and None the loss says it."""
+    """Returns what a setting must be, if its type is wrong; the loss itself checks strings and None."""
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "True or False"
     if isinstance(default, int):
@@ -90,14 +90,14 @@ def _wanted(default: Any, value: Any) -> str | None:
 
 
 def checked(loss: Any, data: Sequence[Datum], settings: Mapping[str, Any]) -> list[Datum]:
-    """Datums of which a server computes a loss of the library as it would be computed here.
+    """Checks datums and returns them as a server needs them to compute the same loss as a local run.
 
-    An input that only some datums have is filled in for the others, with what the loss takes in its place.
+    An input that only some datums have is filled in for the others, with the default of the loss.
 
     Raises:
-        InvalidInput: If the loss would refuse them here.
+        InvalidInput: If a local run would raise it.
     """
-    forward_datums(data)  # names a datum without targets
+    forward_datums(data)  # raises for a datum without targets
     shapes = [datum.loss_fn_inputs["target_tokens"].shape for datum in data]
     rehearsal, nothing = Rehearsal(data), torch.zeros(())
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Losses that raise the likelihood of given targets: cross-entropy, and distillation from a teacher's best tokens."""
+"""Losses that raise the likelihood of given targets: cross-entropy, and distillation from a teacher's top tokens."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.losses import builtin
 from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, mean_where, with_value
 
-# The least share of probability left to tokens outside the top K, where float32 still tells it from none.
+# The least share of probability outside the top K that float32 still distinguishes from 0.
 _LEAST_REST = 1e-6
-# What a teacher's K tokens may hold together, with the rounding of its log-probabilities to bfloat16.
+# The most that the K probabilities of a teacher may add up to, with log-probabilities rounded to bfloat16.
 _MOST_MASS = 1.05
 
 
 def cross_entropy(data: Data, logprobs: Logprobs) -> Loss:
-    """`-Σ w·p`, the same as the server's `cross_entropy`; targets may be `[T]` or `[T, K]`.
+    """Returns `-Σ w·p`, as the protocol's `cross_entropy`; targets may be `[T]` or `[T, K]`.
 
-    Metrics: `nll` and `perplexity` by weight, `tokens` with a weight.
+    A datum without `weights` counts all of its tokens.
+
+    Metrics: `nll` and `perplexity`, averaged by weight, and `tokens`, how many have a weight.
 
     >>> from tinker_lightning import Datum
     >>> data = [Datum.from_targets([5, 6], [6, 7], weights=[0, 1])]
@@ -28,7 +30,7 @@ def cross_entropy(data: Data, logprobs: Logprobs) -> Loss:
     tensor(2.)
     """
     batch = Batch(data, logprobs)
-    weights = batch.tokens("weights")
+    weights = batch.tokens_filled("weights", 1.0)
     loss = builtin.cross_entropy(batch.logprobs, weights).sum()
     return loss, likelihood_metrics(batch.logprobs, weights)
 
@@ -42,20 +44,20 @@ def likelihood_metrics(logprobs: Tensor, weights: Tensor) -> dict[str, Tensor]:
 def topk_distillation(
     data: Data, logprobs: Logprobs, *, tail: Literal["bucket", "renormalize", "ignore"] = "bucket"
 ) -> Loss:
-    """`Σ w·KL(teacher ‖ student)` at each position, from the teacher's K likeliest tokens: targets `[T, K]`.
+    """Returns `Σ w·KL(teacher ‖ student)` over positions, from the teacher's K most likely tokens: targets `[T, K]`.
 
-    The idea is Hinton et al. 2015, arXiv:1503.02531. The K tokens do not hold all of the probability; leaving the rest
-    out teaches the student to be too sure (Anshumann et al. 2025, arXiv:2503.16870).
+    The idea is from Hinton et al. 2015, arXiv:1503.02531. The K tokens do not have all of the probability; ignoring the
+    rest makes the student overconfident (Anshumann et al. 2025, arXiv:2503.16870).
 
-    Metrics: `teacher_mass` and `student_mass`, the probability that each gives to the K tokens; `agreement`, how often
-    both find the same one likeliest.
+    Metrics: `teacher_mass` and `student_mass`, the probability that each assigns to the K tokens; `agreement`, how
+    often both rank the same token first.
 
     Args:
-        data: Datums with `teacher_logprobs` and `weights`, both `[T, K]`; a weight of 0 hides an alternative.
-        logprobs: The student's.
-        tail: What to do about all other tokens: count them as one (a lower bound of the whole KL, which is 0 only
-            where all K probabilities agree), compare the K among themselves, or leave them out, which has the gradient
-            of `cross_entropy` weighted by the teacher's probabilities.
+        data: Datums with `teacher_logprobs` and `weights`, both `[T, K]`; a weight of 0 masks an alternative.
+        logprobs: The log-probabilities of the student.
+        tail: How to treat all other tokens: as one (a lower bound of the full KL, which is 0 only where all K
+            probabilities agree), by comparing the K among themselves, or not at all, which has the gradient of
+            `cross_entropy` weighted by the teacher's probabilities.
 
     >>> from tinker_lightning import Datum
     >>> half = torch.full((1, 2), 0.5).log()
@@ -68,7 +70,7 @@ def topk_distillation(
     batch = Batch(data, logprobs, rank=2)
     weights, teacher = batch.weights(), batch.tokens("teacher_logprobs")
     _check_mass(batch)
-    hidden = torch.where(weights != 0, 0.0, -1e9)  # not -inf, of which a row would become NaN
+    hidden = torch.where(weights != 0, 0.0, -1e9)  # -inf would turn a row into NaN
     student, teacher = batch.logprobs + hidden, teacher + hidden
     student_mass, teacher_mass = student.logsumexp(-1), teacher.logsumexp(-1)
     counted = weights.amax(-1) != 0
@@ -87,18 +89,18 @@ def topk_distillation(
 
 
 def _check_mass(batch: Batch) -> None:
-    """Refuses what cannot be the log-probabilities of different tokens."""
+    """Checks that the teacher's log-probabilities can be those of different tokens."""
     for i, datum in batch.each():
         counted = datum.tokens("weights") != 0
         mass = torch.where(counted, datum.tokens("teacher_logprobs").exp(), 0.0).sum(-1).flatten()
         if mass.max() > _MOST_MASS:
             raise InvalidDatum(
-                f"datum {i}: teacher_logprobs: the targets at position {int(mass.argmax())} have a probability of "
-                f"{mass.max().item():.3g} together, and it can be 1 at most. Give log-probabilities (0 is certainty), "
-                "each token once, and a weight of 0 to an alternative that is none."
+                f"datum {i}: teacher_logprobs: the targets at position {int(mass.argmax())} have a total probability "
+                f"of {mass.max().item():.3g}, but it can be 1 at most. Pass log-probabilities (0 is certainty), each "
+                "token once, and a weight of 0 for spare alternatives."
             )
 
 
 def _rest(log_mass: Tensor) -> Tensor:
-    """`log(1 - exp(x))`."""
+    """Returns `log(1 - exp(x))`."""
     return log_mass.clamp(max=-_LEAST_REST).expm1().neg().log()

@@ -1,8 +1,8 @@
-"""Policy gradients: sampled tokens become likelier or less likely by their advantage.
+"""Policy gradients: sampled tokens become more or less likely according to their advantage.
 
-`p` are the model's log-probabilities, `q` those of the policy that sampled the tokens (`logprobs` of the datum), `A`
-the `advantages`, `r = exp(p - q)`. The first five are the server's losses of the same names: sums over tokens, where an
-advantage of 0 hides a token.
+`p` are the log-probabilities of the model, `q` those of the policy that sampled the tokens (`logprobs` of the datum),
+`A` the `advantages`, `r = exp(p - q)`. The first five are the protocol's losses of the same names: sums over tokens, in
+which an advantage of 0 masks a token.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from tinker_lightning.losses.kl import Estimator, check_estimator, kl_estimate
 
 
 def importance_sampling(data: Data, logprobs: Logprobs) -> Loss:
-    """`-Σ r·A`: the policy gradient, corrected for the policy that sampled.
+    """Returns `-Σ r·A`: the policy gradient, corrected for the policy that sampled.
 
-    Metrics: `ratio` and `kl_old_new` (`q - p`) by token; `action_tokens`, those with an advantage.
+    Metrics: `ratio` and `kl_old_new` (`q - p`) per token; `action_tokens`, how many have an advantage. Without such a
+    token the others are absent.
 
     >>> from tinker_lightning import Datum
     >>> data = [Datum.from_targets([5, 6], [6, 7], logprobs=[0.0, -2.0], advantages=[0.0, 3.0])]
@@ -36,15 +37,15 @@ def importance_sampling(data: Data, logprobs: Logprobs) -> Loss:
 
 
 def ppo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Loss:
-    """`-Σ min(r·A, clip(r)·A)` (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
+    """Returns `-Σ min(r·A, clip(r)·A)` (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
     Metrics: those of `importance_sampling`, and `clip_fraction`, the share of tokens outside the thresholds.
 
     Args:
-        data: Datums with `logprobs` and `advantages`; thresholds by token may be among the inputs, under their names.
-        logprobs: The model's.
-        clip_low_threshold: The least ratio that counts; 0.8, not 0.2.
-        clip_high_threshold: The largest.
+        data: Datums with `logprobs` and `advantages`; thresholds per token may be among the inputs, under their names.
+        logprobs: The log-probabilities of the model.
+        clip_low_threshold: The lower bound of the ratio; 0.8, not 0.2.
+        clip_high_threshold: The upper bound.
 
     >>> from tinker_lightning import Datum
     >>> data = [Datum.from_targets([5], [6], logprobs=[-2.0], advantages=[3.0])]
@@ -61,9 +62,10 @@ def ppo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, clip
 
 
 def cispo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Loss:
-    """`-Σ sg(clip(r))·p·A` (MiniMax 2025, arXiv:2506.13585): the clipped ratio weighs, every token keeps its gradient.
+    """Returns `-Σ sg(clip(r))·p·A` (MiniMax 2025, arXiv:2506.13585): clipped weights, every token keeps its gradient.
 
-    The value says little of progress, for the weights change with the model. Metrics and arguments: those of `ppo`.
+    The value is not a measure of progress, because the weights change with the model. Metrics and arguments are those
+    of `ppo`.
 
     >>> from tinker_lightning import Datum
     >>> data = [Datum.from_targets([5], [6], logprobs=[-2.0], advantages=[3.0])]
@@ -79,9 +81,9 @@ def cispo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, cl
 
 
 def dro(data: Data, logprobs: Logprobs, *, beta: float = 0.05) -> Loss:
-    """`-Σ (p·A - β/2·(p - q)²)` (Richemond et al. 2024, arXiv:2405.19107): a quadratic pull towards the old policy.
+    """Returns `-Σ (p·A - β/2·(p - q)²)` (Richemond et al. 2024, arXiv:2405.19107): held close to the old policy.
 
-    Metrics: those of `importance_sampling`. The pull acts on tokens without an advantage too.
+    Metrics: those of `importance_sampling`. The quadratic term also applies to tokens without an advantage.
 
     >>> from tinker_lightning import Datum
     >>> data = [Datum.from_targets([5], [6], logprobs=[-2.0], advantages=[3.0])]
@@ -95,15 +97,15 @@ def dro(data: Data, logprobs: Logprobs, *, beta: float = 0.05) -> Loss:
 
 
 def gspo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Loss:
-    """PPO with one ratio for each sequence, `exp(mean(p - q))` (Zheng et al. 2025, arXiv:2507.18071).
+    """Returns PPO's loss with one ratio per sequence, `exp(mean(p - q))` (Zheng et al. 2025, arXiv:2507.18071).
 
-    Metrics: those of `ppo`, of sequences' ratios.
+    Metrics: those of `ppo`, of the ratios of sequences.
 
     Args:
-        data: Datums with `logprobs`, `advantages`, and `sequence_ratio_mask`, not 0 on tokens that count in the ratio.
-        logprobs: The model's.
-        clip_low_threshold: The least ratio that counts. The paper's are much nearer to 1 than PPO's: 0.9997.
-        clip_high_threshold: The largest; the paper's is 1.0004.
+        data: Datums with `logprobs`, `advantages`, and `sequence_ratio_mask`, nonzero on the tokens of the ratio.
+        logprobs: The log-probabilities of the model.
+        clip_low_threshold: The lower bound of the ratio. Those of the paper are much closer to 1 than PPO's: 0.9997.
+        clip_high_threshold: The upper bound; 1.0004 in the paper.
 
     >>> from tinker_lightning import Datum
     >>> inputs = {"logprobs": [-2.0, -2.0], "advantages": [3.0, 3.0], "sequence_ratio_mask": [1.0, 1.0]}
@@ -129,23 +131,24 @@ def grpo(
     clip_high_threshold: float = 1.2,
     reduction: Literal["sequence", "token", "sum"] = "sequence",
 ) -> Loss:
-    """PPO's term and a pull towards a reference model at each token, averaged over sequences.
+    """Returns PPO's term plus a penalty on the distance from a reference model, averaged over tokens and sequences.
 
-    Group relative policy optimization (Shao et al. 2024, arXiv:2402.03300, eq. 3); for its advantages see
-    `group_advantages`.
+    Group relative policy optimization (Shao et al. 2024, arXiv:2402.03300, eq. 3). `group_advantages` computes its
+    advantages.
 
-    Metrics: those of `ppo`, and `kl` by token.
+    Metrics: those of `ppo`, and `kl` per token.
 
     Args:
         data: Datums with `weights` (1 on the response), `logprobs`, `advantages`, and, unless beta is 0,
             `reference_logprobs`.
-        logprobs: The model's.
-        beta: How hard to pull.
-        estimator: Of the divergence from the reference; see `kl` for what their gradients do.
+        logprobs: The log-probabilities of the model.
+        beta: The weight of the penalty.
+        estimator: The estimator of the divergence from the reference; `losses.kl` describes their gradients.
         clip_low_threshold: As in `ppo`.
         clip_high_threshold: As in `ppo`.
-        reduction: The mean over sequences of each one's mean over tokens; or the mean over all tokens (Yu et al. 2025,
-            arXiv:2503.14476); or the plain sum, to be divided by a constant (Liu et al. 2025, arXiv:2503.20783).
+        reduction: `sequence` for the mean over sequences of their means over tokens, `token` for the mean over all
+            tokens (Yu et al. 2025, arXiv:2503.14476), `sum` to divide by a constant later (Liu et al. 2025,
+            arXiv:2503.20783).
 
     >>> from tinker_lightning import Datum
     >>> inputs = {"weights": [0.0, 1.0], "logprobs": [0.0, -2.0], "advantages": [0.0, 3.0]}
@@ -161,7 +164,7 @@ def grpo(
     p, weights, advantages = batch.logprobs, batch.weights(), batch.tokens("advantages")
     low, high = _thresholds(batch, clip_low_threshold, clip_high_threshold, counting="weights")
     counted = weights != 0
-    # What stands on the prompt must not overflow: infinity times 0 is NaN.
+    # Values on the prompt must not overflow: infinity times 0 is NaN.
     old = torch.where(counted, batch.tokens("logprobs"), p.detach())
     terms = builtin.ppo(p, old, advantages, low, high)
     metrics = _metrics(p - old, counted, low, high)
@@ -183,17 +186,19 @@ def reinforce(
     baseline: float | Literal["leave_one_out", "mean"] = "leave_one_out",
     group_size: int | None = None,
 ) -> Loss:
-    """The mean over sequences of `-(R - b)·Σ w·p`: Williams 1992 (doi:10.1007/BF00992696), for tokens sampled just now.
+    """Returns the mean over sequences of `-(R - b)·Σ w·p` for on-policy tokens.
 
-    Metrics: `reward` and `advantage_rms` (root mean square) by sequence; `action_nll` by token, an estimate of the
+    REINFORCE (Williams 1992, doi:10.1007/BF00992696).
+
+    Metrics: `reward` and `advantage_rms` (root mean square) per sequence; `action_nll` per token, an estimate of the
     policy's entropy.
 
     Args:
         data: Datums with `weights` (1 on the response) and `reward`, one number.
-        logprobs: The model's.
-        baseline: The mean reward of the group's other sequences (Ahmadian et al. 2024, arXiv:2402.14740), of all of
-            them, or a number; for a baseline of your own subtract it from the rewards and give 0.
-        group_size: How many datums, one behind the other, answer the same prompt; all of them if not given.
+        logprobs: The log-probabilities of the model.
+        baseline: The mean reward of the other sequences of the group (Ahmadian et al. 2024, arXiv:2402.14740), of all
+            of them, or a number. To use another baseline, subtract it from the rewards and pass 0.
+        group_size: How many consecutive datums answer the same prompt; all of them if not given.
 
     >>> from tinker_lightning import Datum
     >>> data = [Datum.from_targets([5], [6], weights=[1.0], reward=reward) for reward in (1.0, 0.0)]
@@ -214,7 +219,7 @@ def reinforce(
 
 def _check_thresholds(low: float, high: float) -> None:
     if is_traced(low) or is_traced(high):
-        return  # they are looked at with each call
+        return  # they are checked with each call
     if fault := builtin.threshold_fault(low, high):
         raise InvalidInput(fault)
 
@@ -222,7 +227,7 @@ def _check_thresholds(low: float, high: float) -> None:
 def _thresholds(
     batch: Batch, low: float, high: float, counting: str = "advantages"
 ) -> tuple[Tensor | float, Tensor | float]:
-    """The setting, or one threshold for each token; `counting` names the input that is 0 where none is needed."""
+    """Returns the settings, or thresholds per token; `counting` names the input that is 0 where none is needed."""
 
     def read(batch: Batch) -> tuple[Tensor | float, Tensor | float]:
         return batch.tokens_or("clip_low_threshold", low), batch.tokens_or("clip_high_threshold", high)

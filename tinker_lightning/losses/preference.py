@@ -1,4 +1,4 @@
-"""Losses on groups of responses to one prompt: the better ones become likelier than the others."""
+"""Losses on groups of responses to one prompt: the better ones become more likely than the others."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def preference_nll(chosen: Tensor, rejected: Tensor, *, margin: float = 0.0, label_smoothing: float = 0.0) -> Tensor:
-    """`-log σ(chosen - rejected - margin)`: Bradley and Terry's model of which of two rewards wins.
+    """Returns `-log σ(chosen - rejected - margin)`: the Bradley-Terry model of which of two rewards wins.
 
-    With label smoothing ε a share of the preferences is taken to be wrong: `(1-ε)·(-log σ(x)) + ε·(-log σ(-x))`.
+    Label smoothing assumes that a share ε of the preferences is wrong: `(1-ε)·(-log σ(x)) + ε·(-log σ(-x))`.
 
     >>> preference_nll(torch.tensor([1.0]), torch.tensor([1.0]))
     tensor([0.6931])
@@ -36,22 +36,22 @@ def dpo(
     length_normalized: bool = False,
     reference_free: bool = False,
 ) -> Loss:
-    """The mean over pairs of `-log σ(β·Δ - margin)`, where Δ is how much more the chosen response has gained.
+    """Returns the mean over pairs of `-log σ(β·Δ - margin)`, where Δ is how much more the chosen response has gained.
 
-    Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). Datums are pairs, one behind the
-    other: chosen, rejected, chosen, rejected.
+    Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). Consecutive datums are pairs:
+    chosen, rejected, chosen, rejected.
 
-    Metrics: `reward_chosen` and `reward_rejected`, β times the gain on the reference; `reward_margin`,
-    `reward_accuracy`; `chosen_nll` by token, which rises unseen if both responses lose.
+    Metrics: `reward_chosen` and `reward_rejected`, β times the gain over the reference; `reward_margin` and
+    `reward_accuracy`; `chosen_nll` per token, which rises if both responses become less likely.
 
     Args:
         data: Pairs with `weights` (1 on the response) and `reference_logprobs`.
-        logprobs: The model's.
-        beta: How closely to keep to the reference model.
-        margin: By how much the chosen reward must win (Amini et al. 2024, arXiv:2402.10571, the same for all pairs).
-        label_smoothing: The share of pairs whose order may be wrong (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf).
+        logprobs: The log-probabilities of the model.
+        beta: How closely to stay to the reference model.
+        margin: By how much the chosen reward must win (Amini et al. 2024, arXiv:2402.10571), the same for all pairs.
+        label_smoothing: The share of pairs whose labels may be wrong (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf).
         length_normalized: Divides each response's gain by its length (Lambert et al. 2024, arXiv:2411.15124, eq. 6).
-        reference_free: Leaves the reference out. With a margin and by length this is SimPO (Meng et al. 2024,
+        reference_free: Ignores the reference. With a margin and length normalization this is SimPO (Meng et al. 2024,
             arXiv:2405.14734).
 
     >>> from tinker_lightning import Datum
@@ -87,19 +87,19 @@ def contrastive(
     temperature: float = 1.0,
     length_normalized: bool = True,
 ) -> Loss:
-    """The mean over groups of `-log softmax(s/τ)` at the first datum, where `s` is a sequence's log-probability.
+    """Returns the mean over groups of `-log softmax(s/τ)` at the first datum; `s` is a sequence's log-probability.
 
-    InfoNCE (van den Oord et al. 2018, arXiv:1807.03748, eq. 4) with the model's own likelihood as the score. Datums are
-    groups, one behind the other: the right response, then `group_size - 1` wrong ones.
+    InfoNCE (van den Oord et al. 2018, arXiv:1807.03748, eq. 4) with the likelihood of the model as the score.
+    Consecutive datums are groups: the right response, then `group_size - 1` wrong ones.
 
-    Metrics: `accuracy`, how often the right one scores highest; `score_margin`, by how much it beats the others.
+    Metrics: `accuracy`, how often the right response scores highest; `score_margin`, its lead over the best other.
 
     Args:
         data: Groups with `weights` (1 on the response).
-        logprobs: The model's.
-        group_size: How many datums are a group.
+        logprobs: The log-probabilities of the model.
+        group_size: How many datums a group has.
         temperature: Below 1 the hardest wrong response counts most.
-        length_normalized: Scores are means by token, not sums, which would favour short responses.
+        length_normalized: Uses means over tokens as scores, not sums, which would favour short responses.
 
     >>> from tinker_lightning import Datum
     >>> data = [Datum.from_targets([5], [token], weights=[1.0]) for token in (6, 7, 8)]

@@ -1,4 +1,4 @@
-"""A server's loss times a number, said in the loss's own inputs: the protocol has no factor for a pass."""
+"""Multiplies a server-side loss by a number through its own inputs, because the protocol has no factor for a pass."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 def scaled(
     data: Sequence[Datum], loss: str, config: Mapping[str, float | str], factor: float
 ) -> tuple[list[Datum], dict[str, float | str]]:
-    """The datums and settings whose loss is `factor` times the loss of those given.
+    """Returns datums and settings whose loss is `factor` times the loss of those given.
 
     Raises:
-        InvalidLoss: If the loss has no input that scales it, or the factor is none that it can be scaled by.
-        InvalidDatum: If a datum lacks that input.
+        InvalidLoss: If the loss has no input that scales it, or cannot be scaled by this factor.
+        InvalidDatum: If a datum does not have that input.
     """
     if not math.isfinite(factor) or factor == 0:
         raise InvalidLoss(
-            f"a gradient of {factor} reached the server's loss {loss!r}. Its value is not known here (it is NaN), so "
-            "it can be multiplied by a number other than 0 and added to other losses, but no other function of it has "
-            "a gradient. For those, write the loss in Python."
+            f"a gradient of {factor} reached the server-side loss {loss!r}. Its value is NaN until the server has "
+            "computed it: it can be multiplied by a number other than 0 and added to other losses, but no other "
+            "function of it has a gradient. For those, write the loss in Python."
         )
     settings = dict(config)
     if factor == 1:
@@ -36,11 +36,11 @@ def scaled(
     known = LOSSES.get(loss)
     if known is None:
         raise InvalidLoss(
-            f"the server's loss {loss!r} cannot be scaled by {factor}: it is not known to be homogeneous in one of its "
-            "inputs. Use it without gradient accumulation and without a factor."
+            f"the server-side loss {loss!r} cannot be scaled by {factor}: it is not known to be homogeneous in one of "
+            "its inputs. Use it without gradient accumulation and without a factor."
         )
     if factor < 0 and not known.has_negative:
-        raise InvalidLoss(f"{loss!r} cannot be multiplied by {factor}: it clips, so that its negative is another loss")
+        raise InvalidLoss(f"{loss!r} cannot be multiplied by {factor}: it clips, so its negative is another loss")
     for name in known.scaled_by:
         if name in known.settings:
             settings[name] = float(settings.get(name, known.settings[name])) * factor

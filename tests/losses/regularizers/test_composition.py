@@ -144,7 +144,7 @@ def test_without_regularizers_it_is_the_single_callback(none: Any) -> None:  # R
 
 
 def test_without_anything_there_is_nothing_to_train_on() -> None:
-    with pytest.raises(InvalidLoss, match="give a loss function, a regularizer, or both"):
+    with pytest.raises(InvalidLoss, match="pass a loss function, a regularizer, or both"):
         evaluate(base=None)
 
 
@@ -474,7 +474,9 @@ def test_a_term_that_takes_too_long_is_named_and_cancelled() -> None:
             raise
         return lp[0].sum()
 
-    with pytest.raises(ResultTimeout, match=r"^regularizer 'never': no value within 0\.05 s\. Give it more") as caught:
+    with pytest.raises(
+        ResultTimeout, match=r"^regularizer 'never': no value within 0\.05 s\. Raise the timeout"
+    ) as caught:
         evaluate(Regularizer(last, 1.0, "quick"), Regularizer(never, 1.0, "never"), timeout=0.05)
     assert isinstance(caught.value.__cause__, TimeoutError)
     assert cancelled.wait(LONG)
@@ -489,7 +491,7 @@ def test_what_blocks_the_loop_is_named_and_not_who_waits_for_it() -> None:
         return lp[0].sum()
 
     innocent = Regularizer(last, 1.0, "innocent")
-    blocks = r"no value within 0\.3 s, for 'sleeps' blocks the event loop that all async regularizers share"
+    blocks = r"no value within 0\.3 s, because 'sleeps' blocks the event loop that all async regularizers share"
     try:
         with pytest.raises(ResultTimeout, match=rf"^regularizer 'sleeps': {blocks}"):
             evaluate(Regularizer(sleeps, 1.0, "sleeps"), innocent, timeout=0.3)

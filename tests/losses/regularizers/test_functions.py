@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import tinker
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -182,7 +182,7 @@ def test_consistency_pulls_the_two_of_a_pair_together() -> None:
 
 def test_consistency_needs_something_to_compare() -> None:
     pair = [datum(2), datum(2, weights=[0.0, 0.0])]
-    with pytest.raises(InvalidDatum, match="datum 1: none of its tokens has a weight, so that it cannot be compared"):
+    with pytest.raises(InvalidDatum, match="datum 1: none of its tokens has a weight, so it cannot be compared"):
         regularizers.consistency(pair, [torch.tensor([-1.0, -2.0])] * 2)
 
 
@@ -251,6 +251,7 @@ def test_topology_is_the_persistence_of_the_surprisals(curve: list[float]) -> No
     assert loss.item() * len(curve) == pytest.approx(lives(curve), abs=1e-9)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 10, width=16), min_size=2, max_size=20, unique=True))
 def test_topologys_gradient_is_that_of_its_value(curve: list[float]) -> None:
     p = -torch.tensor(curve, dtype=torch.float64)
@@ -276,7 +277,7 @@ def test_topology_is_the_mean_over_datums() -> None:
             regularizers.reverse_kl,
             [datum(1)],
             InvalidDatum,
-            "datum 0: reference_logprobs: missing; give those of the ref",
+            "datum 0: reference_logprobs: missing; pass those of the ref",
         ),
         (
             regularizers.forward_kl,
@@ -284,13 +285,13 @@ def test_topology_is_the_mean_over_datums() -> None:
             InvalidDatum,
             r"datum 0: reference_logprobs has the shape \[2\]",
         ),
-        (regularizers.consistency, [datum(1)], InvalidInput, "1 datums are no whole number of groups of 2"),
+        (regularizers.consistency, [datum(1)], InvalidInput, "1 datums are not a whole number of groups of 2"),
         *(
             (
                 fn,
                 [Datum(ModelInput.from_ints([1]), {"target_tokens": [[1, 2]]})],
                 InvalidDatum,
-                r"datum 0: its targets have the shape \[1, 2\], but there must be one at each position, \[T\]",
+                r"datum 0: its targets have the shape \[1, 2\], but this loss takes one target per position, \[T\]",
             )
             for fn in (regularizers.consistency, regularizers.length, regularizers.sparsity, regularizers.topology)
         ),

@@ -79,7 +79,10 @@ def _alone() -> Any:
 
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
-    "no name": (lambda: Regularizer(term, 1.0, ""), "name of a regularizer must be a text without '/', got ''"),
+    "no name": (
+        lambda: Regularizer(term, 1.0, ""),
+        "name of a regularizer must be a non-empty string without '/', got ''",
+    ),
     "a blank name": (lambda: Regularizer(term, 1.0, " "), "got ' '"),
     "a name with a slash": (
         lambda: Regularizer(term, 1.0, "a/b"),
@@ -125,7 +128,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "the same name twice": (
         lambda: as_regularizers([Regularizer(term, 1.0, n) for n in "aba"]),
-        "regularizers 0 and 2 are both named 'a'; give each a name of its own",
+        "regularizers 0 and 2 are both named 'a'; give each a different name",
     ),
     "one that stands alone": (
         lambda: as_regularizers(Regularizer(term, 1.0, "x")),  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Functions and coroutines that run beside the caller's thread, with the torch modes that the caller has.
+"""Runs functions and coroutines on background threads, with the torch modes of the caller.
 
-Grad, inference and autocast modes belong to a thread: without care a function on another one would see none of them.
+Grad, inference and autocast modes belong to a thread; a function on another thread would not see them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 THREAD = "tinker-lightning-regularizers"
-_SLOW_SECONDS = 0.1  # what asyncio itself calls slow
+_SLOW_SECONDS = 0.1  # as in asyncio's own debug mode
 
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """The modes of torch that belong to a thread."""
+    """The torch modes of a thread."""
 
     grad: bool
     inference: bool
@@ -39,7 +39,7 @@ class Modes:
 
     @classmethod
     def current(cls) -> Self:
-        """Those of the calling thread."""
+        """Returns the modes of the calling thread."""
         accelerator = torch.accelerator.current_accelerator()
         devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
         return cls(
@@ -50,9 +50,9 @@ class Modes:
         )
 
     def applied(self) -> contextlib.ExitStack:
-        """A block in which the calling thread has them. It is one of ours, where nothing is cast by itself."""
+        """Returns a context in which the calling thread, one of ours without autocast, has these modes."""
         with contextlib.ExitStack() as stack:
-            # Inference mode sets the grad mode too, so it comes first.
+            # Inference mode also sets the grad mode, so it comes first.
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for device, dtype in self.autocast:
@@ -61,7 +61,7 @@ class Modes:
 
 
 def on_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Runs a function on a new thread; one that hangs keeps neither others nor the end of the process waiting."""
+    """Runs a function on a new daemon thread; one that hangs blocks neither others nor the end of the process."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
     modes, context = Modes.current(), contextvars.copy_context()
@@ -80,31 +80,31 @@ def on_thread(call: Callable[[], T], name: str) -> Future[T]:
 
 
 def on_loop(awaitable: Awaitable[T], name: str = "") -> Future[T]:
-    """Awaits something on the event loop that all share. It lives on, so that clients which belong to it can be kept.
+    """Awaits something on the shared event loop, which is never closed, so that clients bound to it can be reused.
 
     Args:
         awaitable: What is awaited.
-        name: Whose it is, for `blocker`.
+        name: The name that `blocker` reports.
 
     Raises:
-        RuntimeError: If called on that loop, which would then wait for itself.
+        RuntimeError: If called on that loop, which would wait for itself.
     """
     loop = _Loop.shared()
     coroutine = awaitable if isinstance(awaitable, types.CoroutineType) else _awaited(awaitable)
     if threading.current_thread() is loop.thread:
         coroutine.close()
-        raise RuntimeError("it was called by an async regularizer, on the event loop that it needs itself")
+        raise RuntimeError("it was called by an async regularizer, on the event loop that it needs")
     return asyncio.run_coroutine_threadsafe(_InModes(coroutine, Modes.current(), loop, name), loop.loop)
 
 
 def blocker() -> str:
-    """The name of what runs on the shared loop without an await and keeps all others waiting; empty if none does."""
+    """Returns the name of the coroutine that blocks the shared loop; empty if none does."""
     step = _Loop.shared().step
     return step[0] if step is not None and time.monotonic() - step[1] > _SLOW_SECONDS else ""
 
 
 class _Loop:
-    """An event loop on a thread of its own."""
+    """An event loop on its own thread."""
 
     _lock = threading.Lock()
     _shared: _Loop | None = None
@@ -112,13 +112,13 @@ class _Loop:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.pid = os.getpid()
-        self.step: tuple[str, float] | None = None  # whose code it runs, and since when
+        self.step: tuple[str, float] | None = None  # the coroutine that runs now, and since when
         self.thread = threading.Thread(target=self.loop.run_forever, name=THREAD, daemon=True)
         self.thread.start()
 
     @classmethod
     def shared(cls) -> _Loop:
-        """The one of this process; a fork has none of its parent's threads."""
+        """Returns the loop of this process; a fork does not have the threads of its parent."""
         with cls._lock:
             if cls._shared is None or cls._shared.pid != os.getpid():
                 cls._shared = cls()
@@ -130,9 +130,9 @@ async def _awaited(awaitable: Awaitable[T]) -> T:
 
 
 class _InModes(Coroutine[Any, Any, T]):
-    """A coroutine that goes on, after every await, in the modes with which it stopped there.
+    """A coroutine that resumes after every await in the modes in which it was suspended.
 
-    Coroutines take turns on one thread: without this, a `no_grad` around an await would reach into all the others.
+    Coroutines take turns on one thread: without this, a `no_grad` around an await would affect all the others.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], modes: Modes, loop: _Loop, name: str) -> None:
@@ -142,15 +142,15 @@ class _InModes(Coroutine[Any, Any, T]):
         self._name = name
 
     def send(self, value: Any) -> Any:
-        """Runs it up to its next await."""
+        """Runs the coroutine up to its next await."""
         return self._advance(lambda: self._coroutine.send(value))
 
     def throw(self, *error: Any) -> Any:
-        """Raises at the await where it stands; a cancellation is its own to handle."""
+        """Raises an exception, a cancellation for example, at the await where the coroutine is suspended."""
         return self._advance(lambda: self._coroutine.throw(*error))
 
     def close(self) -> None:
-        """Ends it."""
+        """Closes the coroutine."""
         self._coroutine.close()
 
     def __await__(self) -> Generator[Any, Any, T]:
@@ -162,7 +162,7 @@ class _InModes(Coroutine[Any, Any, T]):
             try:
                 awaited = step()
             except (KeyboardInterrupt, SystemExit) as error:
-                # Either would end the loop, and whoever needs it next would wait for ever.
+                # Either would end the loop, and the next caller would wait forever.
                 raise RuntimeError(f"it raised {type(error).__name__}") from error
             finally:
                 self._loop.step = None

@@ -1,4 +1,4 @@
-"""A loss made of a base and regularizers: `total = (base or 0) + sum(weight * term)`, and the telemetry of each."""
+"""A base loss with regularizers: `total = (base or 0) + sum(weight * term)`, and the telemetry of each term."""
 
 from __future__ import annotations
 
@@ -41,31 +41,31 @@ def evaluate(
     grad_norms: bool = True,
     timeout: float | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The total of a base loss and regularizers, and its telemetry: a dict of numbers, and of dicts of numbers.
+    """Returns the total of a base loss and regularizers, and its telemetry: a dict of numbers and nested dicts.
 
-    Async terms and those in an executor are begun first and run beside the rest, which runs on the calling thread.
-    Without regularizers this is the base loss with its own metrics.
+    Async terms and those in an executor start first and run concurrently with the rest, which runs on the calling
+    thread. Without regularizers the result is the base loss with its own metrics.
 
     Args:
-        data: The datums, as the functions want them.
-        logprobs: One tensor for each; leaves, or what a `RemoteLM` gave.
+        data: The datums that the functions get.
+        logprobs: One tensor per datum: leaves, or the output of a `RemoteLM`.
         base: The base loss, or None.
-        regularizers: The terms beside it.
-        step: What weights that are functions are given.
-        grad_norms: Whether to compute the norm of each regularizer's gradient by the log-probabilities, without its
-            weight. It costs a backward through that term, never one of the model.
-        timeout: How many seconds the terms that run elsewhere may take.
+        regularizers: The terms to add.
+        step: The step that weight functions get.
+        grad_norms: Whether to compute the norm of each term's gradient with respect to the log-probabilities, without
+            its weight. This costs a backward through the term, but not through the model.
+        timeout: How many seconds terms on other threads may take.
 
     Raises:
-        InvalidLoss: If a term is no finite scalar tensor, fails, or nothing depends on the log-probabilities; it names
-            the regularizer, and what its function has raised is the cause.
-        ResultTimeout: If a term takes too long; names it. One in an executor cannot be stopped and goes on.
+        InvalidLoss: If a term is not a finite scalar tensor or fails, or if nothing depends on the log-probabilities.
+            The message names the regularizer; the exception of its function is the cause.
+        ResultTimeout: If a term takes too long; names it. One in an executor cannot be stopped and keeps running.
     """
     terms = as_regularizers(regularizers)
     check_timeout("timeout", timeout)
     if not terms:
         if base is None:
-            raise InvalidLoss("there is nothing to train on: give a loss function, a regularizer, or both")
+            raise InvalidLoss("there is nothing to train on: pass a loss function, a regularizer, or both")
         return surrogate.loss_and_metrics(base(data, logprobs), logprobs, needs_gradient=torch.is_grad_enabled())
 
     weights = [term.weight_at(step) for term in terms]
@@ -91,7 +91,7 @@ def evaluate(
 
 
 def check_timeout(name: str, timeout: float | None) -> None:
-    """Refuses a timeout, under its name, in which nothing can be done."""
+    """Raises `InvalidInput` if a timeout, called `name`, is not None or a number above 0."""
     if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
         raise InvalidInput(f"{name} must be a number of seconds above 0, or None, got {timeout!r}")
 
@@ -109,7 +109,7 @@ def set_apart(metrics: Mapping[str, float], taken: Container[str], under: str) -
 
 
 def flatten(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Nested telemetry as loggers take it.
+    """Flattens telemetry for loggers.
 
     >>> flatten({"loss_total": 3.0, "regularizers": {"sparsity": {"value": 2.0, "weight": 0.5}}})
     {'loss_total': 3.0, 'regularizers/sparsity/value': 2.0, 'regularizers/sparsity/weight': 0.5}
@@ -130,7 +130,7 @@ def _run(
     terms: Sequence[Regularizer],
     timeout: float | None,
 ) -> tuple[tuple[Tensor, dict[str, float]] | None, dict[str, Any]]:
-    """The base loss, and what each term has returned; those that run elsewhere run beside all the others."""
+    """Runs the base loss and all terms; returns what they returned."""
     deadline = None if timeout is None else time.monotonic() + timeout
     running: dict[str, Future[Any]] = {}
     try:
@@ -148,7 +148,7 @@ def _run(
         wait(running.values(), None if deadline is None else max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
         failed = [term for term in terms if _has_failed(running[term.name])]
         returned = {}
-        for term in [*failed, *terms]:  # one that failed is why others are not done
+        for term in [*failed, *terms]:  # a failure is the reason why others are not done
             with _blaming(term, None if running[term.name].done() else timeout):
                 returned[term.name] = running[term.name].result(timeout=0)
         return base_loss, returned
@@ -158,7 +158,7 @@ def _run(
 
 
 def _start(term: Regularizer, data: list[Any], logprobs: list[Tensor]) -> Future[Any]:
-    """What a term returns, at once or in a while."""
+    """Starts a term; the future is done already if it ran on this thread."""
 
     def call() -> Any:
         returned = term.fn(data, logprobs)
@@ -185,32 +185,32 @@ def _has_failed(future: Future[Any]) -> bool:
 
 @contextlib.contextmanager
 def _blaming(term: Regularizer, timeout: float | None = None) -> Iterator[None]:
-    """Names the regularizer in what is raised; with a timeout, that was what passed."""
+    """Adds the name of the regularizer to errors; `timeout` is the one that has expired, if any."""
     try:
         yield
     except TinkerLightningError as error:
         named = type(error)(f"regularizer {term.name!r}: {error}")
-        named.__dict__.update(error.__dict__)  # the operation and request that it was about
+        named.__dict__.update(error.__dict__)  # the operation and request of the error
         raise named from error
     except Exception as error:
         has_own_thread = term.run_in_executor and not term.is_async
         if timeout is not None and not has_own_thread and (by := blocker()):
             raise ResultTimeout(
-                f"regularizer {term.name!r}: no value within {timeout} s, for {by!r} blocks the event loop that all "
-                "async regularizers share: it sleeps or computes without an await. Use asyncio.sleep and "
+                f"regularizer {term.name!r}: no value within {timeout} s, because {by!r} blocks the event loop that "
+                "all async regularizers share: it sleeps or computes without an await. Use asyncio.sleep and "
                 "asyncio.to_thread in it, or make it a plain function with run_in_executor=True; nothing was sent."
             ) from error
         if timeout is not None:
             raise ResultTimeout(
-                f"regularizer {term.name!r}: no value within {timeout} s. Give it more time, or look at what it waits "
-                "for; nothing was sent."
+                f"regularizer {term.name!r}: no value within {timeout} s. Raise the timeout, or check what it "
+                "waits for; nothing was sent."
             ) from error
         kind = ResultTimeout if isinstance(error, TimeoutError) else InvalidLoss
         raise kind(f"regularizer {term.name!r} failed: {type(error).__name__}: {error}") from error
 
 
 def _grad_norm(value: Tensor, logprobs: list[Tensor]) -> float:
-    """The norm of a term's gradient by the log-probabilities, where it ends: a model behind them sees nothing of it."""
+    """Returns the norm of a term's gradient with respect to the log-probabilities; it does not reach a model."""
     inputs = [each for each in logprobs if each.requires_grad]
     if not (value.requires_grad and inputs):
         return 0.0

@@ -1,9 +1,10 @@
-"""Regularizers to begin with: functions for `Regularizer(fn, weight, name)`; `functools.partial` binds settings.
+"""Functions for `Regularizer(fn, weight, name)`; `functools.partial` binds their settings.
 
-They count the tokens whose `weights` entry is not 0, or all of a datum without one.
+They count the tokens whose `weights` entry is nonzero, or all tokens of a datum without weights.
 
-Those that say *estimate* take the tokens for samples of the model. Their value is then unbiased, and their gradient is
-that of the expected value. It is not the gradient of the value that is shown: the chance of the token changes too.
+Those that are called *estimates* assume that the tokens are samples of the model. Their value is then unbiased, and
+their gradient is that of the expected value. It is not the gradient of the value itself, because the probability of
+the tokens changes too.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def entropy(data: list[Any], logprobs: list[Tensor]) -> Loss:
-    """Minus the entropy by token, so that a positive weight keeps the model from becoming too sure: an estimate.
+    """Estimates minus the entropy per token, so that a positive weight keeps the model from becoming overconfident.
 
-    With targets of `[T, K]` it is the sum over the K alternatives, and exact if these are all there are.
+    With `[T, K]` targets it is the sum over the K alternatives, and exact if these are the whole vocabulary.
 
     Metrics: `entropy`.
 
@@ -38,9 +39,9 @@ def entropy(data: list[Any], logprobs: list[Tensor]) -> Loss:
 
 
 def reverse_kl(data: list[Any], logprobs: list[Tensor]) -> Loss:
-    """KL(model ‖ reference) by token, from the datums' `reference_logprobs`: an estimate.
+    """Estimates KL(model ‖ reference) per token, from the `reference_logprobs` of the datums.
 
-    It keeps the model where the reference is, and lets it leave parts of that. With targets of `[T, K]` it is the sum
+    It keeps the model within the modes of the reference, but lets it drop some. With `[T, K]` targets it is the sum
     over the K alternatives.
 
     Metrics: `kl`.
@@ -55,10 +56,9 @@ def reverse_kl(data: list[Any], logprobs: list[Tensor]) -> Loss:
 
 
 def forward_kl(data: list[Any], logprobs: list[Tensor]) -> Loss:
-    """KL(reference ‖ model) by token, from the datums' `reference_logprobs`: an estimate.
+    """Estimates KL(reference ‖ model) per token, from the `reference_logprobs` of the datums.
 
-    It keeps the model everywhere where the reference is. With targets of `[T, K]` it is the sum over the K
-    alternatives.
+    It makes the model cover all modes of the reference. With `[T, K]` targets it is the sum over the K alternatives.
 
     Metrics: `kl`.
 
@@ -72,7 +72,7 @@ def forward_kl(data: list[Any], logprobs: list[Tensor]) -> Loss:
 
 
 def symmetric_kl(data: list[Any], logprobs: list[Tensor]) -> Loss:
-    """The sum of both (Jeffreys 1946, doi:10.1098/rspa.1946.0056): an estimate.
+    """Estimates the sum of both divergences (Jeffreys 1946, doi:10.1098/rspa.1946.0056).
 
     Metrics: `kl`.
 
@@ -86,11 +86,11 @@ def symmetric_kl(data: list[Any], logprobs: list[Tensor]) -> Loss:
 
 
 def consistency(data: list[Any], logprobs: list[Tensor]) -> Loss:
-    """How much the members of a pair differ: the square of the difference of their mean log-probabilities.
+    """Returns the squared difference between the mean log-probabilities of the members of a pair.
 
-    Datums are pairs, one behind the other: the same response to two wordings of a prompt, or a text and its paraphrase.
+    Consecutive datums are pairs: the same response to two wordings of a prompt, or a text and its paraphrase.
 
-    Metrics: `gap`, the mean of that difference without its sign.
+    Metrics: `gap`, the mean absolute difference.
 
     >>> from tinker_lightning import Datum
     >>> pair = [Datum.from_tokens([1, 2, 3]), Datum.from_tokens([4, 3])]
@@ -106,10 +106,10 @@ def consistency(data: list[Any], logprobs: list[Tensor]) -> Loss:
 
 
 def length(data: list[Any], logprobs: list[Tensor], *, limit: int = 0) -> Loss:
-    """How many tokens a response has beyond a limit: an estimate, from responses that the model has sampled.
+    """Estimates how many tokens a response has beyond a limit, from responses that the model has sampled.
 
-    A response's length does not change with the log-probabilities, but its chance does: long ones become less likely
-    than the others of the batch (REINFORCE, each with the mean of the others as its baseline: Kool et al. 2019).
+    The length of a response does not depend on the log-probabilities, but its probability does: long responses become
+    less likely than the others of the batch (REINFORCE with the mean of the others as baseline: Kool et al. 2019).
 
     Metrics: `length`.
 
@@ -126,10 +126,10 @@ def length(data: list[Any], logprobs: list[Tensor], *, limit: int = 0) -> Loss:
 
 
 def sparsity(data: list[Any], logprobs: list[Tensor], *, scale: float = 1.0) -> Loss:
-    """`log(1 + s/scale)` of each token's surprisal `s`, in the mean: few tokens carry the surprise, the rest none.
+    """Returns the mean of `log(1 + s/scale)` over the surprisals `s` of tokens, which concentrates surprise in few.
 
-    The log-sum penalty (Candès et al. 2008, doi:10.1007/s00041-008-9045-x): it pulls at small values more than at large
-    ones, at most by `1/scale`.
+    The log-sum penalty (Candès et al. 2008, doi:10.1007/s00041-008-9045-x): its gradient is larger for small values,
+    and at most `1/scale`.
 
     Metrics: `active`, the share of tokens whose surprisal is above the scale.
 
@@ -145,14 +145,16 @@ def sparsity(data: list[Any], logprobs: list[Tensor], *, scale: float = 1.0) -> 
 
 
 def topology(data: list[Any], logprobs: list[Tensor]) -> Loss:
-    """How rugged the curve of surprisals along a text is: its total persistence by token, in the mean over datums.
+    """Returns how rugged the curve of surprisals along a text is: its total persistence per token.
 
-    As a level rises through the curve, a component is born at each valley, and dies where it meets a deeper one's; the
-    sum of these lives is the persistence of dimension 0 (Edelsbrunner & Harer 2010, Computational Topology, VII.1).
-    A smooth curve has few and short ones; that surprise comes evenly is also what speakers tend to
-    (Wei et al. 2021, arXiv:2105.07144).
+    As a level rises through the curve, a component is born at each valley, and dies where it meets that of a deeper
+    one; the sum of these lifetimes is the persistence in dimension 0 (Edelsbrunner & Harer 2010, Computational
+    Topology, VII.1). A smooth curve has few and short ones; speakers tend to spread surprise evenly, too (Wei et al.
+    2021, arXiv:2105.07144).
 
-    Metrics: `peaks` by datum.
+    The value is a mean over datums.
+
+    Metrics: `peaks` per datum.
 
     >>> from tinker_lightning import Datum
     >>> topology([Datum.from_tokens(range(6))], [-torch.tensor([1.0, 4.0, 2.0, 3.0, 0.0])])
@@ -165,10 +167,10 @@ def topology(data: list[Any], logprobs: list[Tensor]) -> Loss:
 
 
 def _persistence(curve: Tensor) -> tuple[Tensor, Tensor]:
-    """The total persistence of a curve by point, and the number of its peaks.
+    """Returns the total persistence of a curve per point, and the number of its peaks.
 
-    Every valley but the deepest is born once, and every peak between two valleys ends one of them; so the sum of lives
-    needs no pairing of the two. Of equal neighbours the first counts as the lower.
+    Every valley but the deepest is born once, and every peak between two valleys ends one of them, so the sum of
+    lifetimes does not need to pair them. Of equal neighbours the first counts as the lower.
     """
     if not curve.numel():
         return curve.sum(), curve.new_zeros((), dtype=torch.int64)
@@ -195,19 +197,19 @@ def _as_kl(kl: Tensor, counted: Tensor) -> Loss:
 
 
 def _estimate(value: Tensor, surrogate: Tensor) -> Tensor:
-    """The value of one, with the gradient of the other."""
+    """Returns a tensor with the value of the first and the gradient of the second."""
     return value.detach() + (surrogate - surrogate.detach())
 
 
 def _mean(values: Tensor, counted: Tensor) -> Tensor:
-    """The mean over the positions that count; alternatives at one add up."""
+    """Returns the mean over the positions that count; alternatives at one position add up."""
     if values.dim() == 3:
         values, counted = torch.where(counted, values, 0.0).sum(-1), counted.any(-1)
     return mean_where(values, counted)
 
 
 def _counted(data: list[Any], logprobs: list[Tensor], *, one_target: bool = False) -> tuple[Tensor, Tensor]:
-    """Which tokens count, and the log-probabilities, with a row for each datum."""
+    """Returns which tokens count, and the log-probabilities, with one row per datum."""
     batch = Batch(data, logprobs, rank=1 if one_target else None)
     present = pad_sequence([torch.ones_like(each, requires_grad=False) for each in logprobs], batch_first=True)
     return present * batch.tokens_or("weights", 1.0) != 0, batch.logprobs
@@ -215,5 +217,5 @@ def _counted(data: list[Any], logprobs: list[Tensor], *, one_target: bool = Fals
 
 def _with_reference(data: list[Any], logprobs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     counted, p = _counted(data, logprobs)
-    # Where a token does not count the two are equal: what stands there must not overflow.
+    # Where a token does not count, both are set equal, because values there must not overflow.
     return counted, p, torch.where(counted, Batch(data, logprobs).tokens("reference_logprobs"), p.detach())

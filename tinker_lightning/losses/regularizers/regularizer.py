@@ -1,4 +1,4 @@
-"""A named term beside a loss: its function, its weight, and where it runs."""
+"""A named term of a loss: its function, its weight, and where it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from tinker_lightning.errors import InvalidLoss
 
 Returned: TypeAlias = "tuple[Tensor, Mapping[Any, Any]] | Tensor"
-# Takes what a loss function takes, and may be async.
+# Has the signature of a loss function, and may be async.
 RegularizerFn: TypeAlias = Callable[[list[Any], list[Tensor]], "Returned | Awaitable[Returned]"]
 
 _SPEC = ("fn", "weight", "name", "run_in_executor", "async")
@@ -24,19 +24,19 @@ _SPEC = ("fn", "weight", "name", "run_in_executor", "async")
 class Regularizer:
     """A term that is added to a loss, `weight * fn(data, logprobs)`, with telemetry under its name.
 
-    A plain function runs on the caller's thread. An async one runs on an event loop of its own, beside the others.
+    A plain function runs on the caller's thread. An async one runs on a background event loop, concurrently.
 
     >>> Regularizer(lambda data, logprobs: logprobs[0].sum(), lambda step: 0.1 * step, "warm").weight_at(3)
     0.30000000000000004
 
     Args:
-        fn: Gets `(data, logprobs)` and returns a scalar tensor, or that and a dict of metrics; may be async.
+        fn: Takes `(data, logprobs)` and returns a scalar tensor, or that and a dict of metrics; may be async.
         weight: A number, or a function of the step.
-        name: What its telemetry is called; no two of one loss have the same.
-        run_in_executor: Run it on a thread of its own, for slow functions that are not async.
+        name: The name of its telemetry, unique within a loss.
+        run_in_executor: Runs a slow function that is not async on its own thread.
 
     Raises:
-        InvalidLoss: If one of them cannot be used.
+        InvalidLoss: If an argument is invalid.
     """
 
     fn: RegularizerFn
@@ -47,8 +47,8 @@ class Regularizer:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip() or "/" in self.name:
             raise InvalidLoss(
-                f"the name of a regularizer must be a text without '/', got {self.name!r}; its telemetry is logged as "
-                "regularizers/<name>/value"
+                f"the name of a regularizer must be a non-empty string without '/', got {self.name!r}; its telemetry "
+                "is logged as regularizers/<name>/value"
             )
         if not callable(self.fn):
             raise InvalidLoss(
@@ -63,14 +63,14 @@ class Regularizer:
 
     @property
     def is_async(self) -> bool:
-        """Whether the function is known to be async before it is called."""
+        """Whether the function is known to be async before it is called; others may still return an awaitable."""
         return inspect.iscoroutinefunction(self.fn) or inspect.iscoroutinefunction(type(self.fn).__call__)
 
     def weight_at(self, step: int) -> float:
-        """The weight at a step.
+        """Returns the weight at a step.
 
         Raises:
-            InvalidLoss: If a function gives no finite number.
+            InvalidLoss: If a weight function does not return a finite number.
         """
         if not callable(self.weight):
             return float(self.weight)
@@ -83,10 +83,10 @@ class Regularizer:
 
 
 def as_regularizers(given: Iterable[Regularizer | Mapping[str, Any]] | None) -> tuple[Regularizer, ...]:
-    """The regularizers of a loss; a dict of `fn`, `weight`, `name` and `run_in_executor` stands for one.
+    """Returns the regularizers of a loss; a dict of `fn`, `weight`, `name` and `run_in_executor` is converted.
 
     Raises:
-        InvalidLoss: If something is no regularizer, or two have the same name.
+        InvalidLoss: If an item is not a regularizer, or two have the same name.
     """
     if given is None:
         return ()
@@ -99,7 +99,7 @@ def as_regularizers(given: Iterable[Regularizer | Mapping[str, Any]] | None) -> 
     for i, name in enumerate(names):
         if name in names[:i]:
             raise InvalidLoss(
-                f"regularizers {names.index(name)} and {i} are both named {name!r}; give each a name of its own"
+                f"regularizers {names.index(name)} and {i} are both named {name!r}; give each a different name"
             )
     return regularizers
 
@@ -116,7 +116,7 @@ def _as_regularizer(i: int, given: Any) -> Regularizer:
     if unknown := [str(key) for key in given if key not in _SPEC]:
         raise InvalidLoss(f"regularizer {i}: unknown {', '.join(unknown)}; a dict may have {', '.join(_SPEC)}")
     regularizer = Regularizer(given["fn"], given["weight"], given["name"], given.get("run_in_executor", False))
-    # Whether it is async shows by itself; what is said of it must at least be true.
+    # The function shows by itself whether it is async; the entry must only not contradict it.
     if regularizer.is_async and not given.get("async", True):
         raise InvalidLoss(f"regularizer {regularizer.name!r}: async is {given['async']!r}, but its function is async")
     return regularizer
