@@ -418,7 +418,7 @@ def test_a_micro_batch_without_a_gradient_is_refused_wherever_it_stands(service:
 
 def test_a_batch_without_weights_is_named(service: ServiceClient) -> None:
     unweighted = [Datum.from_tokens(list(b"hello"), [0.0] * 5)]
-    with pytest.raises(InvalidDatum, match='the weights of these 1 datums sum to 0, .* reduction = "sum"'):
+    with pytest.raises(InvalidDatum, match=r'the weights of these 1 datums sum to 0, .* reduction = "sum"'):
         quiet().fit(made(service, RemoteModule), loader(unweighted))
 
 
