@@ -25,6 +25,7 @@ Each class also derives from the builtin that fits, so that `except ValueError` 
     ├── ResultTimeout (TimeoutError)       a result did not come in the time the caller gave it
     ├── ClientClosed (RuntimeError)        a client was used after `close()`
     ├── ClientForked (RuntimeError)        a client was used in a forked process
+    ├── IncompatibleLightning (RuntimeError)  a Lightning release without something this library needs
     └── OperationFailed (RuntimeError)     the server could not carry an operation out
         ├── ResultExpired                  it was carried out, but the result is no longer kept
         └── TrainerClosed                  the embedded trainer stops, so that it is not done
@@ -36,6 +37,7 @@ __all__ = [
     "ClientClosed",
     "ClientForked",
     "ConnectionDropped",
+    "IncompatibleLightning",
     "InvalidDatum",
     "InvalidInput",
     "InvalidLoss",
@@ -184,6 +186,10 @@ class ClientClosed(TinkerLightningError, RuntimeError):
 
 class ClientForked(TinkerLightningError, RuntimeError):
     """A client was used in a forked process, where its threads and connections do not exist."""
+
+
+class IncompatibleLightning(TinkerLightningError, RuntimeError):
+    """The installed Lightning lacks an attribute that this library needs: it was renamed or removed."""
 
 
 class OperationFailed(TinkerLightningError, RuntimeError):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tinker_lightning.client.export import export_adapter
 from tinker_lightning.errors import InvalidInput, InvalidLoss, TinkerLightningError
-from tinker_lightning.lightning import routes
+from tinker_lightning.lightning import _compat, routes
 from tinker_lightning.lightning.batches import count_datums, datums_of
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.checkpoint.contents import STATE_KEY
@@ -137,7 +137,7 @@ class RemoteBase(pl.LightningModule):
     @property
     def has_trainer(self) -> bool:
         """Whether a trainer is attached."""
-        return self._trainer is not None
+        return _compat.ATTACHED_TRAINER.get(self) is not None
 
     def save_hyperparameters(
         self, *args: Any, ignore: Sequence[str] | str | None = None, frame: Any = None, logger: bool = True
@@ -152,7 +152,7 @@ class RemoteBase(pl.LightningModule):
 
         Lightning can count tensors only. Where a batch has no datums, the number is left to it.
         """
-        results = None if not self.has_trainer else self.trainer._results
+        results = _compat.CURRENT_RESULTS.get(self.trainer) if self.has_trainer else None
         if results is not None and results.batch_size is None:
             results.batch_size = count_datums(results.batch) or None
         super().log(*args, **kwargs)

@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, Learnin
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.lightning import _compat
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.remote.handle import RemoteHandle
 
@@ -28,7 +29,7 @@ def check(trainer: pl.Trainer, module: RemoteBase) -> None:
     _check_imports(trainer)
     _check_callbacks(trainer, module)
     composition.check_timeout("regularizer_timeout", module.regularizer_timeout)
-    if module._compiler_ctx is not None:
+    if _compat.COMPILER_CONTEXT.get(module) is not None:
         raise InvalidInput(
             f"torch.compile has nothing to compile in {type(module).__name__}: the passes run on the server. Fit the "
             "module itself; a loss that is costly can be compiled alone."
@@ -43,11 +44,11 @@ def check_free(module: RemoteBase, trainer: pl.Trainer | None) -> None:
     Raises:
         InvalidInput: If there is such a trainer.
     """
-    other = module._trainer
-    if other is None or trainer is None or other is trainer:
+    if trainer is None or not module.has_trainer or module.trainer is trainer:
         return
+    other = module.trainer
     if other.state.status == TrainerStatus.RUNNING and other.lightning_module is module:
-        trainer.strategy._lightning_module = None
+        _compat.STRATEGY_MODULE.set(trainer, None)
         raise InvalidInput(
             f"this {type(module).__name__} is in the midst of another trainer's work. Both would number the requests "
             "of one remote model: wait for the first, or make a second module."
@@ -82,10 +83,9 @@ def check_processes(trainer: pl.Trainer) -> None:
     Raises:
         InvalidInput: Says how many there would be.
     """
-    connector = trainer._accelerator_connector
-    launched = max(connector.cluster_environment.world_size(), connector._num_nodes_flag)
+    launched = max(_compat.CLUSTER_ENVIRONMENT.get(trainer).world_size(), _compat.NUM_NODES_FLAG.get(trainer))
     # On a GPU machine "auto" counts its GPUs, which are not used; on a CPU a number was given.
-    asked = len(connector._parallel_devices) if connector._accelerator_flag == "cpu" else 1
+    asked = len(_compat.PARALLEL_DEVICES.get(trainer)) if _compat.ACCELERATOR_FLAG.get(trainer) == "cpu" else 1
     count = max(trainer.world_size, launched, asked)
     if count > 1:
         raise InvalidInput(
@@ -105,7 +105,7 @@ def _check_precision(trainer: pl.Trainer) -> None:
 
 
 def _check_imports(trainer: pl.Trainer) -> None:
-    objects: list[Any] = [*trainer.callbacks, *trainer.loggers, trainer.datamodule, trainer.profiler]  # type: ignore[attr-defined]
+    objects: list[Any] = [*_compat.CALLBACKS.get(trainer), *trainer.loggers, trainer.datamodule, trainer.profiler]  # type: ignore[attr-defined]
     for one in objects:
         if any(base.__module__.split(".")[0] == "pytorch_lightning" for base in type(one).__mro__):
             raise InvalidInput(
@@ -116,7 +116,7 @@ def _check_imports(trainer: pl.Trainer) -> None:
 
 def _check_callbacks(trainer: pl.Trainer, module: RemoteBase) -> None:
     is_all_remote = all(isinstance(parameter, RemoteHandle) for parameter in module.parameters())
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+    for callback in _compat.CALLBACKS.get(trainer):
         if isinstance(callback, BatchSizeFinder):
             raise InvalidInput(
                 "BatchSizeFinder looks for the batch that fills the memory of this machine, but the passes run in the "

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tinker_lightning import losses
 from tinker_lightning.client.chunking import reduced
 from tinker_lightning.errors import OperationFailed
-from tinker_lightning.lightning import metric_names
+from tinker_lightning.lightning import _compat, metric_names
 from tinker_lightning.lightning.metric_names import LOSS, TOTAL, VALUE
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
@@ -61,7 +62,7 @@ class DeferredMetrics:
     def are_monitored(self, trainer: pl.Trainer, *, by_step: bool = False) -> bool:
         """Whether something is about to look at a metric that comes late; at any metric while none has come yet."""
         schedulers = trainer.lr_scheduler_configs
-        looking: list[Any] = [*trainer.callbacks, *schedulers]  # type: ignore[attr-defined]  # set by a connector
+        looking: list[Any] = [*_compat.CALLBACKS.get(trainer), *schedulers]
         if by_step:
             looking = [one for one in trainer.checkpoint_callbacks if _may_save(one, trainer.global_step)]
             looking += [one for one in schedulers if _is_due(one, trainer)]
@@ -70,8 +71,7 @@ class DeferredMetrics:
 
     def add(self, sent: Step, trainer: pl.Trainer) -> None:
         """A step was sent; it belongs to the step that the trainer's loggers would write now."""
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
+        step, every = _compat.BATCHES_THAT_STEPPED.get(trainer), _compat.LOG_EVERY_N_STEPS.get(trainer)
         to_loggers = bool(every) and (step + 1) % every == 0
         size = window_size(trainer)
         share = size / (trainer.fit_loop.epoch_loop.batch_idx % size + 1)
@@ -103,8 +103,10 @@ class DeferredMetrics:
 
 def _may_save(callback: Any, step: int) -> bool:
     """Whether a checkpoint callback may save after so many steps; one that goes by the clock may after each."""
-    every: int = getattr(callback, "_every_n_train_steps", 0)
-    return getattr(callback, "_train_time_interval", None) is not None or (every > 0 and step % every == 0)
+    if not isinstance(callback, ModelCheckpoint):
+        return False
+    every = _compat.EVERY_N_TRAIN_STEPS.get(callback)
+    return _compat.TRAIN_TIME_INTERVAL.get(callback) is not None or (every > 0 and step % every == 0)
 
 
 def _is_due(scheduler: LRSchedulerConfig, trainer: pl.Trainer) -> bool:

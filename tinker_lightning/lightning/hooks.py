@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tinker_lightning.errors import LossWithoutGradient
-from tinker_lightning.lightning import checks
+from tinker_lightning.lightning import _compat, checks
 from tinker_lightning.lightning.base import LAST_WAIT, RemoteBase
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.checkpoint.contents import STATE_KEY
@@ -26,25 +26,23 @@ if TYPE_CHECKING:
 def attach(trainer: pl.Trainer, module: RemoteBase) -> None:
     """Makes the hooks of a module the first callback of its trainer, in place of those of an earlier run."""
     detach(trainer)
-    trainer.callbacks.insert(0, RemoteHooks(trainer, module))  # type: ignore[attr-defined]
+    _compat.CALLBACKS.get(trainer).insert(0, RemoteHooks(module))
 
 
 def detach(trainer: pl.Trainer) -> None:
     """Removes the hooks from a trainer; a loop over its callbacks that is running is not disturbed."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    trainer.callbacks = [one for one in callbacks if not isinstance(one, RemoteHooks)]  # type: ignore[attr-defined]
+    callbacks = [one for one in _compat.CALLBACKS.get(trainer) if not isinstance(one, RemoteHooks)]
+    _compat.CALLBACKS.set(trainer, callbacks)
 
 
 class RemoteHooks(pl.Callback):
     """Checks losses, logs deferred metrics and waits for the server, before any other callback runs.
 
     Args:
-        trainer: The trainer of this run.
-        module: The module that it runs.
+        module: The module that the trainer runs.
     """
 
-    def __init__(self, trainer: pl.Trainer, module: RemoteBase) -> None:
-        self._trainer = trainer
+    def __init__(self, module: RemoteBase) -> None:
         self._module = module
         self._hold = interrupts.SigintHold()
         self._received = 0
@@ -165,7 +163,7 @@ class RemoteHooks(pl.Callback):
 
     def _check_sigterm(self) -> None:
         """Ends a wait that outlasts a SIGTERM by some seconds; Lightning itself looks only between batches."""
-        if not self._trainer.received_sigterm:
+        if not self._module.trainer.received_sigterm:
             self._terminated = None
         elif self._terminated is None:
             self._terminated = time.monotonic()

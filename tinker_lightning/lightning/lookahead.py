@@ -6,8 +6,8 @@ import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from tinker_lightning.lightning.batches import as_list
 from tinker_lightning.lightning.resume import rng
@@ -49,13 +49,12 @@ class LookAhead:
     def _send(self, module: RemoteBase, batch: Any) -> list[tuple[list[Any], Pass | None]]:
         """Sends the forward passes of the rest of this window; of its last batch, only the datums are made."""
         trainer: Any = module.trainer
-        loader = trainer.fit_loop._combined_loader
+        loader = trainer.train_dataloader
         if (
             not module.automatic_optimization
             or not module.chosen_route().needs_logprobs
-            or loader is None
-            or not isinstance(loader.iterables, ResumableLoader)  # several loaders
-            or isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)  # the step draws
+            or not isinstance(loader, ResumableLoader)  # several loaders
+            or is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)  # the step draws
         ):
             return []
         if hooks := [name for name in _HOOKS if is_overridden(name, module) or is_overridden(name, trainer.datamodule)]:
@@ -66,13 +65,13 @@ class LookAhead:
         sent: list[tuple[list[Any], Pass | None]] = []
         # Earlier failures are raised here, and not by a request whose own failure can wait for its step.
         with module.lm.handle.remote.failures_held():
-            for number, following in enumerate([batch, *loader.iterables.peek(index, left - 1)], index):
+            for number, following in enumerate([batch, *loader.peek(index, left - 1)], index):
                 try:
                     if following is not batch:
                         converted = trainer.precision_plugin.convert_input(following)
                         following = trainer.strategy.batch_to_device(converted)
                     # Each batch has its own random numbers: how far ahead it is drawn must not change them.
-                    with rng.seeded(loader.iterables.seed + number):
+                    with rng.seeded(loader.seed + number):
                         data = as_list(module.datums(following))
                     sent.append((data, module.lm.send(data) if left > 1 else None))
                 except Exception:  # the step of this batch raises it again

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 
 from tinker_lightning.errors import InvalidInput, LossNotFinite
-from tinker_lightning.lightning import checks, evaluation, hooks, metric_names
+from tinker_lightning.lightning import _compat, checks, evaluation, hooks, metric_names
 from tinker_lightning.lightning.base import RemoteBase
 from tinker_lightning.lightning.batches import as_list
 from tinker_lightning.lightning.deferred_metrics import combined, window_size
@@ -174,7 +174,7 @@ class RemoteModule(RemoteBase):
     def _log_present(self, metrics: Mapping[str, float], batch_size: int) -> None:
         """Logs metrics of a step. Lightning would log the last value again of those that this step does not have."""
         for name in self._logged - metrics.keys():
-            self.trainer._results.pop(f"training_step.{name}", None)  # type: ignore[union-attr]  # set during a step
+            _compat.CURRENT_RESULTS.get(self.trainer).pop(f"training_step.{name}", None)
         self._logged = set(metrics)
         for name, value in metrics.items():
             self.log(name, value, prog_bar=name == LOSS, batch_size=batch_size)
@@ -183,7 +183,7 @@ class RemoteModule(RemoteBase):
         data = as_list(self.datums(batch))
         logprobs = self.lm(data)
         scores = self._scores.updated(stage, loader, zip(logprobs, map(weights_of, data), strict=True))
-        self._metric_attributes = None  # where Lightning keeps the names of the metrics that it has seen
+        _compat.METRIC_ATTRIBUTES.set(self, None)  # Lightning looks for the names of new metrics again
         for name, metric in scores.items():
             self.log(f"{stage}_{name}", metric, batch_size=len(data))
         try:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 
-from tinker_lightning.lightning import checks
+from tinker_lightning.lightning import _compat, checks
 from tinker_lightning.lightning.base import LAST_WAIT
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.checkpoint.contents import STATE_KEY
@@ -70,12 +71,11 @@ class TinkerStrategy(SingleDeviceStrategy):
     @property
     def accelerator(self) -> Accelerator:
         """The CPU, on every machine: the passes run on the server."""
-        return self._accelerator or CPUAccelerator()
+        return CPUAccelerator()
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator | None) -> None:
         del accelerator  # what Lightning has found on this machine
-        self._accelerator = CPUAccelerator()
 
     def setup_environment(self) -> None:
         """Local parameters are on the CPU, also where Lightning has found a GPU to set a precision for.
@@ -114,8 +114,8 @@ class TinkerStrategy(SingleDeviceStrategy):
             return
         trainer = module.trainer
         loop_position.restore_limits(trainer, resumed)
-        loaders: Any = trainer.fit_loop._combined_loader
-        for loader, state in zip(loaders.flattened, resumed["loaders"], strict=False):
+        loaders: Any = CombinedLoader(trainer.train_dataloader, "max_size_cycle").flattened
+        for loader, state in zip(loaders, resumed["loaders"], strict=False):
             if state["start"] is None:
                 loader.load_state_dict(state)  # its pass has yet to begin, whatever was drawn since
         rng.restore(resumed["rng"])
@@ -208,7 +208,7 @@ class TinkerStrategy(SingleDeviceStrategy):
     def _release(self, released: frozenset[str]) -> None:
         if not self.release_states:
             return
-        if isinstance(self._checkpoint_io, _WrappingCheckpointIO):  # which may not have written the new file yet
+        if isinstance(self.checkpoint_io, AsyncCheckpointIO):  # which may not have written the new file yet
             self._unnamed.extend(released)
             return
         for state in released:
@@ -249,7 +249,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         if self._resumed is not None and self.lightning_module is not None:  # training did not begin
             loop_position.restore_limits(self.lightning_module.trainer, self._resumed)
             # Or Lightning would load it again in a fit without a checkpoint.
-            self.lightning_module.trainer._checkpoint_connector._loaded_checkpoint = {}
+            _compat.LOADED_CHECKPOINT.set(self.lightning_module.trainer, {})
         self._resumed = None
         super().teardown()
         for state in self._unnamed:

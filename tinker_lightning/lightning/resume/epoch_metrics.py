@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from tinker_lightning.lightning import _compat
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
@@ -17,14 +19,14 @@ _ARGUMENTS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable
 
 def capture(trainer: pl.Trainer) -> dict[str, Any]:
     """The values gathered so far and the states of the module's metrics, as tensors and plain data."""
-    loop = trainer.fit_loop.epoch_loop
-    of_validation = {item.meta.metric_attribute for item in loop.val_loop._results.values()}
+    of_validation = {item.meta.metric_attribute for item in _compat.VAL_RESULTS.get(trainer).values()}
+    logged = _compat.TRAIN_RESULTS.get(trainer).values()
     return {
-        "logged": [_logged(item) for item in loop._results.values() if item.meta.on_epoch and not item.has_reset],
+        "logged": [_logged(item) for item in logged if item.meta.on_epoch and not item.has_reset],
         "metrics": {
             name: _state(metric)
             for name, metric in _metrics(trainer).items()
-            if metric._update_count and name not in of_validation
+            if metric.update_called and name not in of_validation
         },
     }
 
@@ -36,8 +38,8 @@ def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
         if name in metrics:
             for key, part in saved["states"].items():
                 setattr(metrics[name], key, part)
-            metrics[name]._update_count = saved["count"]
-    results = trainer.fit_loop.epoch_loop._results
+            _compat.UPDATE_COUNT.set(metrics[name], saved["count"])
+    results = _compat.TRAIN_RESULTS.get(trainer)
     for entry in state["logged"]:
         attribute = entry["metric_attribute"]
         value: Any = metrics.get(attribute) if entry["value"] is None else entry["value"]
@@ -52,7 +54,7 @@ def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
             batch_size=1,
         )
         item = results[f"{entry['fx']}.{entry['name']}"]
-        item._forward_cache = entry["last"]
+        _compat.FORWARD_CACHE.set(item, entry["last"])
         if entry["value"] is not None:
             item.value = value
         if entry["weight"] is not None:
@@ -66,18 +68,19 @@ def _metrics(trainer: pl.Trainer) -> dict[str, Metric]:
 
 def _logged(item: Any) -> dict[str, Any]:
     arguments = {name: getattr(item.meta, name) for name in _ARGUMENTS}
+    last = _compat.FORWARD_CACHE.get(item)
     return {
         **arguments,
         "reduce_fx": item.meta.reduce_fx.__name__,
         "metric_attribute": item.meta.metric_attribute,
         "value": item.value.clone() if item.is_tensor else None,
         "weight": getattr(item, "cumulated_batch_size", None),
-        "last": item._forward_cache if isinstance(item._forward_cache, Tensor) else None,
+        "last": last if isinstance(last, Tensor) else None,
     }
 
 
 def _state(metric: Metric) -> dict[str, Any]:
-    return {"count": metric._update_count, "states": {name: _copy(getattr(metric, name)) for name in metric._defaults}}
+    return {"count": metric.update_count, "states": {name: _copy(state) for name, state in metric.metric_state.items()}}
 
 
 def _copy(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.fit_loop import RestartStage as FitStage
 from lightning.pytorch.loops.training_epoch_loop import RestartStage as EpochStage
 
+from tinker_lightning.lightning import _compat
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.resume import epoch_metrics, rng
 from tinker_lightning.remote import group
@@ -45,9 +46,9 @@ def capture(trainer: pl.Trainer) -> dict[str, Any]:
         "epochs": [epochs.current.completed - reopened, epochs.total.completed - reopened],
         "batches": [batches.current.completed + done, batches.total.completed + done],
         "is_last_batch": batches.is_last_batch,
-        "logged_steps": loop._batches_that_stepped,
+        "logged_steps": _compat.BATCHES_THAT_STEPPED.get(trainer),
         "accumulate": trainer.accumulate_grad_batches,
-        "reloaded": [fit._last_train_dl_reload_epoch, loop.val_loop._last_val_dl_reload_epoch],
+        "reloaded": [_compat.TRAIN_RELOAD_EPOCH.get(trainer), _compat.VAL_RELOAD_EPOCH.get(trainer)],
         "callback_metrics": dict(trainer.callback_metrics),
         "row": _row(trainer, where),
         "epoch_metrics": epoch_metrics.capture(trainer),
@@ -104,43 +105,45 @@ def restore_limits(trainer: pl.Trainer, resumed: dict[str, Any]) -> None:
 
 def restore_loops(trainer: pl.Trainer, place: dict[str, Any]) -> None:
     """Puts the loops where they were, and does what was still to be done there; training goes on behind it."""
-    fit, loop, connector = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._logger_connector
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     where = place["where"]
     _count(fit.epoch_progress, place["epochs"], is_under_way=where != EPOCH_START)
     _count(loop.batch_progress, place["batches"])
     loop.batch_progress.is_last_batch = place["is_last_batch"]
-    loop._batches_that_stepped = place["logged_steps"]
-    fit._last_train_dl_reload_epoch, loop.val_loop._last_val_dl_reload_epoch = place["reloaded"]
-    connector._callback_metrics.update(place["callback_metrics"])
-    fit._restarting = False
+    _compat.BATCHES_THAT_STEPPED.set(trainer, place["logged_steps"])
+    for name, epoch in zip((_compat.TRAIN_RELOAD_EPOCH, _compat.VAL_RELOAD_EPOCH), place["reloaded"], strict=True):
+        name.set(trainer, epoch)
+    _compat.CALLBACK_METRICS.get(trainer).update(place["callback_metrics"])
+    _compat.FIT_RESTARTING.set(trainer, False)
     loop.restarting = False
-    loop._restart_stage = EpochStage.NONE
-    if where != EPOCH_START and any(isinstance(one, GradientAccumulationScheduler) for one in trainer.callbacks):  # type: ignore[attr-defined]
+    _compat.EPOCH_RESTART_STAGE.set(trainer, EpochStage.NONE)
+    callbacks = _compat.CALLBACKS.get(trainer)
+    if where != EPOCH_START and any(isinstance(one, GradientAccumulationScheduler) for one in callbacks):
         trainer.accumulate_grad_batches = place["accumulate"]  # which it sets at the start of an epoch
     if where not in (EPOCH_START, EPOCH_END):
         epoch_metrics.restore(trainer, place["epoch_metrics"])
         if place["batches"][0]:
-            connector._first_loop_iter = True  # or the next batch, taken for the first, would drop them
+            _compat.FIRST_LOOP_ITER.set(trainer, True)  # or the next batch, taken for the first, would drop them
     if where in (BATCH_END, VALIDATION, VALIDATION_END):
         where = _end_batch(trainer, place)
     elif where == EPOCH_END:
         where = _end_epoch(trainer, place)
     if where == EPOCH_START:
-        fit._restart_stage = FitStage.NONE
-        fit._resuming_from_checkpoint = False  # a new epoch begins with a new pass over the data
+        _compat.FIT_RESTART_STAGE.set(trainer, FitStage.NONE)
+        _compat.FIT_RESUMING.set(trainer, False)  # a new epoch begins with a new pass over the data
     else:
-        fit._restart_stage = FitStage.RESTARTED_MID_EPOCH
-        loop._restarting = True  # keeps the counters
-        if not loop._should_accumulate():
-            loop._batches_that_stepped -= 1  # which a loop that restarts counts again
+        _compat.FIT_RESTART_STAGE.set(trainer, FitStage.RESTARTED_MID_EPOCH)
+        _compat.EPOCH_RESTARTING.set(trainer, True)  # keeps the counters
+        if not _compat.SHOULD_ACCUMULATE.get(trainer)():
+            _count_logged_steps(trainer, -1)  # which a loop that restarts counts again
 
 
 def _end_batch(trainer: pl.Trainer, place: dict[str, Any]) -> str:
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     if place["row"] is not None:
-        trainer._logger_connector.log_metrics(place["row"])
-    loop._skip_next_val = place["where"] == VALIDATION_END
-    loop.on_advance_end(fit._data_fetcher)  # type: ignore[arg-type]  # there is one since the data was set up
+        _compat.LOG_METRICS.get(trainer)(place["row"])
+    _compat.SKIP_NEXT_VAL.set(trainer, place["where"] == VALIDATION_END)
+    loop.on_advance_end(_compat.DATA_FETCHER.get(trainer))
     if not loop.done:
         return BATCH_START
     fit.on_advance_end()
@@ -151,10 +154,10 @@ def _end_epoch(trainer: pl.Trainer, place: dict[str, Any]) -> str:
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     if not place["is_cut"]:
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-    loop._batches_that_stepped -= 1  # as Lightning does around an epoch's row
-    trainer._logger_connector.log_metrics(place["row"])
-    loop._batches_that_stepped += 1
-    if place["is_cut"] and not loop._is_training_done:
+    _count_logged_steps(trainer, -1)  # as Lightning does around an epoch's row
+    _compat.LOG_METRICS.get(trainer)(place["row"])
+    _count_logged_steps(trainer, 1)
+    if place["is_cut"] and not _compat.IS_TRAINING_DONE.get(trainer):
         return BATCH_START
     fit.epoch_progress.increment_processed()
     fit.epoch_progress.increment_completed()
@@ -175,9 +178,9 @@ def _where(trainer: pl.Trainer) -> str:
 
 def _has_validated(trainer: pl.Trainer) -> bool:
     """Whether a validation's scores have been logged."""
-    loop: Any = trainer.fit_loop.epoch_loop.val_loop
-    batches = loop.batch_progress
-    return batches.is_last_batch and batches.current.completed == batches.current.ready and not loop._logged_outputs
+    batches: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    is_over = batches.is_last_batch and batches.current.completed == batches.current.ready
+    return is_over and not _compat.VAL_LOGGED_OUTPUTS.get(trainer)
 
 
 def _is_cut(trainer: pl.Trainer) -> bool:
@@ -190,25 +193,28 @@ def _is_cut(trainer: pl.Trainer) -> bool:
     return (
         epochs.processed == epochs.ready
         and loop.batch_progress.current.ready > 0
-        and not loop._num_ready_batches_reached()
+        and not _compat.IS_LAST_READY.get(trainer)()
     )
 
 
 def _row(trainer: pl.Trainer, where: str) -> dict[str, Any] | None:
     """What Lightning would log behind this place; but a batch's end itself may have more to log, which is not known."""
-    connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
     if where == BATCH_END:
-        is_step = not loop._should_accumulate() or not trainer.lightning_module.automatic_optimization
-        if not is_step or not (connector.should_update_logs or trainer.fast_dev_run):  # type: ignore[attr-defined]
+        is_step = not _compat.SHOULD_ACCUMULATE.get(trainer)() or not trainer.lightning_module.automatic_optimization
+        if not is_step or not (_compat.SHOULD_UPDATE_LOGS.get(trainer) or trainer.fast_dev_run):  # type: ignore[attr-defined]
             return None
     elif where != EPOCH_END:
         return None
-    row = dict(connector.metrics["log"])
+    row = dict(_compat.LOGGED_METRICS.get(trainer)["log"])
     if where == BATCH_END:
-        for item in loop._results.values():
+        for item in _compat.TRAIN_RESULTS.get(trainer).values():
             if item.meta.fx == "on_train_batch_end":
                 row.pop(item.meta.forked_name(on_step=True), None)
     return row
+
+
+def _count_logged_steps(trainer: pl.Trainer, more: int) -> None:
+    _compat.BATCHES_THAT_STEPPED.set(trainer, _compat.BATCHES_THAT_STEPPED.get(trainer) + more)
 
 
 def _count(progress: Any, done: list[int], *, is_under_way: bool = False) -> None:

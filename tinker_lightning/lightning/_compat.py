@@ -1,0 +1,103 @@
+"""Every private name of Lightning that this package uses; no other file uses one.
+
+A name is looked up when it is used, and also before it is set, so that with a Lightning release that has renamed it an
+error is raised instead of training on silently. To support such a release, change the path here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from lightning import __version__
+from packaging.version import Version
+
+from tinker_lightning.errors import IncompatibleLightning
+
+
+@dataclass(frozen=True, slots=True)
+class Private:
+    """A private attribute of an object of Lightning's.
+
+    Args:
+        path: Where it is found from that object, for example `fit_loop._data_fetcher` from a trainer.
+        since: The first Lightning release that has it; in earlier ones nothing is set.
+    """
+
+    path: str
+    since: str = "0"
+
+    def get(self, root: Any) -> Any:
+        """Returns the value that the attribute has now.
+
+        Raises:
+            IncompatibleLightning: If there is no such attribute.
+        """
+        try:
+            return attrgetter(self.path)(root)
+        except AttributeError as error:
+            raise IncompatibleLightning(
+                f"Lightning {__version__} has no {type(root).__name__}.{self.path}, which tinker_lightning needs. "
+                "Install a Lightning release that tinker_lightning supports, or a newer tinker_lightning."
+            ) from error
+
+    def set(self, root: Any, value: Any) -> None:
+        """Sets an attribute that exists.
+
+        Raises:
+            IncompatibleLightning: If there is no such attribute.
+        """
+        if Version(__version__) < Version(self.since):
+            return
+        self.get(root)
+        owner, _, name = self.path.rpartition(".")
+        setattr(attrgetter(owner)(root) if owner else root, name, value)
+
+
+# Of a trainer. Connectors set the first two, which look public but are not declared.
+CALLBACKS = Private("callbacks")
+LOG_EVERY_N_STEPS = Private("log_every_n_steps")
+CURRENT_RESULTS = Private("_results")
+ACCELERATOR_FLAG = Private("_accelerator_connector._accelerator_flag")
+CLUSTER_ENVIRONMENT = Private("_accelerator_connector.cluster_environment")
+NUM_NODES_FLAG = Private("_accelerator_connector._num_nodes_flag")
+PARALLEL_DEVICES = Private("_accelerator_connector._parallel_devices")
+LOADED_CHECKPOINT = Private("_checkpoint_connector._loaded_checkpoint")
+STRATEGY_MODULE = Private("strategy._lightning_module")
+
+# Of a trainer's logger connector.
+CALLBACK_METRICS = Private("_logger_connector._callback_metrics")
+FIRST_LOOP_ITER = Private("_logger_connector._first_loop_iter")
+LOG_METRICS = Private("_logger_connector.log_metrics")
+LOGGED_METRICS = Private("_logger_connector.metrics")
+SHOULD_UPDATE_LOGS = Private("_logger_connector.should_update_logs")
+
+# Of a trainer's loops.
+DATA_FETCHER = Private("fit_loop._data_fetcher")
+FIT_RESTARTING = Private("fit_loop._restarting")
+FIT_RESTART_STAGE = Private("fit_loop._restart_stage")
+FIT_RESUMING = Private("fit_loop._resuming_from_checkpoint", since="2.5.3")
+TRAIN_RELOAD_EPOCH = Private("fit_loop._last_train_dl_reload_epoch")
+BATCHES_THAT_STEPPED = Private("fit_loop.epoch_loop._batches_that_stepped")
+EPOCH_RESTARTING = Private("fit_loop.epoch_loop._restarting")
+EPOCH_RESTART_STAGE = Private("fit_loop.epoch_loop._restart_stage")
+IS_LAST_READY = Private("fit_loop.epoch_loop._num_ready_batches_reached")
+IS_TRAINING_DONE = Private("fit_loop.epoch_loop._is_training_done")
+SHOULD_ACCUMULATE = Private("fit_loop.epoch_loop._should_accumulate")
+SKIP_NEXT_VAL = Private("fit_loop.epoch_loop._skip_next_val")
+TRAIN_RESULTS = Private("fit_loop.epoch_loop._results")
+VAL_LOGGED_OUTPUTS = Private("fit_loop.epoch_loop.val_loop._logged_outputs")
+VAL_RELOAD_EPOCH = Private("fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch")
+VAL_RESULTS = Private("fit_loop.epoch_loop.val_loop._results")
+
+# Of a `LightningModule`.
+ATTACHED_TRAINER = Private("_trainer")
+COMPILER_CONTEXT = Private("_compiler_ctx")
+METRIC_ATTRIBUTES = Private("_metric_attributes")
+
+# Of a `ModelCheckpoint`, of a logged value, and of a metric of torchmetrics.
+EVERY_N_TRAIN_STEPS = Private("_every_n_train_steps")
+TRAIN_TIME_INTERVAL = Private("_train_time_interval")
+FORWARD_CACHE = Private("_forward_cache")
+UPDATE_COUNT = Private("_update_count")
