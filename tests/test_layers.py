@@ -105,7 +105,6 @@ def test_no_file_name_occurs_three_times() -> None:
     assert {name: count for name, count in names.items() if count > 2} == {}
 
 
-@pytest.mark.xfail(strict=True, reason="types of the client and of the module are still entangled")
 def test_there_are_no_cycles() -> None:
     names = {path: ".".join(("tinker_lightning", *path.with_suffix("").parts)) for path in FILES}
     modules = {name.removesuffix(".__init__"): path for path, name in names.items()}

@@ -213,7 +213,7 @@ def test_a_fork_cannot_use_the_clients_of_its_parent() -> None:
                     try:
                         use()
                     except ClientForked as error:
-                        print("Make a new one here" in str(error) or "make a new client here" in str(error), flush=True)
+                        print("Create a new one in" in str(error) or "make a new client" in str(error), flush=True)
                 service.close()
                 service.__exit__(ValueError, ValueError(), None)
                 os._exit(0)

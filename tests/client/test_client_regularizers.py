@@ -175,9 +175,9 @@ def test_under_no_grad_it_still_trains(model: TrainingClient) -> None:
     [
         (
             (None,),
-            r"loss_fn must be a function of \(data, logprobs\), got NoneType; only beside regularizers it may be",
+            r"loss_fn must be a function of \(data, logprobs\), got NoneType; it may be None only if there",
         ),
-        ((None, []), "got NoneType; only beside regularizers"),
+        ((None, []), "got NoneType; it may be None only if"),
         (("cross_entropy", THREE), r"loss_fn must be a function of \(data, logprobs\), got str$"),
         ((nll, [*THREE, THREE[0]]), "regularizers 0 and 3 are both named 'spread'"),
         ((nll, THREE[0]), r"write \[regularizer\]"),
@@ -206,7 +206,7 @@ def test_a_term_that_fails_is_named_and_stops_the_step(backend: Backend) -> None
         model.optim_step(FAST)
     assert isinstance(caught.value.__cause__, ConnectionError)
     assert (caught.value.operation, caught.value.model_id) == ("forward_backward_custom", model.model_id)
-    with pytest.raises(OperationFailed, match="not sent, for another loss"):
+    with pytest.raises(OperationFailed, match="not sent, because another loss"):
         good.result()
     assert backend.bits(model) == before
 

@@ -133,7 +133,7 @@ def test_close_raises_what_nobody_has_read(shared: EmbeddedTrainer, held: thread
         service.close()
     assert any("setting_1" in note for note in caught.value.__notes__)
     service.close()
-    with pytest.raises(ClientClosed, match=r"Make a new one with connect\(\)"):
+    with pytest.raises(ClientClosed, match=r"Create a new one with connect\(\)"):
         model.optim_step()
 
 

@@ -396,7 +396,7 @@ def test_a_handle_on_any_server(
             gradients.append(gathered(trainer, model.model_id))
             forward = model.forward(policy(), handle).result()
         assert (gradients[1] - gradients[0] / 3).norm() < 1e-5 * gradients[1].norm()
-        with pytest.raises(InvalidInput, match="without settings; give beta with each datum"):
+        with pytest.raises(InvalidInput, match="without settings; pass beta with each datum"):
             model.forward_backward(policy(), handle, {"beta": 1.0})
         with pytest.raises(InvalidDatum, match="datum 0: advantages: missing; clipped reads it"):
             model.forward(texts(), handle)
@@ -421,7 +421,7 @@ def test_a_scale_on_a_server_without_extensions(
             model.forward_backward(data, loss, scale=scale).result()
             gradients.append(gathered(trainer, model.model_id))
         assert (gradients[1] - gradients[0] / 4).norm() < 1e-6 * gradients[1].norm()
-        with pytest.raises(InvalidLoss, match="takes no losses of a whole batch, so that mine cannot run there"):
+        with pytest.raises(InvalidLoss, match="does not accept whole-batch losses, so mine cannot run there"):
             custom_loss(service, name="mine")(minimal)
         assert "gspo" in service.list_loss_functions()["available_loss_functions"]
 
@@ -678,7 +678,7 @@ def test_truth_values_are_refused_where_they_would_no_longer_be_a_mask(service: 
     model = service.create_lora_training_client("tiny", rank=2)
     mask = torch.ones(2, 3, dtype=torch.bool)
     for given in (mask, mask.numpy(), mask.tolist()):
-        with pytest.raises(InvalidInput, match=r"mask holds truth values.*Give mask\.float\(\)"):
+        with pytest.raises(InvalidInput, match=r"mask is boolean.*Pass mask\.float\(\)"):
             model.forward(texts(), "minimal", loss_fn_inputs={"mask": given})
 
 
@@ -794,9 +794,7 @@ def test_a_handle_of_another_session(trainer: EmbeddedTrainer, service: ServiceC
         with pytest.raises(InvalidInput, match="this session has no loss"):
             stranger.forward_backward(policy(), "custom", {"loss_id": handle.loss_id or ""}).result()
     model = service.create_lora_training_client("tiny", rank=4)
-    with pytest.raises(
-        InvalidInput, match="clipped is a loss of one datum, without settings; give beta with each datum"
-    ):
+    with pytest.raises(InvalidInput, match="clipped is a per-datum loss without settings; pass beta with each datum"):
         model.forward_backward(policy(), handle, {"beta": 1.0})
 
 
@@ -805,7 +803,7 @@ def test_a_batch_that_does_not_fit_is_not_split(
 ) -> None:
     custom_loss(service, name="mine")(minimal)
     monkeypatch.setattr("tinker_lightning.client.chunking.split", lambda data, *_: [[each] for each in data])
-    with pytest.raises(InvalidInput, match=r"3 datums do not fit into one request, and mine@.* sees the whole"):
+    with pytest.raises(InvalidInput, match=r"3 datums do not fit into one request, and mine@.* is computed from"):
         model.forward_backward(texts(), "mine")
 
 

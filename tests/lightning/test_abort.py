@@ -226,15 +226,17 @@ def test_ctrl_c_between_the_requests_of_a_step_waits_for_the_last_of_them(
     """Half a window on the server could not be taken back, and would be part of the next step."""
     module = server.module()
     client: Any = module.lm.backend
-    send, sent = client.forward_backward, []
+    send, sent = client.send, []
 
-    def forward_backward(*args: Any, **kwargs: Any) -> Any:
-        sent.append(send(*args, **kwargs))
+    def send_backward(request: Any, *, forward_only: bool = False) -> Any:
+        if forward_only:
+            return send(request, forward_only=True)
+        sent.append(send(request))
         if len(sent) == N + 2:
             ctrl_c()
         return sent[-1]
 
-    monkeypatch.setattr(client, "forward_backward", forward_backward)
+    monkeypatch.setattr(client, "send", send_backward)
     with pytest.raises(SystemExit):
         fit(module, strategy)
     assert len(sent) == 2 * N

@@ -151,7 +151,7 @@ def test_prompts_are_texts_and_rows_of_tokens(batched: bool, url: str) -> None:
 
 def freshly_sampled(module: RemoteModule) -> list[int]:
     """The likeliest tokens behind the prompt, by a sampler of this moment."""
-    sampler = module.lm.backend.save_weights_and_get_sampling_client()  # type: ignore[attr-defined]
+    sampler = module.lm.backend.save_weights_and_get_sampling_client()
     answer = sampler.sample(ModelInput.from_ints(list(PROMPT.encode())), 1, module.sampling_params()).result()
     tokens: list[int] = answer.sequences[0].tokens
     return tokens

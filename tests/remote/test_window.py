@@ -14,7 +14,6 @@ from tinker_lightning import AdamParams, Datum, RemoteAdamW, RemoteLM
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.errors import InvalidInput, InvalidLoss, OperationFailed
 from tinker_lightning.losses.scaling import scaled
-from tinker_lightning.remote.calls import PendingBackward
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
 
@@ -165,7 +164,7 @@ def test_linear_functions_of_it_scale_its_gradient(
     assert "nan" in f"{loss} {loss:.2f} {loss.item()}"
     function(loss).backward()
     (call,) = lm.handle.remote.window
-    assert call.prepare().scale == factor
+    assert call.prepare(lm.backend).scale == factor
 
 
 def test_it_adds_to_losses_of_ones_own(double: tuple[EmbeddedTrainer, ServiceClient]) -> None:
@@ -177,9 +176,8 @@ def test_it_adds_to_losses_of_ones_own(double: tuple[EmbeddedTrainer, ServiceCli
     apart.forward_backward(data, "ppo")
     apart.forward_backward_custom(data, lambda _, logprobs: (0.1 * torch.cat(logprobs).square().mean(), {})).result()
     expected = gradient(trainer, apart)
-    prepared = [call.prepare() for call in lm.handle.remote.window]
-    for each in prepared:
-        each.send(both)
+    for call in lm.handle.remote.window:
+        both.send(call.prepare(both).request)
     assert (gradient(trainer, both) - expected).norm() <= 1e-6 * expected.norm()
 
 
@@ -259,14 +257,14 @@ def test_a_backward_that_fails_while_a_window_is_sent_does_not_cut_it_in_two(
     optimizer = RemoteAdamW(model.parameters())
     for loss in ("cross_entropy", "no_such_loss", "cross_entropy"):
         model.server_loss(DATA["cross_entropy"], loss).backward()
-    send = PendingBackward.send
+    send = client.send
 
-    def send_slowly(prepared: PendingBackward, backend: Any) -> Any:
-        future = send(prepared, backend)
+    def send_slowly(request: Any) -> Any:
+        future = send(request)
         future.wait()  # so that its failure is there before the next one is sent
         return future
 
-    monkeypatch.setattr(PendingBackward, "send", send_slowly)
+    monkeypatch.setattr(client, "send", send_slowly)
     optimizer.step()
     assert model.handle.remote.window == []
     optimizer.sent[0].wait()

@@ -1,6 +1,7 @@
-"""The way to any Tinker server: sessions, numbered requests, futures, retries. Knows the protocol, not Lightning."""
+"""The client of any Tinker server: sessions, numbered requests, futures, retries."""
 
-from tinker_lightning.client.backend import TrainingBackend, as_backend, as_sampler
+from tinker_lightning.client.adapters import as_backend, as_sampler
+from tinker_lightning.client.backend import TrainingBackend
 from tinker_lightning.client.custom import CustomLossFuture
 from tinker_lightning.client.discovery import connect
 from tinker_lightning.client.futures import TinkerFuture

@@ -1,80 +1,94 @@
-"""What can be trained: anything with these methods, ours or the official SDK's."""
+"""What can be trained: the methods that a training client must have."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from tinker_lightning.errors import InvalidInput
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
+
+    from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
+    from tinker_lightning.client.loss_uploads import Losses
+    from tinker_lightning.types import Datum, ForwardBackwardOutput, GetInfoResponse
 
 
 @runtime_checkable
 class TrainingBackend(Protocol):
-    """The training methods of a client. `TrainingClient` has them, and so has the official SDK's."""
+    """The interface that `RemoteLM` and `RemoteModule` train through. `TrainingClient` implements it.
 
-    def forward(self, data: list[Any], loss_fn: Any, loss_fn_config: Mapping[str, Any] | None = None) -> Any:
-        """A pass without a gradient; a future of a `ForwardBackwardOutput`."""
+    The official SDK's clients are adapted to it by `as_backend`. To write one, wrap a `TrainingClient` or implement
+    every method; `as_backend` names those that are missing. Methods that reach the model return a future.
+    """
 
-    def forward_backward(self, data: list[Any], loss_fn: Any, loss_fn_config: Mapping[str, Any] | None = None) -> Any:
-        """A pass whose gradient is added; a future of a `ForwardBackwardOutput`.
+    @property
+    def unread(self) -> UnreadFailures:
+        """The futures of this backend whose failure nobody has read yet."""
 
-        Losses of the server are also given `scale=`, by which their gradient is to be multiplied.
+    @property
+    def losses(self) -> Losses | None:
+        """Uploads losses to the server; None if this backend cannot."""
+
+    def prepare(
+        self,
+        data: list[Datum],
+        loss_fn: Any,
+        loss_fn_config: Mapping[str, Any] | None = None,
+        *,
+        loss_fn_inputs: Mapping[str, Any] | None = None,
+        scale: float = 1.0,
+    ) -> Any:
+        """Checks a pass and converts it into the request that `send` takes; nothing is sent.
+
+        Args:
+            data: The datums, already converted to `Datum`s.
+            loss_fn: A server-side loss.
+            loss_fn_config: Its settings.
+            loss_fn_inputs: Its inputs that are given once for the batch.
+            scale: The factor by which the gradient is multiplied.
+
+        Raises:
+            InvalidInput: If the pass cannot be sent.
         """
 
+    def send(self, request: Any, *, forward_only: bool = False) -> TinkerFuture[ForwardBackwardOutput]:
+        """Sends a request that `prepare` returned, with or without a gradient."""
+
+    def forward(self, data: list[Any], loss_fn: Any, loss_fn_config: Mapping[str, Any] | None = None) -> Any:
+        """Runs a pass without a gradient; the result is a `ForwardBackwardOutput`."""
+
+    def forward_backward(self, data: list[Any], loss_fn: Any, loss_fn_config: Mapping[str, Any] | None = None) -> Any:
+        """Runs a pass and accumulates its gradient; the result is a `ForwardBackwardOutput`."""
+
     def forward_backward_custom(self, data: list[Any], loss_fn: Any = None, regularizers: Any = None) -> Any:
-        """A pass with a loss of one's own; a future of a `ForwardBackwardOutput`."""
+        """Runs a pass with a custom loss; the result is a `ForwardBackwardOutput`."""
 
     def optim_step(self, optim_params: Any = None) -> Any:
-        """A step on the gathered gradient; a future of an `OptimStepResponse`."""
+        """Takes a step on the accumulated gradient; the result is an `OptimStepResponse`."""
 
     def save_state(self, name: str) -> Any:
-        """Saves weights and optimizer; a future with the `path`."""
+        """Saves weights and optimizer state; the result has the `path`."""
 
-    def get_info(self) -> Any:
-        """What the model is."""
+    def load_state_with_optimizer(self, path: str) -> Any:
+        """Loads saved weights and optimizer state."""
+
+    def checkpoint_exists(self, path: str) -> bool:
+        """Returns whether a saved state exists."""
+
+    def delete_checkpoint(self, path: str, *, missing_ok: bool = False) -> None:
+        """Deletes a saved state."""
+
+    def save_weights_external(self, name: str, ttl_seconds: int | None = None) -> Any:
+        """Saves weights for download; the result has the `path`."""
+
+    def download_checkpoint(self, path: str, folder: Path) -> None:
+        """Downloads saved weights into an existing folder."""
+
+    def save_weights_and_get_sampling_client(self) -> Any:
+        """Returns a client that samples from the current weights."""
+
+    def get_info(self) -> GetInfoResponse:
+        """Returns the base model and the LoRA rank."""
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer."""
-
-
-def as_backend(client: Any) -> TrainingBackend:
-    """A client as something that can be trained: ours as it is, the official SDK's in a thin wrapper.
-
-    Raises:
-        InvalidInput: If it has not the methods; names those that it lacks.
-    """
-    wanted = [name for name in vars(TrainingBackend) if not name.startswith("_")]
-    if missing := [name for name in wanted if not hasattr(client, name)]:
-        raise InvalidInput(
-            f"{type(client).__name__} cannot be trained: it has no {', '.join(missing)}. Pass a training client, as "
-            "create_lora_training_client() makes it."
-        )
-    if _is_official(client):
-        from tinker_lightning.client.sdk.clients import OfficialTrainingClient
-
-        return OfficialTrainingClient(client)
-    backend: TrainingBackend = client
-    return backend
-
-
-def as_sampler(client: Any) -> Any:
-    """A sampling client with our methods, types and errors: ours as it is, the official SDK's in a thin wrapper.
-
-    Raises:
-        InvalidInput: If it cannot sample.
-    """
-    if not hasattr(client, "sample"):
-        raise InvalidInput(
-            f"{type(client).__name__} cannot sample. Pass a sampling client, as create_sampling_client() makes it."
-        )
-    if _is_official(client):
-        from tinker_lightning.client.sdk.clients import OfficialSamplingClient
-
-        return OfficialSamplingClient(client)
-    return client
-
-
-def _is_official(client: Any) -> bool:
-    return any(base.__module__.split(".")[0] == "tinker" for base in type(client).__mro__)
+        """Returns the model's tokenizer."""

@@ -1,4 +1,4 @@
-"""Custom losses on their way: forwards are under way, a loss runs on the caller's thread when its value is needed."""
+"""Custom losses: the forward is sent at the call, the loss runs on the caller's thread when its value is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.sdk.inputs import batch, to_datums
-from tinker_lightning.errors import InvalidLoss, OperationFailed, TinkerLightningError
+from tinker_lightning.errors import InvalidInput, InvalidLoss, OperationFailed, TinkerLightningError
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.losses.regularizers.regularizer import as_regularizers
@@ -33,7 +33,7 @@ OPERATION = "forward_backward_custom"
 
 
 class CustomLosses:
-    """The custom losses of one model that wait to be evaluated. What they are sent with is the client's own.
+    """The custom losses of one model that are still pending. The client decides how they are sent.
 
     Args:
         model_id: The model.
@@ -45,62 +45,73 @@ class CustomLosses:
         self._model_id = model_id
         self._forward = forward
         self._backward = backward
-        self._waiting: list[CustomLossFuture] = []
+        self._pending: list[CustomLossFuture] = []
         # Held while losses run, so that a step on another thread does not overtake their backwards.
         self._lock = threading.RLock()
         self._steps = 0
 
-    def add(
+    def forward_backward(
         self,
         data: Sequence[Any],
         loss_fn: LossFn | None,
         regularizers: Iterable[Regularizer | Mapping[str, Any]] | None = None,
+        base_loss_fn: LossFn | None = None,
         *,
         grad_norms: bool = True,
         timeout: float | None = None,
     ) -> CustomLossFuture:
-        """Sends the forward of a loss."""
+        """Checks a loss and sends its forward; the arguments are those of `forward_backward_custom`."""
+        if loss_fn is not None and base_loss_fn is not None:
+            raise InvalidInput("loss_fn and base_loss_fn are two names of one argument; give one of them")
+        composition.check_timeout("regularizer_timeout", timeout)
+        loss_fn = base_loss_fn if loss_fn is None else loss_fn
         evaluate = _evaluation(loss_fn, as_regularizers(regularizers), self._steps, grad_norms, timeout)
         given = batch(data)
-        datums = to_datums(given)
+        return self._add(given, to_datums(given), evaluate)
+
+    def add(self, datums: list[Datum], loss_fn: LossFn) -> CustomLossFuture:
+        """Sends the forward of a loss that was checked, for datums that were converted."""
+        return self._add(datums, datums, partial(surrogate.evaluate, loss_fn))
+
+    def _add(self, given: list[Any], datums: list[Datum], evaluate: Evaluate) -> CustomLossFuture:
         forward = self._forward(surrogate.forward_datums(datums))
         future = CustomLossFuture(self._model_id, given, datums, evaluate, forward, self._backward)
         with self._lock:
-            self._waiting.append(future)
+            self._pending.append(future)
         return future
 
     def stepped(self) -> None:
-        """An `optim_step` was submitted; the weights of regularizers may depend on how many there were."""
+        """Counts an `optim_step`; the weights of regularizers may depend on the number of steps."""
         with self._lock:
             self._steps += 1
 
     def flush(self) -> None:
-        """Evaluates the losses that wait, then sends their backwards: all of them, or none if one fails.
+        """Evaluates the pending losses, then sends their backwards: all of them, or none if one fails.
 
-        What it raises for a loss that fails is that loss's failure, and the others are given up. An interrupt leaves
-        everything as it was, to be flushed again.
+        Raises the failure of a loss that fails; the others are abandoned. An interrupt leaves everything as it was, to
+        be flushed again.
         """
         with self._lock:
-            self._waiting = [future for future in self._waiting if not future.is_settled]
-            for future in self._waiting:
+            self._pending = [future for future in self._pending if not future.is_settled]
+            for future in self._pending:
                 future.evaluate()
                 if future.failed:
-                    given_up, self._waiting = self._waiting, []
-                    for other in given_up:
-                        other.give_up()
+                    abandoned, self._pending = self._pending, []
+                    for other in abandoned:
+                        other.abandon()
                     future.result()
-            for future in self._waiting:
+            for future in self._pending:
                 future.send()
                 if future.failed:
                     future.result()  # the step must not go without it
-            self._waiting = []
+            self._pending = []
 
 
 class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
-    """The result of a pass with a loss of one's own.
+    """The result of a pass with a custom loss.
 
-    Its forward was sent. `.result()`, `await`, or the client's next step or save evaluates the loss, on the thread that
-    calls it, and sends the backward. So N calls in a row wait for the network once.
+    The forward is already sent. `.result()`, `await`, or the client's next step or save evaluates the loss on the
+    calling thread and sends the backward. So N calls in a row wait for the network once.
     """
 
     def __init__(
@@ -119,26 +130,26 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
         self._data = data
         self._datums = datums
         self._evaluate = evaluate
-        self._send_backward = send
+        self._send_backward: Send | None = send
         self._evaluation: Evaluation | None = None
         self._sent = False
         self._lock = threading.RLock()
-        # Without a forward there will be no loss: whoever uses the client next learns it.
+        # Without a forward there will be no loss: the next use of the client raises the failure.
         self._forward = forward.then(lambda output: output)
         self._forward._source.add_done_callback(self._settle_failure)
 
     @property
     def comes_by_itself(self) -> bool:
-        """Whether the backward is on its way."""
+        """Whether the backward was sent."""
         return self._sent
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is nothing left to do for a step: the backward is on its way, or its failure is known."""
+        """Whether nothing is left to do for a step: the backward was sent, or its failure is known."""
         return self._sent or (self.failed and self.was_read)
 
     def evaluate(self, timeout: float | None = None) -> None:
-        """Waits for the log-probabilities and runs the loss; if it fails, that is the future's outcome."""
+        """Waits for the log-probabilities and runs the loss; a failure becomes the future's outcome."""
         self._forward.wait(timeout)
         with self._lock:
             if self._settle_failure(self._forward._source) or self._evaluation is not None or self.done():
@@ -152,37 +163,38 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
                 self._fail(error)
 
     def send(self) -> None:
-        """Sends the backward of a loss that was evaluated."""
+        """Sends the backward of an evaluated loss."""
         with self._lock:
-            evaluation = self._evaluation
-            if self._sent or evaluation is None or self.done():
+            evaluation, send = self._evaluation, self._send_backward
+            if send is None or evaluation is None or self.done():
                 return
             try:
                 linear = surrogate.linear_datums(self._datums, evaluation.gradients)
-                backward = self._send_backward(linear)
+                backward = send(linear)
             except Exception as error:
                 self._fail(error)
                 return
-            self._sent = True  # not before: what an interrupt has kept from being sent is sent by the next step
-            self._data, self._datums = [], []  # a future may be kept for long, and needs them no more
+            self._sent = True  # not earlier: if an interrupt prevented the sending, the next step sends it
+            # A future may be kept for long; it needs neither the datums nor the client any more.
+            self._data, self._datums, self._send_backward = [], [], None
         merged = backward.then(lambda output: surrogate.with_metrics(output, evaluation))
         merged._source.add_done_callback(self._settle)
 
-    def give_up(self) -> None:
-        """Settles a loss that is not to be sent, because another one of its step failed."""
+    def abandon(self) -> None:
+        """Settles a loss that is not sent, because another one of the same step failed."""
         with self._lock:
             if self._sent or self.done():
                 return
-            self.was_read = True  # the failure of the other one is what is raised
+            self.was_read = True  # the other loss's failure is the one that is raised
             self._fail(
                 OperationFailed(
-                    f"{self.operation}: not sent, for another loss of the same step failed. Mend that one, and call "
+                    f"{self.operation}: not sent, because another loss of the same step failed. Fix that one, and call "
                     "this one again too."
                 )
             )
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits for the result; evaluates the loss if that has not happened yet."""
+        """Waits for the result, evaluating the loss if that has not happened yet."""
         started = time.monotonic()
         if not (self._sent or self.done()):
             self.evaluate(timeout)
@@ -190,7 +202,7 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
         super().wait(None if timeout is None else max(0.0, timeout - (time.monotonic() - started)))
 
     async def arrival(self) -> None:
-        """Waits as `wait` does; the loss runs on the thread of the event loop that awaits it."""
+        """Waits like `wait`; the loss runs on the thread of the event loop that awaits it."""
         if not (self._sent or self.done()):
             await self._forward.arrival()
             self.evaluate()
@@ -220,10 +232,10 @@ def _evaluation(
     grad_norms: bool,
     timeout: float | None,
 ) -> Evaluate:
-    """How a loss will be evaluated; refuses what cannot be called before anything is sent."""
+    """Checks a loss before anything is sent; returns the function that evaluates it."""
     if not callable(loss_fn) and (loss_fn is not None or not regularizers):
-        beside = "" if loss_fn is not None else "; only beside regularizers it may be None"
-        raise InvalidLoss(f"loss_fn must be a function of (data, logprobs), got {type(loss_fn).__name__}{beside}")
+        unless = "" if loss_fn is not None else "; it may be None only if there are regularizers"
+        raise InvalidLoss(f"loss_fn must be a function of (data, logprobs), got {type(loss_fn).__name__}{unless}")
     if loss_fn is not None:
         _check_arguments(loss_fn)
     if loss_fn is not None and not regularizers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError
 from tinker_lightning.wire import folders
@@ -38,17 +38,14 @@ def export_adapter(backend: TrainingBackend, path: str | os.PathLike[str], *, ov
         OperationFailed: If the server gives out something else than a PEFT adapter.
         TinkerLightningError: If it cannot be saved or downloaded.
     """
-    client: Any = backend
-    if not all(hasattr(client, name) for name in ("save_weights_external", "download_checkpoint", "delete_checkpoint")):
-        raise InvalidInput(f"{type(backend).__name__} cannot export: it has no way to download what it saves")
     target = _target(path, overwrite)
     try:
         with folders.new_folder(target, overwrite=overwrite) as part:
-            saved = client.save_weights_external(f"export-{uuid.uuid4().hex[:12]}", _KEPT_SECONDS).result().path
+            saved = backend.save_weights_external(f"export-{uuid.uuid4().hex[:12]}", _KEPT_SECONDS).result().path
             try:
-                client.download_checkpoint(saved, part)
+                backend.download_checkpoint(saved, part)
             finally:
-                _delete(client, saved)
+                _delete(backend, saved)
             _check(part)
             _target(path, overwrite)  # it may have been filled meanwhile
     except TinkerLightningError:
@@ -88,8 +85,8 @@ def _check(part: Path) -> None:
         )
 
 
-def _delete(client: Any, saved: str) -> None:
+def _delete(backend: TrainingBackend, saved: str) -> None:
     try:
-        client.delete_checkpoint(saved, missing_ok=True)
+        backend.delete_checkpoint(saved, missing_ok=True)
     except TinkerLightningError as error:
         logger.warning("%s could not be deleted and stays on the server for a day: %s", saved, error)

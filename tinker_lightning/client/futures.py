@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import os
 import threading
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -17,21 +18,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 U = TypeVar("U")
 
+logger = logging.getLogger("tinker_lightning.client")
+
 
 class TinkerFuture(Generic[T]):
     """A result that is on its way. Wait for it with `.result()`, or with `await` from any event loop.
 
     Args:
         source: Where the result comes from.
-        operation: What was asked for, for messages.
-        owner: What must live on until the result is there.
+        operation: The name of the operation, for messages.
     """
 
-    def __init__(self, source: concurrent.futures.Future[T], operation: str, owner: object = None) -> None:
+    def __init__(self, source: concurrent.futures.Future[T], operation: str) -> None:
         self.operation = operation
         self.was_read = False
         self._source = source
-        self._owner = owner
         self._pid = os.getpid()
 
     def result(self, timeout: float | None = None) -> T:
@@ -121,7 +122,7 @@ class TinkerFuture(Generic[T]):
                 changed.set_exception(error if explain is None else explain(error))
 
         self._source.add_done_callback(settle)
-        return TinkerFuture(changed, self.operation, self._owner)
+        return TinkerFuture(changed, self.operation)
 
     def _outcome(self) -> T:
         self.was_read = True
@@ -153,6 +154,28 @@ class UnreadFailures:
         with self._lock:
             sources = [future._source for future in self._futures if future.comes_by_itself]
         return not concurrent.futures.wait(sources, timeout).not_done
+
+    def finish(self) -> None:
+        """Waits until everything is done, evaluating custom losses that are still pending on this thread."""
+        with self._lock:
+            futures = list(self._futures)
+        for future in futures:
+            future.wait()
+
+    def log_failures(self, timeout: float) -> None:
+        """Logs failures that nobody has read, for a client that ends without being closed.
+
+        Args:
+            timeout: How many seconds to wait for requests in flight.
+        """
+        self.wait(timeout)
+        for error in self.take_failures():
+            logger.error("a failure that nobody has read: %s: %s", type(error).__name__, error)
+        with self._lock:
+            futures, self._futures = self._futures, []
+        for future in futures:
+            reason = "had no result yet" if future.comes_by_itself else "was never evaluated, so nothing was trained"
+            logger.error("%s %s when its client ended. Call close(), or use a with block.", future.operation, reason)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

@@ -42,7 +42,7 @@ class BackgroundLoop:
             if not self._closed:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         coroutine.close()
-        raise ClientClosed("this client was closed. Make a new one with connect().")
+        raise ClientClosed("this client was closed. Create a new one with connect().")
 
     def close(self) -> None:
         """Cancels what still runs and ends the thread."""

@@ -1,4 +1,4 @@
-"""The losses that a client brings to its server."""
+"""Uploads losses to the server."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ from tinker_lightning.wire import json as wire_json
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from tinker_lightning.client.service import ServiceClient
+    from tinker_lightning.client.channel import Channel
     from tinker_lightning.lossgraph.batch_loss import BatchLoss, Source
     from tinker_lightning.lossgraph.server_loss import ServerLoss
 
 T = TypeVar("T")
 
-# Of functions made anew for each step there is no end; one that is used again is uploaded again.
+# A script may create a new function at each step; one that was dropped here is uploaded again when it is used.
 _KEPT_HANDLES = 256
 
 
 class Losses:
-    """Uploads losses, and knows those that were uploaded.
+    """Uploads losses, and keeps track of those that were uploaded.
 
     Args:
-        service: The way to the server.
+        channel: The way to the server.
         in_process: Registers a Python function as a loss of a session, where the trainer runs in this process.
     """
 
     def __init__(
         self,
-        service: ServiceClient,
+        channel: Channel,
         in_process: Callable[[str, Callable[..., Any], Source, str], str] | None = None,
     ) -> None:
-        self.by_name: dict[str, ServerLoss] = {}  # those of custom_loss
-        self._service = service
+        self.by_name: dict[str, ServerLoss] = {}  # registered by custom_loss
+        self._channel = channel
         self._in_process = in_process
         self._handles: OrderedDict[str, TinkerFuture[LossHandle]] = OrderedDict()
-        self._lost: set[str] = set()  # ids that the server may no longer know
+        self._evicted: set[str] = set()  # ids that the server may have dropped
 
     def create(self, fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> TinkerFuture[LossHandle]:
-        """A loss of one datum, traced, and uploaded once; what could not be uploaded is tried again.
+        """Traces a per-datum loss and uploads it once; a failed upload is retried at the next call.
 
         Raises:
-            LossNotTraceable: If the function does what cannot be traced; names the line.
+            LossNotTraceable: If the function cannot be traced; names the line.
         """
-        loss, session = trace_datum_loss(fn, input_ranks), self._service.session
+        loss, session = trace_datum_loss(fn, input_ranks), self._channel.session
         key = repr((loss.inputs, loss.program.graph.encode()))
         made = self._handles.get(key)
         if made is not None and not made.failed:
@@ -63,10 +63,10 @@ class Losses:
             return made
         handle = LossHandle(loss.name, session.session_id, loss)
         if not session.config.custom_loss_server_side:
-            made = TinkerFuture(self._service.run(_given(handle)), f"create_custom_loss {loss.name}")
+            made = TinkerFuture(self._channel.run(_given(handle)), f"create_custom_loss {loss.name}")
         else:
             by_input = not session.extensions.server_losses
-            handle = replace(handle, number=self._service.count("custom loss"), by_input=by_input)
+            handle = replace(handle, number=self._channel.count("custom loss"), by_input=by_input)
             made = self._upload(handle).then(lambda created: replace(handle, loss_id=created.loss_id))
         self._handles[key] = made
         while len(self._handles) > _KEPT_HANDLES:
@@ -74,18 +74,18 @@ class Losses:
         return made
 
     def renew(self, handle: LossHandle) -> None:
-        """Uploads a loss of one datum once more, if the server may no longer know it."""
-        if handle.loss_id in self._lost:
+        """Uploads a per-datum loss again if the server may have dropped it."""
+        if handle.loss_id in self._evicted:
             self._upload(handle).result()
-            self._lost.discard(handle.loss_id)
+            self._evicted.discard(handle.loss_id)
 
     def lose(self, handle: LossHandle) -> None:
-        """Says that a pass with this loss has failed, which may be because the server had to make room."""
+        """Notes that a pass with this loss failed, possibly because the server had to make room."""
         if handle.loss_id is not None:
-            self._lost.add(handle.loss_id)
+            self._evicted.add(handle.loss_id)
 
     def _upload(self, handle: LossHandle) -> TinkerFuture[rs.CreateCustomLossResponse]:
-        session = self._service.session
+        session = self._channel.session
         sent = handle.loss.scaled() if handle.by_input else handle.loss
         request = rq.CreateCustomLossRequest(
             session.session_id,
@@ -97,63 +97,63 @@ class Losses:
         operation = Operation(
             "create_custom_loss", "create_custom_loss", wire_json.dumps(request), rs.CreateCustomLossResponse
         )
-        return TinkerFuture(
-            self._service.run(perform(session, operation)), f"create_custom_loss {handle.name}", self._service
-        )
+        return TinkerFuture(self._channel.run(perform(session, operation)), f"create_custom_loss {handle.name}")
 
     @property
     def are_taken(self) -> bool:
-        """Whether the server takes losses of a whole batch."""
-        return self._service.session.extensions.server_losses
+        """Whether the server accepts whole-batch losses."""
+        return self._channel.session.extensions.server_losses
 
     def register(self, loss: BatchLoss) -> str:
-        """Uploads the graphs of a loss of a batch; returns its id."""
-        return self._register(loss.name, rq.RegisterLossRequest(self._service.session.session_id, loss.encode()))
+        """Uploads the graphs of a whole-batch loss; returns its id."""
+        return self._register(loss.name, rq.RegisterLossRequest(self._channel.session.session_id, loss.encode()))
 
     def register_function(self, name: str, function: Callable[..., Any], source: Source) -> str:
-        """Hands a function over as it is: to a trainer in this process, or pickled; returns the loss's id.
+        """Registers a function without tracing it: in this process, or pickled; returns the loss's id.
 
         Raises:
-            InvalidLoss: If it cannot be pickled, or the server takes no pickled functions.
+            InvalidLoss: If it cannot be pickled, or the server accepts no pickled functions.
         """
-        self._service.check_usable()
+        self._channel.check_usable()
         if self._in_process is not None:
-            return self._in_process(name, function, source, self._service.session.session_id)
+            return self._in_process(name, function, source, self._channel.session.session_id)
         try:
             import cloudpickle
         except ImportError as error:
             raise InvalidLoss(
-                f"to send {name} as it is, cloudpickle is needed here and on the server, and it is not installed: "
-                "python -m pip install cloudpickle. A loss that can be traced does without."
+                f"{name}: trace=False needs cloudpickle on this machine and on the server, and it is not installed "
+                "here: python -m pip install cloudpickle. A loss that can be traced does not need it."
             ) from error
         try:
             pickled: bytes = cloudpickle.dumps(function)
         except Exception as error:
-            raise InvalidLoss(f"{name} cannot be pickled: {error}. Use only what pickle knows, or trace it.") from error
+            raise InvalidLoss(
+                f"{name} cannot be pickled: {error}. Use only objects that pickle supports, or trace it."
+            ) from error
         message = {"name": name, "source": source}
-        return self._register(name, rq.RegisterLossRequest(self._service.session.session_id, message, pickled))
+        return self._register(name, rq.RegisterLossRequest(self._channel.session.session_id, message, pickled))
 
     def listing(self) -> dict[str, Any]:
-        """The names that passes can use, and what each is."""
-        session = self._service.session
+        """Returns the names of the losses that passes can use, and their descriptions."""
+        session = self._channel.session
         if not session.extensions.server_losses:
-            # The protocol's; a server may have fewer.
+            # Those of the protocol; a server may have fewer.
             return {
                 "available_loss_functions": list(LOSSES),
                 "descriptions": {name: loss.description for name, loss in LOSSES.items()},
             }
         query = urlencode({"session_id": session.session_id})
-        listed = self._service.fetch(f"/ext/v1/losses?{query}", rs.LossListing)
+        listed = self._channel.fetch(f"/ext/v1/losses?{query}", rs.LossListing)
         return {"available_loss_functions": listed.available_loss_functions, "descriptions": listed.descriptions}
 
     def _register(self, name: str, request: rq.RegisterLossRequest) -> str:
-        if not self._service.session.extensions.server_losses:
+        if not self.are_taken:
             raise InvalidLoss(
-                f"the server at {self._service.url} takes no losses of a whole batch, so that {name} cannot run there. "
-                "Use a loss of one datum (create_custom_loss), or leave it here: forward_backward_custom runs any "
-                "Python."
+                f"the server at {self._channel.url} does not accept whole-batch losses, so {name} cannot run there. "
+                "Use a per-datum loss (create_custom_loss), or run it locally: forward_backward_custom takes any "
+                "Python function."
             )
-        return self._service.call("/ext/v1/losses", request, rs.CreateCustomLossResponse).loss_id
+        return self._channel.call("/ext/v1/losses", request, rs.CreateCustomLossResponse).loss_id
 
 
 async def _given(value: T) -> T:

@@ -1,40 +1,50 @@
-"""A model to sample from on a server."""
+"""A client that samples from fixed weights on a server."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from tinker_lightning.client import tokenizer
 from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
 from tinker_lightning.client.operations import Operation, perform
 from tinker_lightning.client.sdk import inputs
 from tinker_lightning.errors import ResultExpired
 from tinker_lightning.types import SampleResponse, SamplingParams
-from tinker_lightning.types.requests import SampleRequest
-from tinker_lightning.types.responses import GetSamplerResponse
+from tinker_lightning.types.requests import CreateSamplingSessionRequest, SampleRequest
+from tinker_lightning.types.responses import CreateSamplingSessionResponse, GetSamplerResponse
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tinker_lightning.client.service import ServiceClient
+    from tinker_lightning.client.channel import Channel
     from tinker_lightning.client.session import Session
 
 T = TypeVar("T")
 
-# How often a sample is asked for anew whose result the server no longer has.
+# How often a sample is requested again whose result the server no longer has.
 _RESAMPLINGS = 3
 
 
 class SamplingClient:
-    """Samples from fixed weights. Every method returns at once, with a future. Made by a `ServiceClient`."""
+    """Samples from fixed weights. Sampling methods return a future at once. Created by a `ServiceClient`."""
 
-    def __init__(self, service: ServiceClient, sampler_id: str) -> None:
+    def __init__(self, channel: Channel, sampler_id: str) -> None:
         self.sampler_id = sampler_id
         self.unread = UnreadFailures()
-        self._service = service
+        self._channel = channel
         self._lock = threading.Lock()
         self._next_number = 0
+
+    @classmethod
+    def create(cls, channel: Channel, model_path: str | None, base_model: str | None = None) -> Self:
+        """Creates a sampler on the server from saved weights or a base model."""
+        request = CreateSamplingSessionRequest(
+            channel.session.session_id, channel.count("sampler"), base_model, model_path
+        )
+        created = channel.call("/api/v1/create_sampling_session", request, CreateSamplingSessionResponse)
+        return channel.watch(cls(channel, created.sampling_session_id))
 
     def sample(
         self,
@@ -48,26 +58,26 @@ class SamplingClient:
         return self._watched(self._submit("sample", prompt, num_samples, params, include_prompt_logprobs))
 
     def compute_logprobs(self, prompt: Any) -> TinkerFuture[list[float | None]]:
-        """The log-probability of each token of a prompt; None for the first, which nothing predicts."""
+        """Returns the log-probability of each token of a prompt; None for the first, which nothing predicts."""
         future = self._submit("compute_logprobs", prompt, 1, SamplingParams(max_tokens=1), True)
         return self._watched(future.then(lambda response: response.prompt_logprobs or []))
 
     def get_base_model(self) -> str:
-        """The name of the base model."""
+        """Returns the name of the base model."""
         sampler = self._sampler()
         return sampler.model_name or sampler.base_model
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of the base model."""
+        """Returns the tokenizer of the base model."""
         sampler = self._sampler()
-        return self._service.tokenizer(sampler.model_name or sampler.base_model, sampler.base_model)
+        return tokenizer.fetch(self._channel, sampler.model_name or sampler.base_model, sampler.base_model)
 
     def _submit(
         self, name: str, prompt: Any, num_samples: int, params: SamplingParams, prompt_logprobs: bool
     ) -> TinkerFuture[SampleResponse]:
-        self._service.check_usable()
+        self._channel.check_usable()
         self.unread.raise_first()
-        session = self._service.session
+        session = self._channel.session
         model_input = inputs.to_model_input(prompt)
 
         def operation() -> Operation[SampleResponse]:
@@ -81,21 +91,21 @@ class SamplingClient:
             return Operation(name, "asample", body, SampleResponse, self.sampler_id, number)
 
         first = operation()
-        return TinkerFuture(self._service.run(_sample(session, first, operation)), str(first), self._service)
+        return TinkerFuture(self._channel.run(_sample(session, first, operation)), str(first))
 
     def _watched(self, future: TinkerFuture[T]) -> TinkerFuture[T]:
-        """A future that the user gets; its failure is raised at the next call if nobody reads it."""
+        """Tracks a future that the user gets: its failure is raised at the next call if nobody reads it."""
         self.unread.add(future)
         return future
 
     def _sampler(self) -> GetSamplerResponse:
-        return self._service.fetch(f"/api/v1/samplers/{self.sampler_id}", GetSamplerResponse)
+        return self._channel.fetch(f"/api/v1/samplers/{self.sampler_id}", GetSamplerResponse)
 
 
 async def _sample(
     session: Session, operation: Operation[SampleResponse], again: Callable[[], Operation[SampleResponse]]
 ) -> SampleResponse:
-    """Samples, and anew where the server has lost the result: unlike a step it may be done twice."""
+    """Samples, again if the server has lost the result: unlike a step, sampling may be repeated."""
     for _ in range(_RESAMPLINGS):
         try:
             return await perform(session, operation)

@@ -1,6 +1,6 @@
-"""A pass with a loss of the server's: how it says which one, with what inputs, and by what factor.
+"""Prepares a pass with a server-side loss: which loss it names, with what inputs, and by what factor.
 
-A loss is a name (built in, or registered by `custom_loss`), a `ServerLoss`, or the `LossHandle` of a loss of one datum.
+A loss is a name (built in, or registered by `custom_loss`), a `ServerLoss`, or the `LossHandle` of a per-datum loss.
 """
 
 from __future__ import annotations
@@ -30,28 +30,31 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from tinker_lightning.client.futures import TinkerFuture
-    from tinker_lightning.client.service import ServiceClient
+    from tinker_lightning.client.loss_uploads import Losses
+    from tinker_lightning.client.session import Session
 
 _CUSTOM = "custom"
 _TARGETS = "target_tokens"
-# How our server ends the names of diagnostics that have no ending of the protocol's.
+# The suffix that our server adds to diagnostics whose names have no suffix of the protocol.
 _NO_ENDING = ":unique"
 
 
 @dataclass(frozen=True, slots=True)
 class ServerPass:
-    """What a pass with a loss of the server's sends.
+    """A pass that is checked and ready to be sent.
 
     Args:
         data: The datums.
         loss: The loss's name.
         config: Its settings.
-        inputs: Its inputs that are the batch's.
-        scale: What the server is to multiply the gradient by.
-        whole: Whether the batch must not be split: the loss is not a sum over datums.
-        finish: What becomes of the result.
-        lose: Told of a failure that may have come because the server no longer knows the loss.
-        graphs: What the server runs, as it was traced here.
+        inputs: Its inputs that were given once for the batch.
+        scale: The factor by which the server multiplies the gradient.
+        whole: Whether the batch must not be split, because the loss is not a sum over datums.
+        local: A per-datum loss that the server does not run, to be evaluated on this machine.
+        finish: Converts the result.
+        lose: Called with a failure that may mean that the server has dropped the loss.
+        graphs: The graphs that the server runs, as they were traced here.
+        chunks: The datums, split into requests that the server accepts.
     """
 
     data: list[Datum]
@@ -60,45 +63,44 @@ class ServerPass:
     inputs: dict[str, TensorData] = field(default_factory=dict)
     scale: float = 1.0
     whole: bool = False
+    local: LossHandle | None = None
     finish: Callable[[ForwardBackwardOutput], ForwardBackwardOutput] | None = None
     lose: Callable[[], None] | None = None
     graphs: Sequence[Graph] = ()
+    chunks: list[list[Datum]] = field(default_factory=list)
 
     def received(self, future: TinkerFuture[ForwardBackwardOutput]) -> TinkerFuture[ForwardBackwardOutput]:
-        """The result as the caller gets it.
+        """Returns the future that the caller gets.
 
-        A server makes room by letting go of losses. Nothing can be sent in place of a pass that has failed, for others
-        are under way behind it; but the next one with this loss uploads it again.
+        A server makes room by dropping losses. A failed pass cannot be repeated, because later ones are already in
+        flight; but the next pass with this loss uploads it again.
         """
         lose = self.lose
         if lose is not None:
-            # First, so that whoever sees the failure and goes on finds it told.
+            # Registered first, so that whoever sees the failure and continues finds it noted.
             future._source.add_done_callback(lambda source: lose() if _is_refused(source) else None)
         return future.then(self.finish or _unchanged, functools.partial(located, graphs=self.graphs))
 
 
 def prepare(
-    service: ServiceClient,
+    session: Session,
+    losses: Losses,
     data: list[Datum],
     loss_fn: Any,
     config: Mapping[str, float | str] | None,
     inputs: Mapping[str, Any] | None,
     scale: float,
 ) -> ServerPass:
-    """A pass with a loss of the server's, in the words that this server knows.
+    """Prepares a pass in the terms that this server supports.
 
     Raises:
-        InvalidInput: If the loss, an input or a factor is none that the server can use.
+        InvalidInput: If the server cannot use the loss, an input or the factor.
     """
-    extended = service.session.extensions.server_losses
     if isinstance(loss_fn, LossHandle):
-        data = handle_data(service, data, loss_fn, config, inputs)
-        service.losses.renew(loss_fn)
-        lose = functools.partial(service.losses.lose, loss_fn)
-        return replace(_datum_pass(data, loss_fn, scale), lose=lose, graphs=[loss_fn.loss.program.graph])
-    own = loss_fn if isinstance(loss_fn, ServerLoss) else service.losses.by_name.get(loss_name(loss_fn))
+        return _handle_pass(session, losses, data, loss_fn, config, inputs, scale)
+    own = loss_fn if isinstance(loss_fn, ServerLoss) else losses.by_name.get(loss_name(loss_fn))
     if own is not None:
-        if own.server is not service.losses:
+        if own.server is not losses:
             raise InvalidLoss(f"{own.name} was registered with another client; register it with this one too")
         present = {*(inputs or {}), *(name for datum in data for name in datum.loss_fn_inputs)}
         if own.reads:
@@ -111,14 +113,38 @@ def prepare(
             asked = replace(asked, finish=_with_values)
         return replace(asked, lose=functools.partial(own.lose, loss_id), graphs=own.graphs(loss_id))
     name = loss_name(loss_fn)
-    if name not in LOSSES and name != _CUSTOM and extended:
+    if not session.extensions.server_losses:
+        return built_in(spread(data, inputs or {}), name, config or {}, scale)
+    if name not in LOSSES and name != _CUSTOM:
         return _batch_pass(data, name, dict(config or {}), inputs, scale)
-    if extended and name in LOSSES:
+    if name in LOSSES:
         check_given(name, inputs or {}, {*LOSSES[name].reads, _TARGETS})
-    data = spread(data, inputs or {})
-    if extended:
-        return ServerPass(data, name, dict(config or {}), scale=scale)
-    return plainly_scaled(data, name, config or {}, scale)
+    return ServerPass(_with_weights(spread(data, inputs or {}), name), name, dict(config or {}), scale=scale)
+
+
+def built_in(data: list[Datum], loss: str, config: Mapping[str, float | str], scale: float = 1.0) -> ServerPass:
+    """Prepares a pass with a built-in loss on a server without a factor: the loss's own inputs are scaled.
+
+    Raises:
+        InvalidLoss: If the loss cannot be scaled that way.
+    """
+    data = _with_weights(data, loss)
+    if scale == 1:
+        return ServerPass(data, loss, dict(config))
+    datums, settings = scaled(data, loss, config, scale)
+    return ServerPass(datums, loss, settings, finish=functools.partial(_unscaled, scale=scale))
+
+
+def _with_weights(data: list[Datum], loss: str) -> list[Datum]:
+    """Fills in the weights of `cross_entropy`: ones where a datum has none."""
+    if loss != "cross_entropy":
+        return data
+    return [
+        datum.with_inputs(weights=np.ones(targets.shape, np.float32))
+        if "weights" not in datum.loss_fn_inputs and (targets := datum.loss_fn_inputs.get(_TARGETS)) is not None
+        else datum
+        for datum in data
+    ]
 
 
 def _is_refused(source: Future[Any]) -> bool:
@@ -140,28 +166,30 @@ def _batch_pass(
             raise InvalidInput(f"loss_fn_inputs: {name}: {error}") from error
         if not isinstance(value, TensorData) and as_array(value).dtype.kind == "b":
             raise InvalidInput(
-                f"loss_fn_inputs: {name} holds truth values, which come to the server as numbers, and no mask. "
-                "Give mask.float(), and write mask > 0 in the loss."
+                f"loss_fn_inputs: {name} is boolean, but the server receives numbers. Pass mask.float(), and write "
+                "mask > 0 in the loss."
             )
     return ServerPass(data, loss, config, tensors, scale, whole=True, finish=_with_own_names)
 
 
-def handle_data(
-    service: ServiceClient,
+def _handle_pass(
+    session: Session,
+    losses: Losses,
     data: list[Datum],
     handle: LossHandle,
     config: Mapping[str, float | str] | None,
     inputs: Mapping[str, Any] | None,
-) -> list[Datum]:
-    """Datums with all that a loss of one datum reads, wherever it runs.
+    scale: float,
+) -> ServerPass:
+    """Prepares a pass with a per-datum loss, wherever it runs.
 
     Raises:
-        InvalidInput: If a datum lacks an input, or the loss is another session's or has no such settings.
+        InvalidInput: If a datum lacks an input, or the loss belongs to another session or has no such settings.
     """
     if config:
         setting = next(iter(config))
-        raise InvalidInput(f"{handle.name} is a loss of one datum, without settings; give {setting} with each datum")
-    if handle.session_id != service.session.session_id:
+        raise InvalidInput(f"{handle.name} is a per-datum loss without settings; pass {setting} with each datum")
+    if handle.session_id != session.session_id:
         raise InvalidLoss(f"{handle.name} was created in another session; create it with this client too")
     check_given(handle.name, inputs or {}, {*(each.name for each in handle.loss.inputs[1:]), _TARGETS})
     data = spread(data, inputs or {})
@@ -170,23 +198,29 @@ def handle_data(
             handle.loss.select(datum.loss_fn_inputs)
         except InvalidDatum as error:
             raise InvalidDatum(f"datum {i}: {error}") from error
-    return data
-
-
-def _datum_pass(data: list[Datum], handle: LossHandle, scale: float) -> ServerPass:
-    settings: dict[str, float | str] = {"loss_id": handle.loss_id or ""}
+    if handle.loss_id is None:
+        return ServerPass(data, _CUSTOM, scale=scale, local=handle)
+    losses.renew(handle)
+    asked = ServerPass(
+        data,
+        _CUSTOM,
+        {"loss_id": handle.loss_id},
+        scale=scale,
+        lose=functools.partial(losses.lose, handle),
+        graphs=[handle.loss.program.graph],
+    )
     if not handle.by_input:
-        return ServerPass(data, _CUSTOM, settings, scale=scale)
+        return asked
     factor = TensorData(np.float32(scale))
     data = [datum.with_inputs({SCALE: factor}) for datum in data]
-    return ServerPass(data, _CUSTOM, settings, finish=functools.partial(_unscaled, scale=scale))
+    return replace(asked, data=data, scale=1.0, finish=functools.partial(_unscaled, scale=scale))
 
 
 def spread(data: list[Datum], inputs: Mapping[str, Any]) -> list[Datum]:
-    """Datums with their rows of inputs that were given once for the batch; rows are cut to the datum's length.
+    """Gives each datum its row of the inputs that were given once for the batch, cut to the datum's length.
 
     Raises:
-        InvalidInput: If an input has not one row for each datum, or a datum has it already.
+        InvalidInput: If an input does not have one row per datum, or a datum has it already.
     """
     if not inputs:
         return data
@@ -204,19 +238,8 @@ def spread(data: list[Datum], inputs: Mapping[str, Any]) -> list[Datum]:
     return [datum.with_inputs(row) for datum, row in zip(data, rows, strict=True)]
 
 
-def plainly_scaled(data: list[Datum], loss_fn: Any, config: Mapping[str, float | str], scale: float) -> ServerPass:
-    """A pass with a built-in loss on a server that knows no factor: the loss's own inputs are scaled.
-
-    Raises:
-        InvalidLoss: If the loss cannot be scaled so.
-    """
-    name = loss_name(loss_fn)
-    datums, settings = scaled(data, name, config, scale)
-    return ServerPass(datums, name, settings, finish=functools.partial(_unscaled, scale=scale) if scale != 1 else None)
-
-
 def _unscaled(output: ForwardBackwardOutput, *, scale: float) -> ForwardBackwardOutput:
-    """The metrics of the loss itself."""
+    """Returns a result whose loss is the one before scaling."""
     if scale == 0 or "loss:sum" not in output.metrics:
         return output
     metrics = {**output.metrics, "loss:sum": output.metrics["loss:sum"] / scale}

@@ -11,11 +11,14 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 from tinker_lightning.errors import ModelNotFound, NotATinkerServer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from tinker_lightning.client.channel import Channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,14 @@ class TokenizerFiles:
     """The files of a tokenizer by their names, as a server hands them out."""
 
     files: dict[str, bytes]
+
+
+def fetch(channel: Channel, model_name: str, tokenizer_id: str | None) -> Any:
+    """Returns the tokenizer of a model: from the server if it offers it, else from a folder or the hub."""
+    if channel.session.extensions.tokenizer_files:
+        found = channel.fetch(f"/ext/v1/tokenizer?{urlencode({'model': model_name})}", TokenizerFiles)
+        return load_files(found.files)
+    return load(tokenizer_id or model_name)
 
 
 @functools.cache

@@ -40,6 +40,6 @@ class Samples:
     def _sampler(self) -> tuple[Any, Any]:
         version, backend = self._lm.handle.remote.version, self._lm.backend
         if self._made is None or self._made[0] != version:
-            sampler = backend.save_weights_and_get_sampling_client()  # type: ignore[attr-defined]
+            sampler = backend.save_weights_and_get_sampling_client()
             self._made = (version, sampler, backend.get_tokenizer())
         return self._made[1:]

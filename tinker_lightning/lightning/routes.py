@@ -25,6 +25,8 @@ from tinker_lightning.lossgraph.server_loss import ServerLoss
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tinker_lightning.client.backend import TrainingBackend
+
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
 logger = logging.getLogger("tinker_lightning")
 
@@ -86,7 +88,7 @@ def choose(
     loss: Any,
     config: Mapping[str, float | str],
     route: Route,
-    backend: Callable[[], Any],
+    backend: Callable[[], TrainingBackend],
     *,
     regularized: bool = False,
     reduction: Reduction = "mean",
@@ -155,7 +157,7 @@ def once(_: Sequence[Any]) -> float:
 
 
 def _choose(
-    loss: Any, config: dict[str, Any], route: Route, backend: Callable[[], Any], regularized: bool
+    loss: Any, config: dict[str, Any], route: Route, backend: Callable[[], TrainingBackend], regularized: bool
 ) -> tuple[Chosen, str]:
     local: Any
     asked = "asked for" if route != "auto" else ""
@@ -197,24 +199,25 @@ def _choose(
     return Chosen("two-pass", local, {}, local), why
 
 
-def _registered(loss: Any, backend: Callable[[], Any]) -> ServerLoss | None:
+def _registered(loss: Any, backend: Callable[[], TrainingBackend]) -> ServerLoss | None:
     """What `custom_loss` has made of it, where that is known here."""
     if isinstance(loss, str) and loss not in BUILT_IN:
-        loss = getattr(getattr(backend(), "losses", None), "by_name", {}).get(loss)
+        registry = backend().losses
+        loss = None if registry is None else registry.by_name.get(loss)
     return loss if isinstance(loss, ServerLoss) else None
 
 
-def _uploaded(loss: Any, config: Mapping[str, Any], backend: Any) -> ServerLoss:
+def _uploaded(loss: Any, config: Mapping[str, Any], backend: TrainingBackend) -> ServerLoss:
     function, settings = unwrapped(loss)
-    if getattr(backend, "losses", None) is None:
+    if backend.losses is None:
         raise InvalidInput(f"{type(backend).__name__} takes no losses of one's own; use route='two-pass'")
     # Nobody uses the name, so that it may stand beside those of the server's losses, and of one's own registered ones.
     name = f"{OF_LIBRARY if is_of_library(loss) else OF_OWN}{_NOT_IN_NAMES.sub('', _name(loss))[:50]}"
     return ServerLoss(backend.losses, name, function, "logprobs", {**settings, **config}, trace=True, of_lists=True)
 
 
-def _takes_losses(backend: Any) -> bool:
-    return bool(getattr(getattr(backend, "losses", None), "are_taken", False))
+def _takes_losses(backend: TrainingBackend) -> bool:
+    return backend.losses is not None and backend.losses.are_taken
 
 
 def _name(loss: Any) -> str:

@@ -17,6 +17,8 @@ from tinker_lightning.types import Datum, ForwardBackwardOutput, OptimStepRespon
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tinker_lightning.client.backend import TrainingBackend
+
 
 @dataclass(eq=False, slots=True)
 class Call:
@@ -33,9 +35,10 @@ class Call:
         else:
             self.gradients = [old + new for old, new in zip(self.gradients, gradients, strict=True)]
 
-    def prepare(self) -> PendingBackward:
-        """What is to be sent."""
-        return PendingBackward(surrogate.linear_datums(self.datums, self.gradients or []), surrogate.SURROGATE)
+    def prepare(self, backend: TrainingBackend) -> PendingBackward:
+        """Checks and converts what is to be sent."""
+        linear = surrogate.linear_datums(self.datums, self.gradients or [])
+        return PendingBackward(backend.prepare(linear, surrogate.SURROGATE), linear)
 
 
 @dataclass(eq=False, slots=True)
@@ -58,47 +61,34 @@ class ServerCall:
         """What the loss is called."""
         return str(getattr(self.loss, "name", self.loss))
 
-    def prepare(self) -> PendingBackward:
-        """What is to be sent.
+    def prepare(self, backend: TrainingBackend) -> PendingBackward:
+        """Checks and converts what is to be sent.
 
         Raises:
-            InvalidLoss: If the gradient that has come back is none that such a loss can have.
+            InvalidInput: If the pass cannot be sent, or a gradient of 0 has come back to the loss.
         """
         scale = float(self.gradients[0]) if self.gradients else 0.0
         if scale == 0:
             raise InvalidLoss(
                 f"a gradient of 0 reached the server's loss {self.name!r}, so that it would not train. {LINEAR_ONLY}"
             )
+        request = backend.prepare(self.datums, self.loss, self.config or None, scale=scale)
         return PendingBackward(
-            self.datums, self.loss, self.config or None, scale, by_server=True, name=self.name, added=self.added
+            request, self.datums, self.config, scale, by_server=True, name=self.name, added=self.added
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PendingBackward:
-    """A backward that is ready to be sent."""
+    """A backward that is ready to be sent: the backend's request, and what the metrics of its loss refer to."""
 
+    request: Any
     datums: list[Datum]
-    loss: Any
     config: Mapping[str, float | str] | None = None
     scale: float = 1.0
     by_server: bool = False
     name: str = surrogate.SURROGATE
     added: float | None = None
-
-    def check(self, backend: Any) -> None:
-        """Refuses what the client would refuse, before any other call of the window is sent."""
-        check = getattr(backend, "check_pass", None)
-        if self.by_server and check is not None:
-            check(self.datums, self.loss, self.config, scale=self.scale)
-
-    def send(self, backend: Any) -> TinkerFuture[ForwardBackwardOutput]:
-        """Sends it."""
-        scale = {} if self.scale == 1 else {"scale": self.scale}
-        future: TinkerFuture[ForwardBackwardOutput] = backend.forward_backward(
-            self.datums, self.loss, self.config, **scale
-        )
-        return future
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,8 +50,8 @@ def settle(module: nn.Module, timeout: float, error: BaseException) -> None:
     end = time.monotonic() + timeout
     for remote in remotes_of(module):
         # Also of the client itself: forward passes that were asked for ahead.
-        of_client = getattr(remote.backend, "unread", None) if remote.is_made else None
-        for unread in filter(None, (remote.unread, of_client)):
+        of_client = [remote.backend.unread] if remote.is_made else []
+        for unread in (remote.unread, *of_client):
             unread.wait(max(0.0, end - time.monotonic()))
             if isinstance(error, Exception):
                 note_failures(error, unread.take_failures())

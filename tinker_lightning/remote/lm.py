@@ -94,8 +94,8 @@ class RemoteLM(nn.Module):
     def send(self, data: Sequence[Any]) -> Pass:
         """Sends a forward pass without waiting for it; `model(that)` waits. For several passes at once."""
         datums = to_datums(data)
-        forward = self.backend.forward(surrogate.forward_datums(datums), surrogate.SURROGATE)
-        return Pass(data, datums, forward, self.handle.remote.version)
+        request = self.backend.prepare(surrogate.forward_datums(datums), surrogate.SURROGATE)
+        return Pass(data, datums, self.backend.send(request, forward_only=True), self.handle.remote.version)
 
     def forward(self, data: Sequence[Any] | Pass) -> list[Tensor]:
         """One tensor of log-probabilities per datum, shaped like its targets."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from tinker_lightning.client.backend import as_backend
+from tinker_lightning.client.adapters import as_backend
 from tinker_lightning.client.futures import UnreadFailures
 from tinker_lightning.errors import InvalidInput, LossNotFinite, ResultTimeout, TinkerLightningError
 from tinker_lightning.remote.calls import Call, ServerCall, Step
@@ -93,7 +93,7 @@ class Remote:
 
     def load(self, state: str, steps: int | None = None) -> None:
         """Goes on from a state that was saved on the server; what waits is dropped."""
-        self.backend.load_state_with_optimizer(state).result()  # type: ignore[attr-defined]
+        self.backend.load_state_with_optimizer(state).result()
         self.goes_on(steps)
 
     def goes_on(self, steps: int | None = None) -> None:
@@ -183,9 +183,7 @@ class Remote:
         if not self.window:
             return []
         try:
-            prepared = [call.prepare() for call in self.window]
-            for each in prepared:
-                each.check(self.backend)
+            prepared = [call.prepare(self.backend) for call in self.window]
         except TinkerLightningError:
             self.drop()
             raise
@@ -241,7 +239,7 @@ class Remote:
         backwards: list[TinkerFuture[ForwardBackwardOutput]] = []
         try:
             for each in prepared:
-                backwards.append(each.send(self.backend))
+                backwards.append(self.backend.send(each.request))
             optim = self.backend.optim_step(params)
         except Exception as error:
             if backwards:
@@ -257,8 +255,7 @@ class Remote:
 
     def failures_held(self) -> contextlib.AbstractContextManager[None]:
         """Failures of earlier requests are raised before those that are sent inside, or after them; never by one."""
-        unread = getattr(self.backend, "unread", None)
-        return unread.held() if isinstance(unread, UnreadFailures) else contextlib.nullcontext()
+        return self.backend.unread.held()
 
     def _make_room(self) -> None:
         while self._under_way and self._under_way[0].optim.done():

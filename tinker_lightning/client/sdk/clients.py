@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import warnings
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,9 @@ from tinker_lightning.client import checkpoints, download, server_pass
 from tinker_lightning.client.custom import CustomLosses, CustomLossFuture
 from tinker_lightning.client.export import export_adapter
 from tinker_lightning.client.loop import BackgroundLoop
-from tinker_lightning.client.sdk import convert as convert
-from tinker_lightning.client.sdk import inputs
+from tinker_lightning.client.sdk import convert, inputs
 from tinker_lightning.client.sdk.requests import Calls
+from tinker_lightning.client.server_pass import ServerPass
 from tinker_lightning.errors import InvalidInput, NotFound
 from tinker_lightning.losses.surrogate import SURROGATE
 from tinker_lightning.types import (
@@ -42,12 +43,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tinker_lightning.client.futures import TinkerFuture
+    from tinker_lightning.client.loss_uploads import Losses
     from tinker_lightning.losses.regularizers.regularizer import Regularizer
     from tinker_lightning.losses.surrogate import LossFn
+    from tinker_lightning.types import Datum
+
+# How long a process that ends waits for requests in flight, in seconds.
+_EXIT_SECONDS = 5.0
 
 
 class OfficialTrainingClient:
-    """The official SDK's `TrainingClient` behind our methods; takes and gives our types, and takes its own too."""
+    """The official SDK's `TrainingClient` as a `TrainingBackend`; takes the SDK's types and ours, returns ours."""
+
+    losses: Losses | None = None  # the SDK has no call to upload losses
 
     def __init__(self, client: tinker.TrainingClient) -> None:
         self.client = client
@@ -56,16 +64,17 @@ class OfficialTrainingClient:
         self.unread = self._calls.unread
         self._custom = CustomLosses(
             self.model_id,
-            lambda data: self._pass("forward", data, SURROGATE, None),
-            lambda data: self._pass("forward_backward", data, SURROGATE, None),
+            lambda data: self._pass(ServerPass(data, SURROGATE), forward_only=True),
+            lambda data: self._pass(ServerPass(data, SURROGATE), forward_only=False),
         )
+        weakref.finalize(self, self.unread.log_failures, _EXIT_SECONDS)
 
     def forward(
         self, data: Sequence[Any], loss_fn: Any, loss_fn_config: Mapping[str, float | str] | None = None
     ) -> TinkerFuture[ForwardBackwardOutput]:
-        """The log-probabilities of every target, and the loss; no gradient."""
+        """Computes the log-probabilities of every target and the loss, without a gradient."""
         self._calls.check()
-        return self._calls.watched(self._pass("forward", data, loss_fn, loss_fn_config))
+        return self.send(self.prepare(inputs.to_datums(data), loss_fn, loss_fn_config), forward_only=True)
 
     def forward_backward(
         self,
@@ -75,13 +84,27 @@ class OfficialTrainingClient:
         *,
         scale: float = 1.0,
     ) -> TinkerFuture[ForwardBackwardOutput]:
-        """A pass with one of the server's losses, its gradient multiplied by `scale`."""
+        """Runs a pass with a server-side loss and accumulates its gradient, multiplied by `scale`."""
         self._calls.check()
-        if scale == 1:
-            return self._calls.watched(self._pass("forward_backward", data, loss_fn, loss_fn_config))
-        prepared = server_pass.plainly_scaled(inputs.to_datums(data), loss_fn, loss_fn_config or {}, scale)
-        future = self._pass("forward_backward", prepared.data, prepared.loss, prepared.config)
-        return self._calls.watched(future.then(prepared.finish) if prepared.finish else future)
+        return self.send(self.prepare(inputs.to_datums(data), loss_fn, loss_fn_config, scale=scale))
+
+    def prepare(
+        self,
+        data: list[Datum],
+        loss_fn: Any,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        loss_fn_inputs: Mapping[str, Any] | None = None,
+        scale: float = 1.0,
+    ) -> ServerPass:
+        """Checks a pass and converts it into the request that `send` takes; takes `Datum`s only."""
+        datums = server_pass.spread(data, loss_fn_inputs or {})
+        return server_pass.built_in(datums, inputs.loss_name(loss_fn), loss_fn_config or {}, scale)
+
+    def send(self, request: ServerPass, *, forward_only: bool = False) -> TinkerFuture[ForwardBackwardOutput]:
+        """Sends a pass that `prepare` has returned."""
+        self._calls.check()
+        return self._calls.watched(self._pass(request, forward_only=forward_only))
 
     def forward_backward_custom(
         self,
@@ -89,13 +112,16 @@ class OfficialTrainingClient:
         loss_fn: LossFn | None = None,
         regularizers: Iterable[Regularizer | Mapping[str, Any]] | None = None,
         *,
+        base_loss_fn: LossFn | None = None,
         grad_norms: bool = True,
         regularizer_timeout: float | None = None,
     ) -> CustomLossFuture:
-        """A pass with a loss of one's own, evaluated on the caller's thread when its value is needed."""
+        """Runs a pass with a custom loss, evaluated on the caller's thread when its value is needed."""
         self._calls.check()
         return self._calls.watched(
-            self._custom.add(data, loss_fn, regularizers, grad_norms=grad_norms, timeout=regularizer_timeout)
+            self._custom.forward_backward(
+                data, loss_fn, regularizers, base_loss_fn, grad_norms=grad_norms, timeout=regularizer_timeout
+            )
         )
 
     def optim_step(self, optim_params: Any = None) -> TinkerFuture[OptimStepResponse]:
@@ -220,12 +246,12 @@ class OfficialTrainingClient:
     def _rest(self) -> tinker.RestClient:
         return tinker.RestClient(self.client.holder)
 
-    def _pass(
-        self, name: str, data: Sequence[Any], loss_fn: Any, loss_fn_config: Mapping[str, float | str] | None
-    ) -> TinkerFuture[ForwardBackwardOutput]:
-        datums, loss = convert.datums(data), inputs.loss_name(loss_fn)
-        send = getattr(self.client, name)
-        return self._calls.future(name, lambda: send(datums, loss, loss_fn_config), convert.output)
+    def _pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
+        datums = [convert.datum(datum) for datum in request.data]
+        name, config = "forward" if forward_only else "forward_backward", request.config or None
+        call = self.client.forward if forward_only else self.client.forward_backward
+        future = self._calls.future(name, lambda: call(datums, request.loss, config), convert.output)  # type: ignore[arg-type]
+        return request.received(future)
 
     def _load(self, name: str, path: str) -> TinkerFuture[LoadWeightsResponse]:
         self._flush()

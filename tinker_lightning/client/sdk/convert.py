@@ -24,18 +24,8 @@ if TYPE_CHECKING:
     from tinker_lightning.types import ModelInputChunk, ProvenanceSpan
 
 
-def datums(data: Sequence[Any]) -> list[sdk.Datum]:
-    """A batch as the SDK's datums.
-
-    Raises:
-        InvalidDatum: If it is none; names the datum.
-    """
-    given = inputs.batch(data)
-    inputs.to_datums(given)  # refuses what the server would refuse, and says how to mend it
-    return [_datum(datum) if isinstance(datum, Datum) else datum for datum in given]
-
-
-def _datum(datum: Datum) -> sdk.Datum:
+def datum(datum: Datum) -> sdk.Datum:
+    """Converts a datum to the SDK's type."""
     result = sdk.Datum(
         model_input=model_input(datum.model_input),
         loss_fn_inputs={name: _tensor(tensor) for name, tensor in datum.loss_fn_inputs.items()},

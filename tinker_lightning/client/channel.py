@@ -1,0 +1,203 @@
+"""Everything the clients of one server share: its connection, the session, and a background loop for requests."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from tinker_lightning.client.connection import Connection
+from tinker_lightning.client.credentials import Credentials
+from tinker_lightning.client.futures import UnreadFailures, raise_together
+from tinker_lightning.client.loop import BackgroundLoop
+from tinker_lightning.client.session import Session
+from tinker_lightning.errors import ClientClosed, ClientForked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from concurrent.futures import Future
+
+    import httpx
+
+    from tinker_lightning.client.retry_policy import RetryPolicy
+
+T = TypeVar("T")
+
+logger = logging.getLogger("tinker_lightning.client")
+
+# How long a process that ends without close() waits for requests in flight, in seconds.
+_EXIT_SECONDS = 5.0
+
+
+class _Client(Protocol):
+    @property
+    def unread(self) -> UnreadFailures: ...
+
+
+C = TypeVar("C", bound=_Client)
+
+
+class Channel:
+    """The way to one server, shared by the `ServiceClient` and the clients that it creates.
+
+    The session is opened at the first use. A channel that is never closed ends with its last client, or with the
+    process; failures that nobody has read are then logged.
+
+    Args:
+        url: The server's URL.
+        api_key: The API key, if the server asks for one.
+        transport: How requests reach the server; None for the network.
+        retry_policy: How long failing requests are retried.
+        on_close: Called after the channel is closed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        transport: httpx.AsyncBaseTransport | None,
+        retry_policy: RetryPolicy,
+        on_close: Callable[[], None] | None,
+    ) -> None:
+        self.url = url
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._connection = Connection(url, Credentials(api_key), transport, retry_policy)
+        self._loop = BackgroundLoop(self._connection.close)
+        self._session: Session | None = None
+        self._closed = False
+        # The unread failures of each client, kept beyond the client itself. Changed in place: the finalizer holds it.
+        self._unread: list[tuple[weakref.ref[Any], UnreadFailures]] = []
+        self._release = weakref.finalize(self, _release, self._pid, self._loop, on_close, self._unread)
+
+    @property
+    def session(self) -> Session:
+        """The session, opened at the first use."""
+        self.check_usable()
+        with self._lock:
+            if self._session is None:
+                self._session = self.wait(Session.open(self._connection))
+            return self._session
+
+    def count(self, kind: str) -> int:
+        """Returns the next number of a kind in this session."""
+        session = self.session
+        with self._lock:
+            return session.count(kind)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs a coroutine in the background; the channel lives on until it ends."""
+        try:
+            return self._loop.run(self._held_by(coroutine))
+        except ClientClosed:
+            coroutine.close()
+            raise
+
+    async def _held_by(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return await coroutine
+
+    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine in the background and waits for it; an interrupt cancels it."""
+        future = self._loop.run(coroutine)
+        try:
+            return future.result()
+        except CancelledError:
+            raise ClientClosed("this client was closed in the meantime. Create a new one with connect().") from None
+        finally:
+            future.cancel()
+
+    def call(self, path: str, request: Any, result: type[T]) -> T:
+        """Posts a request that the server answers at once."""
+        self.check_usable()
+        return self.wait(self._connection.post(path, request, result))
+
+    def fetch(self, path: str, result: type[T]) -> T:
+        """Gets a resource."""
+        self.check_usable()
+        return self.wait(self._connection.get(path, result))
+
+    def check_usable(self) -> None:
+        """Raises an error after `close()`, and in a forked process.
+
+        Raises:
+            ClientForked: If this process is a fork of the one that created the channel.
+            ClientClosed: If the channel was closed.
+        """
+        if os.getpid() != self._pid:
+            raise ClientForked(
+                "this client was created in another process, whose threads and connections do not exist here. Create a "
+                "new one in this process, or use the 'spawn' start method."
+            )
+        if self._closed:
+            raise ClientClosed("this client was closed. Create a new one with connect().")
+
+    def watch(self, client: C) -> C:
+        """Keeps track of the failures that a client leaves unread; returns the client."""
+        with self._lock:
+            self._forget_collected()  # a run that creates a sampler at each step creates many
+            self._unread.append((weakref.ref(client), client.unread))
+        return client
+
+    def raise_left_over(self) -> None:
+        """Raises what clients that no longer exist have left unread."""
+        self.check_usable()
+        with self._lock:
+            self._forget_collected()
+            left = [unread for client, unread in self._unread if client() is None]
+        for unread in left:
+            unread.raise_first()
+
+    def close(self, status: str, *, read_failures: bool) -> None:
+        """Ends the session; does nothing if it was closed before.
+
+        Args:
+            status: What the server is told: `success`, `errored` or `interrupted`.
+            read_failures: Whether failures that nobody has read are raised, with `success` after waiting for
+                everything in flight and evaluating custom losses that are still pending.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        failures: list[BaseException] = []
+        try:
+            if read_failures:
+                unread = [each for _, each in self._unread]
+                if status == "success":
+                    for each in unread:
+                        each.finish()
+                failures += [failure for each in unread for failure in each.take_failures()]
+        finally:
+            with self._lock:
+                closed, self._closed = self._closed, True
+            if not closed:
+                self._end("errored" if failures else status)
+        raise_together(failures)
+
+    def _forget_collected(self) -> None:
+        """Drops the entries of clients that were garbage-collected and leave no failure."""
+        self._unread[:] = [(client, unread) for client, unread in self._unread if client() or not unread.is_empty]
+
+    def _end(self, status: str) -> None:
+        try:
+            if self._session is not None:
+                self.wait(self._session.finish(status))
+        finally:
+            self._unread.clear()
+            self._release()
+
+
+def _release(
+    pid: int,
+    loop: BackgroundLoop,
+    on_close: Callable[[], None] | None,
+    unread: list[tuple[weakref.ref[Any], UnreadFailures]],
+) -> None:
+    if os.getpid() != pid:
+        return  # the threads exist only in the parent
+    for _, each in unread:
+        each.log_failures(_EXIT_SECONDS)
+    loop.close()
+    if on_close is not None:
+        on_close()
