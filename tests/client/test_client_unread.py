@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -12,7 +15,7 @@ import pytest
 from tests.client.conftest import DATA
 from tinker_lightning import AdamParams, ModelInput, SamplingParams
 from tinker_lightning.client import ServiceClient
-from tinker_lightning.errors import ClientClosed, InvalidInput, NotFound, TinkerLightningError
+from tinker_lightning.errors import ClientClosed, InvalidInput, LossWithoutGradient, NotFound, TinkerLightningError
 from tinker_lightning.server import create_app
 from tinker_lightning.testing import embedded_service
 
@@ -163,3 +166,58 @@ def test_an_error_of_the_users_is_not_hidden_by_a_failure(shared: EmbeddedTraine
 
     with pytest.raises(ZeroDivisionError):
         work()
+
+
+def test_close_evaluates_a_custom_loss_that_nobody_has_read(shared: EmbeddedTrainer) -> None:
+    evaluated = []
+
+    def loss(_: list[Any], logprobs: list[Any]) -> Any:
+        evaluated.append(len(logprobs))
+        return logprobs[0].sum()
+
+    client = ServiceClient("http://embedded", transport=httpx.ASGITransport(create_app(shared)))
+    client.create_lora_training_client("tiny", rank=4).forward_backward_custom(DATA, loss)
+    client.close()
+    assert evaluated == [len(DATA)]
+
+
+def test_close_raises_the_failure_of_a_custom_loss_that_nobody_has_read(shared: EmbeddedTrainer) -> None:
+    client = ServiceClient("http://embedded", transport=httpx.ASGITransport(create_app(shared)))
+    model = client.create_lora_training_client("tiny", rank=4)
+    model.forward_backward_custom(DATA, lambda _, lp: lp[0].detach().sum())
+    with pytest.raises(LossWithoutGradient, match="does not depend on the log-probabilities"):
+        client.close()
+    with pytest.raises(ClientClosed):
+        model.get_info()
+
+
+UNCLOSED = """
+from tinker_lightning import Datum
+from tinker_lightning.client import connect
+
+data = [Datum.from_tokens([1, 2, 3])]
+model = connect("embedded").create_lora_training_client("tiny", rank=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("forward(data, 'no_such_loss')", r"a failure that nobody has read: InvalidInput: forward 1 of .*no_such_loss"),
+        (
+            "forward_backward_custom(data, lambda _, lp: lp[0].sum())",
+            "custom of .* was never evaluated, so nothing",
+        ),
+    ],
+)
+def test_a_script_that_ends_without_close_prints_what_nobody_has_read(call: str, expected: str) -> None:
+    script = f"{UNCLOSED}model.{call}\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert len(re.findall(expected, done.stderr)) == 1, done.stderr
+
+
+def test_a_script_that_has_read_everything_prints_nothing() -> None:
+    script = f"{UNCLOSED}model.forward_backward(data, 'cross_entropy')\nmodel.optim_step().result()\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -17,7 +17,7 @@ def ran(
 ) -> tuple[ForwardBackwardOutput, PendingBackward]:
     """A pass of `count` datums with a loss that only its server knows."""
     datums = [Datum.from_tokens([1, 2, 3])] * count
-    call = PendingBackward(None, datums, config or None, 0.5, by_server=True, name=loss, added=added)
+    call = PendingBackward(datums, loss, config or None, 0.5, by_server=True, name=loss, added=added)
     return ForwardBackwardOutput([], told), call
 
 

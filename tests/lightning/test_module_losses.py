@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
+from tests.helpers.counting import count_passes
 from tinker_lightning import Datum, Regularizer, RemoteModule, losses
 from tinker_lightning.errors import InvalidInput, InvalidLoss, ResultTimeout
 from tinker_lightning.losses import regularizers
@@ -100,9 +101,7 @@ def test_a_loss_of_the_server_trains_in_one_pass_as_the_same_loss_does_here(
     named, own = (
         kind(service.create_lora_training_client("tiny", rank=4, seed=1), **adam) for kind in (ByName, ByFunction)
     )
-    passes: dict[str, int] = defaultdict(int)
-    for name in ("forward", "forward_backward", "optim_step"):
-        _count(named.lm.backend, name, passes)
+    passes = count_passes(named.lm.backend)
     by_name, by_function = fit(named, tmp_path, strategy=strategy), fit(own, tmp_path, strategy=strategy)
     assert passes == {"forward_backward": 4, "optim_step": 2}
     expected = weights_of(trainer, own)
@@ -197,8 +196,7 @@ def test_regularizers_that_are_none_are_refused_before_anything_is_sent(
 ) -> None:
     module = ByFunction(stage[1].create_lora_training_client("tiny", rank=4, seed=1))
     module.regularizers = wrong
-    counts: dict[str, int] = defaultdict(int)
-    _count(module.lm.backend, "forward", counts)
+    counts = count_passes(module.lm.backend)
     with pytest.raises(InvalidLoss, match=message):
         fit(module, tmp_path)
     assert not counts
@@ -227,9 +225,7 @@ def test_a_timeout_that_nothing_can_keep_is_refused_before_anything_is_sent(
         regularizer_timeout = 0
 
     module = Hasty(stage[1].create_lora_training_client("tiny", rank=4))
-    calls: dict[str, int] = defaultdict(int)
-    for name in ("forward", "forward_backward"):
-        _count(module.lm.backend, name, calls)
+    calls = count_passes(module.lm.backend)
     with pytest.raises(InvalidInput, match="regularizer_timeout must be a number of seconds above 0, or None, got 0"):
         fit(module, tmp_path)
     assert not calls
@@ -410,13 +406,3 @@ def _sampled(datum: Datum) -> Datum:
         "advantages": ones,
     }
     return Datum(datum.model_input, inputs)
-
-
-def _count(client: Any, name: str, counts: dict[str, int]) -> None:
-    method = getattr(client, name)
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        counts[name] += 1
-        return method(*args, **kwargs)
-
-    setattr(client, name, counted)

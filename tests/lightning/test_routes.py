@@ -6,7 +6,6 @@ import functools
 import logging
 import re
 import types
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.helpers.counting import count_passes
 from tinker_lightning import Datum, LossFnOutput, Regularizer, RemoteModule, custom_loss, losses
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
 from tinker_lightning.lightning import routes
@@ -22,6 +22,7 @@ from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -64,12 +65,11 @@ def fitted(stage: tuple[EmbeddedTrainer, ServiceClient], **attributes: Any) -> t
     trainer, service = stage
     kind: type[RemoteModule] = type("Routed", (RemoteModule,), attributes)
     module = kind(service.create_lora_training_client("tiny", rank=4, seed=1), learning_rate=1e-2, eps=1e-3)
-    calls: Counter[str] = Counter()
-    for name in ("forward", "forward_backward"):
-        _count(module.lm.backend, name, calls)
+    calls = count_passes(module.lm.backend)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     fit = pl.Trainer(strategy="tinker", max_epochs=2, accumulate_grad_batches=2, enable_model_summary=False, **quiet)  # type: ignore[arg-type]
     fit.fit(module, DataLoader(DATA, batch_size=4))  # type: ignore[arg-type]
+    del calls["optim_step"]
     _, adapter = trainer.registry.model(module.lm.backend.model_id).ready()  # type: ignore[attr-defined]
     return torch.cat([tensor.flatten() for tensor in adapter.weights.tensors.values()]), calls
 
@@ -446,13 +446,3 @@ def test_routes_that_do_not_exist_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         fitted(stage, **attributes)
-
-
-def _count(client: Any, name: str, counts: Counter[str]) -> None:
-    method = getattr(client, name)
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        counts[name] += 1
-        return method(*args, **kwargs)
-
-    setattr(client, name, counted)

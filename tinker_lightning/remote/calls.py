@@ -38,7 +38,7 @@ class Call:
     def prepare(self, backend: TrainingBackend) -> PendingBackward:
         """Checks and converts what is to be sent."""
         linear = surrogate.linear_datums(self.datums, self.gradients or [])
-        return PendingBackward(backend.prepare(linear, surrogate.SURROGATE), linear)
+        return PendingBackward(linear, surrogate.SURROGATE, request=backend.prepare(linear, surrogate.SURROGATE))
 
 
 @dataclass(eq=False, slots=True)
@@ -72,23 +72,23 @@ class ServerCall:
             raise InvalidLoss(
                 f"a gradient of 0 reached the server's loss {self.name!r}, so that it would not train. {LINEAR_ONLY}"
             )
-        request = backend.prepare(self.datums, self.loss, self.config or None, scale=scale)
-        return PendingBackward(
-            request, self.datums, self.config, scale, by_server=True, name=self.name, added=self.added
-        )
+        config = self.config or None
+        request = backend.prepare(self.datums, self.loss, config, scale=scale)
+        return PendingBackward(self.datums, self.loss, config, scale, True, self.name, self.added, request)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingBackward:
     """A backward that is ready to be sent: the backend's request, and what the metrics of its loss refer to."""
 
-    request: Any
     datums: list[Datum]
+    loss: Any
     config: Mapping[str, float | str] | None = None
     scale: float = 1.0
     by_server: bool = False
     name: str = surrogate.SURROGATE
     added: float | None = None
+    request: Any = None
 
 
 @dataclass(frozen=True, slots=True)

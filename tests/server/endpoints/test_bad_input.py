@@ -113,7 +113,6 @@ INPUTS = f"{DATUM}.loss_fn_inputs"
         (f"{INPUTS}.target_tokens.dtype", "float64", "datum 1: target_tokens"),
         (f"{INPUTS}.target_tokens", {"data": [0.5] * 10, "dtype": "float32"}, "datum 1: target_tokens"),
         (f"{INPUTS}.target_tokens", {"data": [1] * 9, "dtype": "int64"}, "datum 1: target_tokens has 9 entries"),
-        (f"{INPUTS}.weights", ..., "datum 1: weights: missing"),
         (f"{INPUTS}.weights", {"data": [1.0] * 9, "dtype": "float32"}, "datum 1: weights has 9 entries"),
         (f"{INPUTS}.weights.data", [1.0] * 9 + [None], "datum 1: weights"),
         (f"{INPUTS}.weights.data", [1.0] * 9 + [1e39], "datum 1: weights"),

@@ -80,13 +80,6 @@ REFUSED: dict[str, tuple[list[Datum], str, dict[str, float | str], type[TinkerLi
         r"datum 1: advantages: the entry at \[0\] is inf",
     ),
     "missing input": ([GOOD], "ppo", {}, InvalidDatum, "datum 0: logprobs: missing; ppo needs target_tokens, logprobs"),
-    "missing weights": (
-        [GOOD, Datum.from_targets([1, 2], [2, 3])],
-        "cross_entropy",
-        {},
-        InvalidDatum,
-        "datum 1: weights: missing",
-    ),
     "missing mask": ([policy_datum()], "gspo", {}, InvalidDatum, "datum 0: sequence_ratio_mask: missing"),
     "alternatives where there is one ratio for a sequence": (
         [

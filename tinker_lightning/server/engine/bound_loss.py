@@ -71,7 +71,7 @@ class BoundLoss:
         if self.spec.has_thresholds and (fault := threshold_fault(*self.config.values())):
             raise InvalidInput(f"loss_fn_config: {fault}")
 
-    def read(self, datum: Datum, *, dtype: torch.dtype, forward_only: bool) -> list[Any]:
+    def read(self, datum: Datum, *, dtype: torch.dtype) -> list[Any]:
         """The formula's arguments behind the log-probabilities, from one datum.
 
         Raises:
@@ -87,7 +87,7 @@ class BoundLoss:
         for name in self.spec.inputs:
             if name in datum.loss_fn_inputs:
                 arguments.append(self._tensor(datum, name, shape, dtype))
-            elif name == "weights" and forward_only:
+            elif name == "weights":
                 arguments.append(torch.ones(shape, dtype=dtype))
             else:
                 raise InvalidDatum(f"{name}: missing; {self.name} needs target_tokens, {', '.join(self.spec.inputs)}")
@@ -157,13 +157,12 @@ class BoundGraph:
         self._loss = loss
         self._spent = 0.0  # seconds in the loss, not in the model
 
-    def read(self, datum: Datum, *, dtype: torch.dtype, forward_only: bool) -> list[Any]:
+    def read(self, datum: Datum, *, dtype: torch.dtype) -> list[Any]:
         """The inputs behind the log-probabilities, from one datum; not yet dense, for sparse ones can be any size.
 
         Raises:
             InvalidInput: If one is missing, or the loss cannot take it.
         """
-        del forward_only
         selected = self._loss.select(datum.loss_fn_inputs)
         # On shapes alone, so that what cannot work is refused before the model has run.
         with self._clock() as deadline:

@@ -65,7 +65,7 @@ def run_pass(
     dtype = next(iter(adapter.weights.tensors.values())).dtype
     if not data:
         raise InvalidInput("data: the batch is empty; send at least one datum")
-    examples = [_read(i, datum, base, loss, dtype, forward_only=forward_only) for i, datum in enumerate(data)]
+    examples = [_read(i, datum, base, loss, dtype) for i, datum in enumerate(data)]
 
     outputs: list[dict[str, TensorData]] = [{} for _ in examples]
     metrics: Counter[str] = Counter()
@@ -107,14 +107,12 @@ def _logprobs(base: BaseModel, examples: Sequence[_Example]) -> list[Tensor]:
     ]
 
 
-def _read(
-    index: int, datum: Datum, base: BaseModel, loss: BoundLoss | BoundGraph, dtype: torch.dtype, *, forward_only: bool
-) -> _Example:
+def _read(index: int, datum: Datum, base: BaseModel, loss: BoundLoss | BoundGraph, dtype: torch.dtype) -> _Example:
     try:
         tokens = read_tokens("model_input", datum.model_input, base)
         targets = _read_targets(datum, base)
         with blaming(f"datum {index}: {loss.name}"):
-            arguments = loss.read(datum, dtype=dtype, forward_only=forward_only)
+            arguments = loss.read(datum, dtype=dtype)
     except InvalidLoss:
         raise
     except InvalidInput as error:

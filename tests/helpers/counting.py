@@ -1,0 +1,45 @@
+"""Counts what a training client sends and converts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
+
+# Where the converter of datums is looked up.
+CONVERTER = ("tinker_lightning.client.custom", "tinker_lightning.remote.lm", "tinker_lightning.client.sdk.inputs")
+
+
+def count_passes(client: Any) -> Counter[str]:
+    """Counts the passes and steps that a client sends from now on, by name."""
+    counts: Counter[str] = Counter()
+    send, optim_step = client.send, client.optim_step
+
+    def counted_send(request: Any, *, forward_only: bool = False) -> Any:
+        counts["forward" if forward_only else "forward_backward"] += 1
+        return send(request, forward_only=forward_only)
+
+    def counted_step(*args: Any) -> Any:
+        counts["optim_step"] += 1
+        return optim_step(*args)
+
+    client.send, client.optim_step = counted_send, counted_step
+    return counts
+
+
+def count_conversions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the calls that convert a batch to datums from now on: one entry, the number of datums, for each."""
+    from tinker_lightning.client.sdk import inputs
+
+    convert, calls = inputs.to_datums, list[int]()
+
+    def counted(data: Any) -> Any:
+        converted = convert(data)
+        calls.append(len(converted))
+        return converted
+
+    for module in CONVERTER:
+        monkeypatch.setattr(f"{module}.to_datums", counted)
+    return calls
