@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -600,11 +601,15 @@ def test_what_is_no_client_and_no_function(service: ServiceClient, model: Traini
 @pytest.mark.parametrize(
     ("loss", "kind", "because"),
     [
-        (lambda o, m: o[..., 0], LossNotScalar, r"mine: the loss must be one real number, got .* shape \[3, 28\]"),
+        (lambda o, m: o[..., 0], LossNotScalar, r"mine: the loss has the shape \[3, 28\]"),
         (lambda o, m: (o.sum() - o.sum()).log(), LossNotFinite, "mine: the loss is -inf"),
         (lambda o, m: o.sum() * torch.nan, LossNotFinite, "mine: the loss is nan"),
-        (lambda o, m: m.sum() * 1.0, LossWithoutGradient, "mine: the loss does not depend on what it is given"),
-        (lambda o, m: o.detach().sum(), LossWithoutGradient, "mine: the loss does not depend on what it is given"),
+        (lambda o, m: m.sum() * 1.0, LossWithoutGradient, "mine: the loss does not depend on the outputs"),
+        (
+            lambda o, m: o.detach().sum(),
+            LossWithoutGradient,
+            "mine: the loss does not depend on the outputs",
+        ),
         (lambda o, m: (o * 0).square().sum().sqrt(), LossNotFinite, "mine: .* its gradient has NaN"),
         (lambda o, m: o.sum() + m.sum(dim=7), InvalidLoss, "mine: node 'sum_2': sum failed: Dimension out of range"),
     ],
@@ -633,7 +638,7 @@ def test_losses_that_cannot_be_trained_on(  # R1.9
 @pytest.mark.parametrize(
     ("loss", "kind", "because"),
     [
-        (lambda p: p, LossNotScalar, r"datum 0: mine: the loss must be a scalar, got the shape \[28\]"),
+        (lambda p: p, LossNotScalar, r"datum 0: mine: the loss has the shape \[28\]"),
         (lambda p: p.sum() * torch.nan, LossNotFinite, "datum 0: mine: the loss is nan. Look for a division by zero"),
         (lambda p: p.detach().sum(), LossWithoutGradient, "datum 0: mine: the loss does not depend on"),
         (lambda p: (p * 0).sum().sqrt(), LossNotFinite, "datum 0: mine: .* its gradient has NaN"),
@@ -842,3 +847,50 @@ def test_how_inputs_of_datums_are_stacked(
 
     model.forward(texts(extra=make), "looks").result()
     assert seen == [shape]
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_a_loss_with_kwargs_gets_the_settings_of_the_call(  # R3.1
+    service: ServiceClient, model: TrainingClient, trace: bool
+) -> None:
+    def scaled(data: Any, logprobs: Any, base: float = 1.0, **others: float) -> Any:
+        total = logprobs.sum() * base
+        for name in sorted(others):
+            total = total * others[name]
+        return total, {"grad_norm": logprobs.mean(), **{name: logprobs.sum() * value for name, value in others.items()}}
+
+    loss = custom_loss(service, name="scaled", on="logprobs", trace=trace)(scaled)
+    plain = model.forward(texts(), loss).result().metrics
+    assert "grad_norm" in plain  # a diagnostic may have any name
+    for settings in ({"factor": 3.0}, {"factor": 0.5}, {"base": 2.0, "factor": 4.0, "other": 0.25}):
+        metrics = model.forward(texts(), loss, settings).result().metrics
+        assert metrics["loss:sum"] == pytest.approx(plain["loss:sum"] * math.prod(settings.values()), rel=1e-5)
+        assert metrics["factor"] == pytest.approx(plain["loss:sum"] * settings["factor"], rel=1e-5)
+    assert model.forward(texts(), loss).result().metrics == pytest.approx(plain)
+    fixed = custom_loss(service, name="fixed", on="logprobs", trace=trace, factor=2.0)(scaled)
+    assert model.forward(texts(), fixed).result().metrics["factor"] == pytest.approx(plain["loss:sum"] * 2, rel=1e-5)
+
+
+def test_a_number_that_changes_with_each_call_uploads_nothing(  # R3.1, R5.6
+    service: ServiceClient, model: TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tempered(data: Any, logprobs: Any, beta: float = 1.0, kind: str = "sum") -> Any:
+        weighted = logprobs * data.get("weights", 1.0) * beta
+        return weighted.sum() if kind == "sum" else weighted.mean()
+
+    loss = custom_loss(service, name="tempered", on="logprobs")(tempered)
+    uploads: list[str] = []
+    register = service.losses.register
+
+    def counted(each: Any) -> str:
+        uploads.append(each.name)
+        return register(each)
+
+    monkeypatch.setattr(service.losses, "register", counted)
+    weighted = texts(weights=lambda _, n: np.ones(n))
+    for beta in (0.1, 0.2, 0.3):
+        model.forward(weighted, loss, {"beta": beta}).result()
+    assert uploads == []
+    for kind in ("mean", "sum", "mean"):
+        model.forward(weighted, loss, {"kind": kind}).result()
+    assert uploads == ["tempered"]  # once for the other kind

@@ -223,6 +223,18 @@ def test_a_module_that_returns_its_loss_only_is_a_loss_on_every_route(
         assert got == pytest.approx(0.5 * expected, rel=1e-6)
 
 
+def test_a_loss_with_kwargs_gets_loss_config_on_every_route(stage: tuple[EmbeddedTrainer, ServiceClient]) -> None:
+    def by_name(_: Any, data: Any, logprobs: Any, **settings: float) -> Any:
+        batch = losses.Batch(data, logprobs)
+        return -(batch.weights() * batch.logprobs).sum() * settings["factor"], {"grad_norm": batch.logprobs.mean()}
+
+    attributes = {"loss": by_name, "loss_config": {"factor": 0.02}}
+    here, there = (fitted(stage, **attributes, route=route)[0] for route in ("two-pass", "server"))
+    alone, _ = fitted(stage, loss=Alone(), loss_config={"factor": 0.02}, route="two-pass")
+    for weights in (here, there):
+        assert (weights - alone).norm() <= 1e-5 * alone.norm()
+
+
 def test_what_would_read_the_padding_on_a_server_stays_here(
     stage: tuple[EmbeddedTrainer, ServiceClient], caplog: pytest.LogCaptureFixture
 ) -> None:

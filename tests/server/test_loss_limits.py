@@ -265,7 +265,7 @@ NO_NUMBERS: dict[str, tuple[dict[str, Any], ...]] = {
 def test_a_metric_that_is_no_number(api: Api, name: str) -> None:
     failed = crafted(api, *NO_NUMBERS[name], odd="m")
     assert failed["category"] == "user"
-    assert "the metric 'custom/odd:sum'" in failed["error"]
+    assert "metric 'custom/odd:sum' is not a single number" in failed["error"]
 
 
 def test_a_metric_may_be_a_plain_number(api: Api) -> None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from tinker_lightning.errors import InvalidDatum, InvalidLoss, LossNotScalar, LossNotTensor, LossNotTraceable
+from tinker_lightning.errors import InvalidDatum, InvalidLoss, LossNotTraceable
+from tinker_lightning.losses.surrogate import check_scalar
 from tinker_lightning.lossgraph.graphs.graph import Graph
 from tinker_lightning.lossgraph.graphs.json import Ref
 from tinker_lightning.lossgraph.graphs.limits import Limits
@@ -148,10 +149,7 @@ class DatumLoss:
             InvalidLoss: If a call of the graph fails or takes too much, or the loss is no scalar.
         """
         loss, metrics = self.program([logprobs, *arguments], limits, deadline)
-        if not isinstance(loss, Tensor):
-            raise LossNotTensor(f"the loss must be a tensor, got {type(loss).__name__}")
-        if loss.ndim:
-            raise LossNotScalar(f"the loss must be a scalar, got the shape {list(loss.shape)}; use .sum() or .mean()")
+        check_scalar(loss)
         return loss, metrics
 
 

@@ -15,10 +15,11 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
+from tinker_lightning.losses.surrogate import check_finite, check_scalar, number
 from tinker_lightning.lossgraph.batch_loss import check_given, metric_names
 from tinker_lightning.lossgraph.graphs.limits import Limits
 from tinker_lightning.server.engine.batching import group_by_length
-from tinker_lightning.server.engine.bound_loss import blaming, loss_gradient, loss_number, metric_number
+from tinker_lightning.server.engine.bound_loss import blaming, loss_gradient
 from tinker_lightning.server.engine.inputs import stack_inputs
 from tinker_lightning.server.engine.passes import TOKEN_BUDGET, read_targets, read_tokens
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
@@ -133,7 +134,9 @@ def run_batch_pass(
         leaf = model_output.detach().requires_grad_(not forward_only)
         with blaming(loss.name):
             output = loss(_sources(loss.source, leaf, mask_BT), inputs, settings, limits)
-            own = {"loss:sum": loss_number(output.loss, _PADDING[loss.source]), "tokens:sum": float(sum(lengths))}
+            check_scalar(output.loss)
+            check_finite(output.loss, hint=_PADDING[loss.source])
+            own = {"loss:sum": output.loss.item(), "tokens:sum": float(sum(lengths))}
             metrics = {**_numbers(output.diagnostics, own), **own}
             returned = model_output if output.logprobs is None and loss.source == "logprobs" else output.logprobs
             by_datum = _per_datum(returned, lengths)
@@ -206,7 +209,7 @@ def _target_logprobs(base: BaseModel, hidden_B: Sequence[Tensor], targets_B: Seq
 def _numbers(diagnostics: Mapping[str, Any], own: Mapping[str, float]) -> dict[str, float]:
     """Diagnostics as metrics; those that every pass has may be given too, but not as something else."""
     names = metric_names(diagnostics)
-    numbers = {names[name]: metric_number(f"the diagnostic {name!r}", value) for name, value in diagnostics.items()}
+    numbers = {names[name]: number(name, value) for name, value in diagnostics.items()}
     for name, value in own.items():
         if not math.isclose(numbers.get(name, value), value, rel_tol=1e-6):
             raise InvalidLoss(

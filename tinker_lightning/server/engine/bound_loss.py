@@ -12,16 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinker_lightning.errors import (
-    InvalidDatum,
-    InvalidInput,
-    InvalidLoss,
-    LossNotFinite,
-    LossNotScalar,
-    LossNotTensor,
-    LossWithoutGradient,
-)
+from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss, LossNotFinite
+from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES, threshold_fault
+from tinker_lightning.losses.surrogate import check_differentiable, check_finite, check_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -178,8 +172,8 @@ class BoundGraph:
         leaf = logprobs.detach().requires_grad_(torch.is_grad_enabled())
         with self._clock() as deadline:
             loss, metrics = self._loss(leaf, self._loss.tensors(arguments, logprobs.dtype), deadline=deadline)
-            value = loss_number(loss)
-            numbers = {name: metric_number(f"the metric {name!r}", each) for name, each in metrics.items()}
+            check_finite(loss)
+            value, numbers = loss.item(), surrogate.numbers(metrics)
             if not torch.is_grad_enabled():
                 return Evaluated(value, loss, numbers)
             gradient = loss_gradient(loss, leaf)
@@ -214,59 +208,18 @@ def blaming(what: str) -> Iterator[None]:
         raise type(error)(f"{what}: {error}") from error
 
 
-def loss_number(loss: Any, hint: str = "") -> float:
-    """The value of a loss; `hint` says where else to look if it is not finite.
-
-    Raises:
-        InvalidLoss: If it is not one finite real number.
-    """
-    if not isinstance(loss, Tensor):
-        raise LossNotTensor(f"the loss must be a tensor of one real number, got {type(loss).__name__}")
-    if loss.numel() != 1 or not loss.is_floating_point():
-        got = f"a tensor of shape {list(loss.shape)} and dtype {loss.dtype}"
-        raise LossNotScalar(f"the loss must be one real number, got {got}; use .sum() or .mean()")
-    value = float(loss.detach())
-    if not math.isfinite(value):
-        raise LossNotFinite(
-            f"the loss is {value}. Look for a division by zero, the log of zero, or an exp that overflows{hint}."
-        )
-    return value
-
-
-def metric_number(what: str, value: Any) -> float:
-    """A metric as a number; `what` is what errors call it.
-
-    Raises:
-        InvalidLoss: If it is none.
-    """
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise InvalidLoss(f"{what} must be a scalar, but has the shape {list(value.shape)}; use .sum() or .mean()")
-    try:
-        return float(value.detach()) if isinstance(value, Tensor) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise InvalidLoss(f"{what} is no number, but {type(value).__name__}") from error
-
-
 def loss_gradient(loss: Tensor, leaf: Tensor) -> Tensor:
-    """The gradient of a loss by what it was computed from.
+    """Returns the gradient of a loss with respect to what it was computed from.
 
     Raises:
         InvalidLoss: If there is none, or it is not finite.
     """
-    if not loss.requires_grad:
-        raise LossWithoutGradient(
-            "the loss does not depend on what it is given of the model, so there is nothing to train; look for a "
-            "detach() or torch.no_grad() in between"
-        )
+    check_differentiable(loss, "outputs of the model")
     try:
         gradient: Tensor | None = torch.autograd.grad(loss, leaf, allow_unused=True)[0]
-    except RuntimeError as error:  # what is changed in place after it was used has no gradient
+    except RuntimeError as error:  # a Python function may change in place what its backward needs
         raise InvalidLoss(f"the loss has no gradient: {str(error).partition(chr(10))[0][:300]}") from error
     if gradient is None:
         return torch.zeros_like(leaf)
-    if not torch.isfinite(gradient).all():
-        raise LossNotFinite(
-            f"the loss is {loss.item()}, but its gradient has NaN or infinite entries. Look for a square root or a "
-            "norm of zero, or 0 * inf behind a torch.where."
-        )
+    check_gradient(loss, gradient)
     return gradient
