@@ -39,7 +39,7 @@ class Matcher(nn.Module):
 def train(client: Any, steps: int = 30) -> tuple[Matcher, list[float]]:
     """Returns the trained matcher and the loss of each step."""
     model = Matcher(client)
-    optimizer = RemoteAdamW(model.parameters(), lr=1e-2)
+    optimizer = RemoteAdamW(model.parameters(), lr=3e-3)
     right = torch.arange(len(PAIRS))
     losses = []
     for step in range(steps):

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The models are so small that threads only wait for each other; the tests run side by side in place of that.
-torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Models as small as these gain nothing from a second thread, and the tests run side by side. `tox -e portable` tries two.
+_THREADS = os.environ.get("TEST_THREADS", "1")
+torch.set_num_threads(int(_THREADS))
+os.environ["OMP_NUM_THREADS"] = _THREADS  # for servers in processes of their own
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -41,15 +42,6 @@ def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         if "TINKER_LIGHTNING_CACHE" not in os.environ:
             patch.setenv("TINKER_LIGHTNING_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models as small as these gain nothing from a second thread, and lose much where cores are shared."""
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")  # for servers in processes of their own
         yield
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tinker_lightning import Datum, testing
 from tinker_lightning.client.retry_policy import RetryPolicy
+from tinker_lightning.errors import TrainerClosed
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import Fault, FaultyTransport, RecordingTransport, embedded_service
 from tinker_lightning.types.requests import ForwardBackwardRequest
@@ -35,12 +36,16 @@ def test_a_service_trains_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPa
     assert not list(tmp_path.rglob("adapter_model.safetensors"))
 
 
-def test_a_trainer_of_ones_own_stays_open(tmp_path: Path) -> None:
+def test_the_callers_trainer_stays_open(tmp_path: Path) -> None:
     trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
-    for _ in range(2):
-        with embedded_service(trainer) as service:
-            service.create_lora_training_client("tiny", rank=4).forward(DATA, "cross_entropy").result()
+    with embedded_service(trainer) as service:
+        path = service.create_lora_training_client("tiny", rank=4).save_state("kept").result().path
+    trainer.finish_session(trainer.open_session().session_id)  # raises TrainerClosed on a closed trainer
+    with embedded_service(trainer) as service:
+        assert service.create_training_client_from_state(path).forward(DATA, "cross_entropy").result().metrics
     trainer.close()
+    with pytest.raises(TrainerClosed):
+        trainer.finish_session(trainer.open_session().session_id)
 
 
 def test_requests_are_recorded_and_understood(tmp_path: Path) -> None:
@@ -133,15 +138,28 @@ def test_the_same_seed_meets_the_same_faults() -> None:
     assert {fault for _, fault in _injected(1)} == set(get_args(Fault))
 
 
-def test_a_client_survives_them() -> None:
-    retry_policy = RetryPolicy(20.0, first_delay=0.01, longest_delay=0.02)
-    with embedded_service(
-        wrap=lambda inner: FaultyTransport(inner, rate=0.3, seed=3), retry_policy=retry_policy
-    ) as service:
-        model = service.create_lora_training_client("tiny", rank=4)
-        for _ in range(3):
-            model.forward_backward(DATA, "cross_entropy")
-            model.optim_step().result()
+def test_a_client_survives_them_and_trains_the_same_bits() -> None:
+    def train(rate: float) -> tuple[list[float], set[Fault]]:
+        transports: list[FaultyTransport] = []
+
+        def wrap(inner: httpx.AsyncBaseTransport) -> FaultyTransport:
+            transports.append(FaultyTransport(inner, rate=rate, seed=3))
+            return transports[0]
+
+        retry_policy = RetryPolicy(20.0, first_delay=0.01, longest_delay=0.02)
+        with embedded_service(wrap=wrap, retry_policy=retry_policy) as service:
+            model = service.create_lora_training_client("tiny", rank=4, seed=1)
+            for _ in range(10):
+                model.forward_backward(DATA, "cross_entropy")
+                model.optim_step().result()
+            logprobs = model.forward(DATA, "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+        return logprobs.to_numpy().tolist(), {fault for fault, _ in transports[0].injected}
+
+    calm, none = train(0.0)
+    disturbed, faults = train(0.3)
+    assert not none
+    assert {"lost answer", "duplicate"} <= faults  # the two that would double a gradient
+    assert disturbed == calm
 
 
 def test_the_example_of_the_docstring_works(pytester: pytest.Pytester) -> None:

@@ -76,7 +76,7 @@ def loops(service: ServiceClient, tmp_path_factory: pytest.TempPathFactory) -> L
 def test_every_loop_trains_the_same_model_to_the_same_bits(
     trainer: EmbeddedTrainer, new: Callable[[], TrainingClient], loops: Loops, name: str
 ) -> None:  # R5.1
-    assert loops.losses[name][-1] < loops.losses[name][0] / 2
+    assert loops.losses[name][-1] < 0.75 * loops.losses[name][0]
     assert loops.losses[name] == loops.losses["plain torch"]
     assert state(trainer, loops.clients[name]) == state(trainer, loops.clients["plain torch"])
     assert state(trainer, loops.clients[name]) != state(trainer, new())
@@ -137,7 +137,7 @@ def test_the_hybrid_learns_and_so_does_its_local_parameter(
 ) -> None:  # R5.2
     client = new()
     model, losses = hybrid.train(client, steps=25)
-    assert losses[-1] < losses[0] / 10
+    assert losses[-1] < losses[0] / 2
     assert "4 of 4 right" in capsys.readouterr().out.splitlines()[-1]
     assert model.log_scale.item() != 0.0
     assert model.lm.handle.remote.steps == 25
@@ -150,12 +150,12 @@ def test_the_hybrid_is_torchs_adamw_here_and_the_servers_there(
     model, _ = hybrid.train(clients[0], steps=6)
     reference: Any = hybrid.Matcher(clients[1])
     reference.lm = Leaves(clients[1])
-    optimizer = torch.optim.AdamW([reference.log_scale], lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0)
+    optimizer = torch.optim.AdamW([reference.log_scale], lr=3e-3, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0)
     right = torch.arange(len(hybrid.PAIRS))
     for _ in range(6):
         scores = reference(hybrid.PAIRS)
         ((cross_entropy(scores, right) + cross_entropy(scores.T, right)) / 2).backward()
-        reference.lm.step(AdamParams(learning_rate=1e-2))
+        reference.lm.step(AdamParams(learning_rate=3e-3))
         optimizer.step()
         optimizer.zero_grad()
     assert model.log_scale.item() == reference.log_scale.item() != 0.0

@@ -214,12 +214,15 @@ def test_log_probabilities_of_other_weights_are_not_used(service: ServiceClient)
 
 
 def test_stages_follow_each_other_with_lightnings_defaults(service: ServiceClient) -> None:
-    module, trainer = made(service), quiet()
-    trainer.validate(module, loader(), verbose=False)
-    trainer.fit(module, loader(), loader())
-    trainer.validate(module, loader(), verbose=False)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, loader(), loader())
+    module, trainer = made(service, learning_rate=1e-3), quiet()
+    scores = trainer.validate(module, loader(), verbose=False)
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(module, loader(), loader())
+        assert (trainer.global_step, trainer.current_epoch) == (epochs * len(DATA), epochs)
+        scores += trainer.validate(module, loader(), verbose=False)
+    untrained, once, twice = (score["val_loss"] for score in scores)
+    assert twice < once < untrained  # each stage sees what those before it trained
 
 
 def test_several_loaders_are_scored_one_by_one(service: ServiceClient) -> None:
@@ -366,12 +369,33 @@ def test_a_remote_model_that_no_optimizer_holds_is_refused(optimizer: str | None
 
 
 def test_names_that_users_choose_are_free(service: ServiceClient) -> None:
+    names = (
+        "scores",
+        "client",
+        "history",
+        "metrics",
+        "outputs",
+        "reference",
+        "batch",
+        "state",
+        "policy",
+        "temperature",
+    )
+    taken = object()
+
     class Taken(Mean):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.scores: list[float] = []
+            for name in names:
+                setattr(self, name, taken)
 
-    quiet().validate(made(service, Taken), loader(), verbose=False)
+    results = []
+    for kind in (Mean, Taken):
+        module, trainer = made(service, kind), quiet()
+        trainer.fit(module, loader(DATA[:2]))
+        results.append(trainer.validate(module, loader(DATA[:2]), verbose=False))
+    assert results[0] == results[1]
+    assert all(getattr(module, name) is taken for name in names)
 
 
 def test_a_trainers_clipping_ends_with_it(service: ServiceClient) -> None:

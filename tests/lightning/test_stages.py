@@ -50,7 +50,7 @@ def url(trainer: EmbeddedTrainer, running: Running) -> Iterator[str]:
 
 def new(url: str) -> Greedy:
     """A module that makes its model at the first use, the same each time."""
-    return Greedy("tiny", rank=4, seed=1, learning_rate=1e-2, base_url=url)
+    return Greedy("tiny", rank=4, seed=1, learning_rate=3e-3, base_url=url)
 
 
 class Judge:
@@ -172,7 +172,7 @@ class Shows(Greedy):
 
 
 def test_samples_of_a_validation_come_from_the_weights_of_its_step(url: str) -> None:
-    with Shows("tiny", rank=4, seed=1, learning_rate=1e-2, base_url=url) as module:
+    with Shows("tiny", rank=4, seed=1, learning_rate=3e-3, base_url=url) as module:
         module.seen, module.made = [], []
         quiet(max_epochs=8, num_sanity_val_steps=0).fit(module, loader(), loader(4))
         assert len(module.seen) == 16

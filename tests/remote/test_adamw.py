@@ -49,8 +49,8 @@ def train(model: RemoteLM, optimizer: torch.optim.Optimizer, steps: int, **kwarg
 
 
 def test_a_plain_loop_trains(model: RemoteLM) -> None:  # R5.1
-    losses = train(model, RemoteAdamW(model.parameters(), lr=1e-2), 15)
-    assert losses[-1] < losses[0] / 2
+    losses = train(model, RemoteAdamW(model.parameters(), lr=3e-3), 15)
+    assert losses[-1] < losses[0] - 0.5  # far less than it learns in fifteen steps
 
 
 def test_the_settings_of_a_step_are_those_of_its_group(model: RemoteLM) -> None:

@@ -136,12 +136,12 @@ def reward(data: list[types.Datum], output: types.ForwardBackwardOutput) -> floa
 
 def test_a_custom_loss_lowers_nll(training: tinker.TrainingClient) -> None:  # R1.5, R1.6, R1.7
     history = []
-    for _ in range(20):
+    for _ in range(10):
         result = training.forward_backward_custom(DATA, mean_nll).result()
-        training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        training.optim_step(types.AdamParams(learning_rate=3e-3)).result()
         history.append(result.metrics["nll"])
         assert result.metrics["loss:sum"] == pytest.approx(result.metrics["nll"])
-    assert history[-1] < history[0] / 2
+    assert history[-1] < history[0] - 1  # less than half of what it learns in ten steps
 
 
 def test_top_k_targets_train(training: tinker.TrainingClient) -> None:
@@ -278,9 +278,20 @@ def test_checkpoints_are_listed_expire_and_are_deleted(training: tinker.Training
     ]
 
 
-def test_closing_a_client_finishes_its_session(served: Any) -> None:
-    with tinker.ServiceClient(base_url=served.url, api_key=KEY) as client:
-        steps(client.create_lora_training_client(base_model="tiny", rank=4), 1)
+def test_closing_a_client_finishes_its_session_and_frees_its_models(
+    trainer: EmbeddedTrainer, running: Callable[[Starlette], AbstractContextManager[str]]
+) -> None:
+    with running(create_app(trainer)) as url:
+        with tinker.ServiceClient(base_url=url, api_key=KEY) as client:
+            model = client.create_lora_training_client(base_model="tiny", rank=4)
+            steps(model, 1)
+            (session,) = trainer.registry.sessions()
+            assert not session.finished
+            assert trainer.registry.model(str(model.model_id)).adapter is not None
+        assert session.finished
+        trainer.scheduler.find(f"{session.session_id}:finish").future.result(30)
+        assert trainer.registry.model(str(model.model_id)).adapter is None
+        trainer.announce_close()
 
 
 @pytest.fixture(scope="module")

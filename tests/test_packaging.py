@@ -1,0 +1,26 @@
+"""The lower bounds that are promised are those that `tox -e lowest` tests."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+# Checkers of the source, which `tox -e lowest` does not run.
+NOT_PINNED = {"mypy", "ruff", "types-protobuf"}
+
+
+def test_every_lower_bound_is_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    required = [Requirement(text) for text in [*project["dependencies"], *sum(extras, [])]]
+    lines = (ROOT / "constraints-lowest.txt").read_text().splitlines()
+    pinned = {pin.name: pin.specifier for pin in map(Requirement, [line for line in lines if line[:1] not in "#"])}
+    assert pinned.keys() == {requirement.name for requirement in required} - NOT_PINNED
+    for requirement in required:
+        if requirement.name in NOT_PINNED | {"torch"}:  # every other torch comes with CUDA, which takes gigabytes
+            continue
+        (lower,) = (each.version for each in requirement.specifier if each.operator == ">=")
+        assert pinned[requirement.name].contains(lower), requirement
