@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Models as small as these gain nothing from a second thread, and the tests run side by side. `tox -e portable` tries two.
+# Models this small gain nothing from a second thread, and the tests run in parallel. `tox -e portable` tries two.
 _THREADS = os.environ.get("TEST_THREADS", "1")
 torch.set_num_threads(int(_THREADS))
 os.environ["OMP_NUM_THREADS"] = _THREADS  # for servers in processes of their own
