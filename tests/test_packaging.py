@@ -14,8 +14,8 @@ NOT_PINNED = {"mypy", "ruff", "types-protobuf"}
 
 def test_every_lower_bound_is_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"].values()
-    required = [Requirement(text) for text in [*project["dependencies"], *sum(extras, [])]]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    required = [Requirement(text) for group in groups for text in group]
     lines = (ROOT / "constraints-lowest.txt").read_text().splitlines()
     pinned = {pin.name: pin.specifier for pin in map(Requirement, [line for line in lines if line[:1] not in "#"])}
     assert pinned.keys() == {requirement.name for requirement in required} - NOT_PINNED
