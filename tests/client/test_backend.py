@@ -16,7 +16,7 @@ from tests.helpers.counting import count_conversions
 from tests.helpers.trainers import SMALL
 from tinker_lightning import Datum, ModelInput, RemoteAdamW, RemoteLM, RemoteModule, collate
 from tinker_lightning.client import as_backend
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.server.engine.bound_loss import BoundLoss
 
 if TYPE_CHECKING:
@@ -132,3 +132,30 @@ def test_base_loss_fn_is_another_name_of_loss_fn(backend: Backend) -> None:
     assert backend.bits(first) == backend.bits(second)
     with pytest.raises(InvalidInput, match="loss_fn and base_loss_fn are two names of one argument"):
         first.forward_backward_custom(DATA, mean_nll, base_loss_fn=mean_nll)
+
+
+class Rounding(RemoteModule):
+    def loss(self, _: list[Any], logprobs: list[torch.Tensor]) -> Any:
+        return torch.cat(logprobs).round().sum()
+
+
+def test_a_zero_gradient_warns_with_the_name_of_the_loss(service: ServiceClient) -> None:
+    module = Rounding(service.create_lora_training_client("tiny", rank=4))
+    module.chosen_route()
+    optimizer = RemoteAdamW(module.lm.parameters())
+    module.loss(DATA, module.lm(DATA)).backward()
+    with pytest.warns(UserWarning, match="the gradient of the loss loss is zero for every token"):
+        optimizer.step()
+
+
+def test_a_datum_that_datasets_map_has_turned_into_dicts_is_named(service: ServiceClient) -> None:
+    # As pandas' JSON writer, by which `datasets` 5.2 stores objects that Arrow does not know, writes a Datum.
+    nested: Any = {
+        "model_input": {"chunks": [{"tokens": [1, 2]}]},
+        "loss_fn_inputs": {"target_tokens": {"data": [2, 3]}},
+    }
+    model = service.create_lora_training_client("tiny", rank=4)
+    with pytest.raises(InvalidDatum, match=r"datum 0: got a dict .* datasets\.map .* build the datums in"):
+        model.forward([nested], "cross_entropy")
+    with pytest.raises(InvalidDatum, match=r"datasets\.map"):
+        RemoteModule(model).datums([nested])

@@ -100,7 +100,7 @@ def test_a_client_that_cannot_tell_what_is_there_is_believed(
         raise refusal("not for you")
 
     monkeypatch.setattr(module.lm.backend, "load_state_with_optimizer", refuse)
-    monkeypatch.setattr(module.lm.backend, "checkpoint_exists", None)
+    monkeypatch.setattr(module.lm.backend, "checkpoint_exists", refuse)  # as a server without a listing
     with pytest.raises(seen, match="not for you") as caught:
         resumed(module, file)
     assert ("not on the server" in str(caught.value)) == (seen is NotFound)

@@ -25,6 +25,7 @@ from tinker_lightning.lightning.hyperparameters import fixed, not_plain
 from tinker_lightning.lightning.lazy_client import LazyClient
 from tinker_lightning.lightning.metrics import Scores
 from tinker_lightning.lightning.predict import Samples
+from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.likelihood import likelihood_metrics
 from tinker_lightning.losses.reduction import total_weight, weights_of
 from tinker_lightning.remote import group
@@ -267,6 +268,7 @@ class RemoteBase(pl.LightningModule):
                 weight = routes.once if self.reduction == "sum" else total_weight
                 chosen = replace(chosen, weight=weight, is_of_library=True)
             self._chosen = (key, chosen)
+            self.lm.handle.remote.loss_name = surrogate.function_name(loss)
         return self._chosen[1]
 
     def settle(self, timeout: float, error: BaseException) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from tinker_lightning.client.sdk.inputs import to_model_input
+from tinker_lightning.client.sdk.inputs import check_not_mapped, to_model_input
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.types import Datum, ModelInput
 
@@ -23,6 +23,8 @@ def datums_of(batch: Any) -> list[Any]:
     if is_datum(batch):
         return [batch]
     if not isinstance(batch, Sequence) or not all(is_datum(datum) for datum in batch):
+        for each in batch if isinstance(batch, list | tuple) else [batch]:
+            check_not_mapped(each)
         got = type(batch).__name__
         if isinstance(batch, list | tuple):
             got += f" of {type(next(item for item in batch if not is_datum(item))).__name__}"

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.client import connect
-from tinker_lightning.errors import InvalidInput, NotFound
+from tinker_lightning.errors import InvalidInput, NotFound, TinkerLightningError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,7 +116,7 @@ def _naming(path: str, server: Any) -> Iterator[None]:
     except (NotFound, InvalidInput) as error:  # a server may say either
         try:
             is_gone = not server.checkpoint_exists(path)
-        except Exception:  # a client need not be able to tell
+        except TinkerLightningError:  # not every server lists its checkpoints
             is_gone = isinstance(error, NotFound)
         if not is_gone:
             raise

@@ -116,11 +116,10 @@ def differentiate(
     if all(leaf.grad is None for leaf in logprobs):
         raise LossWithoutGradient(without_gradient())
     gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in logprobs]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    if not torch.isfinite(flat).all():
+    if not torch.isfinite(torch.cat([gradient.flatten() for gradient in gradients])).all():
         for i, gradient in enumerate(gradients):
             check_gradient(loss, gradient, f"datum {i}: ")
-    warn_if_zero(flat, name)
+    warn_if_zero(gradients, name)
     return Evaluation(loss.item(), metrics, gradients)
 
 
@@ -251,9 +250,9 @@ def check_gradient(loss: Tensor, gradient: Tensor, where: str = "") -> None:
         )
 
 
-def warn_if_zero(gradient: Tensor, name: str) -> None:
+def warn_if_zero(gradients: Sequence[Tensor], name: str) -> None:
     """Warns, once for each loss, if its gradient is zero for every token of a batch."""
-    if not gradient.any():
+    if not any(gradient.any() for gradient in gradients):
         warnings.warn(
             f"the gradient of the loss {name} is zero for every token of a batch, which therefore trains nothing. "
             "Rounding, comparisons and argmax have no gradient; a batch in which every advantage or weight is 0 has "

@@ -61,7 +61,7 @@ class RemoteHandle(nn.Parameter):
 
     def __new__(cls, remote: Remote) -> Self:
         """A scalar that autograd takes for a parameter."""
-        handle = torch.Tensor._make_subclass(cls, torch.zeros(()), True)
+        handle = super().__new__(cls, torch.zeros(()), True)
         handle.remote = remote
         return handle
 
@@ -70,7 +70,7 @@ class RemoteHandle(nn.Parameter):
         """A stand-in while a gradient waits for the next step, else None."""
         if not self.remote.window:
             return None
-        gradient = torch.Tensor._make_subclass(RemoteGradient, torch.zeros(()))
+        gradient = torch.zeros(()).as_subclass(RemoteGradient)
         gradient.remote = self.remote
         return gradient
 

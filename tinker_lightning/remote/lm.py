@@ -176,7 +176,12 @@ def _check_that_it_gathers(handle: Any) -> None:
         InvalidInput: If a gradient is to be returned, and not to be gathered.
     """
     try:
-        torch._C._will_engine_execute_node(handle)  # raises where a leaf's gradient is to be returned
+        torch._C._will_engine_execute_node(handle)  # raises if a leaf's gradient is to be returned
+    except AttributeError as error:  # nothing public tells; register_multi_grad_hook uses it too
+        raise RuntimeError(
+            f"torch {torch.__version__} has no torch._C._will_engine_execute_node, by which RemoteLM recognizes "
+            "torch.autograd.grad. Install a torch version that tinker-lightning supports."
+        ) from error
     except RuntimeError as error:
         raise InvalidInput(
             "torch.autograd.grad by the parameter of a remote model: that gradient is on the server and cannot be "

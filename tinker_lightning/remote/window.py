@@ -16,6 +16,7 @@ import torch
 from tinker_lightning.client.adapters import as_backend
 from tinker_lightning.client.futures import UnreadFailures
 from tinker_lightning.errors import InvalidInput, LossNotFinite, ResultTimeout, TinkerLightningError
+from tinker_lightning.losses import surrogate
 from tinker_lightning.remote.calls import Call, ServerCall, Step
 from tinker_lightning.remote.deferred_loss import LINEAR_ONLY
 
@@ -53,6 +54,7 @@ class Remote:
         self.expected: Pass | None = None  # a forward that was asked for ahead, for the call that comes next
         self.missed = False  # whether another one came
         self.max_steps_in_flight = max_steps_in_flight
+        self.loss_name = "of this model"  # what warnings call the loss that is computed locally
         self.received = 0  # how many gradients have come back
         self.version = 0  # of the weights: a step or a load makes another
         # Told of every step that was sent, while a Ctrl-C is held; must not wait.
@@ -184,6 +186,9 @@ class Remote:
             return []
         try:
             prepared = [call.prepare(self.backend) for call in self.window]
+            for call in self.window:
+                if isinstance(call, Call):
+                    surrogate.warn_if_zero(call.gradients or [], self.loss_name)
         except TinkerLightningError:
             self.drop()
             raise

@@ -5,7 +5,7 @@ Its datums, tensors and inputs are read by their public attributes; arrays are s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput
@@ -75,6 +75,7 @@ def to_datum(datum: Any) -> Datum:
     """A datum of ours or of the SDK's as ours."""
     if isinstance(datum, Datum):
         return datum
+    check_not_mapped(datum)
     if not (hasattr(datum, "model_input") and hasattr(datum, "loss_fn_inputs")):
         raise InvalidDatum(f"got {type(datum).__name__}; build datums with Datum.from_tokens(...) or tinker.Datum(...)")
     return Datum(
@@ -83,6 +84,20 @@ def to_datum(datum: Any) -> Datum:
         _to_spans(getattr(datum, "model_input_spans", None)),
         _to_spans(getattr(datum, "loss_fn_input_spans", None)),
     )
+
+
+def check_not_mapped(value: Any) -> None:
+    """Raises an error for a datum that Hugging Face `datasets` has turned into nested dicts.
+
+    Raises:
+        InvalidDatum: If the value is one.
+    """
+    if isinstance(value, Mapping) and {"model_input", "loss_fn_inputs"} <= value.keys():
+        raise InvalidDatum(
+            "got a dict with model_input and loss_fn_inputs: datasets.map stores columns of numbers and text, and "
+            "turns a Datum that its function returns into nested dicts. Return columns such as tokens and weights "
+            "from map, and build the datums in the collate_fn or with set_transform."
+        )
 
 
 def to_tensor(tensor: Any) -> TensorData:
