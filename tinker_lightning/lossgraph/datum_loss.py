@@ -1,4 +1,4 @@
-"""A loss of one datum that a server runs: the form of the protocol's `create_custom_loss`.
+"""A loss on one datum that a server runs, in the form of the protocol's `create_custom_loss`.
 
 `fn(logprobs, *inputs)` gets the log-probabilities of a datum's targets and the inputs that its parameters name, and
 returns `(loss, metrics)`. A batch's loss is the sum over its datums.
@@ -27,7 +27,7 @@ from tinker_lightning.lossgraph.tracing.signatures import place_of_function, sig
 if TYPE_CHECKING:
     from tinker_lightning.types import TensorData
 
-# The name of an input that multiplies the loss, on servers that know no other way.
+# The name of an input that multiplies the loss, for servers that have no other way to scale it.
 SCALE = "loss_scale"
 MAX_INPUTS = 16
 MAX_METRICS = 256
@@ -46,7 +46,7 @@ class LossInput:
 
 @dataclass(frozen=True, slots=True)
 class DatumLoss:
-    """A loss of one datum, as a graph. The first input is `logprobs`."""
+    """A loss on one datum, as a graph. The first input is `logprobs`."""
 
     name: str
     inputs: tuple[LossInput, ...]
@@ -54,10 +54,10 @@ class DatumLoss:
 
     @classmethod
     def decode(cls, name: str, inputs: Sequence[LossInput], graph: Any) -> DatumLoss:
-        """A loss from what a client has uploaded.
+        """Returns the loss that a client has uploaded.
 
         Raises:
-            InvalidLoss: If it is none; says where.
+            InvalidLoss: If it is malformed; says where.
         """
         _check_inputs(inputs)
         decoded = Graph.decode(graph, [each.name for each in inputs])
@@ -81,13 +81,13 @@ class DatumLoss:
         return DatumLoss.decode(self.name, [*self.inputs, LossInput(SCALE, 0)], message)
 
     def select(self, inputs: Mapping[str, TensorData]) -> list[TensorData]:
-        """What it reads of a datum behind the log-probabilities, not yet as dense tensors.
+        """Returns the inputs that it reads from a datum, not yet as dense tensors.
 
         Args:
-            inputs: A datum's, with `target_tokens` among them.
+            inputs: The inputs of a datum, including `target_tokens`.
 
         Raises:
-            InvalidDatum: If one is missing, or has another number of dimensions.
+            InvalidDatum: If one is missing, or has the wrong number of dimensions.
         """
         found: list[TensorData] = []
         for each in self.inputs:
@@ -95,7 +95,7 @@ class DatumLoss:
             if name not in inputs:
                 raise InvalidDatum(f"{name}: missing; {self.name} reads it")
             tensor = inputs[name]
-            # Protobuf does not tell a number from a vector of one.
+            # Protobuf does not distinguish a number from a vector of length 1.
             if len(tensor.shape) != each.rank and not (each.rank == 0 and tensor.shape == [1]):
                 raise InvalidDatum(
                     f"{name}: has the shape {tensor.shape}, but {self.name} takes {each.rank} dimensions"
@@ -112,7 +112,7 @@ class DatumLoss:
         limits: Limits = Limits(),  # noqa: B008  # immutable
         deadline: float = math.inf,
     ) -> None:
-        """Refuses what can be seen from the shapes alone; `shape` is that of the log-probabilities.
+        """Runs the graph on shapes alone; `shape` is that of the log-probabilities.
 
         Raises:
             InvalidLoss: If a call of the graph cannot take its arguments, or takes too much.
@@ -143,7 +143,7 @@ class DatumLoss:
         limits: Limits = Limits(),  # noqa: B008  # immutable
         deadline: float = math.inf,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The loss of a datum and its metrics, which are whatever the graph returns as such.
+        """Returns the loss of a datum, and its metrics as the graph returns them.
 
         Raises:
             InvalidLoss: If a call of the graph fails or takes too much, or the loss is no scalar.
@@ -154,14 +154,14 @@ class DatumLoss:
 
 
 def trace_datum_loss(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> DatumLoss:
-    """A function of one datum as a graph.
+    """Traces a function of one datum.
 
     Args:
-        fn: `fn(logprobs, *inputs)`, which returns `(loss, metrics)`; metrics are called `custom/<name>:sum` or `:mean`.
-        input_ranks: How many dimensions `logprobs` and each input has.
+        fn: `fn(logprobs, *inputs)`, which returns `(loss, metrics)`; metrics are named `custom/<name>:sum` or `:mean`.
+        input_ranks: The number of dimensions of `logprobs` and of each input.
 
     Raises:
-        LossNotTraceable: If it does what no graph can say; names the line.
+        LossNotTraceable: If a graph cannot express it; names the line.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
     inputs = _signature(fn, name, input_ranks)

@@ -56,7 +56,7 @@ def test_a_library_is_named_with_the_line_that_calls_it(fn: Any, library: str, b
     with pytest.raises(LossNotTraceable) as raised:
         trace_batch_loss(fn, "mine", "logits")
     assert str(raised.value).startswith(line_of(fn))
-    assert f"it gives a tensor to {library}, and there {because}" in str(raised.value)
+    assert f"it passes a tensor to {library}, and there {because}" in str(raised.value)
 
 
 def installed(folder: Path, name: str) -> types.ModuleType:
@@ -76,7 +76,7 @@ def test_a_library_whose_name_begins_as_torchs(tmp_path: Path) -> None:
     def mine(outputs: Any, inputs: Any, mask: Any) -> LossFnOutput:
         return LossFnOutput(library.positive(outputs.sum()))
 
-    with pytest.raises(LossNotTraceable, match="it gives a tensor to torchlike, and there it branches") as raised:
+    with pytest.raises(LossNotTraceable, match="it passes a tensor to torchlike, and there it branches") as raised:
         trace_batch_loss(mine, "mine", "logits")
     assert str(raised.value).startswith(line_of(mine))
     assert not lines.is_outside(torch.nn.functional.__file__)

@@ -1,1 +1,1 @@
-"""Losses as data: graphs of calls from an allow-list, read from JSON and run within bounds of memory and time."""
+"""Losses as data: graphs of calls on an allow-list, read from JSON and run with bounded memory and time."""

@@ -1,7 +1,7 @@
-"""What an uploaded loss may call: an explicit list, looked up by name. Nothing else is ever reached by a name.
+"""The functions that an uploaded loss may call: an explicit list, looked up by name. No other name leads anywhere.
 
-Left out on purpose: whatever draws random numbers (a pass must be repeatable), returns memory that nobody has written
-(`empty`, `resize_`), looks behind a tensor (`storage`, `as_strided`, `out=`), or can grow by the values in a tensor.
+It omits functions that draw random numbers (a pass must be repeatable), return uninitialized memory (`empty`), change a
+tensor, expose its memory (`storage`, `as_strided`, `out=`), or whose result can grow with the values in a tensor.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ _FORBIDDEN_ARGUMENTS = frozenset({"out", "generator", "requires_grad", "pin_memo
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """Something that a graph may call.
+    """A function that a graph may call.
 
     Args:
-        call: What is called.
-        is_factory: Whether it makes a tensor out of nothing, so that it has to be told where.
-        is_dynamic: Whether the size of its result is known only afterwards. It is never more than its argument's. Of
-            some functions it depends on the arguments.
-        inside: The elements of the largest tensor that it makes on the way, where that may be more than its result's.
-        work: The elements that would take as long to read, where that may be more than those it is given and returns.
+        call: The function.
+        is_factory: Whether it creates a tensor from numbers, so that it needs a device.
+        is_dynamic: Whether the size of its result is known only after the call; it is at most that of its argument.
+            For some functions that depends on the arguments.
+        inside: Returns the elements of the largest intermediate tensor, if that can be larger than the result.
+        work: Returns the number of elements that take as long to read, if that can be more than the function reads and
+            writes.
     """
 
     call: Callable[..., Any]
@@ -64,7 +65,7 @@ broadcast_to clone detach diag diag_embed diagonal flatten flip gather index_add
 narrow permute ravel reshape scatter scatter_add select squeeze swapaxes t take take_along_dim tile transpose tril
 triu unflatten unsqueeze
 """
-# As functions only: their methods do not exist, or mean something else.
+# Only as functions: the methods do not exist, or mean something else.
 _JOINS = """
 broadcast_tensors cat concat dstack full_like hstack ones_like outer stack std_mean var_mean vstack zeros_like
 """
@@ -79,7 +80,7 @@ gelu hardtanh hinge_embedding_loss huber_loss kl_div l1_loss layer_norm leaky_re
 margin_ranking_loss mish mse_loss nll_loss normalize pad pairwise_distance poisson_nll_loss relu relu6 selu sigmoid
 silu smooth_l1_loss soft_margin_loss softmax softmin softplus softsign tanh tanhshrink threshold triplet_margin_loss
 """
-# Of `torch.special`: others are series that take long, or have no gradient.
+# From `torch.special`: the others are slow series, or have no gradient.
 _OF_SPECIAL = """
 digamma entr erf erfc erfinv exp2 expit expm1 gammaln log1p log_softmax logit logsumexp psi round sinc softmax xlog1py
 xlogy
@@ -165,7 +166,7 @@ METHODS: dict[str, Function] = _methods()
 
 
 def find(op: str, target: str) -> Function:
-    """What a node calls.
+    """Returns the function that a node calls.
 
     Raises:
         InvalidLoss: If it is not on the list.
@@ -180,10 +181,10 @@ def find(op: str, target: str) -> Function:
 
 
 def without_forbidden(op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name. Of those that no call may have, torch writes some down itself, with nothing in them.
+    """Returns keyword arguments without the forbidden ones, which torch itself records with None or False.
 
     Raises:
-        InvalidLoss: If one has something in it, or a method has one, which torch has not written: numpy calls so.
+        InvalidLoss: If one has another value, or belongs to a method: numpy calls methods that way.
     """
     for name in sorted(_FORBIDDEN_ARGUMENTS & arguments.keys()):
         if op == "call_method" or not (arguments[name] is None or arguments[name] is False):
@@ -192,10 +193,10 @@ def without_forbidden(op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_arguments(target: str, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses arguments that a function has no parameters for, where that can be told: of those written in Python.
+    """Checks the arguments of a function that is written in Python against its parameters.
 
     Raises:
-        InvalidLoss: If there are such, or one is missing.
+        InvalidLoss: If there are too many, or one is missing.
     """
     signature = _signature(function.call)
     if signature is None:

@@ -1,7 +1,7 @@
-"""A loss as plain data: the nodes that a tracer recorded, on the wire as the official SDK writes them.
+"""A loss as plain data: the nodes that a tracer recorded, on the wire in the form of the official SDK.
 
-Reading a graph checks its form and looks every call up in the allow-list; nothing of it is run or evaluated. What it
-may cost when it runs is bounded by `run`.
+Reading a graph checks its form and looks up every call in the allow-list; nothing is run or evaluated. What it may cost
+when it runs is bounded by `run`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _NAMED = re.compile(r"\bnode '(\w+)'")
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Nodes in the order they run: placeholders first, then calls.
+    """Nodes in the order in which they run: placeholders first, then calls.
 
     Args:
-        inputs: The placeholders' targets, in the order of the values that a run takes.
-        calls: What is computed of them. Ref 0 is the first placeholder.
-        functions: What each call calls.
-        output: What is returned, with a Ref where a value stands.
-        places: The user's line behind each call, by its name, where it was traced. It stays there.
+        inputs: The targets of the placeholders, in the order of the values that a run takes.
+        calls: The calls. Ref 0 is the first placeholder.
+        functions: The function of each call.
+        output: What is returned, with a Ref in the place of each value.
+        places: The user's line of each call, by its name, in the process that traced it. It is never sent.
     """
 
     inputs: tuple[str, ...]
@@ -46,13 +46,13 @@ class Graph:
 
     @property
     def size(self) -> int:
-        """How many values it holds, which is about what it takes in memory."""
+        """Returns the number of values in it, to which its memory is proportional."""
         calls = sum(_count([list(node.args), list(node.kwargs.values())]) for node in self.calls)
         return len(self.inputs) + calls + _count(self.output)
 
     @classmethod
     def build(cls, inputs: Sequence[str], calls: Sequence[Node], output: Any) -> Graph:
-        """A graph of nodes that were made here; what they call is looked up.
+        """Returns the graph of these nodes.
 
         Raises:
             InvalidLoss: If a call is not on the list.
@@ -66,7 +66,7 @@ class Graph:
         return cls(tuple(inputs), tuple(calls), tuple(called), output)
 
     def encode(self) -> dict[str, Any]:
-        """The graph as JSON has it."""
+        """Returns the graph as JSON."""
         called = [node.name for node in self.calls]
         names = [*_placeholder_names(self.inputs, {*called, "output"}), *called]
         nodes: list[dict[str, Any]] = [
@@ -89,14 +89,14 @@ class Graph:
 
     @classmethod
     def decode(cls, message: Any, inputs: Sequence[str] | None = None) -> Graph:
-        """A graph from its JSON.
+        """Returns the graph that JSON describes.
 
         Args:
             message: The JSON, already parsed.
-            inputs: What its placeholders must be, in order; None takes those that it has.
+            inputs: The placeholders that it must have, in order; None accepts any.
 
         Raises:
-            InvalidLoss: If it is none, calls what is not on the list, or is too large; names the node.
+            InvalidLoss: If it is malformed, calls a function that is not on the list, or is too large; names the node.
         """
         if not isinstance(message, dict) or not isinstance(message.get("nodes"), list):
             raise InvalidLoss("a graph is an object with a list of nodes")
@@ -119,7 +119,7 @@ class Graph:
 
 
 def places_of(message: str, graphs: Iterable[Graph]) -> list[str]:
-    """The user's lines behind the node that an error names; more than one if graphs call others by the same name."""
+    """Returns the user's lines of the node that an error names; several if graphs have different nodes of that name."""
     named = _NAMED.search(message)
     found = [graph.places.get(named[1]) for graph in graphs] if named else []
     return [place for place in dict.fromkeys(found) if place]
@@ -132,7 +132,7 @@ def _count(value: Any) -> int:
 
 
 def _placeholder_names(targets: Sequence[str], taken: set[str]) -> Iterator[str]:
-    """Names for placeholders: their targets, where these can be names and no call has them."""
+    """Yields names for placeholders: their targets, if these are valid names and no call has them."""
     for i, target in enumerate(targets):
         name = target if NAME.fullmatch(target) else f"input_{i}"
         while name in taken:

@@ -1,6 +1,6 @@
-"""Functions of the allow-list that need a guard around torch's own.
+"""Functions of the allow-list that wrap those of torch with a check.
 
-Their parameters have the names that torch's have, for a loss may give them by name.
+Their parameters have the same names as in torch, because a loss may pass them by name.
 """
 
 # ruff: noqa: A002  # torch's name for a tensor is `input`
@@ -22,16 +22,16 @@ from tinker_lightning.errors import InvalidLoss
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# How many pieces a tensor may be cut into; each is an object.
+# The number of pieces that a tensor may be cut into; each is an object.
 MAX_PIECES = 1024
 _WRITES = {"inplace", "out"}
 
 
 def attribute(value: Any, name: Any) -> Any:
-    """An attribute of a tensor, of those that tell its form."""
+    """Returns an attribute of a tensor that describes its form."""
     if isinstance(value, Tensor) and name in _ATTRIBUTES:
         return _ATTRIBUTES[name](value)
-    # What max, sort, topk and their like return.
+    # The result of max, sort, topk and the like.
     if isinstance(value, tuple) and len(value) == 2 and name in ("values", "indices"):
         return value[name == "indices"]
     raise InvalidLoss(f"the attribute {name!r} cannot be read; known are {', '.join(sorted(_ATTRIBUTES))}")
@@ -50,21 +50,21 @@ ATTRIBUTES = frozenset({*_ATTRIBUTES, "values", "indices"})
 
 
 def is_mask(index: Any) -> bool:
-    """Whether an index picks by truth values, so that how many it picks is known only afterwards."""
+    """Returns whether an index is a mask, so that the number of elements it picks depends on values."""
     if isinstance(index, Tensor):
         return index.dtype in (torch.bool, torch.uint8)
     return isinstance(index, tuple | list) and any(is_mask(part) for part in index)
 
 
 def check_index(index: Any) -> None:
-    """Refuses masks beside other index tensors: they are broadcast against each other, by the number of true values."""
+    """Raises if a mask is combined with other index tensors: these broadcast, by the number of true values."""
     parts = index if isinstance(index, tuple) else (index,)
     if is_mask(index) and not all(is_mask(part) for part in parts if isinstance(part, Tensor | list | tuple)):
         raise InvalidLoss("a mask can be combined with slices and numbers in an index, not with other index tensors")
 
 
 def getitem(value: Any, index: Any) -> Any:
-    """`value[index]`."""
+    """Returns `value[index]`."""
     if not isinstance(value, Tensor | tuple):
         raise InvalidLoss(f"only tensors and tuples have items, not {type(value).__name__}")
     check_index(index)
@@ -83,7 +83,7 @@ def setitem(value: Any, index: Any, item: Any) -> Tensor:
 
 
 def tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
-    """A tensor of numbers; a tensor is copied, without its gradient."""
+    """Creates a tensor from numbers; copies a tensor without its gradient."""
     if isinstance(data, Tensor):
         return data.detach().to(dtype=dtype or data.dtype, copy=True)
     _check_numbers(data)
@@ -91,12 +91,12 @@ def tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = None) -
 
 
 def as_tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
-    """A tensor as it is, or one of numbers."""
+    """Returns a tensor as it is, or creates one from numbers."""
     return data.to(dtype=dtype or data.dtype) if isinstance(data, Tensor) else tensor(data, dtype=dtype, device=device)
 
 
 def new_tensor(self: Tensor, data: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
-    """A tensor of numbers, of the same dtype."""
+    """Creates a tensor from numbers, with the same dtype."""
     return tensor(data, dtype=dtype or self.dtype, device=device)
 
 
@@ -144,14 +144,14 @@ def divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Tenso
 
 
 def repeat_interleave(input: Tensor, repeats: Any, dim: int | None = None) -> Tensor:
-    """The same number of repeats for every element: a tensor of them could ask for any size."""
+    """Repeats every element equally often: a tensor of repeats could ask for any size."""
     if not isinstance(repeats, int):
         raise InvalidLoss("repeat_interleave takes a whole number of repeats, not a tensor of them")
     return torch.repeat_interleave(input, repeats, dim)
 
 
 def split(tensor: Tensor, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None) -> Any:
-    """`torch.split` into a bounded number of pieces."""
+    """Calls `torch.split` with a bounded number of pieces."""
     size = split_size_or_sections if split_size is None else split_size
     if isinstance(size, int):
         _check_pieces(tensor.shape[dim] / max(size, 1))
@@ -159,13 +159,13 @@ def split(tensor: Tensor, split_size_or_sections: Any = None, dim: int = 0, *, s
 
 
 def chunk(input: Tensor, chunks: int, dim: int = 0) -> Any:
-    """`torch.chunk` into a bounded number of pieces."""
+    """Calls `torch.chunk` with a bounded number of pieces."""
     _check_pieces(min(chunks, input.shape[dim]))
     return torch.chunk(input, chunks, dim)
 
 
 def unbind(input: Tensor, dim: int = 0) -> Any:
-    """`torch.unbind` into a bounded number of pieces."""
+    """Calls `torch.unbind` with a bounded number of pieces."""
     _check_pieces(input.shape[dim])
     return torch.unbind(input, dim)
 
@@ -176,7 +176,7 @@ def _check_pieces(pieces: float) -> None:
 
 
 def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`tensor.to`, by a dtype, another tensor, or a device that stands for where the loss runs."""
+    """Calls `tensor.to` with a dtype, another tensor, or a device that stands for that of the run."""
     if not isinstance(self, Tensor):
         raise InvalidLoss(f"this is a tensor's method, and {type(self).__name__} is none")
     target = args[0] if args else None
@@ -187,7 +187,7 @@ def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def check_device(device: Any) -> None:
-    """Refuses a device of the graph's own choice: text or a number."""
+    """Raises if a graph chooses a device, by a string or a number."""
     if device is not None and not isinstance(device, torch.device):
         raise _device_error(device)
 
@@ -200,14 +200,14 @@ def _device_error(device: Any) -> InvalidLoss:
 
 
 def same(self: Tensor, *_: Any, **__: Any) -> Tensor:
-    """The tensor itself: a loss runs where the model is."""
+    """Returns the tensor itself: a loss runs where the model is."""
     if not isinstance(self, Tensor):
         raise InvalidLoss(f"this is a tensor's method, and {type(self).__name__} is none")
     return self
 
 
 def norm(input: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
-    """`torch.norm` of vectors."""
+    """Calls `torch.norm` for vectors."""
     if p == "nuc":
         raise InvalidLoss("the nuclear norm is not taken: it needs a singular value decomposition")
     result: Tensor = torch.norm(input, p, dim, keepdim, dtype=dtype)
@@ -215,7 +215,7 @@ def norm(input: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, 
 
 
 def linalg_norm(A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    """`torch.linalg.norm` of vectors, and those of matrices that are sums."""
+    """Calls `torch.linalg.norm` for vectors, and for norms of matrices that need no singular values."""
     is_of_matrix = A.ndim == 2 if dim is None else isinstance(dim, list | tuple) and len(dim) == 2
     if is_of_matrix and ord in (2, -2, "nuc"):
         raise InvalidLoss(f"the norm {ord!r} of a matrix is not taken: it needs a singular value decomposition")
@@ -224,7 +224,7 @@ def linalg_norm(A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = Fal
 
 
 def pad_sequence(sequences: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """`pad_sequence` of a list: of a tensor torch's own would make an object for each row."""
+    """Calls `pad_sequence` with a list; given a tensor, torch would create an object for each row."""
     if not isinstance(sequences, list | tuple):
         raise InvalidLoss(f"pad_sequence takes a list of tensors, not {type(sequences).__name__}")
     return rnn.pad_sequence(sequences, *args, **kwargs)  # type: ignore[arg-type]  # a tuple will do
@@ -233,21 +233,21 @@ def pad_sequence(sequences: Any, *args: Any, **kwargs: Any) -> Tensor:
 def diff(
     input: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None
 ) -> Tensor:
-    """`torch.diff`, which is computed `n` times over."""
+    """Calls `torch.diff`, which runs `n` times."""
     if n > 8:
         raise InvalidLoss(f"diff is taken up to n=8, not {n}")
     return torch.diff(input, n, dim, prepend, append)
 
 
 def roll(input: Tensor, shifts: Any, dims: Any = None) -> Tensor:
-    """`torch.roll`, which is computed once for each shift."""
+    """Calls `torch.roll`, which runs once for each shift."""
     if isinstance(shifts, list | tuple) and len(shifts) > input.ndim:
         raise InvalidLoss(f"{len(shifts)} shifts for {input.ndim} dimensions")
     return torch.roll(input, shifts, () if dims is None else dims)
 
 
 def pure(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `torch.nn.functional` that writes to none of its arguments, by whatever place it is told to."""
+    """Returns a function of `torch.nn.functional` that cannot write to its arguments, by `inplace` or `out`."""
     try:
         signature = inspect.signature(function)
     except ValueError:
@@ -267,7 +267,7 @@ def pure(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kthvalue(input: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """`torch.kthvalue` by sorting: torch's own takes the square of the time on values that are laid out for it."""
+    """Computes `torch.kthvalue` by sorting: torch needs quadratic time on values that are chosen for it."""
     size = input.shape[dim] if input.ndim else 1
     if not isinstance(k, int) or not 1 <= k <= size:
         raise InvalidLoss(f"kthvalue takes k from 1 to the size of the dimension, {size}, not {k!r:.40}")
@@ -279,19 +279,19 @@ def kthvalue(input: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tup
 
 
 def nonzero(input: Tensor, *, as_tuple: bool = False) -> Any:
-    """The places of what is true: a row for each, or a tensor for each dimension."""
+    """Returns the positions of true values: a row for each, or a tensor for each dimension."""
     return torch.nonzero(input, as_tuple=True) if as_tuple else torch.nonzero(input)
 
 
 def where(condition: Tensor, input: Any = None, other: Any = None) -> Any:
-    """`torch.where`, which of a condition alone gives the places where it holds."""
+    """Calls `torch.where`; with a condition alone it returns the positions where that holds."""
     if finds_places(condition, input, other):
         return torch.nonzero(condition, as_tuple=True)
     return torch.where(condition, input, other)
 
 
 def one_hot(input: Tensor, num_classes: int) -> Tensor:
-    """`one_hot` of so many classes; torch's own would else go by the values."""
+    """Calls `one_hot` with a number of classes, which torch would otherwise derive from the values."""
     if num_classes < 0:
         raise InvalidLoss(
             "one_hot needs num_classes here, e.g. x.shape[-1]: what there is among the values is not known"
@@ -300,19 +300,19 @@ def one_hot(input: Tensor, num_classes: int) -> Tensor:
 
 
 def finds_places(condition: Tensor, input: Any = None, other: Any = None) -> bool:  # noqa: ARG001  # as in `where`
-    """Whether `torch.where` is given a condition alone, so that the size of its result is known only afterwards."""
+    """Returns whether `torch.where` is given a condition alone, so that the size of its result depends on values."""
     return input is None and other is None
 
 
 def numel(self: Any) -> int:
-    """The number of elements: of a tensor, or of those that would have a shape."""
+    """Returns the number of elements of a tensor, or of tensors with a shape."""
     if isinstance(self, tuple) and all(isinstance(size, int) for size in self):
         return math.prod(self)
     return Tensor.numel(self)
 
 
 def einsum(equation: str, *operands: Any) -> Tensor:
-    """`torch.einsum` of one or two tensors, whose largest intermediate is the result."""
+    """Calls `torch.einsum` with one or two tensors, whose largest intermediate is the result."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     if not isinstance(equation, str) or len(operands) > 2:

@@ -1,4 +1,4 @@
-"""The nodes of a graph, and their arguments as JSON has them: what the official SDK writes, and nothing else."""
+"""The nodes of a graph, and the JSON form of their arguments: what the official SDK writes, and nothing else."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """The value of an earlier node, by its place."""
+    """A reference to the value of an earlier node, by its position."""
 
     node: int
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One call. `target` is what a placeholder, a function or a method is called."""
+    """One call. `target` is the name of a placeholder, a function or a method."""
 
     op: str
     name: str
@@ -62,7 +62,7 @@ class Node:
 
 
 class Reader:
-    """Takes nodes one after another; a reference can only lead back, so that there are no cycles."""
+    """Reads nodes one after another; a reference can only point backwards, so there are no cycles."""
 
     def __init__(self) -> None:
         self.inputs: list[str] = []
@@ -73,10 +73,10 @@ class Reader:
         self._values = 0
 
     def read(self, entry: Any) -> None:
-        """Takes the next node.
+        """Reads the next node.
 
         Raises:
-            InvalidLoss: If it is none, or calls what is not on the list.
+            InvalidLoss: If it is malformed, or calls a function that is not on the list.
         """
         if self.output is not None:
             raise InvalidLoss("it stands behind the output")
@@ -173,10 +173,10 @@ class Reader:
 
 
 def check_attribute(name: Any = None, *_: Any) -> None:
-    """Refuses attributes that cannot be read of anything.
+    """Checks that a graph may read an attribute.
 
     Raises:
-        InvalidLoss: If it is one.
+        InvalidLoss: If it may not.
     """
     if not isinstance(name, str) or name not in ATTRIBUTES:
         raise InvalidLoss(f"the attribute {name!r:.140} cannot be read; known are {', '.join(sorted(ATTRIBUTES))}")
@@ -191,10 +191,10 @@ _CONSTANTS: dict[str, dict[str, Any]] = {
 
 
 def encode_value(value: Any, names: Sequence[str]) -> Any:
-    """An argument as JSON has it; `names` are those of the nodes.
+    """Returns an argument as JSON; `names` are those of the nodes.
 
     Raises:
-        InvalidLoss: If it has no place in a graph.
+        InvalidLoss: If a graph cannot hold it.
     """
     if isinstance(value, Ref):
         return {"ref": names[value.node]}
@@ -232,7 +232,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def refs(value: Any) -> list[int]:
-    """Returns the places that an argument refers to."""
+    """Returns the positions that an argument refers to."""
     found: list[int] = []
     mapped(value, lambda part: found.append(part.node) if isinstance(part, Ref) else None)
     return found

@@ -1,4 +1,4 @@
-"""What one run of a graph may take, and the count of what it has taken."""
+"""The limits of one run of a graph, and the meter of what it uses."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _MAX_RANK = 12
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one run of a graph may take.
+    """The limits of one run of a graph.
 
     Args:
-        elements: Of one value.
-        total: Read and written by all calls together, which also bounds what the backward takes.
-        seconds: Until the last call must have begun.
-        memory: Bytes of one value, and of all that calls make together, for a backward may keep all of them.
+        elements: The elements of one value.
+        total: The elements that all calls together read and write, which also bounds the cost of the backward.
+        seconds: The time until the last call must have started.
+        memory: The bytes of one value, and of all new values together, because a backward may keep all of them.
     """
 
     elements: int = 1 << 23
@@ -36,7 +36,7 @@ class Limits:
 
 
 class Meter:
-    """Counts elements against the limits."""
+    """Counts elements and bytes, and raises when they exceed the limits."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -44,13 +44,13 @@ class Meter:
         self._kept = 0
 
     def size(self, node: Node, value: Any) -> None:
-        """Refuses a value that is too large or of another kind than graphs go on with."""
+        """Raises if a value is too large, or of a kind that a graph cannot hold."""
         if isinstance(value, Tensor):
             if value.ndim > _MAX_RANK:
                 raise InvalidLoss(f"node {node.name!r}: a tensor of {value.ndim} dimensions; {_MAX_RANK} are taken")
             self.elements(node, value.numel(), value.dtype.itemsize)
         elif isinstance(value, tuple | list):
-            # Flat and short, for a sequence of sequences can hold more than there is time to look at.
+            # Flat and short, because nested sequences can hold more than there is time to look at.
             if len(value) > MAX_PIECES:
                 raise InvalidLoss(f"node {node.name!r}: {len(value)} values at once; at most {MAX_PIECES} are taken")
             for part in value:
@@ -64,7 +64,7 @@ class Meter:
                 raise InvalidLoss(f"node {node.name!r}: {error}") from error
 
     def elements(self, node: Node, count: int, itemsize: int = 4) -> None:
-        """Refuses a tensor of so many elements."""
+        """Raises if a tensor has too many elements."""
         if count > (most := min(self._limits.elements, self._limits.memory // itemsize)):
             raise InvalidLoss(
                 f"node {node.name!r}: {node.target} would make a tensor of {count:.3g} elements; at most {most:.3g} "
@@ -72,7 +72,7 @@ class Meter:
             )
 
     def keep(self, node: Node, size: int) -> None:
-        """Counts bytes that a call makes, and that may have to be kept for a backward."""
+        """Counts the bytes of new values, which may have to be kept for a backward."""
         self._kept += size
         if self._kept > self._limits.memory:
             raise InvalidLoss(
@@ -82,7 +82,7 @@ class Meter:
             )
 
     def add(self, node: Node, work: int) -> None:
-        """Counts what a call reads, computes and writes."""
+        """Counts the elements that a call reads, computes and writes."""
         self._total += work
         if self._total > self._limits.total:
             raise InvalidLoss(

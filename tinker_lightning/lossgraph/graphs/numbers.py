@@ -1,6 +1,6 @@
 """Python's operators and `math` for values of a graph: tensors as they are, numbers only while they stay small.
 
-Python's own would let a few bytes fill the memory: `10 ** 10 ** 9`, `"a" * 10 ** 9`, `"%1000000000d" % 1`.
+The originals would let a few bytes fill the memory: `10 ** 10 ** 9`, `"a" * 10 ** 9`, `"%1000000000d" % 1`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 def _joined(tuples: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
-    """Shapes put together. Of numbers only: tuples of tuples would double with every node."""
+    """Joins shapes. Only tuples of numbers: tuples of tuples could double with every node."""
     if sum(len(each) for each in tuples) > MAX_TUPLE:
         raise InvalidLoss(f"a tuple of more than {MAX_TUPLE} values")
     parts = tuple(part for each in tuples for part in each)
@@ -50,7 +50,7 @@ def _joined(tuples: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
 
 
 def _check_growth(name: str, base: float, exponent: float) -> None:
-    """Refuses whole numbers that would not end."""
+    """Raises if an integer would be larger than any that tensors hold."""
     if isinstance(base, int) and isinstance(exponent, int) and exponent > 0:
         bits = exponent if name == "lshift" else exponent * math.log2(max(2, abs(base)))
         if bits > 63:
@@ -58,10 +58,10 @@ def _check_growth(name: str, base: float, exponent: float) -> None:
 
 
 def number(value: Any) -> Any:
-    """A number that a graph may go on with.
+    """Returns a number that a graph may hold.
 
     Raises:
-        InvalidLoss: If it is none, or a whole number that no tensor can hold.
+        InvalidLoss: If it is not a number, or an integer that no tensor can hold.
     """
     if isinstance(value, int | float) and not (isinstance(value, int) and not -MAX_INT <= value < MAX_INT):
         return value
@@ -82,12 +82,12 @@ def _math(name: str) -> Callable[..., Any]:
 _OPERATORS = (
     "abs add and_ eq floordiv ge gt inv invert le lshift lt mod mul ne neg not_ or_ pos pow rshift sub truediv xor"
 )
-# Left out are those whose results grow without end (factorial, comb, perm) and those that take sequences.
+# Without functions whose results are unbounded (factorial, comb, perm) and those that take sequences.
 _MATH = (
     "acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh degrees erf erfc exp expm1 fabs floor fmod gamma "
     "isfinite isinf isnan lgamma log log10 log1p log2 pow radians sin sinh sqrt tan tanh trunc"
 )
 
-# Of `matmul`, `getitem` and `setitem` the allow-list has forms of its own.
+# The allow-list has its own forms of `matmul`, `getitem`, `setitem`, `floordiv` and `mod`.
 OPERATORS: dict[str, Callable[..., Any]] = {f"operator.{name}": _operator(name) for name in _OPERATORS.split()}
 MATH: dict[str, Callable[..., Any]] = {f"math.{name}": _math(name) for name in _MATH.split()}

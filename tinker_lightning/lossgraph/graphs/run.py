@@ -1,8 +1,8 @@
 """Runs a graph with bounded memory and time.
 
-Before a graph runs on tensors it runs on shapes: torch's `meta` device computes what each call would return without
-computing it. So a call that would fill the memory is refused before it is made. Where the size of a value depends on
-values (`x[mask]`), the calls behind it are checked one by one while they run.
+Before a graph runs on tensors it runs on shapes: torch's `meta` device determines the shape that each call would return
+without computing values. So a call that would fill the memory raises before it is made. If the size of a value depends
+on values (`x[mask]`), the calls after it are checked one by one while they run.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 _META = torch.device("meta")
 _KEPT_PLANS = 4096  # one for each length that datums have
-# What stands in sequences is handled part by part, which takes as long as so many elements of a tensor.
+# Sequences are handled item by item; each takes as long as this many elements of a tensor.
 _MAX_PARTS = 4 * MAX_PIECES
 _PART_WORK = 1024
 
 
 class Program:
-    """A graph that can be run. Used by one thread at a time."""
+    """A graph that can be run, by one thread at a time."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -47,12 +47,12 @@ class Program:
         limits: Limits = Limits(),  # noqa: B008  # immutable
         deadline: float = math.inf,
     ) -> None:
-        """Runs the graph on the shapes of these values, as far as shapes alone can tell.
+        """Runs the graph on the shapes of these values, up to the first call that depends on values.
 
         Args:
             values: One for each input.
-            limits: What it may take.
-            deadline: When it has to end although the limits would leave it more time, by `time.monotonic`.
+            limits: The limits of the run.
+            deadline: A time of `time.monotonic` at which it has to end, even if the limits would allow more.
 
         Raises:
             InvalidLoss: If a call cannot take its arguments, or takes more than the limits; names the node.
@@ -65,7 +65,7 @@ class Program:
         limits: Limits = Limits(),  # noqa: B008  # immutable
         deadline: float = math.inf,
     ) -> Any:
-        """What the graph returns for these values: tensors, and numbers. Takes the same arguments as `check`.
+        """Returns the result of the graph for these values: tensors and numbers. Takes the arguments of `check`.
 
         Raises:
             InvalidLoss: If a call fails, or takes more than the limits; names the node.
@@ -90,7 +90,7 @@ class Program:
         return _fill(self.graph.output, environment)
 
     def _plan(self, values: Sequence[Any], limits: Limits, deadline: float) -> int:
-        """How many calls from the start are known to stay within the limits for values of these shapes."""
+        """Returns how many calls from the start are known to stay within the limits for values of these shapes."""
         key = (limits, *(_signature(value) for value in values))
         if key in self._plans:
             self._plans.move_to_end(key)
@@ -117,7 +117,7 @@ class Program:
 
 
 def _attempt(node: Node, function: Function, args: Any, kwargs: Any, meter: Meter) -> Any:
-    """What a call returns, as shapes."""
+    """Returns the result of a call on shapes."""
     if function.inside is not None:
         inside = _estimate(node, function.inside, args, kwargs)
         meter.elements(node, inside)
@@ -132,7 +132,7 @@ def _attempt(node: Node, function: Function, args: Any, kwargs: Any, meter: Mete
 
 
 def _check_dynamic(node: Node, function: Function, args: Any, kwargs: Any, meter: Meter) -> bool:
-    """Whether only a run can tell what a call returns; then it is no more than what it is given, place by place."""
+    """Returns whether the size of a call's result depends on values; it is then bounded by its arguments."""
     is_dynamic = function.is_dynamic
     if callable(is_dynamic):
         is_dynamic = _estimate(node, is_dynamic, args, kwargs)
@@ -155,7 +155,7 @@ def _check_dynamic(node: Node, function: Function, args: Any, kwargs: Any, meter
 
 
 def _new_bytes(args: Any, kwargs: Any, result: Any) -> int:
-    """The memory that a call's result takes beside that of its arguments: views of them take none."""
+    """Returns the memory of a call's result that its arguments do not have already; views have none."""
     known = {tensor.untyped_storage()._cdata for tensor in _tensors([args, list(kwargs.values())])}
     made = {}
     for tensor in _tensors(result):
@@ -194,7 +194,7 @@ def _blamed(node: Node, error: Exception) -> InvalidLoss:
 
 
 def _count_parts(node: Node, environment: list[Any], meter: Meter) -> None:
-    """Counts what a call is given by references to sequences; each reference counts, also to the same one."""
+    """Counts the items of the sequences that a call refers to; each reference counts, also to the same one."""
     given = (environment[place] for place in refs([node.args, dict(node.kwargs)]))
     parts = sum(len(value) for value in given if isinstance(value, tuple | list))
     if parts > _MAX_PARTS:
@@ -206,7 +206,7 @@ def _count_parts(node: Node, environment: list[Any], meter: Meter) -> None:
 def _resolve(
     node: Node, function: Function, environment: list[Any], device: torch.device
 ) -> tuple[list[Any], dict[str, Any]]:
-    """A call's arguments; devices become the one where the run takes place."""
+    """Returns a call's arguments; every device becomes that of the run."""
     args = [_fill(arg, environment, device) for arg in node.args]
     kwargs = {key: _fill(arg, environment, device) for key, arg in node.kwargs.items()}
     if function.is_factory:
@@ -248,7 +248,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _last_uses(graph: Graph) -> list[list[int]]:
-    """For each call the places that nothing behind it needs."""
+    """Returns, for each call, the positions that no later call needs."""
     last: dict[int, int] = {}
     for i, node in enumerate(graph.calls):
         for place in refs([list(node.args), list(node.kwargs.values())]):

@@ -1,1 +1,1 @@
-"""From a Python function to a graph: it is run once on stand-ins that note what is done with them."""
+"""Turns a Python function into a graph, by running it once on stand-ins that record what is done with them."""

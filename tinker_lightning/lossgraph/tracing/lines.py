@@ -1,4 +1,4 @@
-"""Where in the user's code something happened while it was traced."""
+"""Finds the line of the user's code that is being traced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """A line of the user's, and the library that it calls if it happened in there. As text: how a message begins."""
+    """A line of the user's code, and the library that it calls, if any. As a string it starts a message."""
 
     line: str
     library: str = ""
@@ -29,15 +29,15 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         if not self.line:
             return ""
-        through = f"it gives a tensor to {self.library}, and there " if self.library else ""
+        through = f"it passes a tensor to {self.library}, and there " if self.library else ""
         return f"{self.line}{through}"
 
 
 def here() -> Place:
-    """The user's line that is being run."""
+    """Returns the user's line that is running."""
     frames = []
     frame: FrameType | None = sys._getframe(1)
-    # Behind the one who traces are those who asked for it.
+    # Frames outside of `record` belong to its callers.
     while frame is not None and not (frame.f_code.co_name == "record" and frame.f_code.co_filename in _OWN):
         frames.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
@@ -45,7 +45,7 @@ def here() -> Place:
 
 
 def within(filename: str, function: str) -> bool:
-    """Whether a function of this file is being run."""
+    """Returns whether a function of this file is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == function and frame.f_code.co_filename == filename:
@@ -55,16 +55,16 @@ def within(filename: str, function: str) -> bool:
 
 
 def place_of(error: BaseException) -> Place:
-    """The user's last line that an exception passed through."""
+    """Returns the user's innermost line that an exception passed through."""
     return _place([(each.filename, each.lineno or 0) for each in reversed(traceback.extract_tb(error.__traceback__))])
 
 
 def _place(frames: Iterable[tuple[str, int]]) -> Place:
-    """The innermost line of the user's, of frames from the inside out."""
+    """Returns the user's innermost line, given frames from the inside out."""
     outside = [(filename, line) for filename, line in frames if is_outside(filename)]
     library = ""
     for filename, line in outside:
-        # What is traced may itself be a library's function.
+        # The traced function may itself belong to a library.
         if not library_of(filename) or filename == outside[-1][0]:
             source = linecache.getline(filename, line).strip()
             return Place(f"{filename}:{line}: {source}\n    " if source else f"{filename}:{line}: ", library)
@@ -73,13 +73,13 @@ def _place(frames: Iterable[tuple[str, int]]) -> Place:
 
 
 def is_outside(filename: str) -> bool:
-    """Whether a file is neither torch's nor one that traces."""
+    """Returns whether a file belongs neither to torch nor to the tracer."""
     return not (filename.startswith(_TORCH) or filename in _OWN)
 
 
 @functools.lru_cache(maxsize=1024)
 def library_of(filename: str) -> str:
-    """The library that a file belongs to, by the name that is imported; empty for the user's own."""
+    """Returns the import name of the library that a file belongs to; empty for the user's own files."""
     if frozen := _FROZEN.match(filename):
         return frozen[1]
     if filename.startswith(_PACKAGE):

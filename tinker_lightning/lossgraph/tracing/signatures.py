@@ -1,4 +1,4 @@
-"""What can be told of a loss function without calling it: its parameters, and where it is written."""
+"""Inspects a loss function without calling it: its parameters, its globals and its line."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
-    """The parameters of a function; of a module those of its `forward`, for its `__call__` takes anything."""
+    """Returns the parameters of a function; for a module those of its `forward`, as its `__call__` takes anything."""
     return inspect.signature(_called(fn))
 
 
 def globals_of(fn: Callable[..., Any]) -> dict[str, Any]:
-    """The globals of the function behind a partial, a method, a module or an object that can be called."""
+    """Returns the globals of a function, or of the one inside a partial, a method, a module or a callable object."""
     function = _function(fn)
     return function.__globals__ if function else {}
 
 
 def place_of_function(fn: Callable[..., Any]) -> Place:
-    """The line where a function begins, where that is known."""
+    """Returns the line where a function starts, if it is known."""
     function = _function(fn)
     if function is None:
         return Place("")
