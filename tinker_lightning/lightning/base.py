@@ -183,6 +183,15 @@ class RemoteBase(pl.LightningModule):
         """
         return datums_of(batch)
 
+    def loss_fn_inputs(self, batch: Any) -> Mapping[str, Any]:
+        """Returns inputs of the loss that are given once for a batch, by name; none by default. Override it.
+
+        An input has one row per datum, which is cut to the datum's length: a `[B, T]` tensor of `advantages`, for
+        example. A loss that was registered with `custom_loss` gets it as it is.
+        """
+        del batch
+        return {}
+
     # Checkpoints.
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

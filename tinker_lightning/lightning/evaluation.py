@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tinker_lightning.client.sdk.inputs import to_datums
 from tinker_lightning.errors import InvalidInput, OperationFailed
 from tinker_lightning.lightning import metric_names
 from tinker_lightning.lightning.deferred_metrics import of_pass
@@ -11,6 +12,8 @@ from tinker_lightning.lightning.metric_names import TOTAL, VALUE
 from tinker_lightning.losses.regularizers import composition
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from tinker_lightning.lightning.base import RemoteBase
@@ -19,7 +22,9 @@ if TYPE_CHECKING:
 NOT_HERE = (InvalidInput, KeyError, OperationFailed)
 
 
-def own_loss(module: RemoteBase, data: list[Any], logprobs: list[Tensor]) -> tuple[float, dict[str, float]]:
+def own_loss(
+    module: RemoteBase, data: list[Any], logprobs: list[Tensor], inputs: Mapping[str, Any]
+) -> tuple[float, dict[str, float]]:
     """Returns the value of the module's loss with its regularizers, and its metrics without the prefix of the stage.
 
     A loss that only the server can evaluate takes a second forward pass.
@@ -30,7 +35,9 @@ def own_loss(module: RemoteBase, data: list[Any], logprobs: list[Tensor]) -> tup
     chosen = module.chosen_route()
     value, flat = 0.0, {}
     if chosen.local is None and chosen.loss is not None:
-        output = module.lm.handle.remote.wait(module.lm.backend.forward(data, chosen.loss, chosen.config))
+        backend = module.lm.backend
+        request = backend.prepare(to_datums(data), chosen.loss, chosen.config, loss_fn_inputs=inputs)
+        output = module.lm.handle.remote.wait(backend.send(request, forward_only=True))
         value, flat = float(output.metrics["loss:sum"]), of_pass(output, chosen.loss, data, chosen.config)
         if not chosen.regularized:
             return value, metric_names.of_stage(flat)

@@ -79,12 +79,14 @@ class RemoteModule(RemoteBase):
         """
         data = as_list(self.datums(batch))
         chosen = self.chosen_route()
+        inputs = self.loss_fn_inputs(batch)
         if not chosen.needs_logprobs:
-            return self._server_loss(data, chosen)
+            return self._server_loss(data, chosen, inputs)
+        logprobs = self.lm(data)  # of the datums that look-ahead has sent
         with self._dropping():
             loss, metrics = composition.evaluate(
-                data,
-                self.lm(data),
+                chosen.with_inputs(data, inputs),
+                logprobs,
                 chosen.loss if chosen.runs_locally else None,
                 self.regularizers,
                 step=self.global_step,
@@ -95,7 +97,7 @@ class RemoteModule(RemoteBase):
             logged = metric_names.of_step(composition.flatten(metrics)) | {LOSS: loss.item()}
         else:
             added = metrics.pop(TOTAL)  # without the base loss; the total is logged when the server has computed that
-            loss = loss + self._server_loss(data, chosen, added)
+            loss = loss + self._server_loss(data, chosen, inputs, added)
             logged = composition.flatten(metrics)
         if batch_idx % window_size(self.trainer) == 0:
             self._window_metrics = []
@@ -165,11 +167,14 @@ class RemoteModule(RemoteBase):
             raise InvalidInput(f"gradient_clip_val needs RemoteAdamW, but the optimizer is {type(inner).__name__}")
         inner.clip(float(gradient_clip_val))
 
-    def _server_loss(self, data: list[Any], chosen: Chosen, added: float | None = None) -> Tensor:
+    def _server_loss(
+        self, data: list[Any], chosen: Chosen, inputs: Mapping[str, Any], added: float | None = None
+    ) -> Tensor:
         """Returns the deferred value of a loss that runs on the server, divided by its tokens if it is a mean."""
+        data, inputs = chosen.with_inputs(data, inputs), {} if chosen.local is not None else inputs
         tokens = 1.0 if chosen.tokens is None else chosen.tokens(data)
-        # What is added here is scaled with the loss, but not divided.
-        return self.lm.server_loss(data, chosen.loss, chosen.config, added=added and added * tokens) / tokens
+        added = None if added is None else added * tokens  # it is scaled with the loss, but not divided
+        return self.lm.server_loss(data, chosen.loss, chosen.config, inputs=inputs, added=added) / tokens
 
     def _log_present(self, metrics: Mapping[str, float], batch_size: int) -> None:
         """Logs metrics of a step. Lightning would log the last value again of those that this step does not have."""
@@ -187,7 +192,9 @@ class RemoteModule(RemoteBase):
         for name, metric in scores.items():
             self.log(f"{stage}_{name}", metric, batch_size=len(data))
         try:
-            value, metrics = evaluation.own_loss(self, data, logprobs)
+            inputs = self.loss_fn_inputs(batch)
+            data = self.chosen_route().with_inputs(data, inputs)
+            value, metrics = evaluation.own_loss(self, data, logprobs, inputs)
         except LossNotFinite:
             raise
         except evaluation.NOT_HERE as error:

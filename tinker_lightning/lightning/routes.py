@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tinker_lightning import losses
 from tinker_lightning.client.loss_handle import LossHandle
+from tinker_lightning.client.sdk.inputs import to_datums
+from tinker_lightning.client.server_pass import spread
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
@@ -69,6 +71,10 @@ class Chosen:
     def needs_logprobs(self) -> bool:
         """Whether a training step starts with a forward pass."""
         return self.runs_locally or self.regularized
+
+    def with_inputs(self, data: list[Any], inputs: Mapping[str, Any]) -> list[Any]:
+        """Gives each datum its row of inputs that are given once for the batch, if the loss reads them from datums."""
+        return spread(to_datums(data), inputs) if inputs and self.local is not None else data
 
 
 def is_plain_function(loss: Any) -> bool:

@@ -12,7 +12,7 @@ from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses import surrogate
 from tinker_lightning.remote.deferred_loss import LINEAR_ONLY
-from tinker_lightning.types import Datum, ForwardBackwardOutput, OptimStepResponse
+from tinker_lightning.types import Datum, ForwardBackwardOutput, OptimStepResponse, TensorData
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,6 +50,7 @@ class ServerCall:
     config: Mapping[str, float | str]
     gradients: list[Tensor] | None = None
     added: float | None = None  # the value of what is added to it here, and so scaled as it is
+    inputs: Mapping[str, TensorData] = field(default_factory=dict)  # those that are given once for the batch
 
     def add(self, gradients: Sequence[Tensor]) -> None:
         """Adds a gradient."""
@@ -73,7 +74,7 @@ class ServerCall:
                 f"a gradient of 0 reached the server's loss {self.name!r}, so that it would not train. {LINEAR_ONLY}"
             )
         config = self.config or None
-        request = backend.prepare(self.datums, self.loss, config, scale=scale)
+        request = backend.prepare(self.datums, self.loss, config, loss_fn_inputs=self.inputs, scale=scale)
         return PendingBackward(self.datums, self.loss, config, scale, True, self.name, self.added, request)
 
 

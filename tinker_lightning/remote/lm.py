@@ -18,6 +18,7 @@ from tinker_lightning.remote.calls import Call, Pass, ServerCall
 from tinker_lightning.remote.deferred_loss import DeferredLoss
 from tinker_lightning.remote.handle import RemoteHandle
 from tinker_lightning.remote.window import Remote
+from tinker_lightning.types import TensorData
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -116,6 +117,7 @@ class RemoteLM(nn.Module):
         loss: Any,
         config: Mapping[str, float | str] | None = None,
         *,
+        inputs: Mapping[str, Any] | None = None,
         added: float | None = None,
     ) -> Tensor:
         """One of the server's losses, computed there in the one pass that also gives its gradient.
@@ -127,9 +129,11 @@ class RemoteLM(nn.Module):
             data: The datums.
             loss: Its name, or what `custom_loss` or `create_custom_loss` gave.
             config: Its settings.
+            inputs: Inputs of the loss that are given once for the batch instead of with each datum.
             added: The value of what is added to it here, so that a `RemoteModule` can log the total when it is known.
         """
-        call = ServerCall(to_datums(data), loss, dict(config or {}), added=added)
+        given = {name: TensorData.of(value) for name, value in (inputs or {}).items()}
+        call = ServerCall(to_datums(data), loss, dict(config or {}), added=added, inputs=given)
         (value,) = _Join.apply(self.handle, call, torch.tensor(torch.nan))  # type: ignore[no-untyped-call]
         assert isinstance(value, Tensor)  # noqa: S101 for the type checker
         return value.as_subclass(DeferredLoss)

@@ -121,6 +121,7 @@ def window_state(window: Sequence[Call | ServerCall]) -> list[dict[str, Any]]:
             "datums": [_datum_state(datum) for datum in call.datums],
             "gradients": call.gradients,
             "added": call.added if isinstance(call, ServerCall) else None,
+            "inputs": _tensors(call.inputs) if isinstance(call, ServerCall) else {},
         }
         for call in window
     ]
@@ -134,7 +135,9 @@ def window_from(state: Sequence[dict[str, Any]]) -> list[Call | ServerCall]:
         if entry["loss"] is None:
             window.append(Call(datums, entry["gradients"]))
         else:
-            window.append(ServerCall(datums, entry["loss"], entry["config"], entry["gradients"], entry["added"]))
+            inputs = {name: TensorData.from_torch(tensor) for name, tensor in entry["inputs"].items()}
+            call = ServerCall(datums, entry["loss"], entry["config"], entry["gradients"], entry["added"], inputs)
+            window.append(call)
     return window
 
 
@@ -147,8 +150,12 @@ def _loss_name(call: ServerCall) -> str:
     return call.name
 
 
+def _tensors(inputs: Mapping[str, TensorData]) -> dict[str, Tensor]:
+    return {name: tensor.to_torch().clone() for name, tensor in inputs.items()}
+
+
 def _datum_state(datum: Datum) -> dict[str, Any]:
-    inputs: dict[str, Tensor] = {name: tensor.to_torch().clone() for name, tensor in datum.loss_fn_inputs.items()}
+    inputs = _tensors(datum.loss_fn_inputs)
     rest = wire_json.dumps(datum.with_only_inputs({}))
     return {"rest": torch.frombuffer(bytearray(rest), dtype=torch.uint8), "inputs": inputs}
 
