@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -95,14 +96,22 @@ def test_several_processes_are_refused(service: ServiceClient, asked: dict[str, 
 def test_several_processes_are_refused_without_the_strategy(
     service: ServiceClient, asked: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the processes wait for each other; each of them says it, and the first is looked at here."""
-    monkeypatch.setattr(_SubprocessScriptLauncher, "_call_children_scripts", lambda _: None)
+    """Before a process is started."""
+    started: list[Any] = []
+    monkeypatch.setattr(_SubprocessScriptLauncher, "_call_children_scripts", started.append)
     trainer = quiet(strategy="auto", accelerator="cpu", **{"devices": 1, **asked})
     assert isinstance(trainer.strategy, DDPStrategy)
     with pytest.raises(InvalidInput, match=r"would run 2 processes.*devices=1, num_nodes=1"):
         trainer.fit(new(service, RemoteModule), loader())
+    assert started == []
 
 
-def test_processes_that_would_be_spawned_are_refused(service: ServiceClient) -> None:
-    with pytest.raises(InvalidInput, match="cannot be pickled"):
-        quiet(strategy="ddp_spawn", accelerator="cpu", devices=2).fit(new(service, RemoteModule), loader())
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
+def test_processes_that_would_be_spawned_are_refused(
+    strategy: str, service: ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(multiprocessing.Process, "start", started.append)
+    with pytest.raises(InvalidInput, match="would run 2 processes"):
+        quiet(strategy=strategy, accelerator="cpu", devices=2).fit(new(service, RemoteModule), loader())
+    assert started == []

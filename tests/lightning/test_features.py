@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytorch_lightning as other
 import torch
+import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from packaging.version import Version
@@ -285,6 +286,86 @@ def test_lightning_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again = LightningCLI(Typed, args=["fit", *model, *trainer, *quiet, "--trainer.max_steps=3", f"--ckpt_path={file}"])
     assert again.trainer.global_step == again.model.lm.handle.remote.steps == 3
     again.model.close()
+
+
+@pytest.mark.filterwarnings(r"ignore:[\s\S]*(in v5\.0\.0|JsonargparseDeprecationWarning)")
+@pytest.mark.parametrize("by_class", [False, True])
+def test_no_file_of_a_command_line_has_the_api_key(
+    by_class: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning.pytorch.cli import LightningCLI
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["program"])
+    prefix = "--model.init_args" if by_class else "--model"
+    settings = {"model": "tiny", "rank": 4, "base_url": "embedded", "api_key": "tml-very-secret"}
+    args = [f"--model={__name__}.Typed"] if by_class else []
+    args += [f"{prefix}.{name}={value}" for name, value in settings.items()]
+    args += ["--trainer.strategy=tinker", "--trainer.max_steps=1", "--trainer.logger=CSVLogger", "--seed_everything=1"]
+    args += [f"--trainer.logger.save_dir={tmp_path}", "--trainer.enable_progress_bar=false"]
+    cli = LightningCLI(RemoteModule if by_class else Typed, subclass_mode_model=by_class, args=["fit", *args])
+    assert cli.model._session._api_key == "tml-very-secret"
+    cli.model.close()
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert {file.suffix for file in files} >= {".yaml", ".ckpt"}
+    assert [file for file in files if b"very-secret" in file.read_bytes()] == []
+    (config,) = tmp_path.rglob("config.yaml")
+    assert "rank: 4" in config.read_text()
+    (hparams,) = tmp_path.rglob("hparams.yaml")
+    yaml.safe_load(hparams.read_text())
+
+
+def test_hyperparameters_are_read_by_a_safe_loader(service: ServiceClient, tmp_path: Path) -> None:
+    trainer = quiet(max_steps=1, logger=CSVLogger(tmp_path))
+    trainer.fit(new(service, RemoteModule, betas=(0.8, 0.9)), loader())
+    (file,) = tmp_path.rglob("hparams.yaml")
+    assert yaml.safe_load(file.read_text())["betas"] == [0.8, 0.9]
+
+
+@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+@pytest.mark.parametrize("shape", [list, tuple, lambda batch: {"pairs": batch}])
+def test_datums_of_the_official_sdk(strategy: str, shape: Any, service: ServiceClient) -> None:  # R5.4
+    import tinker
+
+    class Unpacks(RemoteModule):
+        def datums(self, batch: Any) -> list[Any]:
+            return list(batch["pairs"] if isinstance(batch, dict) else batch)
+
+    def official(datum: Datum) -> tinker.Datum:
+        return tinker.Datum(
+            model_input=tinker.ModelInput.from_ints(datum.model_input.to_ints()),
+            loss_fn_inputs={
+                name: tinker.TensorData.from_torch(tensor.to_torch()) for name, tensor in datum.loss_fn_inputs.items()
+            },
+        )
+
+    plain = {"strategy": strategy, "accelerator": "cpu", "devices": 1, "accumulate_grad_batches": 2, "max_epochs": 1}
+    theirs: Any = DataLoader([official(datum) for datum in DATA], 2, collate_fn=shape)  # type: ignore[arg-type]
+    modules = [new(service, Unpacks), new(service, Unpacks)]
+    scores = []
+    for module, data in zip(modules, (loader(), theirs), strict=True):
+        trainer = quiet(**plain)
+        trainer.fit(module, data, data)
+        scores.append([*trainer.validate(module, data, verbose=False), *trainer.test(module, data, verbose=False)])
+    assert scores[0] == scores[1]
+    assert torch.equal(*map(logprobs_of, modules))
+
+
+@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+def test_callbacks_see_deferred_metrics_at_the_end_of_an_epoch(strategy: str, service: ServiceClient) -> None:
+    seen: dict[str, set[str]] = {}
+
+    class Looks(Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            seen["epoch"] = set(trainer.callback_metrics)
+
+        def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            seen["end"] = set(trainer.callback_metrics)
+
+    plain = {"strategy": strategy, "accelerator": "cpu", "devices": 1, "callbacks": [Looks()]}
+    quiet(max_epochs=1, **plain).fit(new(service, OnServer), loader(8))
+    assert seen["epoch"] >= {"train_loss", "grad_norm"}
+    assert seen["end"] >= {"train_loss", "grad_norm"}
 
 
 class ForeignCallback(other.Callback):

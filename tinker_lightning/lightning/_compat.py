@@ -6,14 +6,21 @@ error is raised instead of training on silently. To support such a release, chan
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning import __version__
+from lightning.pytorch.strategies import launchers
 from packaging.version import Version
 
 from tinker_lightning.errors import IncompatibleLightning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import lightning.pytorch as pl
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +102,34 @@ VAL_RESULTS = Private("fit_loop.epoch_loop.val_loop._results")
 ATTACHED_TRAINER = Private("_trainer")
 COMPILER_CONTEXT = Private("_compiler_ctx")
 METRIC_ATTRIBUTES = Private("_metric_attributes")
+HPARAMS = Private("_hparams")
+HPARAMS_INITIAL = Private("_hparams_initial")
 
 # Of a `ModelCheckpoint`, of a logged value, and of a metric of torchmetrics.
 EVERY_N_TRAIN_STEPS = Private("_every_n_train_steps")
 TRAIN_TIME_INTERVAL = Private("_train_time_interval")
 FORWARD_CACHE = Private("_forward_cache")
 UPDATE_COUNT = Private("_update_count")
+
+_LAUNCHERS = (Private("_SubprocessScriptLauncher"), Private("_MultiProcessingLauncher"))
+
+
+def before_launch(check: Callable[[pl.Trainer, Any], None]) -> None:
+    """Calls `check(trainer, module)` before Lightning starts processes, where it calls no hook.
+
+    Raises:
+        IncompatibleLightning: If Lightning starts processes in another way.
+    """
+    for each in _LAUNCHERS:
+        launcher = each.get(launchers)
+        launcher.launch = _checked(Private("launch").get(launcher), check)
+
+
+def _checked(launch: Any, check: Callable[[pl.Trainer, Any], None]) -> Any:
+    @functools.wraps(launch)
+    def checked(self: Any, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        if trainer is not None and args:
+            check(trainer, args[0])
+        return launch(self, function, *args, trainer=trainer, **kwargs)
+
+    return checked

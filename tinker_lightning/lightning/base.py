@@ -17,14 +17,15 @@ from torch import Tensor
 from tinker_lightning.client.export import export_adapter
 from tinker_lightning.errors import InvalidInput, InvalidLoss, TinkerLightningError
 from tinker_lightning.lightning import _compat, routes
-from tinker_lightning.lightning.batches import count_datums, datums_of
+from tinker_lightning.lightning.batches import count_datums, datums_of, is_datum
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.checkpoint.contents import STATE_KEY
 from tinker_lightning.lightning.deferred_metrics import DeferredMetrics
-from tinker_lightning.lightning.hyperparameters import fixed, not_plain
+from tinker_lightning.lightning.hyperparameters import fixed, not_plain, without_tuples
 from tinker_lightning.lightning.lazy_client import LazyClient
 from tinker_lightning.lightning.metrics import Scores
 from tinker_lightning.lightning.predict import Samples
+from tinker_lightning.lightning.secret import Secret  # noqa: TC001 command lines read the signature
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.likelihood import likelihood_metrics
 from tinker_lightning.losses.reduction import total_weight, weights_of
@@ -100,7 +101,7 @@ class RemoteBase(pl.LightningModule):
         train_unembed: bool = True,
         max_steps_in_flight: int = 8,
         base_url: str | None = None,
-        api_key: str | None = None,
+        api_key: Secret | str | None = None,
     ) -> None:
         super().__init__()
         if max_steps_in_flight < 1:
@@ -116,7 +117,7 @@ class RemoteBase(pl.LightningModule):
         }
         self._session = LazyClient(model, adapter, base_url, api_key)
         self.learning_rate = learning_rate  # where Lightning's LearningRateFinder puts what it has found
-        self._adam: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self._adam: dict[str, Any] = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         self.lm = RemoteLM(self._session.client if model is None or isinstance(model, str) else model)
         self._scores = Scores()
         remote = self.lm.handle.remote
@@ -147,6 +148,9 @@ class RemoteBase(pl.LightningModule):
         ignored = [ignore] if isinstance(ignore, str) else list(ignore or ())
         frame = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
         super().save_hyperparameters(*args, ignore=[*ignored, "api_key", *not_plain(self)], frame=frame, logger=logger)
+        for name in (_compat.HPARAMS, _compat.HPARAMS_INITIAL):
+            hparams = name.get(self)  # with lists in place of tuples, which yaml.safe_load does not read
+            hparams.update({key: without_tuples(value) for key, value in hparams.items()})
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Logs a value as `LightningModule.log` does; the batch size is the number of its datums if not given.
@@ -157,6 +161,16 @@ class RemoteBase(pl.LightningModule):
         if results is not None and results.batch_size is None:
             results.batch_size = count_datums(results.batch) or None
         super().log(*args, **kwargs)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Moves the tensors of a batch to a device, but not datums and prompts, which are sent to the server."""
+        if is_datum(batch) or hasattr(batch, "chunks"):
+            return batch
+        if type(batch) is dict:
+            return {key: self.transfer_batch_to_device(each, device, dataloader_idx) for key, each in batch.items()}
+        if type(batch) in (list, tuple):
+            return type(batch)(self.transfer_batch_to_device(each, device, dataloader_idx) for each in batch)
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     # What to override.
 

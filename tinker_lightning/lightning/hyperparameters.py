@@ -27,6 +27,13 @@ def fixed(module: Any) -> frozenset[str]:
     return frozenset(name for frame in inner for name, _ in _arguments(frame)) - given
 
 
+def without_tuples(value: Any) -> Any:
+    """Returns plain data with lists in place of tuples."""
+    if isinstance(value, Mapping):
+        return {key: without_tuples(item) for key, item in value.items()}
+    return [without_tuples(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def _constructors(module: Any) -> Iterator[FrameType]:
     """The calls of `__init__` that are under way for a module, the innermost first."""
     frame = inspect.currentframe()

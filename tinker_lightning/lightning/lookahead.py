@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from tinker_lightning.lightning.base import RemoteBase
 from tinker_lightning.lightning.batches import as_list
 from tinker_lightning.lightning.resume import rng
 from tinker_lightning.lightning.resume.loaders import ResumableLoader
@@ -16,7 +17,6 @@ from tinker_lightning.lightning.resume.loaders import ResumableLoader
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tinker_lightning.lightning.base import RemoteBase
     from tinker_lightning.remote.calls import Pass
 
 logger = logging.getLogger("tinker_lightning")
@@ -57,7 +57,8 @@ class LookAhead:
             or is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)  # the step draws
         ):
             return []
-        if hooks := [name for name in _HOOKS if is_overridden(name, module) or is_overridden(name, trainer.datamodule)]:
+        data = trainer.datamodule
+        if hooks := [name for name in _HOOKS if is_overridden(name, module, RemoteBase) or is_overridden(name, data)]:
             self._turn_off(module, f"its {hooks[0]} changes batches when they are trained; do that in datums")
             return []
         index, size = trainer.fit_loop.batch_idx, trainer.accumulate_grad_batches

@@ -209,3 +209,11 @@ class RemoteModule(RemoteBase):
         weight = self.chosen_route().weight(data)
         for name, number in {"loss": value, **metrics}.items():
             self.log(f"{stage}_{name}", number, prog_bar=name == "loss", batch_size=weight)
+
+
+def _check_launch(trainer: pl.Trainer, module: Any) -> None:
+    if isinstance(module, RemoteModule):
+        checks.check_processes(trainer)
+
+
+_compat.before_launch(_check_launch)
