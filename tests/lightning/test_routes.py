@@ -111,7 +111,7 @@ def test_a_function_of_ones_own_stays_here_unless_the_server_is_asked_for(
     caplog.set_level(logging.INFO, "tinker_lightning")
     here, passes = fitted(stage, loss=loss)
     assert passes == TWO_PASSES
-    assert "loss loss: route two-pass (it is Python's)" in caplog.text
+    assert "loss loss: route two-pass (it is Python)" in caplog.text
     there, passes = fitted(stage, loss=loss, route="server")
     assert passes == ONE_PASS
     assert "loss loss: route server (asked for)" in caplog.text
@@ -243,7 +243,7 @@ def test_what_would_read_the_padding_on_a_server_stays_here(
 
     caplog.set_level(logging.INFO, "tinker_lightning")
     assert fitted(stage, loss=margin)[1] == TWO_PASSES
-    assert "loss margin: route two-pass (it is Python's)" in caplog.text
+    assert "loss margin: route two-pass (it is Python)" in caplog.text
     with pytest.raises(LossNotTraceable, match=r"(?s)log-probabilities of datum 1, .*or use route='two-pass'"):
         fitted(stage, loss=margin, route="server")
 

@@ -1,4 +1,4 @@
-"""What a loader gives, as datums and prompts."""
+"""Converts the batches of a loader to datums and prompts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tinker_lightning.types import Datum, ModelInput
 
 
 def datums_of(batch: Any) -> list[Any]:
-    """The datums of a batch: a list of them as it is, and one as a list.
+    """Returns the datums of a batch, which is a list of datums or a single one.
 
     Raises:
-        InvalidDatum: If the batch is empty or no list of datums.
+        InvalidDatum: If the batch is empty or not a list of datums.
     """
     if is_datum(batch):
         return [batch]
@@ -29,8 +29,8 @@ def datums_of(batch: Any) -> list[Any]:
         if isinstance(batch, list | tuple):
             got += f" of {type(next(item for item in batch if not is_datum(item))).__name__}"
         raise InvalidDatum(
-            f"a batch must be a list of datums, got {got}. Give the DataLoader collate_fn=tinker_lightning.collate, or "
-            "override datums(self, batch) to build them."
+            f"a batch must be a list of datums, got {got}. Pass collate_fn=tinker_lightning.collate to the DataLoader, "
+            "or override datums(self, batch) to build them."
         )
     if not batch:
         raise InvalidDatum("the batch has no datums; drop empty batches in the loader")
@@ -38,10 +38,10 @@ def datums_of(batch: Any) -> list[Any]:
 
 
 def as_list(given: Any) -> list[Any]:
-    """What an override of `datums` gives, as a list: a list as it is, any other iterable once through.
+    """Returns what an override of `datums` returned, which may be any iterable, as a list.
 
     Raises:
-        InvalidDatum: If it is nothing of the kind.
+        InvalidDatum: If it is not iterable.
     """
     if isinstance(given, list):
         return given
@@ -53,12 +53,12 @@ def as_list(given: Any) -> list[Any]:
 
 
 def is_datum(value: Any) -> bool:
-    """Whether it is a datum, ours or the official SDK's."""
+    """Returns whether a value is a datum, ours or the official SDK's."""
     return hasattr(value, "model_input") and hasattr(value, "loss_fn_inputs")
 
 
 def count_datums(batch: Any) -> int:
-    """How many datums a batch has, in lists, tuples and dicts however deep; 0 if it is made of something else.
+    """Returns how many datums a batch has in nested lists, tuples and dicts; 0 if it has other contents.
 
     >>> count_datums({"pairs": [(Datum.from_tokens([1, 2]), Datum.from_tokens([1, 3]))], "names": ["first"]})
     2
@@ -71,10 +71,10 @@ def count_datums(batch: Any) -> int:
 
 
 def prompts_of(batch: Any, tokenizer: Any) -> list[ModelInput]:
-    """What to sample from: each datum, input, text or row of tokens of a batch, or the only one.
+    """Returns the prompts of a batch: of each datum, model input, string or row of tokens, or of a single one.
 
     Raises:
-        InvalidInput: If it has the rows of a batch where its columns should be.
+        InvalidInput: If torch's default collate function has transposed rows of tokens.
     """
     if isinstance(batch, Tensor | np.ndarray):
         return [ModelInput.from_ints(row) for row in (batch if batch.ndim > 1 else [batch])]
@@ -82,9 +82,8 @@ def prompts_of(batch: Any, tokenizer: Any) -> list[ModelInput]:
         return [_prompt(batch, tokenizer)]
     if all(isinstance(item, Tensor) and item.ndim == 1 for item in batch) and len({len(item) for item in batch}) == 1:
         raise InvalidInput(
-            f"a list of {len(batch)} tensors of {len(batch[0])} tokens each: torch's default collate_fn makes it of "
-            f"{len(batch[0])} prompts by turning rows into columns. Give the DataLoader "
-            "collate_fn=tinker_lightning.collate."
+            f"a list of {len(batch)} tensors of {len(batch[0])} tokens each: torch's default collate_fn transposes "
+            f"{len(batch[0])} prompts into it. Pass collate_fn=tinker_lightning.collate to the DataLoader."
         )
     return [_prompt(item, tokenizer) for item in batch]
 
@@ -97,5 +96,5 @@ def _prompt(item: Any, tokenizer: Any) -> ModelInput:
     return to_model_input(item) if hasattr(item, "chunks") else ModelInput.from_ints(item)
 
 
-# A loader without a collate_fn of its own then gives lists of datums, too.
+# With this, a loader without a collate_fn also yields lists of datums.
 default_collate_fn_map[Datum] = lambda batch, *, collate_fn_map=None: list(batch)  # noqa: ARG005

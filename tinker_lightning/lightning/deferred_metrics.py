@@ -1,4 +1,4 @@
-"""Metrics that come back from the server after their step, logged under the step they belong to."""
+"""Metrics that arrive from the server after their step, and are logged under that step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tinker_lightning import losses
 from tinker_lightning.client.chunking import reduced
-from tinker_lightning.errors import OperationFailed
+from tinker_lightning.errors import InvalidInput, OperationFailed
 from tinker_lightning.lightning import _compat, metric_names
 from tinker_lightning.lightning.metric_names import LOSS, TOTAL, VALUE
 from tinker_lightning.losses import surrogate
@@ -44,14 +44,14 @@ class _Entry:
     step: int
     epoch: int
     to_loggers: bool
-    share: float  # what makes a mean over the window of a sum of values that Lightning has divided by its full size
+    share: float  # turns the sum over a window, divided by the full window size, into its mean
 
 
 class DeferredMetrics:
-    """The steps whose metrics are still on their way, oldest first.
+    """Logs the metrics of steps when they arrive, oldest first.
 
     Args:
-        wait: Waits for the result or the failure of a request, and may be ended.
+        wait: Waits for the result or the failure of a request; may raise to end the wait.
     """
 
     def __init__(self, wait: Callable[[TinkerFuture[Any]], None]) -> None:
@@ -60,7 +60,12 @@ class DeferredMetrics:
         self._names: set[str] = set()
 
     def are_monitored(self, trainer: pl.Trainer, *, by_step: bool = False) -> bool:
-        """Whether something is about to look at a metric that comes late; at any metric while none has come yet."""
+        """Returns whether a callback or scheduler monitors a deferred metric; any metric while no name is known yet.
+
+        Args:
+            trainer: The trainer.
+            by_step: Whether only those count that read a metric after this step.
+        """
         schedulers = trainer.lr_scheduler_configs
         looking: list[Any] = [*_compat.CALLBACKS.get(trainer), *schedulers]
         if by_step:
@@ -70,7 +75,7 @@ class DeferredMetrics:
         return bool(monitored & self._names if self._names else monitored)
 
     def add(self, sent: Step, trainer: pl.Trainer) -> None:
-        """A step was sent; it belongs to the step that the trainer's loggers would write now."""
+        """Adds a step that was sent; its metrics belong to the step that loggers would write now."""
         step, every = _compat.BATCHES_THAT_STEPPED.get(trainer), _compat.LOG_EVERY_N_STEPS.get(trainer)
         to_loggers = bool(every) and (step + 1) % every == 0
         size = window_size(trainer)
@@ -78,7 +83,7 @@ class DeferredMetrics:
         self._waiting.append(_Entry(sent, trainer, step, trainer.current_epoch, to_loggers, share))
 
     def log(self, *, wait: bool) -> None:
-        """Logs what is there; with `wait` waits for the rest. Failures are left to be raised by the client."""
+        """Logs the metrics that have arrived; with `wait`, waits for the rest. The client raises failures."""
         while self._waiting:
             entry = self._waiting[0]
             futures: list[TinkerFuture[Any]] = [entry.sent.optim, *(loss for loss, _ in entry.sent.losses)]
@@ -92,8 +97,8 @@ class DeferredMetrics:
             metrics = _metrics(entry.sent, entry.share)
             self._names.update(metrics)
             if entry.to_loggers and metrics:
-                # Directly: `self.log` has no step of its own, and is refused after the last one. The epoch is added
-                # as Lightning adds it to what it logs.
+                # `self.log` cannot log under another step, and raises after the last one. Lightning adds the epoch to
+                # what it logs, too.
                 for logger in entry.trainer.loggers:
                     logger.log_metrics({"epoch": entry.epoch, **metrics}, step=entry.step)
             entry.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
@@ -102,7 +107,7 @@ class DeferredMetrics:
 
 
 def _may_save(callback: Any, step: int) -> bool:
-    """Whether a checkpoint callback may save after so many steps; one that goes by the clock may after each."""
+    """Returns whether a checkpoint callback may save after this step; one with a time interval may after each."""
     if not isinstance(callback, ModelCheckpoint):
         return False
     every = _compat.EVERY_N_TRAIN_STEPS.get(callback)
@@ -110,7 +115,7 @@ def _may_save(callback: Any, step: int) -> bool:
 
 
 def _is_due(scheduler: LRSchedulerConfig, trainer: pl.Trainer) -> bool:
-    """Whether a scheduler looks at its metric after this step, for which Lightning counts batches."""
+    """Returns whether a scheduler reads its metric after this step; Lightning counts batches for that."""
     batches = trainer.fit_loop.epoch_loop.batch_idx + 1
     return scheduler.interval == "step" and batches % scheduler.frequency == 0
 
@@ -175,9 +180,9 @@ def of_pass(
     with torch.no_grad():
         try:
             logprobs = surrogate.leaves(output, data)
-        except OperationFailed:
-            return {}  # the result has no log-probabilities
-        return surrogate.numbers(function(data, logprobs, **known_settings(function, config or {}))[1])
+            return surrogate.numbers(function(data, logprobs, **known_settings(function, config or {}))[1])
+        except (InvalidInput, OperationFailed):
+            return {}  # the server takes other inputs than the library, or returns no log-probabilities
 
 
 def combined(window: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The names under which a `RemoteModule` logs the loss, and what becomes of metrics that have one of these names."""
+"""The names under which a `RemoteModule` logs the loss, and how metrics of the same names are renamed."""
 
 from __future__ import annotations
 

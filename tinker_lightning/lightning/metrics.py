@@ -1,4 +1,4 @@
-"""Metrics of log-probabilities, weighted by token, as torchmetrics."""
+"""Torchmetrics of log-probabilities, weighted by token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TokenNLL(Metric):
-    """The mean negative log-likelihood of all tokens seen, each counted by its weight.
+    """The mean negative log-likelihood of all tokens so far, by weight.
 
     >>> metric = TokenNLL()
     >>> metric.update(torch.tensor([-1.0, -3.0]), torch.tensor([1.0, 1.0]))
@@ -33,24 +33,24 @@ class TokenNLL(Metric):
         self.add_state("weight", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def _apply(self, fn: Any, exclude_state: Sequence[str] = ()) -> Self:
-        """The sums stay here and in double precision: half would stop counting, and some devices have no double."""
+        """Keeps the sums on the CPU in float64: half precision would stop counting, and some devices lack float64."""
         del fn, exclude_state
         return self
 
     def update(self, logprobs: Tensor, weights: Tensor) -> None:
         """Adds the tokens of a batch."""
-        # Not in place: a sum that was begun in inference mode may not be changed outside it.
+        # Not in place, because a tensor created in inference mode cannot be changed outside it.
         counted = weights.cpu().double()
         self.total = self.total - (logprobs.cpu().double() * counted).sum()
         self.weight = self.weight + counted.sum()
 
     def compute(self) -> Tensor:
-        """The mean over all tokens; NaN if none has been seen."""
+        """Returns the mean over all tokens; NaN if there are none."""
         return (self.total / self.weight).float()
 
 
 class TokenPerplexity(TokenNLL):
-    """The perplexity of all tokens seen: `exp` of their mean negative log-likelihood.
+    """The perplexity of all tokens so far: `exp` of their mean negative log-likelihood.
 
     >>> metric = TokenPerplexity()
     >>> metric.update(torch.zeros(3), torch.ones(3))
@@ -59,7 +59,7 @@ class TokenPerplexity(TokenNLL):
     """
 
     def compute(self) -> Tensor:
-        """The perplexity of all tokens."""
+        """Returns the perplexity of all tokens; NaN if there are none."""
         return super().compute().exp()
 
 
@@ -67,7 +67,7 @@ class Scores(torch.nn.ModuleDict):
     """Holds the negative log-likelihood and perplexity of each stage and loader, created with its first batch."""
 
     def updated(self, stage: str, loader: int, scored: Iterable[tuple[Tensor, Tensor]]) -> dict[str, TokenNLL]:
-        """The metrics of a stage's loader, by name, with the tokens of a batch: log-probabilities and weights."""
+        """Updates the metrics of a loader with the log-probabilities and weights of a batch; returns them by name."""
         metrics: dict[str, TokenNLL] = {}
         for name, kind in (("nll", TokenNLL), ("perplexity", TokenPerplexity)):
             key = f"{stage}_{name}_{loader}"

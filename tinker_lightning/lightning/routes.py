@@ -1,4 +1,4 @@
-"""Where a loss runs: on the server in one pass, or here in two."""
+"""Where a loss runs: on the server in one pass, or locally in two."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Chosen:
 
 
 def is_plain_function(loss: Any) -> bool:
-    """Whether what stands in a class as its loss is a function of `(data, logprobs)`, not written as a method."""
+    """Returns whether a class attribute `loss` is a function of `(data, logprobs)` and not a method."""
     if is_of_library(loss):
         return True
     if not isinstance(loss, FunctionType):
@@ -175,7 +175,7 @@ def _choose(
         if is_here:
             return Chosen("two-pass", local, {}, local), asked or beside
         if route == "server":
-            return Chosen("builtin", loss, config, local), "the server was asked for, which knows it by name"
+            return Chosen("builtin", loss, config, local), "the server, which is asked for, knows it by name"
         return Chosen("builtin", loss, config, local), asked or "the server knows it by name"
     if route == "builtin":
         raise InvalidInput(f"{_name(loss)} is not built into servers, which know {', '.join(BUILT_IN)}")
@@ -188,8 +188,8 @@ def _choose(
             return Chosen("server", loss, config, local), asked or "it was registered there"
         if isinstance(own, str) or getattr(own, "source", "logprobs") != "logprobs":
             raise InvalidInput(
-                f"{_name(own)} runs on the server only: what it is computed from does not come here. Write it as a "
-                "function of datums and log-probabilities."
+                f"{_name(own)} runs on the server only, because it is not computed from log-probabilities. Write it "
+                "as a function of datums and log-probabilities."
             )
         local = functools.partial(own, **config)
         return Chosen("two-pass", local, {}, local), asked or beside
@@ -201,12 +201,12 @@ def _choose(
     if route == "auto" and is_of_library(loss) and not regularized and _takes_losses(backend()):
         return Chosen("server", _uploaded(loss, config, backend()), {}, local), "the server computes it in one pass"
     surrogate.check_arguments(loss)
-    why = asked or (beside if is_of_library(loss) else "") or "it is Python's"
+    why = asked or (beside if is_of_library(loss) else "") or "it is Python"
     return Chosen("two-pass", local, {}, local), why
 
 
 def _registered(loss: Any, backend: Callable[[], TrainingBackend]) -> ServerLoss | None:
-    """What `custom_loss` has made of it, where that is known here."""
+    """Returns the registered loss, if this client has registered it."""
     if isinstance(loss, str) and loss not in BUILT_IN:
         registry = backend().losses
         loss = None if registry is None else registry.by_name.get(loss)
@@ -216,8 +216,8 @@ def _registered(loss: Any, backend: Callable[[], TrainingBackend]) -> ServerLoss
 def _uploaded(loss: Any, config: Mapping[str, Any], backend: TrainingBackend) -> ServerLoss:
     function, settings = unwrapped(loss)
     if backend.losses is None:
-        raise InvalidInput(f"{type(backend).__name__} takes no losses of one's own; use route='two-pass'")
-    # Nobody uses the name, so that it may stand beside those of the server's losses, and of one's own registered ones.
+        raise InvalidInput(f"{type(backend).__name__} does not take custom losses; use route='two-pass'")
+    # Nobody uses this name, so it must not clash with the names of built-in and registered losses.
     name = f"{OF_LIBRARY if is_of_library(loss) else OF_OWN}{_NOT_IN_NAMES.sub('', _name(loss))[:50]}"
     return ServerLoss(backend.losses, name, function, "logprobs", {**settings, **config}, trace=True, of_lists=True)
 
