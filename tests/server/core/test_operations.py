@@ -134,7 +134,7 @@ def test_a_repeated_unnamed_snapshot_is_one_sampler_though_its_session_number_ch
 def test_a_repeated_create_model_finds_its_model_after_the_result_was_dropped(api: Api) -> None:
     session = api.session()
     model = api.model(session)
-    api.trainer.scheduler._operations.clear()
+    api.trainer.scheduler._jobs.clear()
     assert api.model(session) == model
     assert "metrics" in api.run("optim_step", api.step(model, 1))
 

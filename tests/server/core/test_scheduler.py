@@ -161,7 +161,7 @@ def test_a_missing_number_holds_up_the_rest_for_the_gap_timeout_only_and_is_refu
         assert time.monotonic() - started >= 0.1  # two gaps, each waited for
         assert log.ran == [("m", 1), ("m", 3), ("m", 6)]
         for number in (2, 4, 5):
-            with pytest.raises(InvalidInput, match=rf"number {number} of m comes too late: 6 was let through"):
+            with pytest.raises(InvalidInput, match=rf"number {number} of m comes too late: 6 has already run"):
                 submit(scheduler, log, number)
     finally:
         scheduler.close()
@@ -286,7 +286,7 @@ def test_closing_finishes_what_runs_fails_what_waits_and_refuses_what_comes() ->
     for operation in (queued, early):
         error = operation.future.exception(SOON)
         assert isinstance(error, TrainerClosed)
-        assert "closed before this operation's turn" in str(error)
+        assert "closed before this job could run" in str(error)
     assert not current.future.done()
     go.set()
     closer.join(SOON)

@@ -149,7 +149,7 @@ def test_truncated_protobuf_is_refused_at_every_length(shared_api: Api) -> None:
         response = shared_api.request("POST", "forward_backward", content=body[:length], headers=headers)
         if response.status_code == 200:
             assert tinker_pb2.ForwardBackwardRequest.FromString(body[:length]).model_id == model
-            shared_api.trainer.scheduler._operations.pop(f"{model}:1")
+            shared_api.trainer.scheduler._jobs.pop(f"{model}:1")
             shared_api.trainer.scheduler._lines[model].last = 0
         else:
             assert response.status_code in (400, 404)

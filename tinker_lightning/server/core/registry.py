@@ -47,7 +47,7 @@ class Model:
     last_request_time: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def ready(self) -> tuple[BaseModel, Adapter]:
-        """What an operation works on.
+        """What a job works on.
 
         Raises:
             NotFound: If the model could not be created, or was unloaded.

@@ -1,4 +1,4 @@
-"""Samplers, and the operations on them."""
+"""Samplers, and the jobs on them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Sampling:
                 prompt_logprobs=request.prompt_logprobs,
             )
 
-        operation = Job(
+        job = Job(
             f"{sampler.sampler_id}:{request.seq_id}",
             "sample",
             run,
@@ -81,4 +81,4 @@ class Sampling:
             seq=request.seq_id,
             samples=request.num_samples,
         )
-        return self._scheduler.submit(operation)
+        return self._scheduler.submit(job)

@@ -1,7 +1,8 @@
-"""Runs operations one at a time, each model's in the order of their numbers, each number once.
+"""Runs jobs one at a time: those of a model in the order of their numbers, and each number exactly once.
 
-A submission may arrive before an earlier number (it waits), again (it gets the same operation), or never (after
-`gap_timeout` the numbers behind it go on; should it still arrive then, it is refused, so that its sender knows).
+A job may be submitted before one with a lower number (then it waits), or twice (the second submission returns the
+first job). If a number is missing for `gap_timeout` seconds, the jobs after it run without it, and submitting it
+later raises.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinker_lightning.server")
 
-# Longer than a client needs to notice that a request was lost (they wait a minute for an answer) and to send it again:
-# otherwise one broken connection would cost a step.
+# Longer than a client takes to notice a lost request (clients wait a minute for an answer) and to send it again.
+# Otherwise one broken connection would cost a step.
 GAP_TIMEOUT = 120.0
-# A result that nobody has fetched yet waits for a client that may be away; one that was fetched only has to survive
-# the loss of the answer that carried it.
+# A result that has not been fetched is kept for a client that may be disconnected. A fetched result is kept only in
+# case the response that carried it was lost.
 RETENTION = 3600.0
 FETCHED_RETENTION = 300.0
 
 
 class Job:
-    """Something to be done, and later its result, which may be fetched any number of times.
+    """A unit of work and its result, which can be fetched any number of times.
 
     Args:
-        request_id: The name under which its result is fetched; made of the operation's natural key.
-        kind: What is done, e.g. `forward_backward`.
-        run: Does it and returns the result; called once, on the scheduler's thread.
-        **labels: What the log says of it: model, seq, datums, tokens.
+        request_id: The id under which clients fetch the result, derived from the request's natural key.
+        kind: The type of request, e.g. `forward_backward`.
+        run: Does the work and returns the result. The scheduler's thread calls it once.
+        **labels: Fields for the log, such as model, seq, datums and tokens.
     """
 
     def __init__(self, request_id: str, kind: str, run: Callable[[], Any], **labels: object) -> None:
@@ -47,15 +48,15 @@ class Job:
         self.kind = kind
         self.labels = "".join(f"{name}={value} " for name, value in labels.items())
         self.future: Future[Any] = Future()
-        self.future.set_running_or_notify_cancel()  # so that a waiter that gives up cannot cancel it
+        self.future.set_running_or_notify_cancel()  # so that a waiter that times out cannot cancel it
         self.kept_since: float | None = None  # when it finished, or was last fetched
         self.fetched = False
         self._run: Callable[[], Any] | None = run
 
     def execute(self) -> None:
-        """Runs it and keeps the result or the error."""
-        run, self._run = self._run, None  # what it was asked with is no longer needed
-        assert run is not None  # noqa: S101  # operations are executed once
+        """Runs the job and stores its result or exception."""
+        run, self._run = self._run, None  # frees the request
+        assert run is not None  # noqa: S101  # a job is executed once
         started = time.perf_counter()
         outcome = "ok"
         defect: BaseException | None = None
@@ -74,22 +75,22 @@ class Job:
         logger.log(level, "op=%s %sms=%.1f %s", self.kind, self.labels, elapsed, outcome, exc_info=defect)
 
     def mark_fetched(self) -> None:
-        """Says that its result was handed out; it is kept a little longer, should that answer be lost."""
+        """Records that the result was fetched; it is kept a little longer in case the response was lost."""
         self.fetched = True
         self.kept_since = time.monotonic()
 
 
 @dataclass(slots=True)
 class _Line:
-    """The numbered operations of one model."""
+    """The numbered jobs of a model."""
 
-    last: int = 0  # the highest number that was let through
+    last: int = 0  # the highest number that was released
     waiting: dict[int, Job] = field(default_factory=dict)
-    freed: set[int] = field(default_factory=set)  # numbers whose submission was refused
+    freed: set[int] = field(default_factory=set)  # numbers of rejected submissions
     blocked_since: float | None = None
 
     def release(self) -> list[Job]:
-        """The operations whose turn it is."""
+        """Returns the jobs whose turn has come."""
         ready = []
         while self.waiting:
             number = self.last + 1
@@ -106,7 +107,7 @@ class _Line:
         return ready
 
     def skip(self) -> list[Job]:
-        """Gives up waiting for the numbers that are missing."""
+        """Stops waiting for missing numbers and returns the jobs after them."""
         self._pass(min(self.waiting) - 1)
         self.blocked_since = None
         return self.release()
@@ -117,12 +118,12 @@ class _Line:
 
 
 class Scheduler:
-    """One thread that executes; any thread may submit.
+    """Executes jobs on a thread of its own. All methods are thread-safe.
 
     Args:
-        gap_timeout: How many seconds the numbers behind a missing one wait for it.
-        retention: How many seconds a result is kept for whoever has not fetched it.
-        fetched_retention: How many seconds it is kept after it was fetched.
+        gap_timeout: How many seconds jobs wait for a missing lower number.
+        retention: How many seconds a result is kept until it is fetched.
+        fetched_retention: How many seconds a result is kept after it was fetched.
     """
 
     def __init__(
@@ -135,55 +136,55 @@ class Scheduler:
         self._retention = retention
         self._fetched_retention = fetched_retention
         self._next_cleaning = 0.0
-        self._operations: dict[str, Job] = {}
+        self._jobs: dict[str, Job] = {}
         self._lines: dict[str, _Line] = {}
         self._ready: deque[Job] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def submit(self, operation: Job, line: str | None = None, number: int = 0) -> Job:
-        """Queues an operation, or returns the one that the same request made before.
+    def submit(self, job: Job, line: str | None = None, number: int = 0) -> Job:
+        """Queues a job, or returns the job that was submitted earlier with the same request id.
 
         Args:
-            operation: What to do.
-            line: The model whose order it belongs to; None if it may run at any time.
-            number: Its number in that order, from 1.
+            job: The job to run.
+            line: The model in whose order the job runs, or None if it may run at any time.
+            number: The job's position in that order, from 1.
 
         Raises:
-            InvalidInput: If the number was used for something else, or its turn has passed.
-            TrainerClosed: If the trainer was closed.
+            InvalidInput: If the number was already used for another kind of job, or has been skipped.
+            TrainerClosed: If the trainer has been closed.
         """
         with self._changed:
             if self._closed:
-                raise TrainerClosed("the trainer has been closed; connect to one that runs")
-            known = self._operations.get(operation.request_id)
+                raise TrainerClosed("the trainer has been closed; connect to a running one")
+            known = self._jobs.get(job.request_id)
             if known is not None:
-                if known.kind != operation.kind:
+                if known.kind != job.kind:
                     raise InvalidInput(f"number {number} of {line} was already used, for {known.kind}")
                 return known
-            if operation.kept_since is not None:
-                operation.mark_fetched()  # it ran long ago and was dropped, but its owner still has it
+            if job.kept_since is not None:
+                job.mark_fetched()  # its result was dropped, but its owner still has the job
             elif line is None:
-                self._ready.append(operation)
+                self._ready.append(job)
             else:
                 entry = self._lines.setdefault(line, _Line())
                 if number <= entry.last:
                     raise InvalidInput(
-                        f"number {number} of {line} comes too late: {entry.last} was let through already. Its result "
-                        "was dropped long ago, or it was missing for so long that the numbers behind it went on."
+                        f"number {number} of {line} comes too late: {entry.last} has already run. Either its result is "
+                        "no longer kept, or it was missing for so long that the numbers after it ran without it."
                     )
                 entry.freed.discard(number)
-                entry.waiting[number] = operation
+                entry.waiting[number] = job
                 self._ready.extend(entry.release())
-            self._operations[operation.request_id] = operation
+            self._jobs[job.request_id] = job
             self._drop_old()
             self._start()
             self._changed.notify_all()
-        return operation
+        return job
 
     def free(self, line: str, number: int) -> None:
-        """Says that a submission was refused, so that the numbers behind it need not wait for it."""
+        """Marks the number of a rejected submission, so that the jobs after it do not wait for it."""
         with self._changed:
             if self._closed:
                 return
@@ -194,32 +195,32 @@ class Scheduler:
                 self._changed.notify_all()
 
     def find(self, request_id: str) -> Job:
-        """The operation of that name.
+        """Returns the job with this request id.
 
         Raises:
-            NotFound: If there is none, or its result was dropped.
+            NotFound: If there is no such job, or its result is no longer kept.
         """
         with self._changed:
-            operation = self._operations.get(request_id)
-        if operation is None:
+            job = self._jobs.get(request_id)
+        if job is None:
             raise NotFound(f"request_id {request_id!r} is not known here, or its result is no longer kept")
-        return operation
+        return job
 
     def close(self, timeout: float = 30.0) -> None:
-        """Fails what waits, lets what runs finish (after `timeout` seconds breaks it off), and stops the thread."""
+        """Fails waiting jobs and stops the thread; a job that still runs after `timeout` seconds is interrupted."""
         with self._changed:
             self._closed = True
             waiting = [*self._ready, *(op for line in self._lines.values() for op in line.waiting.values())]
             self._ready.clear()
             self._lines.clear()
             self._changed.notify_all()
-        for operation in waiting:
-            operation.future.set_exception(TrainerClosed("the trainer was closed before this operation's turn"))
+        for job in waiting:
+            job.future.set_exception(TrainerClosed("the trainer was closed before this job could run"))
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
-                logger.warning("an operation still runs after %.0f s and is broken off", timeout)
-                # A thread that is left behind inside torch makes the interpreter abort at its exit.
+                logger.warning("a job is still running after %.0f s and is interrupted", timeout)
+                # A thread that is still inside torch would make the interpreter abort at exit.
                 thread_id = ctypes.c_ulong(self._thread.ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(TrainerClosed))
                 self._thread.join(timeout)
@@ -230,16 +231,16 @@ class Scheduler:
             self._thread.start()
 
     def _work(self) -> None:
-        with contextlib.suppress(TrainerClosed):  # sent by close()
-            while (operation := self._next()) is not None:
-                operation.execute()
-                del operation  # its result must not live on here
+        with contextlib.suppress(TrainerClosed):  # raised in this thread by close()
+            while (job := self._next()) is not None:
+                job.execute()
+                del job  # do not keep its result alive
 
     def _next(self) -> Job | None:
-        """Waits for the operation whose turn it is; None once the trainer is closed."""
+        """Waits for the next job; returns None once the trainer is closed."""
         with self._changed:
             while True:
-                # Also while others have work: a busy neighbour must not lengthen the wait for a lost number.
+                # Also while other models have work: they must not prolong the wait for a lost number.
                 wait = self._skip_gaps()
                 if self._closed:
                     return None
@@ -248,7 +249,7 @@ class Scheduler:
                 self._changed.wait(wait)
 
     def _skip_gaps(self) -> float | None:
-        """Lets through what has waited too long; returns the seconds until the next one will have."""
+        """Releases jobs that have waited too long; returns the seconds until the next ones will have."""
         now = time.monotonic()
         soonest: float | None = None
         for name, line in self._lines.items():
@@ -257,7 +258,7 @@ class Scheduler:
             left = line.blocked_since + self._gap_timeout - now
             if left <= 0:
                 logger.warning(
-                    "%s: going on with number %d, for one before it has not come in %.0f s",
+                    "%s: continuing with number %d because an earlier one did not arrive within %.0f s",
                     name,
                     min(line.waiting),
                     self._gap_timeout,
@@ -272,7 +273,7 @@ class Scheduler:
         if now < self._next_cleaning:
             return
         self._next_cleaning = now + min(self._retention, self._fetched_retention) / 10
-        for name, operation in list(self._operations.items()):
-            retention = self._fetched_retention if operation.fetched else self._retention
-            if operation.kept_since is not None and operation.kept_since + retention < now:
-                del self._operations[name]
+        for name, job in list(self._jobs.items()):
+            retention = self._fetched_retention if job.fetched else self._retention
+            if job.kept_since is not None and job.kept_since + retention < now:
+                del self._jobs[name]

@@ -28,7 +28,7 @@ logger = logging.getLogger("tinker_lightning.server")
 
 # Clients that send heartbeats do so every ten seconds; after this many without one a client is taken for dead.
 SILENCE = 900.0
-# How long an operation that runs may go on when its trainer is no longer needed.
+# How long a job that runs may go on when its trainer is no longer needed.
 _LAST_SECONDS = 3.0
 
 
@@ -112,6 +112,6 @@ class EmbeddedTrainer:
             wake()
 
     def close(self, timeout: float = 30.0) -> None:
-        """Stops computing, behind the operation that runs; what was saved stays."""
+        """Stops computing, behind the job that runs; what was saved stays."""
         self.announce_close()
         self.scheduler.close(timeout)

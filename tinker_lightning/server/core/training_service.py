@@ -1,4 +1,4 @@
-"""The numbered operations on a model: passes, steps, saving and loading."""
+"""The numbered jobs of a model: passes, optimizer steps, saving and loading."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Training:
-    """SubmitOrder requests into operations; each returns at once, and its result comes with the operation."""
+    """Turns requests into jobs. Each method returns immediately; the job provides the result."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Training:
         self._scheduler = scheduler
 
     def create_model(self, request: rq.CreateModelRequest) -> Job:
-        """Makes an adapter on a base model."""
+        """Creates an adapter on a base model."""
         if request.model_seq_id < 0:
             raise InvalidInput(f"model_seq_id must be at least 0, got {request.model_seq_id}")
         optimizer = (request.optimizer_config or {}).get("type", "adamw")
@@ -70,7 +70,7 @@ class Training:
         return self._scheduler.submit(self._registry.add_model(model).creation)
 
     def unload_model(self, request: rq.UnloadModelRequest) -> Job:
-        """Frees a model's memory, behind what was submitted before."""
+        """Frees the memory of a model after the jobs that were submitted before."""
         model = self._registry.model(request.model_id)
 
         def run() -> rs.UnloadModelResponse:
@@ -80,11 +80,11 @@ class Training:
         return self._scheduler.submit(Job(f"{model.model_id}:unload", "unload_model", run, model=model.model_id))
 
     def forward_backward(self, request: rq.ForwardBackwardRequest) -> Job:
-        """A pass, with or without a gradient."""
+        """Runs a forward pass, and a backward pass unless the request is `forward_only`."""
         config = dict(request.loss_fn_config)
         loss_id = config.pop("loss_id", None) if request.loss_fn == CUSTOM else None
         session_id = self._registry.model(request.model_id).session_id
-        # Looked up now and not when its turn comes: another loss may have the name by then.
+        # Looked up now and not when the job runs: by then the name may refer to another loss.
         found = self._losses.find(session_id, request.loss_fn, loss_id)
 
         def run(base: BaseModel, adapter: Adapter) -> ForwardBackwardOutput:
@@ -108,7 +108,7 @@ class Training:
         return self._submit(request, kind, run, datums=len(request.data), tokens=tokens)
 
     def optim_step(self, request: rq.OptimStepRequest) -> Job:
-        """A step of AdamW on the gathered gradient."""
+        """Takes an AdamW step with the accumulated gradient."""
         if request.optimizer_params is not None:
             kind = request.optimizer_params.get("type")
             raise InvalidInput(f"optimizer_params: this trainer has adamw only, not {kind!r}; send adam_params")
@@ -120,7 +120,7 @@ class Training:
         return self._submit(request, "optim_step", run)
 
     def save_weights(self, request: rq.SaveWeightsRequest) -> Job:
-        """Saves weights and optimizer under a name."""
+        """Saves weights and optimizer state under a name."""
         name = f"checkpoint-{request.seq_id:06d}" if request.path is None else request.path
         path = TinkerPath(request.model_id, "weights", name)
 
@@ -131,7 +131,7 @@ class Training:
         return self._submit(request, "save_weights", run)
 
     def load_weights(self, request: rq.LoadWeightsRequest) -> Job:
-        """Puts saved weights into a model, with AdamW's state if asked."""
+        """Loads saved weights into a model, optionally with the optimizer state."""
         path = TinkerPath.parse(request.path)
 
         def run(base: BaseModel, adapter: Adapter) -> rs.LoadWeightsResponse:
@@ -152,9 +152,9 @@ class Training:
         return self._submit(request, "load_weights", run)
 
     def save_weights_for_sampler(self, request: rq.SaveWeightsForSamplerRequest) -> Job:
-        """Saves weights to sample from: under a name on disk, or unnamed in memory as a new sampler."""
+        """Saves weights for sampling: under a name on disk, or without a name in memory as a new sampler."""
         model = self._registry.model(request.model_id)
-        # A repeat brings a new sampling_session_seq_id with the old seq_id, so the sampler is named by the latter.
+        # A retry has the same seq_id but a new sampling_session_seq_id, so the sampler is named after the former.
         sampler_id = f"{model.model_id}:sample:{request.seq_id}"
         path = None if request.path is None else TinkerPath(model.model_id, "sampler_weights", request.path)
 
@@ -169,7 +169,7 @@ class Training:
         return self._submit(request, "save_weights_for_sampler", run)
 
     def save_weights_external(self, request: rq.SaveWeightsExternalRequest) -> Job:
-        """Saves weights to download under a name."""
+        """Saves weights for download under a name."""
         if request.age_encryption_recipients:
             raise InvalidInput("age_encryption_recipients: this trainer does not encrypt; leave them out")
         path = TinkerPath(request.model_id, "external_weights", request.path)
@@ -181,14 +181,14 @@ class Training:
         return self._submit(request, "save_weights_external", run)
 
     def refuse(self, model_id: str, number: int) -> None:
-        """Frees the number of a request that could not be used, for the client goes on with the next."""
+        """Marks the number of a rejected request as skipped, because the client continues with the next one."""
         if self._registry.has_model(model_id):
             self._scheduler.free(model_id, number)
 
     def _submit(self, request: Any, kind: str, run: Callable[[BaseModel, Adapter], Any], **labels: object) -> Job:
         model = self._registry.model(request.model_id)
         model.last_request_time = datetime.now(UTC)
-        operation = Job(
+        job = Job(
             f"{model.model_id}:{request.seq_id}",
             kind,
             lambda: run(*model.ready()),
@@ -196,7 +196,7 @@ class Training:
             seq=request.seq_id,
             **labels,
         )
-        return self._scheduler.submit(operation, line=model.model_id, number=request.seq_id)
+        return self._scheduler.submit(job, line=model.model_id, number=request.seq_id)
 
     def _save(
         self,

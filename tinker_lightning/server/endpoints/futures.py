@@ -34,9 +34,9 @@ LONG_POLL_SECONDS = 25.0
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """An operation that was queued, and what the protocol answers to that."""
+    """A job that was queued, and what the protocol answers to that."""
 
-    operation: Job
+    job: Job
     receipt: FutureResponse
 
 
@@ -53,9 +53,9 @@ def answer_result(submit: Submit) -> Endpoint:
     """The shorter way: the answer is what fetching would answer, and a header names it as a receipt would."""
 
     async def endpoint(request: Request) -> Response:
-        operation = (await submit(request)).operation
-        response = await _result(request, operation)
-        response.headers["x-request-id"] = operation.request_id
+        job = (await submit(request)).job
+        response = await _result(request, job)
+        response.headers["x-request-id"] = job.request_id
         return response
 
     return endpoint
@@ -66,14 +66,14 @@ async def retrieve_future(request: Request) -> Response:
     return await _result(request, trainer_of(request).scheduler.find(body.request_id))
 
 
-async def _result(request: Request, operation: Job) -> Response:
-    if not await finished(operation, trainer_of(request)):
-        return pending(operation)
-    operation.mark_fetched()
-    error = operation.future.exception()
+async def _result(request: Request, job: Job) -> Response:
+    if not await finished(job, trainer_of(request)):
+        return pending(job)
+    job.mark_fetched()
+    error = job.future.exception()
     if error is not None:
         return answer({"error": error_text(error), **error_fields(error)})
-    result = operation.future.result()
+    result = job.future.result()
     if PROTOBUF in request.headers.get("accept", ""):
         if isinstance(result, ForwardBackwardOutput):
             return Response(protobuf.encode_output(result), media_type=PROTOBUF)
@@ -82,24 +82,24 @@ async def _result(request: Request, operation: Job) -> Response:
     return answer(result)
 
 
-def pending(operation: Job) -> Response:
+def pending(job: Job) -> Response:
     """Tells a client to ask again. Also 200 would do, but then the official SDK warns its user each time."""
-    return answer({"type": "try_again", "request_id": operation.request_id, "queue_state": "active"}, 408)
+    return answer({"type": "try_again", "request_id": job.request_id, "queue_state": "active"}, 408)
 
 
-async def finished(operation: Job, trainer: EmbeddedTrainer) -> bool:
-    """Waits for an operation, no longer than a poll may take and the server lives; says whether it is finished."""
-    if not operation.future.done():
+async def finished(job: Job, trainer: EmbeddedTrainer) -> bool:
+    """Waits for a job, no longer than a poll may take and the server lives; says whether it is finished."""
+    if not job.future.done():
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
 
         def wake(_: object = None) -> None:
             with suppress(RuntimeError):  # the loop is gone, and with it who waited
                 loop.call_soon_threadsafe(woken.set)
 
-        operation.future.add_done_callback(wake)
+        job.future.add_done_callback(wake)
         with trainer.waking(wake), suppress(TimeoutError):
             await asyncio.wait_for(woken.wait(), LONG_POLL_SECONDS)
-    return operation.future.done()
+    return job.future.done()
 
 
 routes = [Route("/retrieve_future", retrieve_future, methods=["POST"])]

@@ -35,9 +35,9 @@ async def create_custom_loss(request: Request) -> Submission:
     trainer.registry.session(message.session_id, must_be_open=True)
     # Not by the thread that computes: it has nothing to do with any model, and whoever trains need not wait for it.
     loss_id = await run_in_threadpool(trainer.losses.create, message)
-    operation = Job(f"{loss_id}:create", "create_custom_loss", lambda: rs.CreateCustomLossResponse(loss_id))
-    operation.execute()
-    return Submission(trainer.scheduler.submit(operation), rs.FutureResponse(operation.request_id))
+    job = Job(f"{loss_id}:create", "create_custom_loss", lambda: rs.CreateCustomLossResponse(loss_id))
+    job.execute()
+    return Submission(trainer.scheduler.submit(job), rs.FutureResponse(job.request_id))
 
 
 async def register_loss(request: Request) -> Response:

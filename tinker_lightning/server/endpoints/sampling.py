@@ -36,9 +36,9 @@ async def get_sampler(request: Request) -> Response:
 
 async def asample(request: Request) -> Submission:
     body = await read(request, rq.SampleRequest)
-    operation = trainer_of(request).sampling.sample(body)
-    sequence_ids = [f"{operation.request_id}:{i}" for i in range(body.num_samples)]
-    return Submission(operation, rs.FutureResponse(operation.request_id, sample_sequence_ids=sequence_ids))
+    job = trainer_of(request).sampling.sample(body)
+    sequence_ids = [f"{job.request_id}:{i}" for i in range(body.num_samples)]
+    return Submission(job, rs.FutureResponse(job.request_id, sample_sequence_ids=sequence_ids))
 
 
 submissions = {"/asample": asample}

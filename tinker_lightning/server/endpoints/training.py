@@ -1,4 +1,4 @@
-"""Models and the operations on them."""
+"""Models and the jobs on them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 
 async def create_model(request: Request) -> Submission:
-    operation = trainer_of(request).training.create_model(await read(request, rq.CreateModelRequest))
-    return _submission(operation, operation.request_id.removesuffix(":create"))
+    job = trainer_of(request).training.create_model(await read(request, rq.CreateModelRequest))
+    return _submission(job, job.request_id.removesuffix(":create"))
 
 
 async def unload_model(request: Request) -> Submission:
@@ -95,16 +95,16 @@ async def _submit_json(request: Request, cls: type[T], submit: Callable[[T], Job
 
 
 async def _submit(request: Request, parse: Callable[[bytes], T], submit: Callable[[T], Job]) -> Submission:
-    """Queues a numbered operation; where it is refused, its number is freed, for the client goes on with the next."""
+    """Queues a numbered job; where it is refused, its number is freed, for the client goes on with the next."""
     body = await read_body(request)
     try:
         message: Any = await parse_body(parse, body)
-        operation = submit(message)
+        job = submit(message)
     except Exception:
         number = protobuf.number_of if content_type(request, JSON, PROTOBUF) == PROTOBUF else _number
         trainer_of(request).training.refuse(*await parse_body(number, body))
         raise
-    return _submission(operation, message.model_id)
+    return _submission(job, message.model_id)
 
 
 def _number(body: bytes) -> tuple[str, int]:
@@ -117,8 +117,8 @@ def _number(body: bytes) -> tuple[str, int]:
     return (model_id, number) if isinstance(model_id, str) and type(number) is int else ("", 0)
 
 
-def _submission(operation: Job, model_id: str) -> Submission:
-    return Submission(operation, rs.FutureResponse(operation.request_id, model_id))
+def _submission(job: Job, model_id: str) -> Submission:
+    return Submission(job, rs.FutureResponse(job.request_id, model_id))
 
 
 submissions = {

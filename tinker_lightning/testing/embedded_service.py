@@ -1,0 +1,48 @@
+"""A client of a real trainer in the same process."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from typing import TYPE_CHECKING
+
+import httpx
+
+from tinker_lightning.client.retry_policy import RetryPolicy
+from tinker_lightning.client.service import ServiceClient
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tinker_lightning.server import EmbeddedTrainer
+
+
+@contextlib.contextmanager
+def embedded_service(
+    trainer: EmbeddedTrainer | None = None,
+    *,
+    wrap: Callable[[httpx.AsyncBaseTransport], httpx.AsyncBaseTransport] | None = None,
+    retry_policy: RetryPolicy = RetryPolicy(300.0),  # noqa: B008  # immutable
+    extended: bool = True,
+) -> Iterator[ServiceClient]:
+    """Yields a client of a real trainer in this process; both are closed afterwards, and no files are left on disk.
+
+    Args:
+        trainer: The trainer to use; closing it is up to the caller. By default, a new one that serves `tiny`.
+        wrap: Wraps the transport to the trainer in one of your own.
+        retry_policy: How long failing requests are retried.
+        extended: Whether the server offers its extensions of the protocol.
+    """
+    from tinker_lightning.server import EmbeddedTrainer, create_app
+
+    with contextlib.ExitStack() as stack:
+        if trainer is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            trainer = EmbeddedTrainer(["tiny"], data_dir=folder)
+            stack.callback(trainer.close)
+        transport: httpx.AsyncBaseTransport = httpx.ASGITransport(create_app(trainer, extended=extended))
+        if wrap is not None:
+            transport = wrap(transport)
+        register = trainer.losses.register_function
+        client = ServiceClient("http://embedded", transport=transport, retry_policy=retry_policy, in_process=register)
+        yield stack.enter_context(client)

@@ -1,0 +1,104 @@
+"""Transports that record requests or make the network fail."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+import httpx
+
+from tinker_lightning.client.connection import PROTOBUF
+from tinker_lightning.wire import compression, protobuf
+from tinker_lightning.wire import json as wire_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Fault: TypeAlias = Literal["reset", "500", "429", "408", "lost answer", "duplicate"]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """A request as the client sent it."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def message(self) -> Any:
+        """Returns the decoded body: a `ForwardBackwardRequest`, a JSON object, or None if there is no body."""
+        if not self.body:
+            return None
+        zstd = self.headers.get("content-encoding") == "zstd"
+        body = compression.decompress(self.body, sys.maxsize) if zstd else self.body
+        if self.headers.get("content-type") == PROTOBUF:
+            return protobuf.decode_forward_backward(body)
+        return wire_json.loads(body)
+
+
+class RecordingTransport(httpx.AsyncBaseTransport):
+    """Forwards requests and records them in `requests`."""
+
+    def __init__(self, inner: httpx.AsyncBaseTransport) -> None:
+        self.requests: list[RecordedRequest] = []
+        self._inner = inner
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Records the request and forwards it."""
+        body = await request.aread()
+        self.requests.append(RecordedRequest(request.method, request.url.path, dict(request.headers), body))
+        return await self._inner.handle_async_request(request)
+
+    async def aclose(self) -> None:
+        """Closes the inner transport."""
+        await self._inner.aclose()
+
+
+class FaultyTransport(httpx.AsyncBaseTransport):
+    """Forwards requests and makes some of them fail as networks and servers do; a seed reproduces the failures.
+
+    Args:
+        inner: The transport that receives the requests.
+        rate: The fraction of requests that fail.
+        seed: Determines which requests fail, and how.
+        faults: The faults to choose from: a connection that breaks before the request arrives (`reset`) or after it
+            was executed (`lost answer`), a request that arrives twice (`duplicate`), or an error status.
+    """
+
+    def __init__(
+        self,
+        inner: httpx.AsyncBaseTransport,
+        rate: float = 0.1,
+        seed: int = 0,
+        faults: Sequence[Fault] = get_args(Fault),
+    ) -> None:
+        self.injected: list[tuple[Fault, str]] = []
+        self._inner = inner
+        self._rate = rate
+        self._random = random.Random(seed)  # noqa: S311  # repeatable, not secret
+        self._faults = faults
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Forwards the request or injects a fault."""
+        await request.aread()
+        if self._random.random() >= self._rate:
+            return await self._inner.handle_async_request(request)
+        fault = self._random.choice(self._faults)
+        self.injected.append((fault, request.url.path))
+        if fault == "reset":
+            raise httpx.ConnectError("injected: connection reset", request=request)
+        if fault == "lost answer":
+            await (await self._inner.handle_async_request(request)).aread()
+            raise httpx.ReadError("injected: the answer was lost", request=request)
+        if fault == "duplicate":
+            await (await self._inner.handle_async_request(request)).aread()
+            return await self._inner.handle_async_request(request)
+        return httpx.Response(int(fault), json={"detail": "injected"}, headers={"retry-after-ms": "1"})
+
+    async def aclose(self) -> None:
+        """Closes the inner transport."""
+        await self._inner.aclose()
