@@ -202,7 +202,7 @@ def test_a_session_whose_client_died_is_ended_when_another_comes(api: Api, monke
 
 @pytest.mark.parametrize(
     "failure",
-    ["unknown loss", "token", "missing weights", "overflow", "learning rate", "unknown path", "taken name"],
+    ["unknown loss", "token", "missing targets", "overflow", "learning rate", "unknown path", "taken name"],
 )
 def test_a_failed_operation_leaves_the_model_bit_for_bit_and_the_next_works(api: Api, failure: str) -> None:
     model = api.model()
@@ -223,8 +223,8 @@ def test_a_failed_operation_leaves_the_model_bit_for_bit_and_the_next_works(api:
         passes["loss_fn"] = "nonsense"
     elif failure == "token":
         passes["data"][1]["model_input"]["chunks"][0]["tokens"][3] = 259
-    elif failure == "missing weights":
-        del inputs["weights"]
+    elif failure == "missing targets":
+        del inputs["target_tokens"]
     elif failure == "overflow":
         inputs["weights"]["data"] = [3e38] * 10
     elif failure == "learning rate":

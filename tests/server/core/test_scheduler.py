@@ -244,7 +244,7 @@ def test_old_results_are_dropped_and_the_errors_say_so(fetched: bool) -> None:
         submit(scheduler, log, 3)
         with pytest.raises(NotFound, match="no longer kept"):
             scheduler.find("m:1")
-        with pytest.raises(InvalidInput, match="Its result was dropped long ago"):
+        with pytest.raises(InvalidInput, match="its result is no longer kept"):
             submit(scheduler, log, 1)
         assert log.ran.count(("m", 1)) == 1
     finally:
