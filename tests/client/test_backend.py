@@ -149,7 +149,7 @@ def test_a_zero_gradient_warns_with_the_name_of_the_loss(service: ServiceClient)
 
 
 def test_a_datum_that_datasets_map_has_turned_into_dicts_is_named(service: ServiceClient) -> None:
-    # As pandas' JSON writer, by which `datasets` 5.2 stores objects that Arrow does not know, writes a Datum.
+    # What pandas' ujson_dumps makes of a Datum; `datasets` 5.2 falls back to it for values that Arrow rejects.
     nested: Any = {
         "model_input": {"chunks": [{"tokens": [1, 2]}]},
         "loss_fn_inputs": {"target_tokens": {"data": [2, 3]}},

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class RemoteAdamW(torch.optim.AdamW):
-    """AdamW whose step sends the gathered gradients of remote models and a step on them; nothing is waited for.
+    """AdamW for remote models: a step sends the accumulation window and an optimizer step, without waiting.
 
-    Local parameters among them are stepped here, with the same settings. The defaults are Tinker's.
+    Local parameters are stepped on this machine with the same settings. The defaults are Tinker's.
 
     Args:
         params: Parameters or groups of them, as for any torch optimizer.
@@ -46,10 +46,10 @@ class RemoteAdamW(torch.optim.AdamW):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.defaults["grad_clip_norm"] = grad_clip_norm
         self.sent: list[Step] = []
-        self.clip_next: float | None = None  # in place of the groups' own, for the next step
+        self.clip_next: float | None = None  # overrides the groups' own for the next step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps remote models on the server and local parameters here; without a gradient nothing is sent."""
+        """Steps remote models on the server and local parameters locally; sends nothing without a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -61,7 +61,7 @@ class RemoteAdamW(torch.optim.AdamW):
             params = _adam_params(group if clip is None else {**group, "grad_clip_norm": clip})
             remotes = [parameter.remote for parameter in group["params"] if isinstance(parameter, RemoteHandle)]
             ready += [(remote, prepared, params) for remote in remotes if (prepared := remote.prepare())]
-        # All that may wait or be refused was done above: from here on it is one step, on all sides or on none.
+        # Everything that may wait or fail was done above: from here on the step is taken by all models or by none.
         with contextlib.ExitStack() as held:
             held.enter_context(interrupts.held())
             for remote, _, _ in ready:
@@ -71,10 +71,10 @@ class RemoteAdamW(torch.optim.AdamW):
         return loss
 
     def clip(self, norm: float) -> None:
-        """Clips the next step's gradient to this norm, on the server.
+        """Clips the gradient of the next step to this norm, on the server.
 
         Raises:
-            InvalidInput: If there are local parameters too, whose gradients are here.
+            InvalidInput: If there are local parameters too, whose gradients are on this machine.
         """
         if not all(isinstance(parameter, RemoteHandle) for group in self.param_groups for parameter in group["params"]):
             raise InvalidInput(
@@ -86,10 +86,10 @@ class RemoteAdamW(torch.optim.AdamW):
         self.clip_next = norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as the constructor does.
+        """Adds a parameter group.
 
         Raises:
-            InvalidInput: If the server cannot step it so; then it is not added.
+            InvalidInput: If the server does not support its settings; the group is not added.
         """
         param_group.setdefault("grad_clip_norm", self._grad_clip_norm)
         super().add_param_group(param_group)
@@ -100,7 +100,7 @@ class RemoteAdamW(torch.optim.AdamW):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a state, also from that of torch's AdamW, which knows of no `grad_clip_norm`."""
+        """Loads a state dict, also one of torch's AdamW, which has no `grad_clip_norm`."""
         norms = [group["grad_clip_norm"] for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, norm in zip(self.param_groups, norms, strict=True):
@@ -108,9 +108,9 @@ class RemoteAdamW(torch.optim.AdamW):
             _check(group)
 
     def _step_local(self) -> None:
-        """Torch's own step, which must not see the handles: they have no numbers here."""
+        """Runs torch's own step without the handles, which hold no values."""
         step: Any = torch.optim.AdamW.step
-        if getattr(step, "hooked", False):  # by the first AdamW of this process; then hooks would run a second time
+        if getattr(step, "hooked", False):  # by the first AdamW of this process; otherwise hooks would run twice
             step = step.__wrapped__
         kept = [group["params"] for group in self.param_groups]
         try:
@@ -135,7 +135,7 @@ def _adam_params(group: dict[str, Any]) -> AdamParams:
 
 
 def _check(group: dict[str, Any]) -> None:
-    """A norm is clipped where the gradients are, so that one over both sides cannot be had."""
+    """Rejects settings that the server does not support, and a norm over local and remote gradients together."""
     handles = [isinstance(parameter, RemoteHandle) for parameter in group["params"]]
     for name in ("maximize", "amsgrad"):
         if group.get(name) and any(handles):

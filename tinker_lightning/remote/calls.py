@@ -1,4 +1,4 @@
-"""What the window of a remote model is made of: calls and their gradients, and what becomes of them on the wire."""
+"""The contents of an accumulation window: calls of the model, their gradients, and the requests made of them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One call of the model, and the gradient that has come back to its log-probabilities so far."""
+    """One call of the model, and the gradient accumulated so far with respect to its log-probabilities."""
 
     datums: list[Datum]
     gradients: list[Tensor] | None = None
-    version: int | None = None  # of the weights that its log-probabilities are of, while they can get a gradient
+    version: int | None = None  # of the weights that its log-probabilities belong to
 
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """Adds a gradient, as torch does: several losses on one call, and several backwards, add up."""
+        """Accumulates a gradient as torch does: several losses on one call, and several backwards, add up."""
         if self.gradients is None:
             self.gradients = [gradient.clone() for gradient in gradients]
         else:
@@ -43,23 +43,23 @@ class Call:
 
 @dataclass(eq=False, slots=True)
 class ServerCall:
-    """One loss that the server computes, and the gradient that has come back to its value so far."""
+    """One server-side loss, and the gradient accumulated so far with respect to its value."""
 
     datums: list[Datum]
     loss: Any
     config: Mapping[str, float | str]
     gradients: list[Tensor] | None = None
-    added: float | None = None  # the value of what is added to it here, and so scaled as it is
+    added: float | None = None  # the value of local terms that are added to it and scaled with it
     inputs: Mapping[str, TensorData] = field(default_factory=dict)  # those that are given once for the batch
 
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """Adds a gradient."""
+        """Accumulates a gradient."""
         (new,) = gradients
         self.gradients = [new.clone() if self.gradients is None else self.gradients[0] + new]
 
     @property
     def name(self) -> str:
-        """What the loss is called."""
+        """The name of the loss."""
         return str(getattr(self.loss, "name", self.loss))
 
     def prepare(self, backend: TrainingBackend) -> PendingBackward:
@@ -94,28 +94,28 @@ class PendingBackward:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A forward pass that is under way."""
+    """A forward pass in flight."""
 
     given: Sequence[Any]
     datums: list[Datum]
     future: TinkerFuture[ForwardBackwardOutput]
-    version: int = 0  # of the weights that it is of
+    version: int = 0  # of the weights that it was sent for
 
     def __iter__(self) -> Iterator[Datum]:
         return iter(self.datums)
 
     def is_of(self, data: Sequence[Any]) -> bool:
-        """Whether these are the very datums that were sent."""
+        """Returns whether these are the same datum objects."""
         return len(data) == len(self.given) and all(a is b for a, b in zip(data, self.given, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step has sent: the window's backwards, and the step itself."""
+    """The requests of one step: the window's backwards and the optimizer step."""
 
     backwards: list[TinkerFuture[ForwardBackwardOutput]]
     optim: TinkerFuture[OptimStepResponse]
-    # The losses that the server computes, each with what was sent.
+    # The server-side losses, each with what was sent.
     losses: list[tuple[TinkerFuture[ForwardBackwardOutput], PendingBackward]] = field(default_factory=list)
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""All the remote models of a module, taken together: what is promised of one holds for each."""
+"""Operations on all remote models of a module."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 def handles_of(module: nn.Module) -> dict[str, RemoteHandle]:
-    """The handles among a module's parameters by their names, each once."""
+    """Returns the handles among a module's parameters, by name."""
     return {name: one for name, one in module.named_parameters() if isinstance(one, RemoteHandle)}
 
 
 def remotes_of(module: nn.Module) -> list[Remote]:
-    """Where they lead."""
+    """Returns the remotes behind a module's handles."""
     return [handle.remote for handle in handles_of(module).values()]
 
 
 def wait_for_all(module: nn.Module, timeout: float | None = None) -> None:
-    """Waits until everything that was sent is done, or until `timeout` seconds have passed."""
+    """Waits until everything that was sent is done, at most `timeout` seconds."""
     end = None if timeout is None else time.monotonic() + timeout
     for remote in remotes_of(module):
         if end is None:
@@ -38,18 +38,18 @@ def wait_for_all(module: nn.Module, timeout: float | None = None) -> None:
 
 
 def raise_first(module: nn.Module) -> None:
-    """Raises the first failure that nobody has read; the others are its notes."""
+    """Raises the first failure that nobody has read, with the others as its notes."""
     raise_together([failure for remote in remotes_of(module) for failure in remote.unread.take_failures()])
 
 
 def settle(module: nn.Module, timeout: float, error: BaseException) -> None:
-    """Waits a while for what was sent before an error; what has failed is told with it, and is no later fit's to raise.
+    """Waits for what was sent before an error, and adds its failures as notes so that no later fit raises them.
 
-    What ends the process shows no notes; then it is left to whoever uses the models next.
+    An exception that ends the process shows no notes; the failures are then left to the next use of the models.
     """
     end = time.monotonic() + timeout
     for remote in remotes_of(module):
-        # Also of the client itself: forward passes that were asked for ahead.
+        # Those of the client include forward passes that look-ahead sent.
         of_client = [remote.backend.unread] if remote.is_made else []
         for unread in (remote.unread, *of_client):
             unread.wait(max(0.0, end - time.monotonic()))
@@ -59,7 +59,7 @@ def settle(module: nn.Module, timeout: float, error: BaseException) -> None:
 
 @contextmanager
 def saved_for_file(module: nn.Module) -> Iterator[None]:
-    """What is saved inside is for a file that takes its states with it, so that no other state dict may name them."""
+    """Marks states saved inside the `with` block as belonging to a file, so that no other state dict names them."""
     remotes = remotes_of(module)
     for remote in remotes:
         remote.for_file = True
@@ -71,7 +71,7 @@ def saved_for_file(module: nn.Module) -> Iterator[None]:
 
 
 def delete_state(module: nn.Module, path: str) -> None:
-    """Deletes a state on the server that has it, which a path does not say; one that is gone already is no error."""
+    """Deletes a state on whichever server holds it; a state that does not exist is not an error."""
     remotes = remotes_of(module)
     made = [remote for remote in remotes if remote.is_made] or remotes[:1]
     backends: dict[int, Any] = {id(remote.backend): remote.backend for remote in made}
@@ -79,7 +79,7 @@ def delete_state(module: nn.Module, path: str) -> None:
     for backend in backends.values():
         try:
             backend.delete_checkpoint(path, missing_ok=True)
-        except Exception as error:  # it may be another's
+        except Exception as error:  # another backend may hold it
             failures.append(error)
     for remote in remotes:
         remote.forget(path)

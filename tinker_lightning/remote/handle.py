@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from tinker_lightning.remote.window import Remote
 
 
-# What may be asked of a gradient that is not here: what kind of tensor it is, and to be zero.
+# What works on a gradient that is on the server: its metadata, and zeroing it.
 _KINDS = ("device", "dtype", "grad_fn", "is_leaf", "is_sparse", "layout", "ndim", "requires_grad", "shape")
 _ZEROED = ("zero_", "_foreach_zero_")
 _UNCHANGED = ("detach_", "requires_grad_")
 
 
 class RemoteGradient(Tensor):
-    """What stands in a handle's `.grad` while its window holds a gradient. The numbers are on the server."""
+    """A placeholder in a handle's `.grad` while the window holds a gradient."""
 
     remote: Remote
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuses to be read or changed: a norm or a clip of this would silently be one of nothing."""
+        """Rejects reads and writes: a norm or a clip of the placeholder would silently have no effect."""
         del types
         name = getattr(func, "__name__", str(func))
         if name in ("__get__", "__set__"):
@@ -52,22 +52,23 @@ class RemoteGradient(Tensor):
 
 
 class RemoteHandle(nn.Parameter):
-    """The one parameter of a remote model: it holds no weights, but leads an optimizer to them.
+    """The only parameter of a remote model: it holds no weights, but connects an optimizer to them.
 
-    Its `.grad` is there while a gradient waits; setting it to None, as every `zero_grad` does, drops the window.
+    Its `.grad` is set while the window holds a gradient; setting it to None, as every `zero_grad` does, drops the
+    window.
     """
 
     remote: Remote
 
     def __new__(cls, remote: Remote) -> Self:
-        """A scalar that autograd takes for a parameter."""
+        """Creates a scalar that autograd treats as a parameter."""
         handle = super().__new__(cls, torch.zeros(()), True)
         handle.remote = remote
         return handle
 
     @property
     def grad(self) -> Tensor | None:
-        """A stand-in while a gradient waits for the next step, else None."""
+        """A placeholder while the window holds a gradient, else None."""
         if not self.remote.window:
             return None
         gradient = torch.zeros(()).as_subclass(RemoteGradient)
@@ -81,7 +82,7 @@ class RemoteHandle(nn.Parameter):
         self.remote.drop()
 
     def register_hook(self, hook: Any) -> Any:
-        """Refuses it: no gradient would ever reach the hook."""
+        """Raises an error, because no gradient would ever reach the hook."""
         del hook
         raise InvalidInput(
             "a hook on the gradient of a remote model would see nothing: that gradient is on the server, which sends "

@@ -1,4 +1,4 @@
-"""Work that a Ctrl-C must not cut in two."""
+"""Delays Ctrl-C during work that must not be interrupted halfway."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class SigintHold:
-    """Puts off a Ctrl-C while it lasts; several may overlap, and the last one to end acts on it.
+    """Delays SIGINT while it is active; several may overlap, and the last one to end delivers it.
 
-    Only the main thread is ever interrupted, so for others nothing changes.
+    Only the main thread receives signals, so it has no effect on others.
     """
 
     _lasting: ClassVar[set[SigintHold]] = set()
@@ -22,7 +22,7 @@ class SigintHold:
     _act: ClassVar[Callable[[int, Any], Any]]
 
     def begin(self) -> None:
-        """Begins it, unless it lasts already."""
+        """Starts the hold."""
         act = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or not callable(act):
             return
@@ -38,10 +38,10 @@ class SigintHold:
         SigintHold._came.append((number, frame))
 
     def end(self, *, act: bool = True) -> None:
-        """Ends it, if it lasts.
+        """Ends the hold.
 
         Args:
-            act: Whether a Ctrl-C that has come is acted on; not if something else ends the work already.
+            act: Whether to deliver a SIGINT that came in; False if something else ends the work already.
         """
         if self not in SigintHold._lasting:
             return
@@ -54,7 +54,7 @@ class SigintHold:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """A Ctrl-C in the midst of the `with` block is acted on at its end."""
+    """Delivers a SIGINT that comes in during the `with` block at its end."""
     hold = SigintHold()
     hold.begin()
     try:

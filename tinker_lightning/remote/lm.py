@@ -1,7 +1,7 @@
 """A remote model as a node of the local autograd graph.
 
-`RemoteLM(backend)(data)` gives one tensor of log-probabilities per datum. Whatever is computed from them, their
-gradient gathers in a *window* here, and nothing is sent before the optimizer steps.
+`RemoteLM(backend)(data)` returns one tensor of log-probabilities per datum. Gradients with respect to them accumulate
+in a local *window*; nothing is sent before the optimizer steps.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 
 
 def named(path: str) -> Tensor:
-    """A path as a state dict names it."""
+    """Encodes a path for a state dict."""
     return torch.tensor(list(path.encode()), dtype=torch.uint8)
 
 
 def name_in(entry: Tensor) -> str:
-    """The path that an entry of a state dict names."""
+    """Decodes the path in an entry of a state dict."""
     return bytes(entry.tolist()).decode()
 
 
 class RemoteLM(nn.Module):
-    """A remote language model, as a module: `model(data)` gives one tensor of log-probabilities per datum.
+    """A remote language model as a module: `model(data)` returns one tensor of log-probabilities per datum.
 
     Under `torch.no_grad()` it is a plain forward pass. Otherwise the tensors take part in autograd, and
     `RemoteAdamW(model.parameters())` trains the model.
 
     Args:
-        backend: A training client, ours or the official SDK's, or a function that makes one at the first use.
+        backend: A training client, ours or the official SDK's, or a function that creates one at the first use.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -52,7 +52,7 @@ class RemoteLM(nn.Module):
 
     @property
     def backend(self) -> TrainingBackend:
-        """What is trained. Setting it points this model, and optimizers that hold its parameter, elsewhere."""
+        """The training backend. Setting it also redirects optimizers that hold this model's parameter."""
         return self.handle.remote.backend
 
     @backend.setter
@@ -60,26 +60,26 @@ class RemoteLM(nn.Module):
         self.handle.remote.point_to(backend)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Moving to a device or another dtype does not concern weights that are elsewhere."""
+        """Does nothing: device and dtype do not apply to weights on a server."""
         del fn, recurse
         return self
 
     def save(self) -> str:
-        """Saves weights and optimizer on the server, unless nothing was trained since the last time; their path."""
+        """Saves weights and optimizer state on the server, unless nothing was trained since; returns the path."""
         return self.handle.remote.save()
 
     def get_extra_state(self) -> Tensor:
-        """What a `state_dict` has of the weights: the path of a state on the server, saved now, as its bytes.
+        """Saves the state on the server and returns its path, which is what a `state_dict` holds, as bytes.
 
-        A tensor, for files of safetensors hold nothing else; empty where there is no model yet.
+        The result is a tensor, because safetensors files hold nothing else; it is empty if there is no model yet.
         """
         return named(self.save() if self.handle.remote.has_weights else "")
 
     def set_extra_state(self, state: Tensor | None) -> None:
-        """Goes on from the state that a `state_dict` names; None where that was done already.
+        """Resumes from the state that a `state_dict` names; None means that this was done already.
 
         Raises:
-            InvalidInput: If it names none.
+            InvalidInput: If it names no state.
         """
         if state is None:
             return
@@ -93,13 +93,13 @@ class RemoteLM(nn.Module):
             )
 
     def send(self, data: Sequence[Any]) -> Pass:
-        """Sends a forward pass without waiting for it; `model(that)` waits. For several passes at once."""
+        """Sends a forward pass; `model(result)` waits for it. Use it to have several passes in flight."""
         datums = to_datums(data)
         request = self.backend.prepare(surrogate.forward_datums(datums), surrogate.SURROGATE)
         return Pass(data, datums, self.backend.send(request, forward_only=True), self.handle.remote.version)
 
     def forward(self, data: Sequence[Any] | Pass) -> list[Tensor]:
-        """One tensor of log-probabilities per datum, shaped like its targets."""
+        """Returns one tensor of log-probabilities per datum, shaped like its targets."""
         remote = self.handle.remote
         sent = data if isinstance(data, Pass) else remote.take(data) or self.send(data)
         if torch.is_grad_enabled():
@@ -155,7 +155,7 @@ def holds_server_loss(loss: Tensor) -> bool:
 
 
 class _Join(torch.autograd.Function):
-    """Joins log-probabilities to the graph: what flows back to them goes into the window."""
+    """Connects log-probabilities to the graph; their gradients go into the window."""
 
     @staticmethod
     def forward(ctx: Any, handle: RemoteHandle, call: Call | ServerCall, *logprobs: Tensor) -> tuple[Tensor, ...]:
@@ -171,13 +171,13 @@ class _Join(torch.autograd.Function):
 
 
 def _check_that_it_gathers(handle: Any) -> None:
-    """Refuses `torch.autograd.grad`, which adds to no gradient: the window would hold what nobody asked it to.
+    """Rejects `torch.autograd.grad` by the handle, which returns gradients instead of accumulating them.
 
     Args:
-        handle: The node of the graph that adds to the handle's gradient.
+        handle: The graph node that accumulates the handle's gradient.
 
     Raises:
-        InvalidInput: If a gradient is to be returned, and not to be gathered.
+        InvalidInput: If the gradient is to be returned.
     """
     try:
         torch._C._will_engine_execute_node(handle)  # raises if a leaf's gradient is to be returned

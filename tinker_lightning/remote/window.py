@@ -1,7 +1,7 @@
-"""Gradients that wait here for the next step: the window of a remote model.
+"""The accumulation window of a remote model: gradients that are kept locally until the optimizer steps.
 
-The protocol has no `zero_grad`: a gradient which has reached the server can no longer be dropped. So nothing is sent
-before the optimizer steps.
+The protocol has no `zero_grad`: a gradient that has reached the server can no longer be dropped. So nothing is sent
+before the step.
 """
 
 from __future__ import annotations
@@ -32,45 +32,45 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# How often somebody who waits is asked whether it is still worth it, in seconds.
+# How often a wait checks whether it should end, in seconds.
 _LOOK_UP = 0.5
 
-# How long a failure waits for those that may have come with it, in seconds.
+# How long raising a failure waits for others that may belong to it, in seconds.
 _PATIENCE = 5.0
 
 
 class Remote:
-    """Where a handle leads: a backend, and the window of gradients that waits for the next step.
+    """The backend behind a handle, and the accumulation window for the next step.
 
     Args:
-        backend: A training client, ours or the official SDK's, or a function that makes one at the first use.
-        max_steps_in_flight: How many steps may be under way at once; a loss that runs on the server waits for none.
+        backend: A training client, ours or the official SDK's, or a function that creates one at the first use.
+        max_steps_in_flight: How many steps may be in flight at once; with a server-side loss nothing else limits them.
     """
 
     def __init__(self, backend: Any, max_steps_in_flight: int = 8) -> None:
         self.window: list[Call | ServerCall] = []
         self.unread = UnreadFailures(_PATIENCE)
         self.steps = 0
-        self.expected: Pass | None = None  # a forward that was asked for ahead, for the call that comes next
-        self.missed = False  # whether another one came
+        self.expected: Pass | None = None  # a forward that look-ahead sent for the next call
+        self.missed = False  # whether the next call was a different one
         self.max_steps_in_flight = max_steps_in_flight
         self.loss_name = "of this model"  # what warnings call the loss that is computed locally
-        self.received = 0  # how many gradients have come back
-        self.version = 0  # of the weights: a step or a load makes another
-        # Told of every step that was sent, while a Ctrl-C is held; must not wait.
+        self.received = 0  # the number of gradients received
+        self.version = 0  # of the weights; a step or a load increments it
+        # Called for every step that was sent, while SIGINT is held; must not wait.
         self.on_step: Callable[[Step], None] | None = None
         self.on_sent: Callable[[], None] | None = None
-        self.while_waiting: Callable[[], None] | None = None  # called now and then; what it raises ends the wait
+        self.while_waiting: Callable[[], None] | None = None  # called from time to time; an exception ends the wait
         self._under_way: deque[Step] = deque()
-        self.resumes = False  # whether the backend, once it is made, goes on from a state
-        self.for_file = False  # whether what is saved now will be deleted with the file that names it
-        self._saved: dict[bool, tuple[int, str]] = {}  # the last state for such files, and the last for all else
+        self.resumes = False  # whether the backend, once created, resumes from a state
+        self.for_file = False  # whether a state saved now is deleted with the file that names it
+        self._saved: dict[bool, tuple[int, str]] = {}  # the last state saved for files, and the last for other uses
         self._given = backend
         self._backend: TrainingBackend | None = None
 
     @property
     def backend(self) -> TrainingBackend:
-        """What is trained, made at the first use."""
+        """The training backend, created at the first use."""
         if self._backend is None:
             is_maker = callable(self._given) and not hasattr(self._given, "forward_backward")
             self._backend = as_backend(self._given() if is_maker else self._given)
@@ -78,35 +78,35 @@ class Remote:
 
     @property
     def is_made(self) -> bool:
-        """Whether there is a backend already."""
+        """Whether the backend exists."""
         return self._backend is not None
 
     @property
     def has_weights(self) -> bool:
-        """Whether there is something to save: a model, or a state from which it will be made."""
+        """Whether there is something to save: a model, or a state that it will be created from."""
         return self.is_made or self.resumes
 
     def point_to(self, backend: Any) -> None:
-        """Leads elsewhere from now on; what waits for the old backend is dropped."""
+        """Switches to another backend and drops the window."""
         self.drop()
         self.version += 1
         self._saved = {}
         self._given, self._backend, self.resumes = backend, None, False
 
     def load(self, state: str, steps: int | None = None) -> None:
-        """Goes on from a state that was saved on the server; what waits is dropped."""
+        """Resumes from a state on the server and drops the window."""
         self.backend.load_state_with_optimizer(state).result()
         self.goes_on(steps)
 
     def goes_on(self, steps: int | None = None) -> None:
-        """The weights are others now, so many steps old."""
+        """Notes that the weights were replaced by a state that is `steps` steps old."""
         self.drop()
         self.version += 1
         self.steps = self.steps if steps is None else steps
-        self._saved = {}  # what was loaded belongs to those who name it, and may go with them
+        self._saved = {}  # the loaded state belongs to the file that names it, and may be deleted with it
 
     def take(self, data: Sequence[Any]) -> Pass | None:
-        """The forward that was asked for ahead, if it is of these datums and of the weights as they are."""
+        """Returns the forward that look-ahead sent, if it is of these datums and the current weights."""
         if self.expected is None or self.expected.version != self.version or not self.expected.is_of(data):
             self.missed = self.expected is not None
             return None
@@ -114,12 +114,12 @@ class Remote:
         return expected
 
     def wait(self, future: TinkerFuture[T]) -> T:
-        """A result, waited for in a way that can be ended."""
+        """Returns a result; `while_waiting` can end the wait."""
         self.wait_for_end(future)
         return future.result()
 
     def wait_for_end(self, future: TinkerFuture[Any]) -> None:
-        """Waits in the same way, until a result or a failure is there."""
+        """Waits for a result or a failure; `while_waiting` can end the wait."""
         while not future.done():
             if self.while_waiting is not None:
                 self.while_waiting()
@@ -127,17 +127,17 @@ class Remote:
                 future.wait(_LOOK_UP)
 
     def wait_for_all(self) -> None:
-        """Waits in the same way, until everything that was sent is done."""
+        """Waits until everything that was sent is done; `while_waiting` can end the wait."""
         while not self.unread.wait(_LOOK_UP):
             if self.while_waiting is not None:
                 self.while_waiting()
 
     def receive(self, call: Call | ServerCall, gradients: Sequence[Tensor]) -> None:
-        """A gradient has come back to a call.
+        """Adds the gradient of a call to the window.
 
         Raises:
             InvalidInput: If the weights have changed since the call.
-            LossNotFinite: If it is NaN or infinite; the window is dropped, for it could not be stepped on.
+            LossNotFinite: If it is NaN or infinite; the window is dropped, because no step can be taken on it.
         """
         if isinstance(call, Call):
             self.check_version(call.version)
@@ -157,10 +157,10 @@ class Remote:
         self.received += 1
 
     def check_version(self, version: int | None) -> None:
-        """Refuses a gradient by log-probabilities of other weights, as torch does: it would be of neither.
+        """Rejects gradients with respect to log-probabilities of earlier weights, as torch does.
 
         Raises:
-            InvalidInput: If a step was taken, or a state loaded, since those weights.
+            InvalidInput: If a step was taken or a state was loaded in between.
         """
         if version is not None and version != self.version:
             raise InvalidInput(
@@ -169,17 +169,17 @@ class Remote:
             )
 
     def drop(self) -> None:
-        """Forgets the window; nothing of it has left this machine."""
+        """Drops the window, none of which was sent."""
         for call in self.window:
             call.gradients = None
         self.window = []
 
     def prepare(self) -> list[PendingBackward]:
-        """The window, ready to be sent; waits while too many steps are under way.
+        """Checks and converts the window; waits while too many steps are in flight.
 
         Raises:
-            TinkerLightningError: If something that was sent before has failed and nobody has read it; then the window
-                waits on. Or if a call of the window cannot be sent; then the window is dropped.
+            TinkerLightningError: If an earlier request failed and nobody has read the failure; the window is kept. Or
+                if a call of the window cannot be sent; the window is dropped.
         """
         self.unread.raise_first()
         if not self.window:
@@ -196,10 +196,9 @@ class Remote:
         return prepared
 
     def step(self, prepared: Sequence[PendingBackward], params: AdamParams) -> Step:
-        """Sends the window and a step on it; waits for nothing.
+        """Sends the window and a step on it, without waiting.
 
-        Half of them would stay on the server, and be part of the next step: call it while interrupts and failures are
-        held.
+        Half a window on the server would become part of the next step: call it while interrupts and failures are held.
         """
         step = self._send(prepared, params)
         self.drop()
@@ -216,28 +215,28 @@ class Remote:
         return step
 
     def save(self, *, anew: bool = False) -> str:
-        """Saves weights and optimizer on the server, unless nothing was trained since the last time; their path.
+        """Saves weights and optimizer state on the server, unless nothing was trained since; returns the path.
 
         Args:
-            anew: Save them even then, for a file that is to have a state of its own.
+            anew: Save in any case, for a file that needs its own state.
 
         Raises:
-            TinkerLightningError: If something that was sent before has failed and nobody has read it.
+            TinkerLightningError: If an earlier request failed and nobody has read the failure.
         """
         saved = self._saved.get(self.for_file)
         if anew or saved is None or saved[0] != self.steps:
-            self.wait_for_all()  # a state without a step that has failed would pass for one with it
+            self.wait_for_all()  # otherwise a state could silently lack a step that failed
             self.unread.raise_first()
             name = f"step-{self.steps:06d}-{uuid.uuid4().hex[:8]}"
             saved = self._saved[self.for_file] = (self.steps, self.wait(self.backend.save_state(name)).path)
         return saved[1]
 
     def forget(self, state: str) -> None:
-        """A state was deleted, or is another's from now on."""
+        """Stops reusing a state that was deleted or handed over."""
         self._saved = {key: saved for key, saved in self._saved.items() if saved[1] != state}
 
     def forget_for_files(self, kept: Container[str]) -> None:
-        """States that were saved for files are theirs from now on, but for these."""
+        """Stops reusing the states that were saved for files, except for those in `kept`."""
         self._saved = {for_file: saved for for_file, saved in self._saved.items() if not for_file or saved[1] in kept}
 
     def _send(self, prepared: Sequence[PendingBackward], params: AdamParams) -> Step:
@@ -259,7 +258,7 @@ class Remote:
         return Step(backwards, optim, losses)
 
     def failures_held(self) -> contextlib.AbstractContextManager[None]:
-        """Failures of earlier requests are raised before those that are sent inside, or after them; never by one."""
+        """Raises earlier failures on entry, and later ones only after the `with` block."""
         return self.backend.unread.held()
 
     def _make_room(self) -> None:
