@@ -1,4 +1,4 @@
-"""What a server has saved, by its `tinker://` path: whether it is there, and its removal."""
+"""Checkpoints on a server, by their `tinker://` paths: existence and deletion."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tinker_lightning.types.responses import CheckpointsList
 if TYPE_CHECKING:
     from tinker_lightning.client.connection import Connection
 
-# How long a removal is tried: training may wait for it, and nothing is lost with what stays on the server.
+# How long a deletion is retried: training may wait for it, and a checkpoint that stays does no harm.
 DELETE_SECONDS = 5.0
 
 _PATH = re.compile(r"tinker://([^/]+)/((?:weights|sampler_weights|external_weights)/[^/]+)")
 
 
 def parse(path: str) -> tuple[str, str]:
-    """The run and the checkpoint's id (`<kind>/<name>`) that a path names.
+    """Splits a path into the run and the checkpoint's id (`<kind>/<name>`).
 
     Raises:
-        InvalidInput: If it is no path of a checkpoint.
+        InvalidInput: If it is not a checkpoint path.
     """
     match = _PATH.fullmatch(path) if isinstance(path, str) else None
     if match is None:
@@ -35,13 +35,13 @@ def parse(path: str) -> tuple[str, str]:
 
 
 def url(path: str) -> str:
-    """Where the protocol keeps a checkpoint."""
+    """Returns the URL path of a checkpoint."""
     run, checkpoint = parse(path)
     return f"/api/v1/training_runs/{quote(run, safe=':')}/checkpoints/{quote(checkpoint)}"
 
 
 async def exists(connection: Connection, path: str) -> bool:
-    """Whether a checkpoint is there.
+    """Returns whether a checkpoint exists.
 
     The listing of its run is asked, for it knows every kind of checkpoint. Some servers give it in pages.
     """
@@ -61,7 +61,7 @@ async def exists(connection: Connection, path: str) -> bool:
 
 
 async def can_be_external(connection: Connection) -> bool:
-    """Whether a server saves weights to be downloaded file by file; those of older generations have no such endpoint.
+    """Returns whether a server saves weights for download file by file; older ones have no such endpoint.
 
     Asked without a number and without a model, so that nothing happens.
     """
@@ -69,18 +69,18 @@ async def can_be_external(connection: Connection) -> bool:
         await connection.send("POST", "/api/v1/save_weights_external", b"{}")
     except NotFound:
         return False
-    except InvalidInput:  # as it should be
+    except InvalidInput:  # the endpoint exists and rejects the empty request
         pass
     return True
 
 
 async def delete(connection: Connection, path: str, *, missing_ok: bool) -> None:
-    """Removes a checkpoint.
+    """Deletes a checkpoint.
 
     Raises:
         NotFound: If there is none and `missing_ok` is not set.
     """
-    # Looked for first: a repeat whose answer was lost does not find it any more, and that is no error.
+    # Checked first: a retry after a lost answer no longer finds the checkpoint, which is not an error.
     if not missing_ok and not await exists(connection, path):
         raise missing(path)
     with contextlib.suppress(NotFound):
@@ -88,5 +88,5 @@ async def delete(connection: Connection, path: str, *, missing_ok: bool) -> None
 
 
 def missing(path: str) -> NotFound:
-    """The error for a checkpoint that is not there."""
+    """Returns the error for a checkpoint that does not exist."""
     return NotFound(f"{path}: there is no such checkpoint; pass missing_ok=True if that is fine")

@@ -1,4 +1,4 @@
-"""Splits a batch into requests that the server takes, and puts their results together again."""
+"""Splits a batch into requests that the server accepts, and combines their results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def split(data: Sequence[Datum], max_datums: int, max_bytes: int) -> list[list[Datum]]:
-    """Consecutive runs of datums within both limits; a datum larger than the limit goes alone."""
+    """Splits datums into consecutive runs within both limits; a datum above the limit goes alone."""
     chunks: list[list[Datum]] = []
     size = 0
     for datum in data:
@@ -27,7 +27,7 @@ def split(data: Sequence[Datum], max_datums: int, max_bytes: int) -> list[list[D
 
 
 def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """One result of several: outputs in order, metrics reduced as their names say."""
+    """Combines results: outputs in order, metrics reduced by the suffix of their names."""
     if len(outputs) == 1:
         return outputs[0]
     counts = [len(output.loss_fn_outputs) for output in outputs]
@@ -42,12 +42,12 @@ def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
 
 
 def reduced(name: str, values: list[float], counts: list[int]) -> dict[str, float]:
-    """A metric of several passes as its name's ending says, `tokens:sum` for example; nothing for other endings.
+    """Reduces a metric of several passes by its suffix, e.g. `tokens:sum`; returns nothing for other suffixes.
 
     Args:
         name: Its name.
-        values: What each pass says.
-        counts: How many datums each had.
+        values: Its value in each pass.
+        counts: The number of datums of each pass.
     """
     mean = weighted_mean(values, counts)
     kind = name.rpartition(":")[2]
@@ -65,12 +65,12 @@ def reduced(name: str, values: list[float], counts: list[int]) -> dict[str, floa
 
 
 def weighted_mean(values: Sequence[float], counts: Sequence[int]) -> float:
-    """The mean by datum."""
+    """Returns the mean weighted by the number of datums."""
     return sum(value * count for value, count in zip(values, counts, strict=True)) / max(sum(counts), 1)
 
 
 def _size(datum: Datum) -> int:
-    """An estimate of a datum's bytes on the wire."""
+    """Estimates the size of a datum on the wire, in bytes."""
     size = 0
     for chunk in datum.model_input.chunks:
         if isinstance(chunk, EncodedTextChunk):

@@ -1,4 +1,4 @@
-"""How the server wants its clients to behave."""
+"""The server's settings for its clients, and its extensions."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class ClientConfig:
     fwdbwd_max_chunk_len: int = 1024
     fwdbwd_max_chunk_bytes_count: int = 5_000_000
     billing_exception_max_pause_duration_sec: float = 3600.0
-    # The server runs losses of one datum that were uploaded; elsewhere they are computed here.
+    # The server runs uploaded per-datum losses; otherwise they are computed locally.
     custom_loss_server_side: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Extensions:
-    """What a server offers beyond the protocol, as it announces it with its capabilities."""
+    """The extensions that a server announces with its capabilities."""
 
-    # Losses of a whole batch can be registered under a name, and a pass may have inputs of the batch and a scale.
+    # Whole-batch losses can be registered by name, and a pass may have batch inputs and a scale.
     server_losses: bool = False
     # A submission may be answered with its own result: one round trip for an operation.
     submit_and_wait: bool = False
-    # The server hands out the files of its tokenizers.
+    # The server offers the files of its tokenizers.
     tokenizer_files: bool = False

@@ -1,4 +1,4 @@
-"""HTTP to one server: retries, and errors of our own for everything that can go wrong on the way."""
+"""HTTP requests to one server, with retries, and with our errors for everything that can go wrong."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _SILENT_SECONDS = 5.0
 _MEND_URL = "Correct the URL (TINKER_BASE_URL or url=)."
 _MEND_ADDRESS = "Use http://host:port, or 'embedded' for a trainer in this process."
 
-# A client asks the same few addresses again and again, and reading one takes a tenth of a request's time.
+# A client uses the same few URLs again and again, and parsing one takes a tenth of a request's time.
 _parsed = functools.lru_cache(maxsize=256)(httpx.URL)
 
 
@@ -84,16 +84,16 @@ class Connection:
         self._client = httpx.AsyncClient(transport=transport, http2=True, limits=_LIMITS, timeout=_TIMEOUT)
 
     async def close(self) -> None:
-        """Closes the connections; requests that are under way end with `ClientClosed`."""
+        """Closes the connections; requests in flight end with `ClientClosed`."""
         self._closed = True
         await self._client.aclose()
 
     async def get(self, path: str, result: type[T]) -> T:
-        """Something that is there to be read."""
+        """Gets a resource."""
         return self.parse(result, await self.send("GET", path))
 
     async def post(self, path: str, message: Any, result: type[T]) -> T:
-        """What answers a JSON request at once."""
+        """Posts a JSON request that is answered at once."""
         return self.parse(result, await self.send("POST", path, wire_json.dumps(message)))
 
     async def send(
@@ -107,7 +107,7 @@ class Connection:
         understood: Callable[[httpx.Response], bool] | None = None,
         seconds: float | None = None,
     ) -> httpx.Response:
-        """Sends a request, again where that may help, and returns an answer that is not an error.
+        """Sends a request, retrying where that may help, and returns an answer that is not an error.
 
         Args:
             method: GET, POST, …
@@ -163,11 +163,11 @@ class Connection:
         raise AssertionError("unreachable")
 
     def stream(self, url: str) -> AbstractAsyncContextManager[httpx.Response]:
-        """What is at any address, to be read piece by piece; no key goes there, for it need not be this server's."""
+        """Streams any URL. The API key is not sent, because the URL may belong to another server."""
         return self._client.stream("GET", url, headers={"Accept-Encoding": "identity"}, follow_redirects=True)
 
     def parse(self, result: type[T], response: httpx.Response) -> T:
-        """The JSON of an answer as a dataclass."""
+        """Parses the JSON of an answer into a dataclass."""
         if not _is_json(response):
             raise self._not_an_api(response)
         try:
@@ -176,7 +176,7 @@ class Connection:
             raise self.not_a_tinker_server(f"{response.url.path}: {error}") from error
 
     def json(self, response: httpx.Response) -> dict[str, Any]:
-        """The JSON object of an answer."""
+        """Returns the JSON object of an answer."""
         if not _is_json(response):
             raise self._not_an_api(response)
         try:
@@ -185,7 +185,7 @@ class Connection:
             raise self.not_a_tinker_server(f"{response.url.path}: {error}") from error
 
     def not_a_tinker_server(self, detail: str) -> NotATinkerServer:
-        """The error for answers of another API."""
+        """Returns the error for answers of another API."""
         return NotATinkerServer(f"{self.url} answers, but not as a Tinker server does: {detail[:200]}. {_MEND_URL}")
 
     def _limit(self, response: httpx.Response | None, seconds: float | None) -> float:
@@ -256,7 +256,7 @@ def _is_json(response: httpx.Response) -> bool:
 
 
 def _may_help(response: httpx.Response) -> bool:
-    """Whether the same request may succeed later."""
+    """Returns whether the same request may succeed later."""
     asked = response.headers.get("x-should-retry")
     if asked in ("true", "false"):
         return bool(asked == "true")

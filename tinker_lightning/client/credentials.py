@@ -1,4 +1,4 @@
-"""The API key, or the short-lived token that some servers want instead of it."""
+"""The API key, or the short-lived token that some servers require instead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MARGIN = 60.0
 
 
 class Credentials:
-    """What goes into the `X-API-Key` header."""
+    """The contents of the `X-API-Key` header."""
 
     def __init__(self, api_key: str | None) -> None:
         if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key == api_key.strip()):
@@ -33,11 +33,11 @@ class Credentials:
         self._lock = asyncio.Lock()
 
     def use_tokens(self, exchange: Callable[[], Awaitable[str]]) -> None:
-        """From now on sends tokens, which `exchange` gets for the key."""
+        """Switches to tokens, which `exchange` obtains for the key."""
         self._exchange = exchange
 
     async def header(self) -> dict[str, str]:
-        """The header of a request."""
+        """Returns the header of a request."""
         if self._exchange is None:
             return self.key_header()
         async with self._lock:
@@ -47,12 +47,12 @@ class Credentials:
             return {"X-API-Key": self._token}
 
     def key_header(self) -> dict[str, str]:
-        """The header with the key itself."""
+        """Returns the header with the key itself."""
         return {} if self.api_key is None else {"X-API-Key": self.api_key}
 
 
 def _expiry(token: str) -> float:
-    """When a token ends; one that does not say so is used once."""
+    """Returns when a token expires; one without an expiry is used once."""
     try:
         payload = token.split(".")[1]
         claims = wire_json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))

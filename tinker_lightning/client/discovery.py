@@ -1,4 +1,4 @@
-"""Finds the server that is meant and opens the way to it."""
+"""Selects the server and connects to it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ EMBEDDED = "embedded"
 
 
 def connect(url: str | None = None, *, api_key: str | None = None, dialect: Literal["auto"] = "auto") -> ServiceClient:
-    """The way to a Tinker server.
+    """Connects to a Tinker server.
 
     Args:
-        url: Where the server is, or `"embedded"` for a trainer in this process. If not given: `TINKER_BASE_URL`, then
+        url: The server's URL, or `"embedded"` for a trainer in this process. If not given: `TINKER_BASE_URL`, then
             hosted Tinker if there is an API key, then the embedded trainer.
-        api_key: What the server wants to see; `TINKER_API_KEY` if not given.
-        dialect: The generation of the protocol to speak; found out from the server.
+        api_key: The API key; `TINKER_API_KEY` if not given.
+        dialect: The generation of the protocol; detected from the server.
     """
     if dialect != "auto":
         raise InvalidInput(f"dialect {dialect!r} is not known; leave it out and it is found out from the server")

@@ -1,4 +1,4 @@
-"""What was saved on a server, as files on this machine: piece by piece, within bounds, and never outside their folder.
+"""Downloads checkpoints as files: in chunks, within limits, and never outside the target folder.
 
 Servers give it out in one of two ways: an address for each file, or, of older generations, one for an archive of them.
 The addresses are signed and often lead elsewhere, so that nothing of the client's key goes along.
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinker_lightning.client")
 
-# Far more than any adapter has; a server that sends without end must not fill the disk.
+# Far more than any adapter needs; a server that sends endlessly must not fill the disk.
 MAX_BYTES = 64 << 30
 MAX_FILES = 1000
-# An address that is valid for no longer than this is asked for anew.
+# An address that expires within this time is requested again.
 _MARGIN = timedelta(minutes=1)
 _ATTEMPTS = 6
 _PATIENCE = RetryPolicy(300.0)
@@ -55,14 +55,14 @@ _COMPLETE = "checkpoint_complete"
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where files can be downloaded, and until when."""
+    """The URLs of files, and when they expire."""
 
     urls: dict[str, str]
     expires: datetime
 
     @property
     def are_stale(self) -> bool:
-        """Whether they must be asked for anew."""
+        """Whether the URLs must be requested again."""
         return datetime.now(UTC) > self.expires - _MARGIN
 
 
@@ -71,7 +71,7 @@ async def checkpoint(connection: Connection, path: str, folder: Path) -> None:
 
     Raises:
         NotFound: If there is none.
-        TinkerLightningError: If it cannot be had; the folder may hold a part of it.
+        TinkerLightningError: If it cannot be downloaded; the folder may hold a part of it.
     """
     if not checkpoints.parse(path)[1].startswith("external_weights/"):
         return await archive(connection, path, folder)
@@ -85,7 +85,7 @@ async def checkpoint(connection: Connection, path: str, folder: Path) -> None:
 
 
 async def files(stream: Stream, sign: Callable[[], Awaitable[Addresses]], folder: Path) -> None:
-    """Downloads each file that `sign` gives an address for; it is called again when addresses have become stale."""
+    """Downloads each file that `sign` returns a URL for; it is called again when the URLs have expired."""
     addresses = await sign()
     if len(addresses.urls) > MAX_FILES:
         raise MessageTooLarge(f"the server names {len(addresses.urls)} files; more than {MAX_FILES} are not taken")
@@ -106,7 +106,7 @@ async def files(stream: Stream, sign: Callable[[], Awaitable[Addresses]], folder
 
 
 async def archive(connection: Connection, path: str, folder: Path) -> None:
-    """Downloads and unpacks the archive that older generations of servers give out."""
+    """Downloads and unpacks the archive that older servers offer."""
     packed = folder / ".archive"
     for attempt in itertools.count():
         url = await _archive_url(connection, path)
@@ -140,7 +140,7 @@ def unpack(packed: Path, folder: Path) -> None:
 
 async def _archive_url(connection: Connection, path: str) -> str:
     whole = checkpoints.url(path)
-    bare = "/".join([*whole.split("/")[:-2], whole.rsplit("/", 1)[1]])  # some know a checkpoint by its name alone
+    bare = "/".join([*whole.split("/")[:-2], whole.rsplit("/", 1)[1]])  # how some servers name it
     try:
         answer = await connection.send("GET", f"{whole}/archive", understood=_is_redirect)
     except NotFound:
@@ -152,8 +152,8 @@ async def _archive_url(connection: Connection, path: str) -> str:
 
 
 async def _fetch(stream: Stream, url: str, place: Path, limit: int) -> int:
-    """Writes what is at an address into a file; returns how many bytes that were."""
-    where = urlsplit(url)._replace(query="", fragment="").geturl()  # the rest lets anyone in
+    """Downloads a URL into a file; returns the number of bytes."""
+    where = urlsplit(url)._replace(query="", fragment="").geturl()  # the query holds the signature
     if urlsplit(url).scheme not in ("http", "https"):
         raise InvalidMessage(f"the server keeps this checkpoint at {where}, which is not on the network; copy it there")
     size = 0

@@ -1,4 +1,4 @@
-"""A trained adapter as a PEFT folder on this machine, from any server that gives it out."""
+"""Exports a trained adapter as a local PEFT folder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ logger = logging.getLogger("tinker_lightning.client")
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-# How long the server keeps what is being downloaded, should this process die before it can be deleted.
+# How long the server keeps the weights if this process dies before deleting them.
 _KEPT_SECONDS = 86400
 
 
 def export_adapter(backend: TrainingBackend, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-    """Saves a model's adapter as it is now into a folder that peft, transformers and vLLM load; returns the folder.
+    """Saves the current adapter as a folder that peft, transformers and vLLM load; returns the folder.
 
     The folder appears whole or not at all. What the server saves for the download is deleted there afterwards.
 
@@ -35,7 +35,7 @@ def export_adapter(backend: TrainingBackend, path: str | os.PathLike[str], *, ov
 
     Raises:
         InvalidInput: If the folder holds something, or cannot be written.
-        OperationFailed: If the server gives out something else than a PEFT adapter.
+        OperationFailed: If the server's files are not a PEFT adapter.
         TinkerLightningError: If it cannot be saved or downloaded.
     """
     target = _target(path, overwrite)
@@ -47,7 +47,7 @@ def export_adapter(backend: TrainingBackend, path: str | os.PathLike[str], *, ov
             finally:
                 _delete(backend, saved)
             _check(part)
-            _target(path, overwrite)  # it may have been filled meanwhile
+            _target(path, overwrite)  # something may have been written to it in the meantime
     except TinkerLightningError:
         raise
     except OSError as error:

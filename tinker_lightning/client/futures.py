@@ -1,4 +1,4 @@
-"""Results that are on their way, and the promise that no failure among them is lost."""
+"""Futures of requests in flight, and the guarantee that none of their failures is lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("tinker_lightning.client")
 
 
 class TinkerFuture(Generic[T]):
-    """A result that is on its way. Wait for it with `.result()`, or with `await` from any event loop.
+    """The result of a request in flight. Wait for it with `.result()`, or with `await` from any event loop.
 
     Args:
         source: Where the result comes from.
@@ -36,17 +36,17 @@ class TinkerFuture(Generic[T]):
         self._pid = os.getpid()
 
     def result(self, timeout: float | None = None) -> T:
-        """The result, waiting for it if need be.
+        """Returns the result, waiting for it if necessary.
 
         Raises:
-            ResultTimeout: If it does not come within `timeout` seconds. The operation goes on; ask again.
+            ResultTimeout: If it does not arrive within `timeout` seconds. The operation continues; ask again.
             TinkerLightningError: Whatever made the operation fail.
         """
         self.wait(timeout)
         return self._outcome()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What made the operation fail, or None; reading it counts as having read the failure."""
+        """Returns the exception of a failed operation, or None; this counts as reading the failure."""
         self.wait(timeout)
         try:
             self._outcome()
@@ -55,7 +55,7 @@ class TinkerFuture(Generic[T]):
         return None
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until the result, or a failure, is there.
+        """Waits for the result or a failure.
 
         Raises:
             ResultTimeout: If that takes longer than `timeout` seconds.
@@ -74,17 +74,17 @@ class TinkerFuture(Generic[T]):
             )
 
     def done(self) -> bool:
-        """Whether the result, or a failure, is there."""
+        """Returns whether the result or a failure has arrived."""
         return self._source.done()
 
     @property
     def comes_by_itself(self) -> bool:
-        """Whether the result comes without anybody here doing anything more."""
+        """Whether the result arrives without any further action of the caller."""
         return True
 
     @property
     def failed(self) -> bool:
-        """Whether a failure is there."""
+        """Whether the operation has failed."""
         return self._source.done() and (self._source.cancelled() or self._source.exception() is not None)
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -95,14 +95,14 @@ class TinkerFuture(Generic[T]):
         return self._outcome()
 
     async def arrival(self) -> None:
-        """Waits as `wait` does. Whoever is cancelled meanwhile cancels nothing else: the server carries it out."""
+        """Waits like `wait`. Cancelling the waiting task does not cancel the operation on the server."""
         if self.done():
             return
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 
         def wake(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # that loop was closed, and nobody waits there any more
+            with contextlib.suppress(RuntimeError):  # that loop was closed, so nobody is waiting there
                 loop.call_soon_threadsafe(woken.set)
 
         self._source.add_done_callback(wake)
@@ -111,7 +111,7 @@ class TinkerFuture(Generic[T]):
     def then(
         self, change: Callable[[T], U], explain: Callable[[BaseException], BaseException] | None = None
     ) -> TinkerFuture[U]:
-        """The same result in another form, and if asked, the same failure in other words."""
+        """Returns a future of the converted result; `explain` converts failures."""
         changed: concurrent.futures.Future[U] = concurrent.futures.Future()
         changed.set_running_or_notify_cancel()
 
@@ -132,7 +132,7 @@ class TinkerFuture(Generic[T]):
 
 
 class UnreadFailures:
-    """The futures of a client whose failure nobody has seen yet; it is raised at the client's next use.
+    """The futures of a client whose failures nobody has read yet; they are raised at the client's next use.
 
     Args:
         retry_policy: How many seconds a failure waits for the rest of what was sent, for more may have failed with it.
@@ -145,12 +145,12 @@ class UnreadFailures:
         self._held = 0
 
     def add(self, future: TinkerFuture[Any]) -> None:
-        """Keeps an eye on a future."""
+        """Tracks a future."""
         with self._lock:
             self._futures.append(future)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until all that was sent is done, or until `timeout` seconds have passed; whether it is done."""
+        """Waits for everything that was sent, at most `timeout` seconds; returns whether it is done."""
         with self._lock:
             sources = [future._source for future in self._futures if future.comes_by_itself]
         return not concurrent.futures.wait(sources, timeout).not_done
@@ -179,7 +179,7 @@ class UnreadFailures:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Raises what is there now; failures that come in the midst of the `with` block are raised after it.
+        """Raises present failures on entry; those that arrive during the `with` block are raised after it.
 
         For requests that belong together: one of them that was not sent would leave the others to be part of the next.
         """
@@ -191,7 +191,7 @@ class UnreadFailures:
             self._held -= 1
 
     def raise_first(self) -> None:
-        """Raises the first failure that nobody has read; the others that are there are its notes."""
+        """Raises the first failure that nobody has read, with the others as its notes."""
         if self._held:
             return
         with self._lock:
@@ -201,32 +201,32 @@ class UnreadFailures:
             raise_together(self.take_failures())
 
     def take_failures(self) -> list[BaseException]:
-        """All failures that nobody has read."""
+        """Returns all failures that nobody has read, and marks them as read."""
         with self._lock:
             return [error for future in self._forget_settled() if (error := future.exception()) is not None]
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is under way and no failure is left; lets go of what is settled."""
+        """Whether nothing is in flight and no failure is left."""
         with self._lock:
             self._forget_settled()
             return not self._futures
 
     def _forget_settled(self) -> list[TinkerFuture[Any]]:
-        """Keeps those that are under way or failed, and returns the failed ones."""
+        """Drops futures that succeeded or were read; returns the failed ones."""
         self._futures = [f for f in self._futures if not f.done() or (f.failed and not f.was_read)]
         return [future for future in self._futures if future.done()]
 
 
 def raise_together(failures: Sequence[BaseException]) -> None:
-    """Raises the first of failures, if there are any, and tells of the others with it."""
+    """Raises the first failure, if any, with the others as its notes."""
     if failures:
         note_failures(failures[0], failures[1:])
         raise failures[0]
 
 
 def note_failures(error: BaseException, failures: Iterable[BaseException]) -> None:
-    """Tells of failures that nobody has read with an error that is raised in their place."""
+    """Adds failures that nobody has read as notes to an error that is raised instead."""
     for other in failures:
         if other is not error:
             error.add_note(f"Nor was this failure read: {type(other).__name__}: {other}")

@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, for everything that waits on the network."""
+"""An event loop on a background thread, for everything that waits on the network."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class BackgroundLoop:
-    """Runs coroutines in the background; they begin in the order in which they were handed over.
+    """Runs coroutines in the background; they start in the order of submission.
 
     Args:
-        on_close: Run on the loop as the last thing, before what is still under way is cancelled.
+        on_close: Runs on the loop last, before the remaining tasks are cancelled.
     """
 
     def __init__(self, on_close: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -65,7 +65,7 @@ def _serve(
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
-        # What comes of them stands in their futures; asyncio.run would also print it.
+        # Their outcomes are in their futures; asyncio.run would also print them.
         await asyncio.gather(*left, return_exceptions=True)
 
     asyncio.run(main())

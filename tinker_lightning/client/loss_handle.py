@@ -1,4 +1,4 @@
-"""A loss of one datum that was uploaded, and how it is computed here where the server does not run it."""
+"""An uploaded per-datum loss, which is also computed locally where the server does not run it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LossHandle:
-    """A loss of one datum, as `create_custom_loss` gives it: `forward_backward(data, handle)` trains with it.
+    """A per-datum loss that `create_custom_loss` returned: `forward_backward(data, handle)` trains with it.
 
     Called with datums and their log-probabilities it is computed here, which is how `forward_backward_custom` and
     servers without this feature use it.
@@ -33,14 +33,14 @@ class LossHandle:
     session_id: str
     loss: DatumLoss = field(repr=False)
     loss_id: str | None = None
-    number: int = 0  # of its upload in the session: a repeat with the same one is no second loss
-    by_input: bool = False  # the server multiplies by an input of each datum, for it knows no factor of a pass
+    number: int = 0  # of its upload in the session, by which the server recognizes a repeated upload
+    by_input: bool = False  # the factor is sent as an input of each datum, because the server has none for a pass
 
     def __call__(self, data: Sequence[Any], logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        """The sum of the datums' losses, and their metrics.
+        """Returns the sum of the datums' losses, and their metrics.
 
         Raises:
-            InvalidInput: If a datum lacks an input, or the loss cannot take it.
+            InvalidInput: If a datum lacks an input, or has one that the loss does not accept.
         """
         terms: list[Tensor] = []
         sums: dict[str, float] = {}
@@ -58,18 +58,18 @@ class LossHandle:
 
 
 def located(error: BaseException, graphs: Sequence[Graph]) -> BaseException:
-    """An error that names a node of a graph, with the line of the user's function that the node comes from."""
+    """Adds the line of the user's function to an error that names a node of a graph."""
     places = places_of(str(error), graphs) if isinstance(error, InvalidInput) else []
     if not places:
         return error
-    told = type(error)(f"{error}\n    at {' or '.join(places)}")
-    told.__dict__.update(error.__dict__)  # the operation and request that it was about
-    told.__cause__ = error.__cause__
-    return told
+    explained = type(error)(f"{error}\n    at {' or '.join(places)}")
+    explained.__dict__.update(error.__dict__)  # the operation and request id
+    explained.__cause__ = error.__cause__
+    return explained
 
 
 def with_loss(output: ForwardBackwardOutput, data: list[Datum], handle: LossHandle) -> ForwardBackwardOutput:
-    """A forward pass with a loss that was computed here."""
+    """Adds the locally computed loss to the result of a forward pass."""
     with torch.no_grad():
         loss, metrics = handle(data, [leaf.detach() for leaf in surrogate.leaves(output, data)])
     metrics = {**output.metrics, **metrics, "loss:sum": float(loss)}
@@ -77,7 +77,7 @@ def with_loss(output: ForwardBackwardOutput, data: list[Datum], handle: LossHand
 
 
 def times(handle: LossHandle, scale: float) -> surrogate.LossFn:
-    """A loss with the same value and `scale` times its gradient."""
+    """Returns a loss with the same value and `scale` times the gradient."""
     if scale == 1:
         return handle
 

@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# What our server calls an operation, where the answer to its submission is already the result.
+# Our server's id of an operation whose submission is answered with the result.
 REQUEST_ID_HEADER = "x-request-id"
 
 _BINARY: dict[type[Any], Callable[[bytes], Any]] = {
     ForwardBackwardOutput: protobuf.decode_output,
     SampleResponse: protobuf.decode_sample,
 }
-# A server that does not hold a poll until something happens is asked this often at most.
+# The longest pause between polls of a server that answers polls immediately.
 _POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Operation(Generic[T]):
-    """Something to ask of a server.
+    """One request to a server.
 
     Args:
         name: What the user called.
@@ -87,7 +87,7 @@ async def perform(session: Session, operation: Operation[T], *, on_submitted: Ca
             response = await _fetch(session, operation, request_id)
         return _decode(session, operation, response)
     except TinkerLightningError as error:
-        # The same class, so that `except` keeps its meaning, with the operation in front.
+        # Of the same class, so that `except` keeps its meaning, prefixed with the operation.
         located = type(error)(f"{operation}{request_id and f', request {request_id}'}: {error}")
         located.operation, located.model_id = operation.name, operation.model_id
         located.seq_id, located.request_id = operation.seq_id, request_id or None
@@ -109,7 +109,7 @@ async def _submit(session: Session, operation: Operation[Any]) -> httpx.Response
 
 
 async def _fetch(session: Session, operation: Operation[Any], request_id: str) -> httpx.Response:
-    """Polls for a result until it is there; says once per change what the server is waiting for."""
+    """Polls until the result is available; logs each change of the server's queue state once."""
     if not request_id:
         raise OperationFailed("the server took the request but gave no request_id to fetch its result by")
     body = wire_json.dumps(RetrieveFutureRequest(request_id))
@@ -126,7 +126,7 @@ async def _fetch(session: Session, operation: Operation[Any], request_id: str) -
             raise ResultExpired(f"the server knows nothing of it, or no more: {error}") from error
         except ServerUnreachable as error:
             if isinstance(error.__cause__, httpx.ReadTimeout):
-                continue  # a server that holds polls for longer than we wait
+                continue  # the server holds polls for longer than our read timeout
             raise
         if response.status_code == 410:
             raise ResultExpired("its result is no longer kept. Repeat the step from the last checkpoint.")
@@ -156,7 +156,7 @@ def _decode(session: Session, operation: Operation[T], response: httpx.Response)
 
 
 def _pending(response: httpx.Response) -> dict[str, Any] | None:
-    """What an answer says that asks to come again; None for a result."""
+    """Returns the message of an answer that asks to poll again; None for a result."""
     if PROTOBUF in response.headers.get("content-type", ""):
         return None
     try:
@@ -171,7 +171,7 @@ def _is_expected(response: httpx.Response) -> bool:
 
 
 def _is_receipt(response: httpx.Response) -> bool:
-    """Whether an answer says that the submission was taken, and not only that somebody in between lost retry_policy."""
+    """Whether a 408 confirms the submission, instead of being a timeout of a proxy in between."""
     return response.status_code == 408 and bool((_pending(response) or {}).get("request_id"))
 
 

@@ -1,4 +1,4 @@
-"""How long a failing request is tried again, and what the user sees of it meanwhile."""
+"""How long failing requests are retried, and what is logged in the meantime."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinker_lightning.client")
 
-# At the first contact the address is likely wrong, so the user learns of it soon.
+# At the first contact the URL is probably wrong, so the error is raised soon.
 FIRST_CONTACT_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long a failing request is tried again.
+    """How long a failing request is retried.
 
     Args:
         seconds: From its first attempt on; an account without credit has its own limit, which the server names.
@@ -33,7 +33,7 @@ class RetryPolicy:
     billing_delay: float = 5.0
 
     def delay(self, attempt: int, response: httpx.Response | None) -> float:
-        """How long to wait before the next attempt: what the server asks for, or ever longer."""
+        """Returns the pause before the next attempt: what the server asks for, or an increasing one."""
         if response is not None:
             for header, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
                 try:
@@ -49,13 +49,13 @@ class RetryPolicy:
 
 
 class StatusLog:
-    """Tells the user what is being waited for: once when it changes, not once per attempt."""
+    """Logs what the client waits for: once per change, not once per attempt."""
 
     def __init__(self) -> None:
         self._states: dict[str, str] = {}
 
     def show(self, subject: str, state: str, reason: str = "") -> None:
-        """Says that a subject (a model, the server) is in a state; `active` is where all begin."""
+        """Logs the state of a subject (a model, the server) if it has changed; the initial state is `active`."""
         if state == self._states.get(subject, "active"):
             return
         if state == "active":

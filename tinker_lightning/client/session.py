@@ -1,4 +1,4 @@
-"""A visit to a server: handshake, heartbeat, farewell."""
+"""A session with a server: handshake, heartbeat, finish."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinker_lightning.client")
 
-# The generation of the protocol that is spoken, in the official SDK's counting.
+# The generation of the protocol, as a version of the official SDK.
 SDK_VERSION = "0.36.0"
 _HEARTBEAT_SECONDS = 10.0
 _SILENCE_SECONDS = 120.0
@@ -41,7 +41,7 @@ class _Token:
 
 
 class Session:
-    """What a server told at the handshake. Made on the client's event loop by `Session.open`."""
+    """The result of the handshake with a server. Created on the client's event loop by `Session.open`."""
 
     def __init__(
         self, connection: Connection, session_id: str, config: ClientConfig, capabilities: ServerCapabilities
@@ -56,7 +56,7 @@ class Session:
 
     @classmethod
     async def open(cls, connection: Connection) -> Session:
-        """Two round trips: the configuration, then session and capabilities together."""
+        """Opens a session in two round trips: the configuration, then session and capabilities together."""
         tags = [tag.strip() for tag in os.environ.get("TINKER_TAGS", "").split(",") if tag.strip()]
         request = CreateSessionRequest(tags, user_metadata={}, sdk_version=SDK_VERSION)
         try:
@@ -67,7 +67,7 @@ class Session:
             created, capabilities = await asyncio.gather(
                 connection.post("/api/v1/create_session", request, _CreatedSession), fetch_capabilities(connection)
             )
-        except (NotFound, InvalidInput) as error:  # nothing of the user's went into these requests
+        except (NotFound, InvalidInput) as error:  # these requests contain nothing from the user
             raise connection.not_a_tinker_server(str(error)) from error
         for level in ("info", "warning", "error"):
             if message := getattr(created, f"{level}_message"):
@@ -75,13 +75,13 @@ class Session:
         return cls(connection, created.session_id, config, capabilities)
 
     def count(self, kind: str) -> int:
-        """The next number of a kind: models and samplers are numbered per session, so that a repeat is known."""
+        """Returns the next number of a kind; the server recognizes a repeated model or sampler by its number."""
         number = self._counters.get(kind, 0)
         self._counters[kind] = number + 1
         return number
 
     async def finish(self, status: str) -> None:
-        """Says farewell; servers of older generations do not know it, and one that is gone need not hear it."""
+        """Finishes the session; older servers and unreachable ones are ignored."""
         self._heart.cancel()
         body = wire_json.dumps({"reason": {"type": status}})
         path = f"/api/v1/sessions/{self.session_id}/finish"
@@ -115,7 +115,7 @@ class Session:
 
 
 async def fetch_capabilities(connection: Connection) -> ServerCapabilities:
-    """What the server has, asked anew."""
+    """Fetches the server's capabilities."""
     try:
         return await connection.get("/api/v1/get_server_capabilities", ServerCapabilities)
     except NotFound:
@@ -127,7 +127,7 @@ async def _configuration(connection: Connection) -> ClientConfig:
     try:
         response = await connection.send("POST", "/api/v1/client/config", body, raw_key=True)
     except NotFound:
-        return ClientConfig()  # a server of the first generations
+        return ClientConfig()  # an early generation of servers
     return connection.parse(ClientConfig, response)
 
 

@@ -1,4 +1,4 @@
-"""In which order the requests of a model are posted."""
+"""The order in which the requests of a model are posted."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ T = TypeVar("T")
 
 
 class SubmitOrder:
-    """Where the server does not order by number, a request is posted when the one before it was answered."""
+    """Posts requests one after another, for servers that do not order them by number."""
 
     def __init__(self) -> None:
         self._last: asyncio.Event | None = None
 
     def next(self) -> tuple[asyncio.Event | None, asyncio.Event]:
-        """What to wait for before a request is posted, and what to set when it was."""
+        """Returns the event to wait for before posting, and the one to set afterwards."""
         before, self._last = self._last, asyncio.Event()
         return before, self._last
 
 
-# No method, for the traceback of a failure that is kept for the user would keep the client too.
+# Not a method: the traceback of a failure that is kept for the user would also keep the client alive.
 async def perform_all(
     session: Session, turns: SubmitOrder, operations: list[Operation[T]], combine: Callable[[list[T]], T]
 ) -> T:
-    """The results of operations, put together; they are posted at once, or in turn where the server needs that."""
+    """Runs operations, in parallel or one after another as the server requires; returns the combined result."""
     if session.config.parallel_fwdbwd_chunks:
         return combine(list(await asyncio.gather(*(perform(session, operation) for operation in operations))))
-    # No await stands before this line, so that operations queue up in the order they were handed over.
+    # There is no await before this line, so that operations queue up in the order of submission.
     results = [asyncio.create_task(_in_turn(session, operation, *turns.next())) for operation in operations]
     return combine(list(await asyncio.gather(*results)))
 

@@ -38,10 +38,10 @@ def fetch(channel: Channel, model_name: str, tokenizer_id: str | None) -> Any:
 
 @functools.cache
 def load(tokenizer_id: str) -> Any:
-    """The tokenizer of a folder or hub id.
+    """Loads the tokenizer of a folder or hub id.
 
     Raises:
-        ModelNotFound: If it cannot be had; says what to install or where to get it.
+        ModelNotFound: If it is neither, or transformers is not installed.
     """
     try:
         from transformers import AutoTokenizer
@@ -58,7 +58,7 @@ def load(tokenizer_id: str) -> Any:
 
 
 def load_files(files: Mapping[str, bytes]) -> Any:
-    """The tokenizer that a server's files make; the same one for the same files."""
+    """Loads a tokenizer from a server's files; returns the same object for the same files."""
     digest = hashlib.sha256()
     for name, body in sorted(files.items()):
         if Path(name).name != name or name in ("", ".."):
@@ -76,7 +76,7 @@ def load_files(files: Mapping[str, bytes]) -> Any:
 
 @functools.cache
 def _folder() -> Path:
-    """A folder of this process, for tokenizers may read their files later."""
+    """Returns a temporary folder that lasts as long as the process, because tokenizers may read files later."""
     folder = Path(tempfile.mkdtemp(prefix="tinker-lightning-tokenizers-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

@@ -1,1 +1,1 @@
-"""The official SDK's objects: its datums, futures and clients used in place of ours."""
+"""Adapters for the official SDK's datums, futures and clients."""

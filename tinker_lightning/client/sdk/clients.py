@@ -1,4 +1,4 @@
-"""The official SDK's training and sampling clients, with the methods, types and errors of ours.
+"""Wraps the official SDK's training and sampling clients with the methods, types and errors of ours.
 
 Imported only where such a client is at hand, so that `tinker` stays an extra.
 """
@@ -125,7 +125,7 @@ class OfficialTrainingClient:
         )
 
     def optim_step(self, optim_params: Any = None) -> TinkerFuture[OptimStepResponse]:
-        """A step of AdamW on the gathered gradient."""
+        """Takes an AdamW step on the accumulated gradient."""
         self._calls.check()
         ours = AdamParams() if optim_params is None else inputs.to_adam_params(optim_params)
         self._custom.flush()
@@ -143,7 +143,7 @@ class OfficialTrainingClient:
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
     ) -> TinkerFuture[SaveWeightsResponse]:
-        """Saves weights and optimizer under a name."""
+        """Saves weights and optimizer state under a name."""
         self._flush()
         return self._calls.submit(
             "save_state",
@@ -152,17 +152,17 @@ class OfficialTrainingClient:
         )
 
     def load_state(self, path: str) -> TinkerFuture[LoadWeightsResponse]:
-        """Puts saved weights into this model."""
+        """Loads saved weights into this model."""
         return self._load("load_state", path)
 
     def load_state_with_optimizer(self, path: str) -> TinkerFuture[LoadWeightsResponse]:
-        """Puts saved weights and AdamW's state into this model."""
+        """Loads saved weights and optimizer state into this model."""
         return self._load("load_state_with_optimizer", path)
 
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
     ) -> TinkerFuture[SaveWeightsForSamplerResponse]:
-        """Saves weights to sample from under a name."""
+        """Saves weights for sampling under a name."""
         self._flush()
         return self._calls.submit(
             "save_weights_for_sampler",
@@ -171,7 +171,7 @@ class OfficialTrainingClient:
         )
 
     def save_weights_and_get_sampling_client(self, name: str | None = None) -> OfficialSamplingClient:
-        """A client that samples from this model as it is now."""
+        """Returns a client that samples from the current weights."""
         if name is not None:
             return self.create_sampling_client(self.save_weights_for_sampler(name).result().path or "")
         self._flush()
@@ -179,26 +179,26 @@ class OfficialTrainingClient:
         return OfficialSamplingClient(self._calls.translated("save_weights_for_sampler", save))
 
     def create_sampling_client(self, model_path: str) -> OfficialSamplingClient:
-        """A client that samples from saved weights."""
+        """Returns a client that samples from saved weights."""
         create = self.client.create_sampling_client
         return OfficialSamplingClient(self._calls.translated("create_sampling_client", lambda: create(model_path)))
 
     def get_info(self) -> GetInfoResponse:
-        """What the model is."""
+        """Returns the base model and the LoRA rank."""
         self._calls.check()
         info = self._calls.translated("get_info", self.client.get_info)
         data = ModelData(info.model_data.arch, info.model_data.model_name, info.model_data.tokenizer_id)
         return GetInfoResponse(info.model_id, data, bool(info.is_lora), info.lora_rank, info.model_name)
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer."""
+        """Returns the model's tokenizer."""
         self._calls.check()
         return self._calls.translated("get_tokenizer", self.client.get_tokenizer)
 
     def save_weights_external(
         self, name: str, ttl_seconds: int | None = None
     ) -> TinkerFuture[SaveWeightsExternalResponse]:
-        """Saves weights to download under a name."""
+        """Saves weights for download under a name."""
         self._flush()
         return self._calls.submit(
             "save_weights_external",
@@ -207,11 +207,11 @@ class OfficialTrainingClient:
         )
 
     def export_adapter(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-        """Saves the adapter as it is now into a folder on this machine, which peft and transformers load."""
+        """Saves the current adapter as a local folder that peft and transformers load."""
         return export_adapter(self, path, overwrite=overwrite)
 
     def download_checkpoint(self, path: str, folder: Path) -> None:
-        """Downloads the adapter that `save_weights_external` saved into a folder that exists."""
+        """Downloads the adapter that `save_weights_external` saved into an existing folder."""
 
         def sign() -> download.Addresses:
             answer = self._rest.get_external_weights_urls(path).result()
@@ -226,7 +226,7 @@ class OfficialTrainingClient:
             loop.close()
 
     def checkpoint_exists(self, path: str) -> bool:
-        """Whether what was saved under a `tinker://` path is still there."""
+        """Returns whether the checkpoint at a `tinker://` path exists."""
         run, _ = checkpoints.parse(path)
         try:
             listing = self._calls.translated("list_checkpoints", lambda: self._rest.list_checkpoints(run).result())
@@ -235,7 +235,7 @@ class OfficialTrainingClient:
         return any(found.tinker_path == path for found in listing.checkpoints)
 
     def delete_checkpoint(self, path: str, *, missing_ok: bool = False) -> None:
-        """Removes what was saved under a `tinker://` path."""
+        """Deletes the checkpoint at a `tinker://` path."""
         checkpoint = checkpoints.parse(path)
         if not missing_ok and not self.checkpoint_exists(path):
             raise checkpoints.missing(path)
@@ -257,7 +257,7 @@ class OfficialTrainingClient:
         self._flush()
 
         def load() -> Any:
-            with warnings.catch_warnings():  # it tells its own users to make a new client instead
+            with warnings.catch_warnings():  # the SDK recommends creating a new client instead
                 warnings.simplefilter("ignore", FutureWarning)
                 return getattr(self.client, name)(path)
 
@@ -269,7 +269,7 @@ class OfficialTrainingClient:
 
 
 class OfficialSamplingClient:
-    """The official SDK's `SamplingClient` behind our methods."""
+    """The official SDK's `SamplingClient` with our methods and types."""
 
     def __init__(self, client: tinker.SamplingClient) -> None:
         self.client = client
@@ -290,15 +290,15 @@ class OfficialSamplingClient:
         )
 
     def compute_logprobs(self, prompt: Any) -> TinkerFuture[list[float | None]]:
-        """The log-probability of each token of a prompt."""
+        """Returns the log-probability of each token of a prompt."""
         self._calls.check()
         text = convert.model_input(prompt)
         return self._calls.submit("compute_logprobs", lambda: self.client.compute_logprobs(text), list)
 
     def get_base_model(self) -> str:
-        """The name of the base model, as the SDK gets to know it."""
+        """Returns the name of the base model."""
         return self._calls.translated("get_base_model", self.client.get_base_model)
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of the base model."""
+        """Returns the tokenizer of the base model."""
         return self._calls.translated("get_tokenizer", self.client.get_tokenizer)

@@ -1,4 +1,4 @@
-"""Our types as the official SDK's, and its results as ours."""
+"""Converts our types to the official SDK's, and its results to ours."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _tensor(tensor: TensorData) -> sdk.TensorData:
 
 
 def model_input(given: Any) -> sdk.ModelInput:
-    """An input as the SDK's."""
+    """Converts an input to the SDK's type."""
     if isinstance(given, sdk.ModelInput):
         return given
     return sdk.ModelInput(chunks=[_chunk(chunk) for chunk in inputs.to_model_input(given).chunks])
@@ -71,13 +71,13 @@ def _spans(spans: Sequence[ProvenanceSpan]) -> list[Any]:
 
 
 def output(result: sdk.ForwardBackwardOutput) -> ForwardBackwardOutput:
-    """The result of a pass as ours."""
+    """Converts the result of a pass to our type."""
     outputs = [{name: inputs.to_tensor(tensor) for name, tensor in datum.items()} for datum in result.loss_fn_outputs]
     return ForwardBackwardOutput(outputs, dict(result.metrics), result.loss_fn_output_type)
 
 
 def sampled(response: sdk.SampleResponse) -> SampleResponse:
-    """The result of sampling as ours."""
+    """Converts the result of sampling to our type."""
     sequences = [
         SampledSequence(list(s.tokens), None if s.logprobs is None else list(s.logprobs), s.stop_reason)
         for s in response.sequences

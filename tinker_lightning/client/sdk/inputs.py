@@ -1,4 +1,4 @@
-"""The official SDK's own objects, taken wherever ours are. Nothing here imports it: users who have it pass its objects.
+"""Converts the official SDK's objects to ours, without importing the SDK.
 
 Its datums, tensors and inputs are read by their public attributes; arrays are shared, not copied element by element.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def batch(data: Iterable[Any]) -> list[Any]:
-    """A batch as the caller gave it, as a list.
+    """Returns the datums of the caller as a list.
 
     Raises:
         InvalidDatum: If it is a single datum, or empty.
@@ -41,10 +41,10 @@ def batch(data: Iterable[Any]) -> list[Any]:
 
 
 def loss_name(loss_fn: Any) -> str:
-    """The name of a loss of the server's.
+    """Returns the name of a server-side loss.
 
     Raises:
-        InvalidInput: If it is none; a function has a method of its own.
+        InvalidInput: If it is not a name; functions belong to `forward_backward_custom`.
     """
     if hasattr(loss_fn, "result"):
         raise InvalidInput("loss_fn is a future; pass what it becomes: create_custom_loss(...).result()")
@@ -57,10 +57,10 @@ def loss_name(loss_fn: Any) -> str:
 
 
 def to_datums(data: Iterable[Any]) -> list[Datum]:
-    """A batch of ours or of the SDK's datums as ours.
+    """Converts a batch of our or the SDK's datums to ours.
 
     Raises:
-        InvalidDatum: If one is neither, or its fields do not fit each other; names it.
+        InvalidDatum: If one is neither, or its fields do not match; names the datum.
     """
     converted = []
     for i, datum in enumerate(batch(data)):
@@ -72,7 +72,7 @@ def to_datums(data: Iterable[Any]) -> list[Datum]:
 
 
 def to_datum(datum: Any) -> Datum:
-    """A datum of ours or of the SDK's as ours."""
+    """Converts our or the SDK's datum to ours."""
     if isinstance(datum, Datum):
         return datum
     check_not_mapped(datum)
@@ -101,7 +101,7 @@ def check_not_mapped(value: Any) -> None:
 
 
 def to_tensor(tensor: Any) -> TensorData:
-    """A tensor of ours or of the SDK's as ours."""
+    """Converts our or the SDK's tensor to ours."""
     if isinstance(tensor, TensorData):
         return tensor
     if getattr(tensor, "sparse_crow_indices", None) is not None:
@@ -112,7 +112,7 @@ def to_tensor(tensor: Any) -> TensorData:
 
 
 def to_model_input(model_input: Any) -> ModelInput:
-    """An input of ours or of the SDK's as ours."""
+    """Converts our or the SDK's model input to ours."""
     if isinstance(model_input, ModelInput):
         return model_input
     if not hasattr(model_input, "chunks"):
@@ -121,7 +121,7 @@ def to_model_input(model_input: Any) -> ModelInput:
 
 
 def to_adam_params(params: Any) -> AdamParams:
-    """AdamW's settings of ours or of the SDK's as ours."""
+    """Converts our or the SDK's AdamW settings to ours."""
     if isinstance(params, AdamParams):
         return params
     if not hasattr(params, "beta2"):
@@ -132,7 +132,7 @@ def to_adam_params(params: Any) -> AdamParams:
 
 
 def to_sampling_params(params: Any) -> SamplingParams:
-    """Sampling settings of ours or of the SDK's as ours."""
+    """Converts our or the SDK's sampling settings to ours."""
     if isinstance(params, SamplingParams):
         return params
     if not hasattr(params, "temperature"):

@@ -1,4 +1,4 @@
-"""Calls of the official SDK's clients: their results as our futures, their errors as ours.
+"""Runs calls of the official SDK's clients, converting results to our futures and errors to ours.
 
 Imported only where such a client is at hand, so that `tinker` stays an extra.
 """
@@ -31,7 +31,7 @@ F = TypeVar("F", bound=TinkerFuture[Any])
 
 
 class Calls:
-    """Calls of one client of the SDK: their results as our futures, their errors as ours, and none lost."""
+    """The calls of one SDK client: results become our futures, errors become ours, and none is lost."""
 
     def __init__(self, model_id: str | None) -> None:
         self._model_id = model_id
@@ -42,16 +42,16 @@ class Calls:
         self.unread.raise_first()
 
     def watched(self, future: F) -> F:
-        """A future that the user gets; its failure is raised at the next call if nobody reads it."""
+        """Tracks a future that the user gets: its failure is raised at the next call if nobody reads it."""
         self.unread.add(future)
         return future
 
     def submit(self, operation: str, send: Callable[[], Any], convert: Callable[[Any], T]) -> TinkerFuture[T]:
-        """Sends with the SDK; the result converted."""
+        """Sends with the SDK; returns a tracked future of the converted result."""
         return self.watched(self.future(operation, send, convert))
 
     def future(self, operation: str, send: Callable[[], Any], convert: Callable[[Any], T]) -> TinkerFuture[T]:
-        """As `submit`, for a future that the user does not get."""
+        """Sends with the SDK; returns a future of the converted result that is not tracked."""
         sent = self.translated(operation, send)
         source: Future[Any] = sent if isinstance(sent, Future) else sent.future()
         converted: Future[T] = Future()
@@ -67,7 +67,7 @@ class Calls:
         return TinkerFuture(converted, operation if self._model_id is None else f"{operation} of {self._model_id}")
 
     def translated(self, operation: str, action: Callable[[], T]) -> T:
-        """What an action returns; its errors are ours."""
+        """Runs an action, converting its errors to ours."""
         try:
             return action()
         except Exception as error:
