@@ -68,23 +68,23 @@ class RemoteBase(pl.LightningModule):
     """
 
     loss_config: Mapping[str, float | str] = MappingProxyType({})
-    """The settings of a loss that is the server's, for example `{"clip_low_threshold": 0.9}`."""
+    """The settings of a loss by name or from the library, for example `{"clip_low_threshold": 0.9}`."""
 
     reduction: Reduction = "mean"
     """How losses that sum over tokens, by name or from the library, are reduced: `mean` divides by the sum of the
     micro-batch's weights, or by its action tokens for policy losses; `sum` leaves them as they are."""
 
     route: Route = "auto"
-    """Where the loss runs: `builtin`, `server` or `two-pass`, or the best of them that is exact."""
+    """Where the loss runs: `builtin`, `server` or `two-pass`; `auto` is the cheapest that is exact."""
 
     regularizers: Sequence[Regularizer | Mapping[str, Any]] = ()
-    """Terms added to the loss, each with a weight and telemetry of its own; with `loss = None` only they count."""
+    """Terms added to the loss, each with its own weight and telemetry; with `loss = None` only they count."""
 
     grad_norms: bool = True
-    """Whether telemetry tells how hard each regularizer pulls; costs a backward through it, none of the model."""
+    """Whether to log the gradient norm of each regularizer; costs a backward through the term, not the model."""
 
     regularizer_timeout: float | None = None
-    """How many seconds regularizers that do not run on this thread may take."""
+    """How many seconds async regularizers and those on other threads may take."""
 
     def __init__(
         self,
@@ -187,13 +187,13 @@ class RemoteBase(pl.LightningModule):
         return -(logp * weights).sum() / total, likelihood_metrics(logp, weights)
 
     def datums(self, batch: Any) -> list[Any]:
-        """The datums of a batch; a list of them as it is. Override it for loaders that give something else.
+        """Returns the datums of a batch. Override it for loaders that yield something other than lists of datums.
 
-        It is called once per batch, by look-ahead possibly before the steps of earlier batches. An override may give
-        them in any iterable, a generator too; callers get a list.
+        It is called once per batch; look-ahead may call it before the steps of earlier batches. An override may return
+        any iterable, also a generator.
 
         Raises:
-            InvalidDatum: If the batch is empty or no list of datums.
+            InvalidDatum: If the batch is empty or not a list of datums.
         """
         return datums_of(batch)
 
