@@ -284,7 +284,7 @@ def test_regularizers_stand_beside_a_loss_of_the_server(
     for module in pair:
         fit(module, tmp_path)
     both, here = (weights_of(trainer, module) for module in pair)
-    assert (both - here).norm() <= 1e-6 * here.norm()
+    assert (both - here).norm() <= 1e-5 * here.norm()  # backwards of float32 numbers, through Adam
 
 
 @pytest.mark.parametrize("route", ["server", "auto"])

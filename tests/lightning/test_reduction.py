@@ -161,6 +161,7 @@ def test_the_table_in_the_docs_names_the_metrics() -> None:
         assert {each.strip(" `") for each in table[name].split(",")} == metrics, name
 
 
+@pytest.mark.filterwarnings("ignore:the gradient of the loss ppo is zero")
 @pytest.mark.parametrize("route", ["two-pass", "server", "builtin"])
 def test_a_metric_without_a_value_is_absent(stage: Stage, tmp_path: Path, route: str) -> None:
     def sampled(advantage: float) -> Datum:

@@ -363,7 +363,7 @@ def test_the_log_says_what_was_asked_for_and_what_is_taken(
     assert [record.message.partition("route ")[2] for record in caplog.records if "route " in record.message] == [
         "builtin (the server knows it by name)",
         "builtin (asked for)",
-        "builtin (the server was asked for, which knows it by name)",
+        "builtin (the server, which is asked for, knows it by name)",
     ]
 
 
