@@ -1,4 +1,4 @@
-"""What a trainer must not have when it trains a remote model; refused before anything is sent."""
+"""Rejects unsupported Trainer configurations before anything is sent."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def check(trainer: pl.Trainer, module: RemoteBase) -> None:
-    """Refuses what would train something else than one remote model.
+    """Rejects a trainer that cannot train a remote model correctly.
 
     Raises:
-        InvalidInput: Says which of them, why, and what to do instead.
+        InvalidInput: If its processes, precision, callbacks or objects of other packages are not supported.
     """
     check_processes(trainer)
     _check_precision(trainer)
@@ -37,12 +37,12 @@ def check(trainer: pl.Trainer, module: RemoteBase) -> None:
 
 
 def check_free(module: RemoteBase, trainer: pl.Trainer | None) -> None:
-    """Refuses a module that another trainer is at work with; that trainer's work goes on.
+    """Rejects a second trainer for a module that is being run by another one, without disturbing that one.
 
-    Lightning lets a trainer that failed call hooks with its module. So it is left without.
+    A failing trainer calls hooks of its module, so the module is taken from it.
 
     Raises:
-        InvalidInput: If there is such a trainer.
+        InvalidInput: If another trainer runs the module.
     """
     if trainer is None or not module.has_trainer or module.trainer is trainer:
         return
@@ -56,10 +56,10 @@ def check_free(module: RemoteBase, trainer: pl.Trainer | None) -> None:
 
 
 def check_optimizers(trainer: pl.Trainer, module: RemoteBase) -> None:
-    """Refuses optimizers that would leave a remote model as it is, or cannot do what the trainer asks of them.
+    """Rejects optimizers that would not train the remote model.
 
     Raises:
-        InvalidInput: Says which, and what to do instead.
+        InvalidInput: If the module is frozen, or no optimizer has the parameters of the remote model.
     """
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise InvalidInput(
@@ -78,13 +78,13 @@ def check_optimizers(trainer: pl.Trainer, module: RemoteBase) -> None:
 
 
 def check_processes(trainer: pl.Trainer) -> None:
-    """Refuses more than one process, whatever the module.
+    """Rejects more than one process.
 
     Raises:
-        InvalidInput: Says how many there would be.
+        InvalidInput: If the trainer would run several processes.
     """
     launched = max(_compat.CLUSTER_ENVIRONMENT.get(trainer).world_size(), _compat.NUM_NODES_FLAG.get(trainer))
-    # On a GPU machine "auto" counts its GPUs, which are not used; on a CPU a number was given.
+    # On a GPU machine, "auto" counts the GPUs, which are not used; on a CPU, the user has set the number.
     asked = len(_compat.PARALLEL_DEVICES.get(trainer)) if _compat.ACCELERATOR_FLAG.get(trainer) == "cpu" else 1
     count = max(trainer.world_size, launched, asked)
     if count > 1:

@@ -1,4 +1,4 @@
-"""Which arguments of a module can stand in a checkpoint file: plain data that is to be given when it is loaded."""
+"""Which constructor arguments of a module a checkpoint file stores: plain data that loading passes again."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 def not_plain(module: Any) -> list[str]:
-    """What the constructors of a module, subclasses' included, were given that is no plain data."""
+    """Returns the names of the arguments of a module's constructors that are not plain data."""
     arguments = (pair for frame in _constructors(module) for pair in _arguments(frame))
     return [name for name, value in arguments if value is not module and not _is_plain(value)]
 
 
 def fixed(module: Any) -> frozenset[str]:
-    """The arguments that a module's constructors pass to each other, and that nobody gave to the outermost of them.
+    """Returns the arguments that a subclass passes to `super().__init__` itself.
 
-    It passes them again when a file is loaded, and would be given them twice if they stood there.
+    It passes them again when a file is loaded, so they would be passed twice if the file had them.
     """
     *inner, outermost = _constructors(module)
     given = {name for name, _ in _arguments(outermost)} | _names_of(_rest(outermost), inner)
@@ -35,7 +35,7 @@ def without_tuples(value: Any) -> Any:
 
 
 def _constructors(module: Any) -> Iterator[FrameType]:
-    """The calls of `__init__` that are under way for a module, the innermost first."""
+    """Yields the frames of the running `__init__` calls of a module, the innermost first."""
     frame = inspect.currentframe()
     while (frame := frame and frame.f_back) is not None:
         code = frame.f_code
@@ -44,7 +44,7 @@ def _constructors(module: Any) -> Iterator[FrameType]:
 
 
 def _names_of(values: tuple[Any, ...], inner: list[FrameType]) -> set[str]:
-    """The names that constructors further in have for what is passed on to them as `*args`."""
+    """Returns the names that inner constructors have for values that are passed on as `*args`."""
     if not values or not inner:
         return set()
     *further, frame = inner
@@ -58,13 +58,13 @@ def _names_of(values: tuple[Any, ...], inner: list[FrameType]) -> set[str]:
 
 
 def _rest(frame: FrameType) -> tuple[Any, ...]:
-    """What a call has got as `*args`."""
+    """Returns the `*args` of a call."""
     _, rest, _, values = inspect.getargvalues(frame)
     return tuple(values.get(rest, ())) if rest is not None else ()
 
 
 def _arguments(frame: FrameType) -> Iterator[tuple[str, Any]]:
-    """The arguments of a call by name, those in `**kwargs` under their own."""
+    """Yields the arguments of a call by name, including those in `**kwargs`."""
     names, _, keywords, values = inspect.getargvalues(frame)
     yield from ((name, values[name]) for name in names if name in values)
     if keywords is not None:

@@ -1,4 +1,4 @@
-"""Continuations that a remote model samples, from its weights as they are."""
+"""Samples continuations from the current weights of a remote model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class Samples:
-    """Samples from a model; the weights are snapshotted once for all samples until they change."""
+    """Samples from a model, with one sampling client for as long as the weights do not change."""
 
     def __init__(self, lm: RemoteLM) -> None:
         self._lm = lm
         self._made: tuple[int, Any, Any] | None = None
 
     def of(self, batch: Any, params: SamplingParams) -> list[dict[str, Any]]:
-        """A continuation of each prompt of a batch: `tokens`, `logprobs`, `stop_reason` and `text`."""
+        """Returns a continuation of each prompt of a batch: `tokens`, `logprobs`, `stop_reason` and `text`."""
         sampler, tokenizer = self._sampler()
         futures = [sampler.sample(prompt, 1, params) for prompt in prompts_of(batch, tokenizer)]
         sequences = [future.result().sequences[0] for future in futures]
@@ -34,7 +34,7 @@ class Samples:
         ]
 
     def forget(self) -> None:
-        """Looks at the weights anew, for a client that was given may have been trained by others."""
+        """Drops the sampling client, because others may have trained the model of a client that the user passed."""
         self._made = None
 
     def _sampler(self) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""`Trainer(strategy="tinker")`: the network hidden by looking ahead, and runs that resume exactly."""
+"""The strategy of `Trainer(strategy="tinker")`: look-ahead, exact resume, and the lifetime of remote states."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ KEY = "tinker_strategy"
 
 
 class TinkerStrategy(SingleDeviceStrategy):
-    """Trains a `RemoteModule` with one wait per step, whatever the number of micro-batches.
+    """Trains a `RemoteModule` with one wait per step, however many micro-batches the step has.
 
-    The forward passes of an accumulation window are asked for together. A checkpoint also keeps the place in the data
-    and the random numbers, so that a run goes on in the midst of an epoch as if it had never stopped. Remote states are
-    deleted with the last file that names them. Local GPUs are not used.
+    The forward passes of an accumulation window are sent together. Checkpoints also store the position in the data and
+    the random number generators, so that a run resumes in the middle of an epoch as if it had never stopped. Remote
+    states are deleted with the last file that names them. Local GPUs are not used.
 
     Args:
-        look_ahead: Whether the window's forward passes are asked for together.
+        look_ahead: Whether the forward passes of a window are sent together.
         release_states: Whether a remote state is deleted when no checkpoint file names it any more.
         checkpoint_io: How files are written, as for any strategy.
         precision_plugin: The precision of local parameters, as for any strategy.
@@ -70,7 +70,7 @@ class TinkerStrategy(SingleDeviceStrategy):
 
     @property
     def accelerator(self) -> Accelerator:
-        """The CPU, on every machine: the passes run on the server."""
+        """Returns the CPU accelerator on every machine, because the passes run on the server."""
         return CPUAccelerator()
 
     @accelerator.setter
@@ -78,10 +78,10 @@ class TinkerStrategy(SingleDeviceStrategy):
         del accelerator  # what Lightning has found on this machine
 
     def setup_environment(self) -> None:
-        """Local parameters are on the CPU, also where Lightning has found a GPU to set a precision for.
+        """Keeps local parameters on the CPU, also if Lightning has found a GPU.
 
         Raises:
-            InvalidInput: If there are several processes.
+            InvalidInput: If the trainer would run several processes.
         """
         if self.lightning_module is not None:
             checks.check_processes(self.lightning_module.trainer)
@@ -92,7 +92,7 @@ class TinkerStrategy(SingleDeviceStrategy):
     # Data.
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """A training loader that can be looked into ahead, and that resumes; others disturb none of its numbers."""
+        """Wraps loaders: that of training for look-ahead and resume, others to keep its random numbers unchanged."""
         module = self.lightning_module
         if module is None or isinstance(dataloader, ResumableLoader | IsolatedRngLoader):
             return dataloader
@@ -106,7 +106,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         )
 
     def on_train_start(self) -> None:
-        """Goes on where the checkpoint was written; what comes before training has drawn its random numbers."""
+        """Restores loops and random number generators, after everything before training has drawn from them."""
         self._ahead = LookAhead()
         resumed, self._resumed = self._resumed, None
         module = self.lightning_module
@@ -117,7 +117,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         loaders: Any = CombinedLoader(trainer.train_dataloader, "max_size_cycle").flattened
         for loader, state in zip(loaders, resumed["loaders"], strict=False):
             if state["start"] is None:
-                loader.load_state_dict(state)  # its pass has yet to begin, whatever was drawn since
+                loader.load_state_dict(state)  # its pass has not started in the checkpoint
         rng.restore(resumed["rng"])
         loop_position.restore_loops(trainer, resumed["place"])
 

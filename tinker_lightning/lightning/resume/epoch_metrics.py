@@ -1,4 +1,4 @@
-"""What has been logged in an unfinished epoch, so that its means are those of the whole epoch after a resume."""
+"""Saves what an unfinished epoch has logged, so that its means cover the whole epoch after a resume."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tinker_lightning.lightning import _compat
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-# How a value was logged: the arguments of `self.log` that Lightning keeps, and compares with those of the next call.
+# The arguments of `self.log` that Lightning stores with a value and compares with those of the next call.
 _ARGUMENTS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 
 
 def capture(trainer: pl.Trainer) -> dict[str, Any]:
-    """The values gathered so far and the states of the module's metrics, as tensors and plain data."""
+    """Returns the logged values and the states of the module's metrics, as tensors and plain data."""
     of_validation = {item.meta.metric_attribute for item in _compat.VAL_RESULTS.get(trainer).values()}
     logged = _compat.TRAIN_RESULTS.get(trainer).values()
     return {
@@ -32,7 +32,7 @@ def capture(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
-    """Puts them back, before anything is logged."""
+    """Restores them, before anything is logged."""
     metrics = _metrics(trainer)
     for name, saved in state["metrics"].items():
         if name in metrics:
@@ -84,5 +84,5 @@ def _state(metric: Metric) -> dict[str, Any]:
 
 
 def _copy(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
-    """A metric changes its tensors in place; to its lists it only appends."""
+    """Copies a state: a metric changes its tensors in place, and only appends to its lists."""
     return state.clone() if isinstance(state, Tensor) else list(state)

@@ -1,7 +1,7 @@
-"""Training data that can be looked into ahead, and that goes on where training stopped.
+"""Loaders with look-ahead that resume at the batch where training stopped.
 
-A loader is replayed, not pickled: the random numbers at the start of its epoch are kept, and after a resume it is drawn
-from anew up to the batch that was trained last. A loader with a `state_dict` of its own keeps it.
+A loader is replayed, not pickled: the random number generators at the start of its epoch are stored, and after a resume
+its batches are drawn again up to the last one that was trained. A loader with a `state_dict` uses that instead.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _END = object()
 
 
 class _Wrapper:
-    """A loader around another; what the other has else (`dataset`, `sampler`, ...) is reached through this one."""
+    """Wraps a loader and passes on its other attributes (`dataset`, `sampler`, ...)."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]  # a TypeError where it has no length, as of the loader itself
+        return len(self.loader)  # type: ignore[arg-type]  # raises TypeError if the loader has no length
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # not made yet: in the middle of being unpickled
+        if name == "loader":  # not set yet, while unpickling
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     @property
     def worker_init_fn(self) -> Any:
-        """The loader's own, which Lightning sets."""
+        """The `worker_init_fn` of the loader, which Lightning sets."""
         return self.loader.worker_init_fn  # type: ignore[attr-defined]
 
     @worker_init_fn.setter
@@ -49,7 +49,7 @@ class _Wrapper:
 
     @property
     def _iterator(self) -> Any:
-        """The loader's own, which Lightning sets to None at the end of a fit, so that workers end."""
+        """The iterator of the loader, which Lightning sets to None at the end of a fit to stop the workers."""
         return self.loader._iterator  # type: ignore[attr-defined]
 
     @_iterator.setter
@@ -58,11 +58,11 @@ class _Wrapper:
         self.loader._iterator = iterator  # type: ignore[attr-defined]
 
     def _end(self) -> None:
-        """Lets go of the last pass."""
+        """Ends the last pass."""
 
 
 class ResumableLoader(_Wrapper):
-    """A loader of training batches; its state is that of the last batch trained, not of the last one drawn.
+    """Loads training batches; its state is that of the last batch trained, not of the last one drawn.
 
     Args:
         loader: Any iterable of batches that can be iterated once per epoch.
@@ -77,7 +77,7 @@ class ResumableLoader(_Wrapper):
         self._resume: dict[str, Any] | None = None
         self._run = Run(loader, None)
         self._drawn = 0
-        # The places after the last batches that were drawn. Lightning draws one batch ahead where it has no length.
+        # The positions after the last batches drawn. Lightning draws one batch ahead if the loader has no length.
         self._marks: deque[_Mark] = deque(maxlen=4)
 
     def __iter__(self) -> Iterator[Any]:
@@ -85,7 +85,7 @@ class ResumableLoader(_Wrapper):
         if resume is not None:
             self._drawn = resume["drawn"]
         elif self._trained() == 0 or self._is_over():
-            self._drawn = 0  # a new epoch, and not a short loader that starts over beside a longer one
+            self._drawn = 0  # a new epoch, and not a short loader that starts again next to a longer one
         self._run.close()
         run = self._run = Run(self.loader, resume)
         self._marks.append(_Mark(self._drawn, run, run.count, run.inner))
@@ -96,15 +96,15 @@ class ResumableLoader(_Wrapper):
 
     @property
     def seed(self) -> int:
-        """What this pass over the loader draws its random numbers from; the same after a resume."""
+        """The seed of this pass over the loader; the same after a resume."""
         return 0 if self._run.start is None else _seed(self._run.start)
 
     def peek(self, after: int, count: int) -> list[Any]:
-        """Up to `count` batches behind the one with number `after` of this epoch; fewer where it ends or fails."""
+        """Returns up to `count` batches after number `after` of this epoch; fewer if it ends or fails."""
         return self._run.peek(after, count)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place behind the last batch trained."""
+        """Returns the position after the last batch trained."""
         if self._resume is not None:  # nothing has been drawn since
             return self._resume
         trained = self._trained()
@@ -115,17 +115,17 @@ class ResumableLoader(_Wrapper):
         return {"drawn": mark.drawn, "count": mark.count, "start": mark.run.start, "inner": mark.inner}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there at the next `iter`."""
+        """Resumes from a position at the next `iter`."""
         self._resume = state
 
     def _end(self) -> None:
         if self._marks:
-            self._resume = self.state_dict()  # a loader with a state of its own is about to lose it
+            self._resume = self.state_dict()  # a loader with a `state_dict` is about to lose its state
         self._run.close()
 
 
 class IsolatedRngLoader(_Wrapper):
-    """A loader whose random numbers are its own, so that an evaluation leaves those of the training as they were."""
+    """Loads batches without changing the random number generators of the training."""
 
     def __iter__(self) -> Iterator[Any]:
         with rng.kept():
@@ -138,7 +138,7 @@ class IsolatedRngLoader(_Wrapper):
 
 
 class Run:
-    """One pass over a loader, from its start or from a place in its midst."""
+    """One pass over a loader, from its start or from a position in the middle."""
 
     def __init__(self, loader: Iterable[Any], resume: dict[str, Any] | None) -> None:
         self.start: dict[str, Any] | None = resume and resume["start"]
@@ -165,17 +165,17 @@ class Run:
         return batch
 
     def peek(self, after: int, count: int) -> list[Any]:
-        """Up to `count` batches behind number `after`, drawn now if they have not been; none of them is lost."""
+        """Returns up to `count` batches after number `after`, drawing them if needed; iteration still returns them."""
         given = [batch for number, batch in self._given if number > after]
         while len(given) + len(self._ahead) < count and self._failure is None:
             try:
                 self._pull()
-            except Exception as failure:  # kept for its turn: the batches before it are trained first
+            except Exception as failure:  # raised in its turn: the batches before it are trained first
                 self._failure = failure
         return [*given, *(batch for batch, _ in islice(self._ahead, max(0, count - len(given))))][:count]
 
     def close(self) -> None:
-        """Lets go of the loader's iterator, with which its workers end."""
+        """Drops the iterator of the loader, which stops its workers."""
         self._source = None
         self._given.clear()
         self._ahead.clear()
@@ -188,7 +188,7 @@ class Run:
         self._keep(self._source.draw())
 
     def _begin(self) -> _Source:
-        """Draws the first batch, as a plain loop would; after a resume, those that were trained before."""
+        """Draws the first batch, as a plain loop would, or after a resume those that were trained before."""
         if self.start is None:
             if self._before is not None:
                 _end_pass(self._loader, self._before, self.inner)
@@ -224,9 +224,9 @@ class Run:
 
 
 class _Source:
-    """Draws batches from random numbers of their own: how far ahead that is must not change what training draws.
+    """Draws each batch with its own seed, because how far ahead it is drawn must not change what training draws.
 
-    Each batch has its own, so that one can be drawn again without those before it.
+    A batch can be drawn again without those before it.
     """
 
     def __init__(self, loader: Iterable[Any], seed: int, count: int = 0) -> None:
@@ -235,12 +235,12 @@ class _Source:
         self._count = count
 
     def first(self) -> Any:
-        """The first batch, from the random numbers that are there: a loader draws its order from them."""
+        """Returns the first batch, with the current generators: a loader draws its order from them."""
         self._count += 1
         return next(self._iterator)
 
     def draw(self) -> Any:
-        """The next batch."""
+        """Returns the next batch."""
         self._count += 1
         with rng.seeded(self._seed + self._count):
             batch = next(self._iterator, _END)
@@ -251,7 +251,7 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """The place behind a batch: how many were drawn this epoch, and where the loader's own pass was."""
+    """The position after a batch: how many were drawn in this epoch, and where the pass over the loader was."""
 
     drawn: int
     run: Run
@@ -264,7 +264,7 @@ def _is_stateful(loader: Any) -> bool:
 
 
 def _between(loader: Any, *, has_begun: bool) -> dict[str, Any]:
-    """The state of a loader whose next pass has not begun."""
+    """Returns the state of a loader whose next pass has not started."""
     inner = loader.state_dict() if has_begun and _is_stateful(loader) else None
     return {"drawn": 0, "count": 0, "start": None, "inner": inner, "before": _own(loader)}
 
@@ -274,7 +274,7 @@ def _start(loader: Any) -> dict[str, Any]:
 
 
 def _own(loader: Any) -> dict[str, Any]:
-    """What a loader's next pass depends on, besides the random numbers of the process."""
+    """Returns what the next pass of a loader depends on besides the global generators."""
     return {
         "generators": [generator.get_state() for generator in _generators(loader)],
         "is_warm": getattr(loader, "_iterator", None) is not None,
@@ -282,7 +282,7 @@ def _own(loader: Any) -> dict[str, Any]:
 
 
 def _end_pass(loader: Any, own: dict[str, Any], inner: Any) -> None:
-    """Brings a loader to where it was when its last pass was over."""
+    """Brings a loader to its state at the end of its last pass."""
     with rng.kept():
         if inner is not None:
             loader.load_state_dict(inner)
@@ -292,7 +292,7 @@ def _end_pass(loader: Any, own: dict[str, Any], inner: Any) -> None:
 
 
 def _warm(loader: Any, own: dict[str, Any]) -> None:
-    """Starts workers that persist, if they ran: a pass that finds them draws fewer random numbers than the first."""
+    """Starts persistent workers if they ran: a pass that finds them draws fewer random numbers than the first."""
     if own["is_warm"] and getattr(loader, "persistent_workers", False) and loader._iterator is None:
         iter(loader)
 
@@ -309,7 +309,7 @@ def _set_generators(loader: Any, own: dict[str, Any]) -> None:
 
 
 def _seed(start: dict[str, Any]) -> int:
-    """A number of its own for every pass: where all the random numbers stood at its start."""
+    """Returns a seed for a pass, from all generators at its start."""
     seed = rng.digest(start["rng"])
     for state in start["generators"]:
         seed = zlib.crc32(state.numpy().tobytes(), seed)
@@ -317,7 +317,7 @@ def _seed(start: dict[str, Any]) -> int:
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    """The generators that were given to a loader and its samplers; each once."""
+    """Returns the generators of a loader and its samplers, each once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     given = [getattr(owner, "generator", None) for owner in owners]

@@ -1,8 +1,8 @@
-"""Where a run goes on after a checkpoint: at the very place of Lightning's loops where it was written.
+"""Resumes Lightning's loops at exactly the position where a checkpoint was written.
 
-Lightning finds that place from its counters, and loses some of what was still to be done there: the row of the step, a
-validation that is due, the end of the epoch, a scheduler that waits for a metric. Here the place is written down, and
-what was left to do is done before training goes on.
+Lightning infers the position from its counters, and skips some of what was still to be done there: the row of a step,
+a validation that is due, the end of the epoch, a scheduler that waits for a metric. Here the position is stored, and
+what is left of it runs before training resumes.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
     from tinker_lightning.lightning.base import RemoteBase
 
-# What was under way when a file was written.
-EPOCH_START = "epoch start"  # nothing, or the hooks of an epoch's start, which are called again
-BATCH_START = "batch start"  # a batch, which is trained again; or what is between two of them
-BATCH_END = "batch end"  # the hooks of its end: its row, and a validation that is due, are still to come
-VALIDATION = "validation"  # a validation, which begins anew
-VALIDATION_END = "validation end"  # the hooks of its end
-EPOCH_END = "epoch end"  # the hooks of an epoch's end: its row is still to come
+# What was running when a file was written.
+EPOCH_START = "epoch start"  # nothing, or the hooks of an epoch's start, which run again
+BATCH_START = "batch start"  # a batch, which is trained again, or nothing between two batches
+BATCH_END = "batch end"  # the hooks of a batch's end; its row and a validation that is due follow
+VALIDATION = "validation"  # a validation, which starts again
+VALIDATION_END = "validation end"  # the hooks of a validation's end
+EPOCH_END = "epoch end"  # the hooks of an epoch's end; its row follows
 
 
 def capture(trainer: pl.Trainer) -> dict[str, Any]:
-    """Where a trainer is, as tensors and plain data."""
+    """Returns the position of a trainer's loops, as tensors and plain data."""
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     where, is_cut = _where(trainer), _is_cut(trainer)
     epochs, batches = fit.epoch_progress, loop.batch_progress
@@ -56,17 +56,17 @@ def capture(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 class BatchSnapshot:
-    """What a batch found when its training began, should a file be written before it ends.
+    """The state at the start of a batch, in case a file is written before the batch ends.
 
     Args:
-        trainer: Who trains it.
-        module: What is trained.
+        trainer: The trainer.
+        module: The module.
     """
 
     def __init__(self, trainer: pl.Trainer, module: RemoteBase) -> None:
         self.rng = rng.snapshot()
         self.epoch_metrics = epoch_metrics.capture(trainer)
-        # Copies, for a loss that is refused empties its window; what gradients are added to is another list then.
+        # Copies, because a loss that is rejected drops its window.
         self._windows = {
             name: [copy.copy(call) for call in handle.remote.window]
             for name, handle in group.handles_of(module).items()
@@ -75,19 +75,19 @@ class BatchSnapshot:
         self._number = trainer.fit_loop.epoch_loop.total_batch_idx
 
     def gradients(self) -> dict[str, Any]:
-        """What waited for a step, as a file keeps it."""
+        """Returns the gradients of the accumulation window, as a file stores them."""
         windows = {name: contents.window_state(window) for name, window in self._windows.items()}
         return {"windows": windows, "local_gradients": self._local_gradients}
 
     def is_under_way(self, trainer: pl.Trainer) -> bool:
-        """Whether it is still being trained; after a resume it begins anew."""
+        """Returns whether the batch is still being trained; after a resume it starts again."""
         loop = trainer.fit_loop.epoch_loop
         batches: Any = loop.batch_progress.current
         return bool(batches.ready > batches.processed and loop.total_batch_idx == self._number)
 
 
 def raise_limits(trainer: pl.Trainer, checkpoint: dict[str, Any], resumed: dict[str, Any]) -> None:
-    """Lets a run that has reached its limits into its loops, if something is left to do there."""
+    """Raises the limits of a run that has reached them, if its loops have something left to do."""
     loop = trainer.fit_loop.epoch_loop
     resumed["max_steps"] = loop.max_steps
     place = resumed["place"]
@@ -98,13 +98,13 @@ def raise_limits(trainer: pl.Trainer, checkpoint: dict[str, Any], resumed: dict[
 
 
 def restore_limits(trainer: pl.Trainer, resumed: dict[str, Any]) -> None:
-    """Sets the limit again that was lifted."""
+    """Restores the limit."""
     loop = trainer.fit_loop.epoch_loop
     loop.max_steps = resumed.get("max_steps", loop.max_steps)
 
 
 def restore_loops(trainer: pl.Trainer, place: dict[str, Any]) -> None:
-    """Puts the loops where they were, and does what was still to be done there; training goes on behind it."""
+    """Restores the position of the loops, and runs what was left to do there."""
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     where = place["where"]
     _count(fit.epoch_progress, place["epochs"], is_under_way=where != EPOCH_START)
@@ -177,16 +177,16 @@ def _where(trainer: pl.Trainer) -> str:
 
 
 def _has_validated(trainer: pl.Trainer) -> bool:
-    """Whether a validation's scores have been logged."""
+    """Returns whether the scores of a validation have been logged."""
     batches: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress
     is_over = batches.is_last_batch and batches.current.completed == batches.current.ready
     return is_over and not _compat.VAL_LOGGED_OUTPUTS.get(trainer)
 
 
 def _is_cut(trainer: pl.Trainer) -> bool:
-    """Whether the last epoch ended before its data: by a limit of steps, or because it was stopped.
+    """Returns whether the last epoch ended before its data, by a limit of steps or because it was stopped.
 
-    Where that limit is higher after a resume, the epoch goes on.
+    If the limit is higher after a resume, the epoch continues.
     """
     loop = trainer.fit_loop.epoch_loop
     epochs: Any = trainer.fit_loop.epoch_progress.current
@@ -198,7 +198,7 @@ def _is_cut(trainer: pl.Trainer) -> bool:
 
 
 def _row(trainer: pl.Trainer, where: str) -> dict[str, Any] | None:
-    """What Lightning would log behind this place; but a batch's end itself may have more to log, which is not known."""
+    """Returns what Lightning would log after this position, without what `on_train_batch_end` may still log."""
     if where == BATCH_END:
         is_step = not _compat.SHOULD_ACCUMULATE.get(trainer)() or not trainer.lightning_module.automatic_optimization
         if not is_step or not (_compat.SHOULD_UPDATE_LOGS.get(trainer) or trainer.fast_dev_run):  # type: ignore[attr-defined]

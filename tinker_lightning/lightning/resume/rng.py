@@ -1,4 +1,4 @@
-"""The random number generators of this process: torch's, numpy's and Python's, kept, put back and saved together."""
+"""Captures and restores the random number generators of torch, numpy and Python together."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Snapshot: TypeAlias = tuple[Any, Any, Any]
 
 
 def capture(of: Snapshot | None = None) -> dict[str, Any]:
-    """The state of all three as tensors and plain data, which a file gives back without running code.
+    """Returns the states of all three as tensors and plain data, which load with `weights_only=True`.
 
     Args:
-        of: Their states at an earlier time; now, if not given.
+        of: An earlier snapshot; the current states if not given.
     """
     torch_state, (kind, keys, position, has_gauss, gauss), (version, words, next_gauss) = of or snapshot()
     return {
@@ -31,7 +31,7 @@ def capture(of: Snapshot | None = None) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Puts all three where they were."""
+    """Restores all three."""
     kind, keys, position, has_gauss, gauss = state["numpy"]
     version, words, next_gauss = state["python"]
     numpy_state = (kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss)
@@ -39,7 +39,7 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def digest(state: dict[str, Any]) -> int:
-    """A number that tells where all three stood."""
+    """Returns a number that depends on all three states."""
     _, keys, position, *_ = state["numpy"]
     digest = zlib.crc32(str(position).encode())
     for part in (state["torch"], keys, state["python"][1]):
@@ -49,7 +49,7 @@ def digest(state: dict[str, Any]) -> int:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Whatever is drawn or seeded inside the `with` block, the generators are after it as they were before."""
+    """Restores the generators at the end of the `with` block."""
     outside = snapshot()
     try:
         yield
@@ -59,7 +59,7 @@ def kept() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draws random numbers that depend on the seed alone until the end of the `with` block; then as `kept`."""
+    """Seeds the generators for the `with` block, and restores them at its end."""
     with kept():
         torch.default_generator.manual_seed(seed)  # and not those of GPUs
         np.random.seed(seed % 2**32)
@@ -68,7 +68,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def snapshot() -> Snapshot:
-    """Their states as they are, which takes less time than `capture`."""
+    """Returns the current states; faster than `capture`."""
     return torch.get_rng_state(), np.random.get_state(legacy=True), random.getstate()
 
 
