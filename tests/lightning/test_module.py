@@ -328,7 +328,7 @@ def test_several_processes_are_refused(service: ServiceClient) -> None:
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="int cannot be trained: it has no forward"):
+    with pytest.raises(InvalidInput, match=r"int cannot be trained: it has no .*forward"):
         RemoteModule(42).lm(DATA)
 
 
