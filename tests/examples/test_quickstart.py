@@ -12,6 +12,7 @@ import pytest
 import torch
 import wandb
 
+from tests.helpers.checkpoints import records_in
 from tests.helpers.wandb_log import history
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.py"
@@ -63,7 +64,7 @@ def test_the_checkpoint_is_the_best_and_names_a_state(folder: Path) -> None:  # 
     scores = read_table(folder, "val_loss")
     (kept,) = (value for key, value in checkpoint["callbacks"].items() if key.startswith("ModelCheckpoint"))
     assert kept["best_model_score"] == pytest.approx(min(loss for _, loss in scores))
-    assert checkpoint["tinker"]["path"].startswith("tinker://")
+    assert records_in(checkpoint)["lm"]["path"].startswith("tinker://")
 
 
 def test_the_picture_is_a_picture(folder: Path) -> None:

@@ -116,7 +116,7 @@ def fit(folder: Path, kind: str, killer: Killer) -> None:
         trainer.fit(module, loader, held_out, ckpt_path="last")
         sys.setprofile(None)
         done = {
-            "state": module.lm.handle.remote.save(anew=True),
+            "state": module.lm.save(),
             "rate": trainer.optimizers[0].param_groups[0]["lr"],
             "steps": trainer.global_step,
             "calls": killer.calls,

@@ -89,8 +89,9 @@ class Mean(RemoteModule):
     def loss(self, data: list[Datum], logprobs: list[torch.Tensor]) -> Any:
         noise = torch.rand(())
         nll = -torch.cat(logprobs).mean() * (1 + 0.1 * noise) * (1 - 0.1 * self.temperature).exp()
-        texts = [datum.model_input.tokens().tobytes() for datum in data]
-        self.seen.append((self.trainer.current_epoch, self.trainer.global_step, texts))
+        if self.trainer.training:
+            texts = [datum.model_input.tokens().tobytes() for datum in data]
+            self.seen.append((self.trainer.current_epoch, self.trainer.global_step, texts))
         return nll, {"noise": noise, "python": random.random(), "numpy": np.random.rand()}  # noqa: S311
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

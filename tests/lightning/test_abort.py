@@ -19,6 +19,7 @@ from packaging.version import Version
 from torch.utils.data import DataLoader
 
 from tests.client.conftest import bits
+from tests.helpers.checkpoints import records_in
 from tests.helpers.trainers import LIGHTNING, SMALL, quiet
 from tinker_lightning import Datum, RemoteAdamW, RemoteModule, collate
 from tinker_lightning.client import ServiceClient
@@ -393,7 +394,7 @@ def test_a_file_of_a_run_that_is_stopped_in_its_step_knows_of_the_step(
         with pytest.raises(SystemExit):
             fit(stopped, "tinker", callbacks=callbacks, enable_checkpointing=True, **options)
     content = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
-    assert content["tinker"]["steps"] == content["global_step"] == 2
+    assert records_in(content)["lm"]["steps"] == content["global_step"] == 2
     trainer = fit(resumed, "tinker", ckpt_path=tmp_path / "on_exception.ckpt", **options)
     assert resumed.lm.handle.remote.steps == trainer.global_step == 3
     assert server.bits(resumed) == server.bits(whole)

@@ -34,6 +34,7 @@ from lightning.pytorch.loggers import CSVLogger
 from packaging.version import Version
 from torch.utils.data import DataLoader
 
+from tests.helpers.checkpoints import state_in
 from tests.helpers.trainers import LIGHTNING, SMALL, Hybrid, OnServer, loader, logprobs_of, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.errors import InvalidInput
@@ -80,7 +81,7 @@ def test_model_checkpoint(service: ServiceClient, tmp_path: Path) -> None:
     kept = sorted(files.best_k_models.items(), key=lambda item: item[1])
     assert kept[0][0] == files.best_model_path
     for path, score in kept:
-        assert service.checkpoint_exists(torch.load(path, weights_only=True)["tinker"]["path"])
+        assert service.checkpoint_exists(state_in(path))
         (again,) = trainer.validate(module, loader(2, 2), ckpt_path=path, verbose=False)
         assert again["val_loss"] == score
     assert len(kept) == 2

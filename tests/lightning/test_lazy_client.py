@@ -1,4 +1,4 @@
-"""Which states a module goes on from, and what it says of those that it does not."""
+"""Which saved states a module continues from, and how it rejects others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tests.helpers.checkpoints import state_in
 from tests.helpers.trainers import SMALL, loader, logprobs_of, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.errors import InvalidInput, NotFound, TinkerLightningError
@@ -29,12 +30,12 @@ def service() -> Iterator[ServiceClient]:
 
 @pytest.fixture(autouse=True)
 def _own_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a module's own server saves outlasts it, so that the next one finds it."""
+    """States outlive the embedded trainer of a module, so that the next module finds them."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
 
 
 def own(**settings: Any) -> RemoteModule:
-    """A module that makes its model itself."""
+    """A module that creates its own training client."""
     return RemoteModule(**{"model": "tiny", "rank": 4, "base_url": "embedded", "learning_rate": 1e-2, **settings})
 
 
@@ -49,16 +50,16 @@ def resumed(module: RemoteModule, file: Path) -> None:
     quiet(max_steps=2).fit(module, loader(), ckpt_path=str(file))
 
 
-def test_a_file_of_another_rank_than_a_clients_is_no_state_that_is_gone(service: ServiceClient, tmp_path: Path) -> None:
+def test_a_file_of_another_rank_than_the_clients_is_rejected(service: ServiceClient, tmp_path: Path) -> None:
     file = written(new(service, RemoteModule), tmp_path)
     module = RemoteModule(service.create_lora_training_client("tiny", rank=8))
-    with pytest.raises(InvalidInput, match="the checkpoint has rank 4, but this module 8"):
+    with pytest.raises(InvalidInput, match="the checkpoint has rank 4, but this module has rank 8"):
         resumed(module, file)
     resumed(new(service, RemoteModule), file)
 
 
 @pytest.mark.parametrize("is_made", [False, True])
-def test_a_file_of_another_adapter_is_refused(is_made: bool, tmp_path: Path) -> None:
+def test_a_file_of_another_adapter_is_rejected(is_made: bool, tmp_path: Path) -> None:
     with own(train_unembed=False) as module:
         file = written(module, tmp_path)
     with own(train_mlp=False, train_unembed=False) as module:
@@ -73,10 +74,10 @@ def test_a_file_of_another_adapter_is_refused(is_made: bool, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("is_made", [False, True])
-def test_a_state_that_is_gone_is_named(is_made: bool, tmp_path: Path) -> None:
+def test_a_missing_state_is_reported_with_its_path(is_made: bool, tmp_path: Path) -> None:
     with own() as module:
         file = written(module, tmp_path)
-        path = torch.load(file, weights_only=True)["tinker"]["path"]
+        path = state_in(file)
         module.delete_state(path)
     with own() as module:
         if is_made:
@@ -86,7 +87,7 @@ def test_a_state_that_is_gone_is_named(is_made: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("refusal", "seen"), [(NotFound, NotFound), (InvalidInput, InvalidInput)])
-def test_a_client_that_cannot_tell_what_is_there_is_believed(
+def test_without_checkpoint_exists_the_error_of_the_load_decides(
     refusal: type[TinkerLightningError],
     seen: type[TinkerLightningError],
     service: ServiceClient,
@@ -106,7 +107,7 @@ def test_a_client_that_cannot_tell_what_is_there_is_believed(
     assert ("not on the server" in str(caught.value)) == (seen is NotFound)
 
 
-def test_a_file_knows_its_base_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_without_a_base_model_takes_that_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_BASE_MODEL", "tiny")
     with own(model=None) as module:
         file = written(module, tmp_path)
@@ -114,8 +115,8 @@ def test_a_file_knows_its_base_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("TINKER_BASE_MODEL")
     with RemoteModule.load_from_checkpoint(file) as loaded:
         assert torch.equal(logprobs_of(loaded), expected)
-    with own(model=None, rank=8) as module, pytest.raises(InvalidInput, match="has rank 4, but this module 8"):
+    with own(model=None, rank=8) as module, pytest.raises(InvalidInput, match="has rank 4, but this module has rank 8"):
         resumed(module, file)
     monkeypatch.setenv("TINKER_BASE_MODEL", "another")
-    with pytest.raises(InvalidInput, match="is of tiny, but this module of another"):
+    with pytest.raises(InvalidInput, match="has base model tiny, but this module has base model another"):
         RemoteModule.load_from_checkpoint(file)

@@ -12,8 +12,10 @@ from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationSched
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
+from tests.helpers.checkpoints import records_in
 from tinker_lightning import Datum, RemoteModule, collate
 from tinker_lightning.errors import InvalidDatum, InvalidInput, LossNotFinite, LossNotScalar, LossWithoutGradient
+from tinker_lightning.remote.saved_state import SavedState
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
 
@@ -196,7 +198,7 @@ def test_a_checkpoint_names_the_state_and_a_run_goes_on_from_it(tmp_path: Path, 
     quiet(max_epochs=2, enable_checkpointing=True, callbacks=[files]).fit(stopped, loader())
     stopped.close()
     content = torch.load(files.last_model_path, weights_only=True)
-    assert content["tinker"]["path"].startswith("tinker://")
+    assert records_in(content)["lm"]["path"].startswith("tinker://")
     assert content["hyper_parameters"]["model"] == "tiny"
     again = ModelCheckpoint(tmp_path / "files", save_last=True)
     go_on = quiet(max_epochs=4, enable_checkpointing=True, callbacks=[again])
@@ -215,7 +217,7 @@ def test_a_window_that_waits_is_part_of_a_checkpoint(service: ServiceClient) -> 
     first, second = (Mean(service.create_lora_training_client("tiny", rank=4, seed=1)) for _ in range(2))
     for module in (first, second):
         (-torch.cat(module.lm(DATA[:2])).mean()).backward()
-    checkpoint: dict[str, Any] = {}
+    checkpoint: dict[str, Any] = {"state_dict": first.state_dict()}
     first.on_save_checkpoint(checkpoint)
     third = Mean(service.create_lora_training_client("tiny", rank=4, seed=9))
     third.on_load_checkpoint(checkpoint)
@@ -337,8 +339,8 @@ def test_the_environment_names_no_model_for_a_client_that_was_given(
 ) -> None:
     monkeypatch.setenv("TINKER_BASE_MODEL", "another")
     module = Mean(service.create_lora_training_client("tiny", rank=4, seed=1))
-    checkpoint: dict[str, Any] = {}
     module.lm(DATA)
+    checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
     module.on_save_checkpoint(checkpoint)
     module.on_load_checkpoint(checkpoint)
     assert module.lm.backend.get_info().model_name == "tiny"
@@ -350,15 +352,21 @@ def test_clipping_by_value_is_refused(service: ServiceClient) -> None:
         quiet(max_epochs=1, gradient_clip_val=1.0, gradient_clip_algorithm="value").fit(module, loader())
 
 
-def test_files_of_other_models_are_refused(tmp_path: Path) -> None:
+def test_files_of_other_models_are_rejected() -> None:
     module = Mean("tiny", rank=4)
-    state = {"path": "tinker://x/weights/y", "base_model": "smollm2-135m", "rank": 4}
-    with pytest.raises(InvalidInput, match="of smollm2-135m, but this module of tiny"):
-        module.on_load_checkpoint({"tinker": state})
-    with pytest.raises(InvalidInput, match="has rank 8, but this module 4"):
-        module.on_load_checkpoint({"tinker": {**state, "base_model": "tiny", "rank": 8}})
-    with pytest.raises(InvalidInput, match="names no remote state"):
+
+    def load(base_model: str, rank: int) -> None:
+        record = SavedState("tinker://x/weights/y", base_model, rank, 3).to_tensor()
+        section = {"version": 1, "windows": {}, "local_gradients": {}, "window_metrics": []}
+        module.on_load_checkpoint({"tinker": section, "state_dict": {"lm._extra_state": record}})
+
+    with pytest.raises(InvalidInput, match="base model smollm2-135m, but this module has base model tiny"):
+        load("smollm2-135m", 4)
+    with pytest.raises(InvalidInput, match="has rank 8, but this module has rank 4"):
+        load("tiny", 8)
+    with pytest.raises(InvalidInput, match="in its state_dict: it was not written by a RemoteModule"):
         module.on_load_checkpoint({})
+    load("tiny", 4)
 
 
 def test_a_module_without_a_model_says_how_to_name_one(monkeypatch: Any) -> None:  # R1.10

@@ -10,10 +10,10 @@ import torch
 from lightning import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from tests.helpers.checkpoints import record_of, records_in, state_in
 from tests.helpers.trainers import SMALL, loader, logprobs_of, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.remote.lm import name_in
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
 
@@ -98,8 +98,8 @@ def test_a_module_that_was_loaded_and_not_used_names_a_state_of_its_own(
     with RemoteModule.load_from_checkpoint(tmp_path / "file.ckpt") as loaded:
         state = loaded.state_dict()
         file = torch.load(tmp_path / "file.ckpt", weights_only=True)
-        assert name_in(state[ENTRY]).startswith("tinker://")
-        assert name_in(state[ENTRY]) != file["tinker"]["path"]  # which goes with its file
+        assert record_of(state[ENTRY])["path"].startswith("tinker://")
+        assert record_of(state[ENTRY])["path"] != records_in(file)["lm"]["path"]  # which goes with its file
     with RemoteModule("tiny", rank=4, base_url="embedded") as other:
         other.load_state_dict(state)
         assert torch.equal(logprobs_of(other), expected)
@@ -118,14 +118,14 @@ def test_a_module_that_was_never_used_names_nothing(service: ServiceClient) -> N
 
 @pytest.mark.parametrize("strategy", ["tinker", "auto"])
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_a_checkpoint_saves_one_state(
+def test_a_checkpoint_saves_one_state_and_names_it_once(
     strategy: str, weights_only: bool, trainer: EmbeddedTrainer, service: ServiceClient, tmp_path: Path
 ) -> None:
     module, fit = trained(service, strategy=strategy, accelerator="cpu")
     fit.save_checkpoint(tmp_path / "file.ckpt", weights_only=weights_only)
     content = torch.load(tmp_path / "file.ckpt", weights_only=True)
-    assert states(trainer) == {content["tinker"]["path"]}
-    assert states(trainer) == {name_in(content["state_dict"][ENTRY])}
+    assert states(trainer) == {records_in(content)["lm"]["path"]}
+    assert "path" not in content["tinker"]
     client = service.create_lora_training_client("tiny", rank=4, seed=2)
     loaded = RemoteModule.load_from_checkpoint(tmp_path / "file.ckpt", model=client, strict=True)
     assert torch.equal(logprobs_of(loaded), logprobs_of(module))
@@ -134,23 +134,12 @@ def test_a_checkpoint_saves_one_state(
     assert torch.equal(logprobs_of(other), logprobs_of(module))
 
 
-def test_the_state_dict_of_a_file_names_its_state(service: ServiceClient, tmp_path: Path) -> None:
+def test_the_state_dict_of_a_file_can_be_loaded_alone(service: ServiceClient, tmp_path: Path) -> None:
     module, fit = trained(service)
     fit.save_checkpoint(tmp_path / "file.ckpt")
     content = torch.load(tmp_path / "file.ckpt", weights_only=True)
     other = new(service, RemoteModule)
     other.load_state_dict(content["state_dict"])
-    assert torch.equal(logprobs_of(other), logprobs_of(module))
-
-
-def test_a_file_without_the_mark_is_loaded_by_what_it_names(service: ServiceClient, tmp_path: Path) -> None:
-    module, fit = trained(service)
-    fit.save_checkpoint(tmp_path / "file.ckpt")
-    content = torch.load(tmp_path / "file.ckpt", weights_only=True)
-    content["state_dict"][ENTRY] = torch.empty(0, dtype=torch.uint8)
-    torch.save(content, tmp_path / "file.ckpt")
-    other, _ = trained(service)
-    quiet().validate(other, loader(), ckpt_path=tmp_path / "file.ckpt", verbose=False)
     assert torch.equal(logprobs_of(other), logprobs_of(module))
 
 
@@ -175,11 +164,11 @@ def test_a_state_dict_outlives_the_files_of_callbacks(
     fit = quiet(callbacks=[Dumps(), saves], enable_checkpointing=True)
     fit.fit(new(service, RemoteModule), loader())
     (file,) = tmp_path.glob("*.ckpt")
-    named = torch.load(file, weights_only=True)["tinker"]["path"]
-    assert states(trainer) == {named, name_in(kept[ENTRY])}
+    named = state_in(file)
+    assert states(trainer) == {named, record_of(kept[ENTRY])["path"]}
     fit.strategy.remove_checkpoint(file)
-    assert states(trainer) == {name_in(kept[ENTRY])}
-    assert named != name_in(kept[ENTRY])
+    assert states(trainer) == {record_of(kept[ENTRY])["path"]}
+    assert named != record_of(kept[ENTRY])["path"]
 
 
 def test_a_state_dict_that_was_loaded_stays_with_its_owner(
@@ -192,7 +181,7 @@ def test_a_state_dict_that_was_loaded_stays_with_its_owner(
     fit.validate(other, loader(), verbose=False)
     fit.save_checkpoint(tmp_path / "file.ckpt")
     fit.strategy.remove_checkpoint(tmp_path / "file.ckpt")
-    assert states(trainer) == {name_in(state[ENTRY])}
+    assert states(trainer) == {record_of(state[ENTRY])["path"]}
 
 
 def test_a_file_of_ones_own_shares_no_state_with_later_files_of_callbacks(
@@ -204,7 +193,7 @@ def test_a_file_of_ones_own_shares_no_state_with_later_files_of_callbacks(
 
     saves = ModelCheckpoint(tmp_path / "callback", "{step}", every_n_train_steps=1, save_top_k=1)
     quiet(callbacks=[ByHand(), saves], enable_checkpointing=True).fit(new(service, RemoteModule), loader())
-    named = [torch.load(file, weights_only=True)["tinker"]["path"] for file in tmp_path.rglob("*.ckpt")]
+    named = [state_in(file) for file in tmp_path.rglob("*.ckpt")]
     assert len(named) == 2
     assert states(trainer) == set(named)
     assert len(set(named)) == 2
@@ -213,6 +202,6 @@ def test_a_file_of_ones_own_shares_no_state_with_later_files_of_callbacks(
 def test_the_state_of_a_state_dict_can_be_found_and_deleted(trainer: EmbeddedTrainer, service: ServiceClient) -> None:
     module, _ = trained(service)
     state = module.state_dict()
-    assert module.lm.save() == name_in(state[ENTRY])
+    assert module.lm.save() == record_of(state[ENTRY])["path"]
     module.delete_state(module.lm.save())
     assert states(trainer) == set()

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.helpers.checkpoints import record_of
 from tinker_lightning import Datum, RemoteAdamW, RemoteLM
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.remote.saved_state import SavedState
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ def test_a_state_is_saved_once_while_nothing_is_trained(service: ServiceClient) 
     lm = RemoteLM(service.create_lora_training_client("tiny", rank=4))
     optimizer = RemoteAdamW(lm.parameters())
     step(lm, optimizer)
-    first, second = bytes(lm.state_dict()["_extra_state"].tolist()).decode(), lm.save()
+    first, second = record_of(lm.state_dict()["_extra_state"])["path"], lm.save()
     assert first == second
     step(lm, optimizer)
     assert lm.save() != first
@@ -75,9 +77,9 @@ def test_a_model_that_was_never_used_saves_nothing() -> None:
 
 def test_a_state_that_is_gone_is_named(service: ServiceClient) -> None:
     lm = RemoteLM(service.create_lora_training_client("tiny", rank=4))
-    path = torch.tensor(list(b"tinker://nobody/weights/never-saved"), dtype=torch.uint8)
+    state = SavedState("tinker://nobody/weights/never-saved", "tiny", 4, 0)
     with pytest.raises(InvalidInput, match="never-saved: there is no such checkpoint"):
-        lm.load_state_dict({"handle": torch.zeros(()), "_extra_state": path})
+        lm.load_state_dict({"handle": torch.zeros(()), "_extra_state": state.to_tensor()})
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])

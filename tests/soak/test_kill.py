@@ -16,6 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers.checkpoints import state_in
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -93,7 +95,7 @@ def _rows(folder: Path) -> dict[tuple[int, str], str]:
 
 
 def _names_a_state(folder: Path, file: Path) -> bool:
-    path = torch.load(file, weights_only=True)["tinker"]["path"]
+    path = state_in(file)
     return len(list((folder / "data").rglob(path.rsplit("/", 1)[-1]))) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,6 @@ from tinker_lightning.errors import InvalidInput, InvalidLoss, TinkerLightningEr
 from tinker_lightning.lightning import _compat, routes
 from tinker_lightning.lightning.batches import count_datums, datums_of, is_datum
 from tinker_lightning.lightning.checkpoint import contents
-from tinker_lightning.lightning.checkpoint.contents import STATE_KEY
 from tinker_lightning.lightning.deferred_metrics import DeferredMetrics
 from tinker_lightning.lightning.hyperparameters import fixed, not_plain, without_tuples
 from tinker_lightning.lightning.lazy_client import LazyClient
@@ -124,6 +124,7 @@ class RemoteBase(pl.LightningModule):
         self._late = DeferredMetrics(remote.wait_for_end)
         remote.on_step = self._stepped
         remote.max_steps_in_flight = max_steps_in_flight
+        remote.load_state = functools.partial(self._session.load, remote)
         self._chosen: tuple[Any, Chosen] | None = None
         self._window_metrics: list[tuple[dict[str, float], int]] = []
         self._logged: set[str] = set()
@@ -208,41 +209,44 @@ class RemoteBase(pl.LightningModule):
 
     # Checkpoints.
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Saves the model on the server, and returns the state dict, which names it.
+
+        While a trainer runs, a model that was not used yet is created: the run may go on from this.
+        """
+        trainer = self.trainer if self.has_trainer else None
+        if trainer and trainer.lightning_module is self and trainer.state.status == TrainerStatus.RUNNING:
+            _ = self.lm.backend
+        return super().state_dict(*args, **kwargs)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Saves the model on the server and keeps the path of it in the file, with gradients that wait for a step."""
-        if STATE_KEY in checkpoint:
-            return  # the hooks have saved it already
+        """Adds the accumulation window; the state dict names the remote states."""
+        if contents.SECTION in checkpoint:
+            return  # the hooks have added them already
         kept = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY)
         if isinstance(kept, dict) and "_instantiator" not in kept:  # those of a command line are its own
             given = {name: value for name, value in kept.items() if name not in self._fixed}
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = given
-        remote = self.lm.handle.remote
-        running = self.has_trainer and self.trainer.state.status == TrainerStatus.RUNNING
-        if not remote.has_weights and not running:
-            return  # nothing was trained, and nothing is about to be
         self.drain()
-        # Only TinkerStrategy deletes states; elsewhere the state dict has saved one already, and shares it.
-        is_counted = self.has_trainer and hasattr(self.trainer.strategy, "release_states")
-        with group.saved_for_file(self) if is_counted else contextlib.nullcontext():
-            gradients = {"windows": contents.windows(self), "local_gradients": self.local_gradients()}
-            gradients["window_metrics"] = self._window_metrics
-            checkpoint[STATE_KEY] = {**contents.saved(remote), **gradients}
+        gradients = {"windows": contents.windows(self), "local_gradients": self.local_gradients()}
+        contents.section_of(checkpoint).update(gradients, window_metrics=list(self._window_metrics))
+
+    def restore_window(self) -> None:
+        """Restores the accumulation window of the checkpoint that was loaded last."""
+        if self._waiting is not None:
+            contents.restore_gradients(self._waiting, self)
+            self._window_metrics = list(self._waiting["window_metrics"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Goes on from the state that a file names; where there is no model yet, it is made at the first use.
+        """Continues from the remote states that a checkpoint names; a model is created at its first use.
 
         Raises:
-            InvalidInput: If the file is of another base model or rank, or not of a remote model.
+            InvalidInput: If the checkpoint has another base model, rank or format, or is not of a remote model.
+            NotFound: If a state is not on the server.
         """
-        remote = self.lm.handle.remote
-        state = contents.read(checkpoint, *self._session.expected(remote))
-        self._session.resume(remote, state["path"], state["base_model"] or "")
-        self._waiting = state
-        # The next file gets a state of its own: this one belongs to the files that name it, wherever they lie.
-        remote.goes_on(state["steps"])
-        contents.put_back(state, self)
-        self._window_metrics = state["window_metrics"]
-        contents.mark_loaded(checkpoint)
+        self._waiting = contents.read_window(checkpoint)
+        contents.load_states(checkpoint, self)
+        self.restore_window()
 
     # The session.
 

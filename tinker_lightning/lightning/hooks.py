@@ -13,7 +13,6 @@ from tinker_lightning.errors import LossWithoutGradient
 from tinker_lightning.lightning import _compat, checks
 from tinker_lightning.lightning.base import LAST_WAIT, RemoteBase
 from tinker_lightning.lightning.checkpoint import contents
-from tinker_lightning.lightning.checkpoint.contents import STATE_KEY
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.regularizers.regularizer import as_regularizers
 from tinker_lightning.remote import group, interrupts
@@ -79,8 +78,8 @@ class RemoteHooks(pl.Callback):
         """
         module = self._module
         checks.check_optimizers(trainer, module)
-        if module._waiting is not None and trainer.ckpt_path is not None:
-            contents.put_back(module._waiting, module)
+        if trainer.ckpt_path is not None:
+            module.restore_window()
         module._waiting = None
         self._received = module.lm.handle.remote.received
 
@@ -139,15 +138,14 @@ class RemoteHooks(pl.Callback):
         self._hold.end(act=False)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Saves the remote model, in case the module overrides `on_save_checkpoint` without calling `super()`."""
+        """Saves gradients, in case the module overrides `on_save_checkpoint` without calling `super()`."""
         del trainer, pl_module
         RemoteBase.on_save_checkpoint(self._module, checkpoint)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Restores what the module has not, in case it overrides `on_load_checkpoint` without calling `super()`."""
+        """Restores gradients, in case the module overrides `on_load_checkpoint` without calling `super()`."""
         del trainer, pl_module
-        if self._module._waiting is not checkpoint.get(STATE_KEY):
-            RemoteBase.on_load_checkpoint(self._module, checkpoint)
+        self._module._waiting = contents.read_window(checkpoint)
 
     def teardown(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Waits for everything in flight; the session stays, so that the next stage sees the same model."""

@@ -1,4 +1,4 @@
-"""The session of a module with its server: begun at the first use, ended with the module."""
+"""The session of a module with its server: opened at the first use, closed with the module."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from tinker_lightning.client import ServiceClient
+    from tinker_lightning.remote.saved_state import SavedState
     from tinker_lightning.remote.window import Remote
     from tinker_lightning.types import WeightsInfoResponse
 
-# Which parts of the model an adapter is for.
-_PARTS = ("train_mlp", "train_attn", "train_unembed")
+# The settings that choose which layers have an adapter.
+_LAYERS = ("train_mlp", "train_attn", "train_unembed")
 
 
 class LazyClient:
-    """Makes a training client when one is needed, anew or from a state.
+    """Creates the training client of a module at its first use, on a new model or from a saved state.
 
     Args:
-        model: The name of a base model, a training client, or None for what `TINKER_BASE_MODEL` names.
-        settings: Of a new adapter.
-        base_url: Where the server is; see `connect`.
-        api_key: What it wants to see.
+        model: The name of a base model, a training client, or None for the model that `TINKER_BASE_MODEL` names.
+        settings: The settings of a new adapter.
+        base_url: The server; see `connect`.
+        api_key: The API key of the server.
     """
 
     def __init__(self, model: Any, settings: dict[str, Any], base_url: str | None, api_key: str | None) -> None:
-        # Empty for a client that was given: then the model is the client's, whatever the environment names.
+        # Empty for a training client, which has its own model whatever the environment names.
         named = os.environ.get("TINKER_BASE_MODEL", "") if model is None else model
         self.base_model = named if isinstance(named, str) else ""
         self.is_given = not isinstance(named, str)
@@ -43,43 +44,55 @@ class LazyClient:
         self._service: ServiceClient | None = None
 
     def client(self) -> Any:
-        """A training client on a new model, or on the state to go on from."""
+        """Creates a training client, with the state that was loaded before, if any.
+
+        Raises:
+            InvalidInput: If that state is of another adapter.
+            NotFound: If that state is not on the server.
+        """
         if self._service is None:
             self._service = connect(self._base_url, api_key=self._api_key)
         path = self.resumes_from
         if path is None:
             return self._service.create_lora_training_client(self.base_model or None, **self._settings)
-        with _naming(path, self._service):
+        with _explaining_missing(path, self._service):
             _check_adapter(path, self._service.weights_info(path), self._settings)
             client = self._service.create_lora_training_client(self.base_model, **self._settings)
             client.load_state_with_optimizer(path).result()
             return client
 
-    def expected(self, remote: Remote) -> tuple[str, int | None]:
-        """The base model and the rank that a state must be of; of a model that is there already, as the server says."""
-        if not self.is_given and not remote.is_made:
-            return self.base_model, self._settings["rank"]
-        info = remote.backend.get_info()
-        return info.model_data.model_name or "", info.lora_rank
-
-    def resume(self, remote: Remote, path: str, base_model: str) -> None:
-        """Goes on from a state; where there is no model yet, it is made from that at the first use.
+    def load(self, remote: Remote, state: SavedState) -> None:
+        """Continues from a saved state; a model that does not exist yet is created from it at the first use.
 
         Args:
-            remote: What goes on.
-            path: The state.
-            base_model: Of the state, and of this session if none was named.
+            remote: The model.
+            state: The saved state; its base model is used if the module names none.
+
+        Raises:
+            InvalidInput: If the state does not fit the model.
+            NotFound: If the state is not on the server.
         """
-        if not self.is_given and not remote.is_made:
-            self.base_model = self.base_model or base_model
-            self.resumes_from = path
-            remote.resumes = True
+        exists = self.is_given or remote.is_made
+        base_model: str | None = self.base_model
+        rank = self._settings["rank"]
+        if exists:
+            info = remote.backend.get_info()
+            base_model, rank = info.model_data.model_name, info.lora_rank
+        for what, saved, own in (("base model", state.base_model, base_model), ("rank", state.rank, rank)):
+            if saved and own and saved != own:
+                raise InvalidInput(
+                    f"the checkpoint has {what} {saved}, but this module has {what} {own}. Create the module with the "
+                    f"{what} of the checkpoint."
+                )
+        if exists:
+            with _explaining_missing(state.path, remote.backend):
+                remote.backend.load_state_with_optimizer(state.path).result()
         else:
-            with _naming(path, remote.backend):
-                remote.load(path)
+            self.base_model = self.base_model or state.base_model or ""
+            self.resumes_from = state.path
 
     def close(self) -> None:
-        """Ends what this has begun; a client that was given stays open."""
+        """Closes the session, unless the training client was given."""
         service, self._service = self._service, None
         if service is not None:
             service.close()
@@ -89,39 +102,39 @@ class LazyClient:
     ) -> None:
         service, self._service = self._service, None
         if service is not None:
-            service.__exit__(kind, error, traceback)  # after an error it waits for nothing more
+            service.__exit__(kind, error, traceback)  # does not wait for requests after an error
 
 
 def _check_adapter(path: str, info: WeightsInfoResponse, settings: dict[str, Any]) -> None:
-    """Refuses a state of another adapter, as far as the server tells.
+    """Rejects a state of another adapter, as far as the server reports its settings.
 
     Raises:
-        InvalidInput: Says what differs.
+        InvalidInput: If a setting differs.
     """
-    saved = {"rank": info.lora_rank, **{name: getattr(info, name) for name in _PARTS}}
-    if differ := {name: it for name, it in saved.items() if it is not None and it != settings[name]}:
-        theirs = ", ".join(f"{name}={it}" for name, it in differ.items())
+    saved = {"rank": info.lora_rank, **{name: getattr(info, name) for name in _LAYERS}}
+    if differ := {name: value for name, value in saved.items() if value is not None and value != settings[name]}:
+        theirs = ", ".join(f"{name}={value}" for name, value in differ.items())
         own = ", ".join(f"{name}={settings[name]}" for name in differ)
         raise InvalidInput(
-            f"the remote state {path} that the checkpoint names has {theirs}, but this module has {own}. Make the "
+            f"the remote state {path} that the checkpoint names has {theirs}, but this module has {own}. Create the "
             "module with the settings of the state."
         )
 
 
 @contextmanager
-def _naming(path: str, server: Any) -> Iterator[None]:
-    """The error for a state that is gone says which was meant, and what its loss means."""
+def _explaining_missing(path: str, server: Any) -> Iterator[None]:
+    """Raises `NotFound` with the path of a state, and what to do, if loading fails because the state is missing."""
     try:
         yield
-    except (NotFound, InvalidInput) as error:  # a server may say either
+    except (NotFound, InvalidInput) as error:  # servers differ in which of them they report
         try:
-            is_gone = not server.checkpoint_exists(path)
-        except TinkerLightningError:  # not every server lists its checkpoints
-            is_gone = isinstance(error, NotFound)
-        if not is_gone:
+            is_missing = not server.checkpoint_exists(path)
+        except TinkerLightningError:  # some servers cannot report it
+            is_missing = isinstance(error, NotFound)
+        if not is_missing:
             raise
         raise NotFound(
-            f"the remote state {path} that the checkpoint names is not on the server: {error}. It was deleted, or has "
+            f"the remote state {path} that the checkpoint names is not on the server: {error}. It was deleted or has "
             "expired, or the module is connected to another server. Resume from another checkpoint; the file itself "
             "was not changed."
         ) from error

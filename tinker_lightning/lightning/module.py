@@ -14,6 +14,7 @@ from tinker_lightning.lightning.base import RemoteBase
 from tinker_lightning.lightning.batches import as_list
 from tinker_lightning.lightning.deferred_metrics import combined, window_size
 from tinker_lightning.lightning.metric_names import LOSS, TOTAL
+from tinker_lightning.lightning.resume import rng
 from tinker_lightning.losses.reduction import weights_of
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.remote.adamw import RemoteAdamW
@@ -194,7 +195,8 @@ class RemoteModule(RemoteBase):
         try:
             inputs = self.loss_fn_inputs(batch)
             data = self.chosen_route().with_inputs(data, inputs)
-            value, metrics = evaluation.own_loss(self, data, logprobs, inputs)
+            with rng.kept():  # a validation that is repeated after a resume must not change what training draws
+                value, metrics = evaluation.own_loss(self, data, logprobs, inputs)
         except LossNotFinite:
             raise
         except evaluation.NOT_HERE as error:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
@@ -16,22 +13,19 @@ from lightning.pytorch.utilities import CombinedLoader
 from tinker_lightning.lightning import _compat, checks
 from tinker_lightning.lightning.base import LAST_WAIT
 from tinker_lightning.lightning.checkpoint import contents
-from tinker_lightning.lightning.checkpoint.contents import STATE_KEY
 from tinker_lightning.lightning.checkpoint.retention import StateRetention
 from tinker_lightning.lightning.lookahead import LookAhead
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.lightning.resume import loop_position, rng
 from tinker_lightning.lightning.resume.loaders import IsolatedRngLoader, ResumableLoader
 from tinker_lightning.remote import group
+from tinker_lightning.remote.saved_state import check_keys
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
     from lightning.fabric.utilities.types import _PATH
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins import Precision
-
-# Where a checkpoint file keeps the random numbers and the place in the loops.
-KEY = "tinker_strategy"
 
 
 class TinkerStrategy(SingleDeviceStrategy):
@@ -62,11 +56,9 @@ class TinkerStrategy(SingleDeviceStrategy):
         self.look_ahead = look_ahead
         self.release_states = release_states
         self._ahead = LookAhead()
-        self._unnamed: list[str] = []
-        self._shared: dict[str, Path] = {}  # the states as they are now, and the folders whose files may name them
         self._resumed: dict[str, Any] | None = None
         self._begun: loop_position.BatchSnapshot | None = None
-        self._references = StateRetention(self._delete_state, self._checkpoint_folders)
+        self._retention = StateRetention(self._delete_state, self._checkpoint_folders)
 
     @property
     def accelerator(self) -> Accelerator:
@@ -119,7 +111,7 @@ class TinkerStrategy(SingleDeviceStrategy):
             if state["start"] is None:
                 loader.load_state_dict(state)  # its pass has not started in the checkpoint
         rng.restore(resumed["rng"])
-        loop_position.restore_loops(trainer, resumed["place"])
+        loop_position.restore_loops(trainer, resumed["loop_position"])
 
     # Training.
 
@@ -137,82 +129,63 @@ class TinkerStrategy(SingleDeviceStrategy):
     # Checkpoints.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """What a file keeps of the module; a state that it names is shared with files only, and goes with the last."""
+        """Returns the module's state dict for a file, which names remote states of its own."""
         assert self.lightning_module is not None  # noqa: S101 for the type checker
-        for remote in group.remotes_of(self.lightning_module):
-            remote.forget_for_files(self._shared)  # those of another trainer, or of a file that shares none
-        with group.saved_for_file(self.lightning_module):
+        with group.fresh_states(self.lightning_module):
             return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Writes a file, with the random numbers and the place; the states of a file that it replaces are released."""
-        if self.lightning_module is not None:
-            trainer = self.lightning_module.trainer
-            checkpoint[KEY] = {"rng": rng.capture(), "place": loop_position.capture(trainer)}
-            if self._begun is not None and self._begun.is_under_way(trainer):
-                # It is trained again: what it has drawn, logged and gathered must not count twice.
-                checkpoint[KEY]["rng"] = rng.capture(self._begun.rng)
-                checkpoint[KEY]["place"]["epoch_metrics"] = self._begun.epoch_metrics
-                if (state := checkpoint.get(STATE_KEY)) is not None:
-                    state |= self._begun.gradients()
-            for each in trainer.loggers:
-                each.save()  # what was logged before a checkpoint is not logged again after a resume
-        named = self._named_in(checkpoint, filepath)
-        replaced = self._references.named_by(filepath)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        self._references.wrote(filepath, named)
-        self._release(replaced - named)
+        """Writes a checkpoint with the random numbers and the position in the loops.
 
-    def remove_checkpoint(self, filepath: _PATH) -> None:
-        """Removes a file, and the remote states that no other file names."""
-        named = self._references.named_by(filepath)
-        super().remove_checkpoint(filepath)
-        self._references.gone(filepath)
-        self._release(named)
-
-    def _named_in(self, checkpoint: dict[str, Any], filepath: _PATH) -> frozenset[str]:
-        """The states that a new file names.
-
-        Only files of one folder share them: a later run that overwrites some of those need not know of other folders.
-        Files that no callback looks after share none.
+        The remote states of a file that it overwrites are deleted.
         """
         module = self.lightning_module
-        if module is None:
-            return contents.named_in(checkpoint)
-        is_looked_after = any(Path(filepath).absolute().is_relative_to(each) for each in self._checkpoint_folders())
-        folder = Path(filepath).parent.resolve() if is_looked_after else None
-        shared, self._shared = self._shared, {}
-        with group.saved_for_file(module):
-            for remote in filter(lambda each: each.has_weights, group.remotes_of(module)):
-                saved = own = remote.save()
-                if shared.get(saved, folder) != folder:
-                    own = remote.save(anew=True)
-                    contents.rename(checkpoint, saved, own)
-                if folder is not None:
-                    self._shared[own] = folder
-        return contents.named_in(checkpoint)
+        new: frozenset[str] = frozenset()
+        if module is not None:
+            trainer = module.trainer
+            section = contents.section_of(checkpoint)
+            section["strategy"] = {"rng": rng.capture(), "loop_position": loop_position.capture(trainer)}
+            if self._begun is not None and self._begun.is_under_way(trainer):
+                # The batch is trained again: what it has drawn, logged and gathered must not count twice.
+                section["strategy"]["rng"] = rng.capture(self._begun.rng)
+                section["strategy"]["loop_position"]["epoch_metrics"] = self._begun.epoch_metrics
+                section.update(self._begun.window())
+            for each in trainer.loggers:
+                each.save()  # what was logged before a checkpoint is not logged again after a resume
+            new = contents.states_in(checkpoint, module)
+        old = self._retention.states_of(filepath) if self.release_states else frozenset()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.release_states:
+            self._retention.replaced(filepath, old, new)
+
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Removes a checkpoint, and the remote states that no other file names."""
+        old = self._retention.states_of(filepath) if self.release_states else frozenset()
+        super().remove_checkpoint(filepath)
+        if self.release_states:
+            self._retention.replaced(filepath, old)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a file; its random numbers are put back when training starts."""
+        """Reads a checkpoint; the random numbers and the position in the loops are restored when training starts.
+
+        Raises:
+            InvalidInput: If the file has another format version, none, or lacks a key.
+        """
         # Lightning 2.5 does not know the argument.
         chosen = {} if weights_only is None else {"weights_only": weights_only}
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, **chosen)
-        self._references.wrote(checkpoint_path, contents.named_in(checkpoint))
-        self._resumed = checkpoint.get(KEY)
+        # A file of another strategy has no position.
+        self._resumed = contents.read_section(checkpoint, checkpoint_path).get("strategy")
         module = self.lightning_module
         if self._resumed is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            what = f"the 'tinker' section of {checkpoint_path}"
+            check_keys(self._resumed, what, ("rng", "loop_position"))
+            check_keys(self._resumed["rng"], what, rng.KEYS)
+            check_keys(self._resumed["loop_position"], what, loop_position.KEYS)
+            check_keys(checkpoint, str(checkpoint_path), ("loops", "global_step"))
             self._resumed["loaders"] = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
             loop_position.raise_limits(module.trainer, checkpoint, self._resumed)
         return checkpoint
-
-    def _release(self, released: frozenset[str]) -> None:
-        if not self.release_states:
-            return
-        if isinstance(self.checkpoint_io, AsyncCheckpointIO):  # which may not have written the new file yet
-            self._unnamed.extend(released)
-            return
-        for state in released:
-            self._references.release(state)
 
     def _delete_state(self, state: str) -> None:
         if self.lightning_module is not None:
@@ -222,7 +195,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         callbacks: list[Any] = module.trainer.checkpoint_callbacks if module is not None else []
         folders = [getattr(callback, "dirpath", None) for callback in callbacks]
-        return [os.path.abspath(folder) for folder in folders if folder and "://" not in str(folder)]
+        return [str(folder) for folder in folders if folder]
 
     # The end.
 
@@ -252,9 +225,7 @@ class TinkerStrategy(SingleDeviceStrategy):
             _compat.LOADED_CHECKPOINT.set(self.lightning_module.trainer, {})
         self._resumed = None
         super().teardown()
-        for state in self._unnamed:
-            self._references.release(state)
-        self._unnamed = []
+        self._retention.release(all_written=True)
 
 
 StrategyRegistry.register(TinkerStrategy.strategy_name, TinkerStrategy, "a model on a server, over the Tinker API")

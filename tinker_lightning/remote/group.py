@@ -58,16 +58,16 @@ def settle(module: nn.Module, timeout: float, error: BaseException) -> None:
 
 
 @contextmanager
-def saved_for_file(module: nn.Module) -> Iterator[None]:
-    """Marks states saved inside the `with` block as belonging to a file, so that no other state dict names them."""
-    remotes = remotes_of(module)
-    for remote in remotes:
-        remote.for_file = True
+def fresh_states(module: nn.Module) -> Iterator[None]:
+    """Saves new states inside the `with` block, which no state dict outside of it names."""
+    shared = [(remote, remote.saved) for remote in remotes_of(module)]
+    for remote, _ in shared:
+        remote.saved = None
     try:
         yield
     finally:
-        for remote in remotes:
-            remote.for_file = False
+        for remote, saved in shared:
+            remote.saved = saved
 
 
 def delete_state(module: nn.Module, path: str) -> None:
@@ -82,6 +82,7 @@ def delete_state(module: nn.Module, path: str) -> None:
         except Exception as error:  # another backend may hold it
             failures.append(error)
     for remote in remotes:
-        remote.forget(path)
+        if remote.saved is not None and remote.saved.path == path:
+            remote.saved = None
     if failures:
         raise failures[0]

@@ -17,6 +17,7 @@ from tinker_lightning.losses import surrogate
 from tinker_lightning.remote.calls import Call, Pass, ServerCall
 from tinker_lightning.remote.deferred_loss import DeferredLoss
 from tinker_lightning.remote.handle import RemoteHandle
+from tinker_lightning.remote.saved_state import SavedState
 from tinker_lightning.remote.window import Remote
 from tinker_lightning.types import TensorData
 
@@ -24,16 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tinker_lightning.client.backend import TrainingBackend
-
-
-def named(path: str) -> Tensor:
-    """Encodes a path for a state dict."""
-    return torch.tensor(list(path.encode()), dtype=torch.uint8)
-
-
-def name_in(entry: Tensor) -> str:
-    """Decodes the path in an entry of a state dict."""
-    return bytes(entry.tolist()).decode()
 
 
 class RemoteLM(nn.Module):
@@ -66,30 +57,30 @@ class RemoteLM(nn.Module):
 
     def save(self) -> str:
         """Saves weights and optimizer state on the server, unless nothing was trained since; returns the path."""
-        return self.handle.remote.save()
+        return self.handle.remote.save().path
 
     def get_extra_state(self) -> Tensor:
-        """Saves the state on the server and returns its path, which is what a `state_dict` holds, as bytes.
+        """Saves the state on the server and returns its record, which is what a `state_dict` holds.
 
-        The result is a tensor, because safetensors files hold nothing else; it is empty if there is no model yet.
+        The record is empty if there is no model yet.
         """
-        return named(self.save() if self.handle.remote.has_weights else "")
+        remote = self.handle.remote
+        return remote.save().to_tensor() if remote.has_weights else torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor | None) -> None:
-        """Resumes from the state that a `state_dict` names; None means that this was done already.
+        """Loads the weights that a `state_dict` names; None if they were loaded already.
 
         Raises:
-            InvalidInput: If it names no state.
+            InvalidInput: If it names none, or has another format.
         """
         if state is None:
             return
-        path = name_in(state)
-        if path:
-            self.handle.remote.load(path)
+        if state.numel():
+            self.handle.remote.load(SavedState.from_tensor(state))
         elif self.handle.remote.has_weights:
             raise InvalidInput(
-                "this state dict names no state on the server: it was taken before its model was first used. Make a "
-                "new RemoteLM to start anew."
+                "this state dict names no state on the server: it was taken before its model was first used. Create a "
+                "new RemoteLM to start from the beginning."
             )
 
     def send(self, data: Sequence[Any]) -> Pass:

@@ -19,9 +19,10 @@ from tinker_lightning.errors import InvalidInput, LossNotFinite, ResultTimeout, 
 from tinker_lightning.losses import surrogate
 from tinker_lightning.remote.calls import Call, ServerCall, Step
 from tinker_lightning.remote.deferred_loss import LINEAR_ONLY
+from tinker_lightning.remote.saved_state import SavedState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -62,9 +63,10 @@ class Remote:
         self.on_sent: Callable[[], None] | None = None
         self.while_waiting: Callable[[], None] | None = None  # called from time to time; an exception ends the wait
         self._under_way: deque[Step] = deque()
-        self.resumes = False  # whether the backend, once created, resumes from a state
-        self.for_file = False  # whether a state saved now is deleted with the file that names it
-        self._saved: dict[bool, tuple[int, str]] = {}  # the last state saved for files, and the last for other uses
+        # Loads a state in place of the backend, which may not be there yet.
+        self.load_state: Callable[[SavedState], None] | None = None
+        self.saved: SavedState | None = None  # a state of the weights as they are now, which state dicts share
+        self._was_loaded = False
         self._given = backend
         self._backend: TrainingBackend | None = None
 
@@ -84,26 +86,26 @@ class Remote:
     @property
     def has_weights(self) -> bool:
         """Whether there is something to save: a model, or a state that it will be created from."""
-        return self.is_made or self.resumes
+        return self.is_made or self._was_loaded
 
     def point_to(self, backend: Any) -> None:
         """Switches to another backend and drops the window."""
         self.drop()
         self.version += 1
-        self._saved = {}
-        self._given, self._backend, self.resumes = backend, None, False
+        self.saved = None
+        self._given, self._backend, self._was_loaded = backend, None, False
 
-    def load(self, state: str, steps: int | None = None) -> None:
-        """Resumes from a state on the server and drops the window."""
-        self.backend.load_state_with_optimizer(state).result()
-        self.goes_on(steps)
-
-    def goes_on(self, steps: int | None = None) -> None:
-        """Notes that the weights were replaced by a state that is `steps` steps old."""
+    def load(self, state: SavedState) -> None:
+        """Continues from a state that was saved on the server; the pending window is dropped."""
+        if self.load_state is not None:
+            self.load_state(state)
+        else:
+            self.backend.load_state_with_optimizer(state.path).result()
         self.drop()
         self.version += 1
-        self.steps = self.steps if steps is None else steps
-        self._saved = {}  # the loaded state belongs to the file that names it, and may be deleted with it
+        self.steps = state.steps
+        self.saved = None  # the loaded state belongs to the file that names it, and may be deleted with it
+        self._was_loaded = True
 
     def take(self, data: Sequence[Any]) -> Pass | None:
         """Returns the forward that look-ahead sent, if it is of these datums and the current weights."""
@@ -204,6 +206,7 @@ class Remote:
         self.drop()
         self.steps += 1
         self.version += 1
+        self.saved = None
         self._under_way.append(step)
         for backward in step.backwards:
             self.unread.add(backward)
@@ -214,30 +217,19 @@ class Remote:
             self.on_sent()
         return step
 
-    def save(self, *, anew: bool = False) -> str:
-        """Saves weights and optimizer state on the server, unless nothing was trained since; returns the path.
-
-        Args:
-            anew: Save in any case, for a file that needs its own state.
+    def save(self) -> SavedState:
+        """Saves weights and optimizer state on the server, unless nothing was trained since.
 
         Raises:
             TinkerLightningError: If an earlier request failed and nobody has read the failure.
         """
-        saved = self._saved.get(self.for_file)
-        if anew or saved is None or saved[0] != self.steps:
+        if self.saved is None:
             self.wait_for_all()  # otherwise a state could silently lack a step that failed
             self.unread.raise_first()
-            name = f"step-{self.steps:06d}-{uuid.uuid4().hex[:8]}"
-            saved = self._saved[self.for_file] = (self.steps, self.wait(self.backend.save_state(name)).path)
-        return saved[1]
-
-    def forget(self, state: str) -> None:
-        """Stops reusing a state that was deleted or handed over."""
-        self._saved = {key: saved for key, saved in self._saved.items() if saved[1] != state}
-
-    def forget_for_files(self, kept: Container[str]) -> None:
-        """Stops reusing the states that were saved for files, except for those in `kept`."""
-        self._saved = {for_file: saved for for_file, saved in self._saved.items() if not for_file or saved[1] in kept}
+            path = self.wait(self.backend.save_state(f"step-{self.steps:06d}-{uuid.uuid4().hex[:8]}")).path
+            info = self.backend.get_info()
+            self.saved = SavedState(path, info.model_data.model_name, info.lora_rank, self.steps)
+        return self.saved
 
     def _send(self, prepared: Sequence[PendingBackward], params: AdamParams) -> Step:
         backwards: list[TinkerFuture[ForwardBackwardOutput]] = []

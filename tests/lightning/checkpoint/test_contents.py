@@ -65,5 +65,5 @@ def test_a_loss_that_ends_with_its_session_cannot_be_kept() -> None:
     class Handle:
         name, loss_id = "clipped", "session:loss:0"
 
-    with pytest.raises(InvalidInput, match=r"cannot keep the loss 'clipped'.*end of a step.*custom_loss"):
+    with pytest.raises(InvalidInput, match=r"cannot keep the loss 'clipped'.*after an optimizer step.*custom_loss"):
         window_state([ServerCall([DATUMS["plain"]], Handle(), {}, [torch.tensor(1.0)])])

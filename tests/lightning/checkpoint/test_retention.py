@@ -1,9 +1,11 @@
-"""Remote states are counted by the files that name them: after a run exactly those exist."""
+"""Every checkpoint file has remote states of its own, which are deleted with it: after a run exactly those exist."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import pathlib
+import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +13,16 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from packaging.version import Version
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from tests.helpers.trainers import LIGHTNING, SMALL, loader, new, quiet
+from tests.helpers.checkpoints import state_in
+from tests.helpers.trainers import SMALL, loader, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.client import checkpoints
 from tinker_lightning.errors import TinkerLightningError
 from tinker_lightning.lightning.checkpoint.retention import StateRetention
 from tinker_lightning.lightning.strategy import TinkerStrategy
+from tinker_lightning.remote.saved_state import SavedState
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
 
@@ -50,7 +53,7 @@ class Server:
     def named(self) -> list[str]:
         """What the files name, each once."""
         files = [file for file in self.folder.rglob("*.ckpt") if file.exists()]
-        return sorted({torch.load(file, weights_only=True)["tinker"]["path"] for file in files})
+        return sorted({state_in(file) for file in files})
 
     def fit(self, *callbacks: pl.Callback, resume: str | None = None, **options: Any) -> pl.Trainer:
         """Two epochs of four steps each, validated behind each; in a module of their own."""
@@ -76,7 +79,7 @@ CALLBACKS: dict[str, tuple[list[dict[str, Any]], int]] = {
     "the last": ([{"save_last": True, "save_top_k": 0}], 1),
     "the best, and the last of those that were": (
         [{"save_last": True, "monitor": "train_loss", "mode": "max", "save_top_k": 1}],
-        1 if Version("2.6") <= LIGHTNING else 2,  # before, the last was saved whether or not it was among the best
+        2,
     ),
     "the best, and the last": (
         [{"monitor": "train_loss", "mode": "max", "save_top_k": 1}, {"save_last": True, "save_top_k": 0}],
@@ -85,20 +88,20 @@ CALLBACKS: dict[str, tuple[list[dict[str, Any]], int]] = {
     "a link to the last": ([{"save_last": "link", "every_n_train_steps": 3}], 1),
     "every second step": ([{"every_n_train_steps": 2, "save_top_k": -1}], 4),
     "each epoch's end": ([{"every_n_epochs": 1, "save_top_k": -1, "save_on_train_epoch_end": True}], 2),
-    "two that share": (
+    "two that save at the same steps": (
         [{"every_n_train_steps": 2, "save_top_k": -1}, {"every_n_train_steps": 4, "save_last": True}],
-        4,
+        6,
     ),
-    "two that share, of which one removes": (
+    "two that save at the same steps, of which one removes": (
         [{"every_n_train_steps": 2, "save_top_k": 1}, {"every_n_train_steps": 4, "save_top_k": -1}],
-        2,
+        3,
     ),
     "two folders": (
         [
             {"every_n_train_steps": 2, "save_top_k": -1},
             {"every_n_train_steps": 4, "save_last": True, "dirpath": "more"},
         ],
-        5,
+        6,
     ),
     "two folders, one of which is emptied": (
         [{"every_n_train_steps": 2, "save_top_k": 1}, {"every_n_train_steps": 4, "save_top_k": -1, "dirpath": "more"}],
@@ -121,6 +124,8 @@ def test_after_a_run_exactly_the_states_that_files_name_exist(
     )
     assert server.states() == server.named()
     assert len(server.named()) == count
+    files = {file.resolve() for file in server.folder.rglob("*.ckpt")}
+    assert len(files) == count
 
 
 def best(server: Server, **options: Any) -> ModelCheckpoint:
@@ -130,11 +135,11 @@ def best(server: Server, **options: Any) -> ModelCheckpoint:
 
 def test_a_later_process_removes_what_an_earlier_one_wrote(server: Server) -> None:
     server.fit(best(server, save_last=True), max_epochs=3)
-    assert len(server.named()) == 2
+    assert len(server.named()) == 3
     first = set(server.named())
     server.fit(best(server, save_last=True), max_epochs=6, resume=str(server.folder / "last.ckpt"))
     assert server.states() == server.named()
-    assert len(server.named()) == 2
+    assert len(server.named()) == 3
     assert not first & set(server.named())
 
 
@@ -151,15 +156,17 @@ def test_files_that_were_written_by_hand_are_overwritten_and_removed(server: Ser
     assert server.states() == []
 
 
-def test_files_that_are_saved_without_training_in_between_share_one_state(server: Server) -> None:
-    server.fit(
-        ModelCheckpoint(server.folder / "a", "{step}", every_n_train_steps=8),
-        ModelCheckpoint(server.folder / "a", "{epoch}", every_n_epochs=2, save_last=True),
-        ModelCheckpoint(server.folder / "b", monitor="val_loss", every_n_epochs=2, save_last=True),
-    )
-    assert len(list(server.folder.rglob("*.ckpt"))) == 5
-    assert len(server.named()) == 2  # one for each folder
+def test_files_that_are_saved_without_training_in_between_share_no_state(server: Server) -> None:
+    """One can be moved away, and is whole while the others are overwritten."""
+    server.fit(ModelCheckpoint(server.folder / "a", "{step}", every_n_train_steps=8, save_last=True))
+    assert len(server.named()) == 2
+    kept = server.folder / "kept.ckpt"
+    (server.folder / "a" / "step=8.ckpt").rename(kept)
+    again = ModelCheckpoint(server.folder / "a", save_last=True, save_top_k=0)
+    server.fit(again, max_epochs=3, resume=str(server.folder / "a" / "last.ckpt"))
     assert server.states() == server.named()
+    assert state_in(kept) in server.states()
+    server.fit(max_epochs=3, resume=str(kept))
 
 
 def test_a_later_run_in_one_folder_leaves_the_states_of_another(server: Server) -> None:
@@ -190,8 +197,7 @@ def test_trainers_of_one_module_share_no_state(server: Server) -> None:
     assert server.states() == server.named()
 
 
-def test_a_file_of_another_folder_keeps_the_state_that_it_names(server: Server) -> None:
-    """It was read, and not written, by the run that removes its own."""
+def test_a_file_that_a_run_has_resumed_from_keeps_its_state(server: Server) -> None:
     server.fit(ModelCheckpoint(server.folder / "a", save_last=True, save_top_k=0))
     last = server.folder / "a" / "last.ckpt"
     server.fit(
@@ -203,6 +209,17 @@ def test_a_file_of_another_folder_keeps_the_state_that_it_names(server: Server) 
     assert len(server.named()) == 2
 
 
+def test_a_copy_keeps_the_state_of_a_file_that_is_removed(server: Server) -> None:
+    trainer = server.fit()
+    file = server.folder / "a.ckpt"
+    trainer.save_checkpoint(file)
+    (server.folder / "b.ckpt").write_bytes(file.read_bytes())
+    trainer.strategy.remove_checkpoint(file)
+    assert server.states() == server.named() != []
+    trainer.strategy.remove_checkpoint(server.folder / "b.ckpt")
+    assert server.states() == []
+
+
 def test_states_are_kept_if_that_is_asked_for(server: Server) -> None:
     saves = ModelCheckpoint(server.folder, "{step}", every_n_train_steps=1, save_top_k=1)
     server.fit(saves, strategy=TinkerStrategy(release_states=False))
@@ -210,11 +227,41 @@ def test_states_are_kept_if_that_is_asked_for(server: Server) -> None:
     assert len(server.states()) == 8
 
 
-def test_files_that_are_written_later_are_waited_for(server: Server) -> None:
-    saves = ModelCheckpoint(server.folder, "{step}", every_n_train_steps=1, save_top_k=2, monitor="train_loss")
-    server.fit(saves, strategy=TinkerStrategy(checkpoint_io=AsyncCheckpointIO()))
+class Slow(TorchCheckpointIO):
+    """Writes files with a delay, and notes which states exist when one has been written."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self.server = server
+        self.missing: list[str] = []
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.3)
+        self.missing += set(self.server.named()) - set(self.server.states())  # what a kill would leave behind
+        super().save_checkpoint(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["{step}", "always-the-same"])
+def test_states_outlive_the_files_that_a_plugin_is_still_to_overwrite(server: Server, name: str) -> None:
+    saves = ModelCheckpoint(server.folder, name, every_n_train_steps=1, save_top_k=1, enable_version_counter=False)
+    slow = Slow(server)
+    server.fit(saves, strategy=TinkerStrategy(checkpoint_io=AsyncCheckpointIO(slow)), max_epochs=1)
+    assert slow.missing == []
     assert server.states() == server.named()
-    assert len(server.named()) == 2
+    # Lightning leaves files behind that it removes before they are written.
+    assert len(server.named()) == len(list(server.folder.glob("*.ckpt")))
+
+
+def test_files_on_another_file_system_release_their_states(server: Server) -> None:
+    """Those of an earlier process, too."""
+    options: dict[str, Any] = {"every_n_train_steps": 1, "save_top_k": 1, "save_last": True}
+    server.fit(ModelCheckpoint("memory://checkpoints", "{step}", **options))
+    first = server.states()
+    assert len(first) == 2
+    again = ModelCheckpoint("memory://checkpoints", "{step}", **options)
+    server.fit(again, max_epochs=3, resume="memory://checkpoints/last.ckpt")
+    assert len(server.states()) == 2
+    assert not set(first) & set(server.states())
 
 
 def test_a_file_that_cannot_be_read_may_name_any_state(server: Server, caplog: pytest.LogCaptureFixture) -> None:
@@ -245,9 +292,9 @@ def test_objects_of_any_class_in_a_file_do_not_hide_what_it_names(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.fit(best(server, save_last=True), Remembers(), max_epochs=3)
-    assert len(server.states()) == 2
-    server.fit(ModelCheckpoint(server.folder, "{step}", every_n_train_steps=1, save_top_k=1), Remembers())
     assert len(server.states()) == 3
+    server.fit(ModelCheckpoint(server.folder, "{step}", every_n_train_steps=1, save_top_k=1), Remembers())
+    assert len(server.states()) == 4
     assert "could not be read" not in caplog.text
 
 
@@ -285,14 +332,45 @@ def test_a_save_that_fails_releases_nothing(server: Server, monkeypatch: pytest.
 
 
 def test_only_folders_of_checkpoints_are_searched_through(tmp_path: Path) -> None:
-    """A file by hand may lie beside a large tree, whose files are none of ours."""
+    """A file saved by hand may lie next to a large tree, whose files are none of ours."""
     deleted: list[str] = []
     (tmp_path / "hand" / "deep").mkdir(parents=True)
     (tmp_path / "callback" / "deep").mkdir(parents=True)
     for place in ("hand", "callback"):
-        torch.save({"tinker": {"path": f"tinker://{place}"}}, tmp_path / place / "deep" / "file.ckpt")
-    references = StateRetention(deleted.append, lambda: [str(tmp_path / "callback")])
-    references.wrote(tmp_path / "hand" / "other.ckpt", frozenset())
-    references.release("tinker://hand")
-    references.release("tinker://callback")
+        record = SavedState(f"tinker://{place}", "tiny", 4, 1).to_tensor()
+        torch.save({"state_dict": {"lm._extra_state": record}}, tmp_path / place / "deep" / "file.ckpt")
+    retention = StateRetention(deleted.append, lambda: [str(tmp_path / "callback")])
+    retention.replaced(tmp_path / "hand" / "other.ckpt", frozenset({"tinker://hand", "tinker://callback"}))
     assert deleted == ["tinker://hand"]
+
+
+def test_a_record_of_another_version_may_name_any_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    deleted: list[str] = []
+    later = bytearray(b'{"tinker_lightning":2,"states":[]}')
+    torch.save({"record": torch.frombuffer(later, dtype=torch.uint8)}, tmp_path / "later.ckpt")
+    retention = StateRetention(deleted.append, list)
+    retention.replaced(tmp_path / "other.ckpt", frozenset({"tinker://a"}))
+    retention.replaced(tmp_path / "another.ckpt", frozenset({"tinker://b"}))
+    assert deleted == []
+    (warning,) = (record.message for record in caplog.records)
+    assert "later.ckpt could not be read" in warning
+    assert "format version 2" in warning
+
+
+class Calls:
+    """What a hostile file would have."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return pathlib.Path.touch, (self.file,)
+
+
+def test_nothing_in_a_file_runs_when_it_is_searched(tmp_path: Path) -> None:
+    record = SavedState("tinker://a", "tiny", 4, 1).to_tensor()
+    content = {"hostile": Calls(tmp_path / "touched"), "state_dict": {"lm._extra_state": record}}
+    torch.save(content, tmp_path / "a.ckpt")
+    retention = StateRetention(lambda _: None, list)
+    assert retention.states_of(tmp_path / "a.ckpt") == {"tinker://a"}
+    assert not (tmp_path / "touched").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -10,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
+from tests.helpers.checkpoints import records_in, state_in
 from tests.helpers.resuming import DATA, Bench, Everywhere, Mean, Rows, assert_same, loaders, state_of
 from tinker_lightning import collate
 from tinker_lightning.errors import InvalidInput, NotFound
@@ -47,7 +49,7 @@ def test_a_window_that_waits_for_its_step_is_in_the_file_and_nothing_else_is(ben
     bench.run("shuffled", saver)
     contents = [torch.load(file.path, weights_only=True) for file in saver.files]
     assert [len(content["tinker"]["windows"]["lm.handle"]) for content in contents] == [1, 0, 1, 0]
-    assert [content["tinker"]["steps"] for content in contents] == [0, 1, 1, 3]
+    assert [records_in(content)["lm"]["steps"] for content in contents] == [0, 1, 1, 3]
     (call,) = contents[0]["tinker"]["windows"]["lm.handle"]
     lengths = [len(datum["inputs"]["target_tokens"]) for datum in call["datums"]]
     assert [len(gradient) for gradient in call["gradients"]] == lengths
@@ -60,7 +62,7 @@ def test_files_of_model_checkpoint_go_on_and_load_without_running_code(bench: Be
     assert [file.name for file in files] == ["last.ckpt", "step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
     for file in files:
         content = torch.load(file, weights_only=True)
-        assert content["tinker"]["path"].startswith("tinker://")
+        assert records_in(content)["lm"]["path"].startswith("tinker://")
         resumed = bench.run(resume=file)
         assert resumed.state == whole.state
         assert resumed.seen == whole.seen[len(whole.seen) - len(resumed.seen) :]
@@ -155,13 +157,68 @@ def test_files_of_other_models_are_refused_before_anything_is_made(bench: Bench,
     local.save_checkpoint(other)
     file = saver.files[0].path
     for module, path, message in (
-        (Mean("smollm2-135m", rank=2, base_url="embedded"), file, "is of tiny, but this module of smollm2-135m"),
-        (Mean("tiny", rank=4, base_url="embedded"), file, "has rank 2, but this module 4"),
-        (Mean("tiny", rank=2, base_url="embedded"), other, "names no remote state; it was not written by a Remote"),
+        (
+            Mean("smollm2-135m", rank=2, base_url="embedded"),
+            file,
+            "has base model tiny, but this module has base model smoll",
+        ),
+        (Mean("tiny", rank=4, base_url="embedded"), file, "has rank 2, but this module has rank 4"),
+        (Mean("tiny", rank=2, base_url="embedded"), other, "it was not written by a RemoteModule"),
     ):
         with pytest.raises(InvalidInput, match=message):
             quiet(max_epochs=1).fit(module, loaders("shuffled"), ckpt_path=str(path))
         assert not module.lm.handle.remote.is_made
+
+
+def without(content: Any, *keys: str) -> None:
+    """Removes an entry of nested dicts."""
+    for key in keys[:-1]:
+        content = content[key]
+    del content[keys[-1]]
+
+
+def assert_rejected(bench: Bench, content: Any, file: Path, message: str) -> None:
+    torch.save(content, file)
+    module = bench.module(seed=3)
+    before = state_of(bench.server, module)
+    with pytest.raises(InvalidInput, match=message):
+        quiet(max_epochs=1).fit(module, loaders("shuffled"), ckpt_path=str(file))
+    assert state_of(bench.server, module) == before
+
+
+def test_a_file_of_another_format_is_rejected_by_name(bench: Bench, tmp_path: Path) -> None:
+    saver = Everywhere(tmp_path, "batch end 0.3")
+    bench.run("shuffled", saver, max_epochs=1)
+    whole = torch.load(saver.files[0].path, weights_only=True)
+    file = tmp_path / "changed.ckpt"
+    assert_rejected(bench, {**whole, "tinker": {**whole["tinker"], "version": 2}}, file, f"{file} has format version 2")
+    for keys in [
+        ("tinker", "version"),
+        ("tinker", "windows"),
+        ("tinker", "local_gradients"),
+        ("tinker", "window_metrics"),
+        *(("tinker", "strategy", key) for key in whole["tinker"]["strategy"]),
+        *(("tinker", "strategy", "rng", key) for key in whole["tinker"]["strategy"]["rng"]),
+        *(("tinker", "strategy", "loop_position", key) for key in whole["tinker"]["strategy"]["loop_position"]),
+        ("loops",),
+        ("state_dict", "lm._extra_state"),
+        ("state_dict",),
+    ]:
+        content = copy.deepcopy(whole)
+        without(content, *keys)
+        missing = "lm._extra_state" if keys == ("state_dict",) else keys[-1]
+        assert_rejected(bench, content, file, f"(lacks|has no format version) .*'{missing}'")
+
+
+@pytest.mark.parametrize("version", [None, 2])
+def test_load_from_checkpoint_rejects_another_format(bench: Bench, version: int | None, tmp_path: Path) -> None:
+    saver = Everywhere(tmp_path, "batch end 0.3")
+    bench.run("shuffled", saver, max_epochs=1)
+    content = torch.load(saver.files[0].path, weights_only=True)
+    content["tinker"]["version"] = version
+    torch.save(content, tmp_path / "changed.ckpt")
+    with pytest.raises(InvalidInput, match=r"has (no format version|format version 2)"):
+        Mean.load_from_checkpoint(tmp_path / "changed.ckpt", model="tiny")
 
 
 def test_a_state_that_is_gone_is_named_and_changes_nothing(bench: Bench, tmp_path: Path) -> None:
@@ -172,7 +229,7 @@ def test_a_state_that_is_gone_is_named_and_changes_nothing(bench: Bench, tmp_pat
     module = bench.module(seed=3)
     (-torch.cat(module.lm(DATA[:2])).mean()).backward()
     before, window = state_of(bench.server, module), list(module.lm.handle.remote.window)
-    path = torch.load(file, weights_only=True)["tinker"]["path"]
+    path = state_in(file)
     module.delete_state(path)
     trainer = quiet(max_epochs=1)
     with pytest.raises(NotFound, match=f"{path} that the checkpoint names is not on the server.*another checkpoint"):
@@ -196,7 +253,7 @@ def test_a_fit_that_cannot_begin_leaves_the_limit_of_steps(bench: Bench, tmp_pat
     bench.run("shuffled", saver, max_steps=4, max_epochs=-1)
     file = saver.files[0].path
     module = bench.module()
-    module.delete_state(torch.load(file, weights_only=True)["tinker"]["path"])
+    module.delete_state(state_in(file))
     trainer = quiet(max_steps=4)
     with pytest.raises(NotFound):
         trainer.fit(module, loaders("shuffled"), ckpt_path=str(file))

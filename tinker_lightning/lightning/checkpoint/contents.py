@@ -1,4 +1,8 @@
-"""What a checkpoint file keeps of remote models: the names of states on the server, and windows that wait."""
+"""What a checkpoint file keeps of remote models.
+
+The state of each model on the server is named by the record in its `_extra_state`, an entry of the file's state dict,
+and nowhere else. Everything else is in one section of the file.
+"""
 
 from __future__ import annotations
 
@@ -11,109 +15,107 @@ from tinker_lightning.errors import InvalidInput
 from tinker_lightning.remote.calls import Call, ServerCall
 from tinker_lightning.remote.group import handles_of
 from tinker_lightning.remote.handle import RemoteHandle
-from tinker_lightning.remote.lm import name_in, named
+from tinker_lightning.remote.lm import RemoteLM
+from tinker_lightning.remote.saved_state import FORMAT_VERSION, SavedState, check_format, check_keys
 from tinker_lightning.types import Datum, TensorData
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from tinker_lightning.remote.window import Remote
-
-# Where a checkpoint file names the state on the server.
-STATE_KEY = "tinker"
-# Where a state dict names one: that of the module's own model, and those of others.
-_OWN = "lm._extra_state"
-_EXTRA = "_extra_state"
-_SCHEME = b"tinker://"
+SECTION = "tinker"
+"""The key of the section in a checkpoint."""
 
 
-def saved(remote: Remote) -> dict[str, Any]:
-    """Saves a model on the server; returns what a file keeps of it, as plain data and tensors."""
-    path = remote.save()
-    info = remote.backend.get_info()
-    return {
-        "path": path,
-        "base_model": info.model_data.model_name,
-        "rank": info.lora_rank,
-        "steps": remote.steps,
-    }
+def section_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Returns the section of a checkpoint that is about to be written."""
+    section: dict[str, Any] = checkpoint.setdefault(SECTION, {"version": FORMAT_VERSION})
+    return section
+
+
+def read_section(checkpoint: Mapping[str, Any], file: object = "the checkpoint") -> dict[str, Any]:
+    """Returns the section of a checkpoint that was read from a file; empty if it has none.
+
+    Args:
+        checkpoint: The content of the file.
+        file: The name of the file, for errors.
+
+    Raises:
+        InvalidInput: If the section has another format version, or none.
+    """
+    if SECTION not in checkpoint:
+        return {}
+    return check_format(checkpoint[SECTION], f"the {SECTION!r} section of {file}", "version", ())
+
+
+def read_window(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the accumulation window of a checkpoint; None if none was saved.
+
+    Raises:
+        InvalidInput: If it is not in this version's format.
+    """
+    section, keys = read_section(checkpoint), ("windows", "local_gradients", "window_metrics")
+    if section.keys().isdisjoint(keys):
+        return None
+    check_keys(section, f"the {SECTION!r} section of the checkpoint", keys)
+    return section
+
+
+def load_states(checkpoint: dict[str, Any], module: nn.Module) -> None:
+    """Loads the remote states that a checkpoint names, before anything local has changed.
+
+    `load_state_dict` finds nothing left to load.
+
+    Raises:
+        InvalidInput: If the checkpoint does not name a state of each remote model in this version's format, or a state
+            does not fit its model.
+        NotFound: If a state is not on the server.
+    """
+    entries = checkpoint.get("state_dict", {})
+    for key, model in _keys(module).items():
+        if key not in entries:
+            raise InvalidInput(
+                f"the checkpoint lacks {key!r} in its state_dict: it was not written by a RemoteModule, or by one "
+                "without that remote model, or was changed since. Load it into a module of the class that wrote it."
+            )
+        model.set_extra_state(entries[key])
+        entries[key] = None
+
+
+def states_in(checkpoint: Mapping[str, Any], module: nn.Module) -> frozenset[str]:
+    """Returns the paths of the remote states that a checkpoint names."""
+    records = [checkpoint["state_dict"].get(key) for key in _keys(module)]
+    return frozenset(SavedState.from_tensor(each).path for each in records if each is not None and each.numel())
 
 
 def windows(module: nn.Module) -> dict[str, list[dict[str, Any]]]:
-    """The windows of a module's remote models by the names of their parameters, as a file keeps them."""
+    """Returns the gradients that wait for a step of each remote model, by the names of their parameters."""
     return {name: window_state(handle.remote.window) for name, handle in handles_of(module).items()}
 
 
 def local_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """The gradients of parameters on this machine by name, as they are now; those of remote ones are windows."""
+    """Returns copies of the gradients of local parameters by name; those of remote models are windows."""
     local = [(name, one) for name, one in module.named_parameters() if not isinstance(one, RemoteHandle)]
     return {name: one.grad.clone() for name, one in local if one.grad is not None}
 
 
-def put_back(state: dict[str, Any], module: nn.Module) -> None:
-    """Gives remote models the windows that a file has kept, and parameters on this machine their gradients."""
+def restore_gradients(section: Mapping[str, Any], module: nn.Module) -> None:
+    """Restores the windows of remote models, and the gradients of local parameters."""
     for name, parameter in module.named_parameters():
-        if name in state["windows"] and isinstance(parameter, RemoteHandle):
-            parameter.remote.window = window_from(state["windows"][name])
-        elif name in state["local_gradients"]:
-            parameter.grad = state["local_gradients"][name].clone()
+        if name in section["windows"] and isinstance(parameter, RemoteHandle):
+            parameter.remote.window = window_from(section["windows"][name])
+        elif name in section["local_gradients"]:
+            parameter.grad = section["local_gradients"][name].clone()
 
 
-def read(checkpoint: dict[str, Any], base_model: str, rank: int | None) -> dict[str, Any]:
-    """What `saved` has put into a file.
-
-    Args:
-        checkpoint: The content of the file.
-        base_model: What the state must be of; empty if that is not known.
-        rank: The same; None if that is not known.
-
-    Raises:
-        InvalidInput: If the file is of another base model or rank, or not of a remote model.
-    """
-    state: dict[str, Any] | None = checkpoint.get(STATE_KEY)
-    if state is None:
-        raise InvalidInput("this checkpoint names no remote state; it was not written by a RemoteModule")
-    if base_model and state["base_model"] not in (None, base_model):
-        raise InvalidInput(f"the checkpoint is of {state['base_model']}, but this module of {base_model}")
-    if None not in (state["rank"], rank) and state["rank"] != rank:
-        raise InvalidInput(f"the checkpoint has rank {state['rank']}, but this module {rank}")
-    return state
-
-
-def mark_loaded(checkpoint: dict[str, Any]) -> None:
-    """What `STATE_KEY` names was loaded, so that the state dict has nothing to add."""
-    if _OWN in checkpoint.get("state_dict", {}):
-        checkpoint["state_dict"][_OWN] = None
-
-
-def named_in(checkpoint: Mapping[str, Any]) -> frozenset[str]:
-    """All the states that a file names: the module's own, and those of further remote models in its state dict."""
-    own = checkpoint.get(STATE_KEY)
-    others = {name_in(entry) for _, entry in _entries(checkpoint)}
-    return frozenset(others | ({str(own["path"])} if own else set()))
-
-
-def rename(checkpoint: dict[str, Any], path: str, new: str) -> None:
-    """Names another state wherever a file names this one."""
-    own = checkpoint.get(STATE_KEY)
-    if own and own["path"] == path:
-        own["path"] = new
-    for key, entry in list(_entries(checkpoint)):
-        if name_in(entry) == path:
-            checkpoint["state_dict"][key] = named(new)
-
-
-def _entries(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Those that name states; other modules have bytes of their own under such keys."""
-    for key, entry in (checkpoint.get("state_dict") or {}).items():
-        is_bytes = key.endswith(_EXTRA) and isinstance(entry, Tensor) and entry.dtype == torch.uint8
-        if is_bytes and bytes(entry.flatten()[: len(_SCHEME)].tolist()) == _SCHEME:
-            yield key, entry
+def _keys(module: nn.Module) -> dict[str, RemoteLM]:
+    """Returns the remote models of a module by the keys of their records in its state dict."""
+    models = module.named_modules(remove_duplicate=False)
+    return {f"{name}._extra_state": model for name, model in models if isinstance(model, RemoteLM)}
 
 
 def window_state(window: Sequence[Call | ServerCall]) -> list[dict[str, Any]]:
-    """A window as tensors and plain data, which a file gives back without running code."""
+    """Returns a window as tensors and plain data, which load without running code."""
     return [
         {
             "loss": _loss_name(call) if isinstance(call, ServerCall) else None,
@@ -128,7 +130,7 @@ def window_state(window: Sequence[Call | ServerCall]) -> list[dict[str, Any]]:
 
 
 def window_from(state: Sequence[dict[str, Any]]) -> list[Call | ServerCall]:
-    """The window that a file has kept."""
+    """Returns the window that `window_state` took apart."""
     window: list[Call | ServerCall] = []
     for entry in state:
         datums = [_datum_from(datum) for datum in entry["datums"]]
@@ -144,8 +146,8 @@ def window_from(state: Sequence[dict[str, Any]]) -> list[Call | ServerCall]:
 def _loss_name(call: ServerCall) -> str:
     if hasattr(call.loss, "loss_id"):  # the server forgets it with its session
         raise InvalidInput(
-            f"a checkpoint in the midst of a window cannot keep the loss {call.name!r}, which lives as long as its "
-            "session. Save at the end of a step, or give it a name with custom_loss."
+            f"a checkpoint in the middle of an accumulation window cannot keep the loss {call.name!r}, which exists "
+            "only as long as its session. Save after an optimizer step, or register the loss by name with custom_loss."
         )
     return call.name
 

@@ -32,6 +32,12 @@ VALIDATION = "validation"  # a validation, which starts again
 VALIDATION_END = "validation end"  # the hooks of a validation's end
 EPOCH_END = "epoch end"  # the hooks of an epoch's end; its row follows
 
+# What `capture` returns.
+KEYS = (
+    *("where", "is_cut", "epochs", "batches", "is_last_batch", "logged_steps", "accumulate", "reloaded"),
+    *("callback_metrics", "row", "epoch_metrics"),
+)
+
 
 def capture(trainer: pl.Trainer) -> dict[str, Any]:
     """Returns the position of a trainer's loops, as tensors and plain data."""
@@ -72,12 +78,17 @@ class BatchSnapshot:
             for name, handle in group.handles_of(module).items()
         }
         self._local_gradients = module.local_gradients()
+        self._window_metrics = list(module._window_metrics)
         self._number = trainer.fit_loop.epoch_loop.total_batch_idx
 
-    def gradients(self) -> dict[str, Any]:
-        """Returns the gradients of the accumulation window, as a file stores them."""
+    def window(self) -> dict[str, Any]:
+        """Returns the accumulation window as a checkpoint keeps it."""
         windows = {name: contents.window_state(window) for name, window in self._windows.items()}
-        return {"windows": windows, "local_gradients": self._local_gradients}
+        return {
+            "windows": windows,
+            "local_gradients": self._local_gradients,
+            "window_metrics": self._window_metrics,
+        }
 
     def is_under_way(self, trainer: pl.Trainer) -> bool:
         """Returns whether the batch is still being trained; after a resume it starts again."""
@@ -90,7 +101,7 @@ def raise_limits(trainer: pl.Trainer, checkpoint: dict[str, Any], resumed: dict[
     """Raises the limits of a run that has reached them, if its loops have something left to do."""
     loop = trainer.fit_loop.epoch_loop
     resumed["max_steps"] = loop.max_steps
-    place = resumed["place"]
+    place = resumed["loop_position"]
     if place["where"] != EPOCH_START:
         checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"] = place["epochs"][0]
     if place["where"] not in (EPOCH_START, BATCH_START) and loop.max_steps != -1:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 Snapshot: TypeAlias = tuple[Any, Any, Any]
 
+KEYS = ("torch", "numpy", "python")
+"""What `capture` returns."""
+
 
 def capture(of: Snapshot | None = None) -> dict[str, Any]:
     """Returns the states of all three as tensors and plain data, which load with `weights_only=True`.

@@ -1,0 +1,109 @@
+"""The record of a model that was saved on the server, as state dicts and checkpoint files keep it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import orjson
+import torch
+from torch import Tensor
+
+from tinker_lightning.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+FORMAT_VERSION = 1
+"""The format of records and of checkpoint files; a file of any other version is rejected."""
+
+_VERSION_KEY = "tinker_lightning"
+RECORD_PREFIX = f'{{"{_VERSION_KEY}":'.encode()
+"""The first bytes of every record."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A model that was saved on the server, with its optimizer.
+
+    The record is JSON in a tensor of bytes. Safetensors files hold nothing but tensors, and `torch.save` writes every
+    tensor as an entry of its own, so that a record can be read from a file without unpickling anything.
+    """
+
+    path: str
+    base_model: str | None
+    rank: int | None
+    steps: int
+
+    def to_tensor(self) -> Tensor:
+        """Returns the record as a state dict keeps it."""
+        record = orjson.dumps({_VERSION_KEY: FORMAT_VERSION, **dataclasses.asdict(self)})
+        return torch.frombuffer(bytearray(record), dtype=torch.uint8)
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor) -> Self:
+        """Reads what `to_tensor` returned.
+
+        Raises:
+            InvalidInput: If it is not a record, or a record of another version.
+        """
+        return cls.from_bytes(tensor.numpy(force=True).tobytes())
+
+    @classmethod
+    def from_bytes(cls, record: bytes) -> Self:
+        """Reads a record from its bytes.
+
+        Raises:
+            InvalidInput: If it is not a record, or a record of another version.
+        """
+        try:
+            content = orjson.loads(record)
+        except orjson.JSONDecodeError as error:
+            raise InvalidInput(
+                f"the record of a remote model is not JSON: {error}. Save the model again with this version of "
+                "tinker_lightning."
+            ) from error
+        what = "the record of a remote model"
+        content = check_format(content, what, _VERSION_KEY, [field.name for field in dataclasses.fields(cls)])
+        return cls(**{name: value for name, value in content.items() if name != _VERSION_KEY})
+
+
+def check_format(found: Any, what: str, version_key: str, keys: Iterable[str]) -> dict[str, Any]:
+    """Returns what was found in a file if it has this version's format.
+
+    Args:
+        found: A part of a file.
+        what: Its name in errors.
+        version_key: The key of the format version.
+        keys: The keys it must have.
+
+    Raises:
+        InvalidInput: If it has another version, no version, or lacks a key.
+    """
+    version = found.get(version_key) if isinstance(found, dict) else None
+    if version is None:
+        raise InvalidInput(
+            f"{what} has no format version ({version_key!r}): it was not written by tinker_lightning, or was changed "
+            "since. Save the model again with this version of tinker_lightning."
+        )
+    if version != FORMAT_VERSION:
+        raise InvalidInput(
+            f"{what} has format version {version}, but this version of tinker_lightning reads version "
+            f"{FORMAT_VERSION}. Load it with the version of tinker_lightning that wrote it, or save the model again."
+        )
+    check_keys(found, what, keys)
+    return dict(found)
+
+
+def check_keys(found: Mapping[str, Any], what: str, keys: Iterable[str]) -> None:
+    """Rejects a part of a file that lacks a key.
+
+    Raises:
+        InvalidInput: If a key is missing; names it.
+    """
+    if missing := [key for key in keys if key not in found]:
+        raise InvalidInput(
+            f"{what} lacks {', '.join(map(repr, missing))}: the file is damaged or was changed since it was written. "
+            "Load another checkpoint."
+        )
