@@ -171,6 +171,40 @@ def test_regularizers_train_and_are_logged(
     assert not torch.equal(weights_of(trainer, module), weights_of(trainer, plain))
 
 
+class Asynchronous(RemoteModule):
+    """Terms on other threads, which are done in another order from step to step."""
+
+    def __init__(self, *args: Any, waits: tuple[float, float], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.regularizers = [
+            Regularizer(fn=self.exponential, weight=0.3, name="exponential"),
+            Regularizer(fn=self.squares, weight=0.7, name="squares"),
+        ]
+        self.waits = waits
+
+    async def exponential(self, _: list[Any], logprobs: list[torch.Tensor]) -> Any:
+        await asyncio.sleep(self.waits[self.global_step % 2])
+        return torch.cat(logprobs).exp().mean(), {}
+
+    async def squares(self, _: list[Any], logprobs: list[torch.Tensor]) -> Any:
+        await asyncio.sleep(self.waits[1 - self.global_step % 2])
+        return (torch.cat(logprobs) ** 2).mean(), {}
+
+
+def test_two_fits_with_async_regularizers_give_the_same_bits(
+    stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path
+) -> None:
+    _, service = stage
+    results: list[torch.Tensor] = []
+    for waits in ((0.0, 0.0), (0.0, 0.02), (0.02, 0.0)):
+        client = service.create_lora_training_client("tiny", rank=4, seed=1)
+        module = Asynchronous(client, learning_rate=1e-2, waits=waits)
+        fit(module, tmp_path / str(len(results)))
+        with torch.no_grad():
+            results.append(torch.cat(module.lm(DATA)))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
 def test_gradient_norms_of_regularizers_can_be_left_out(
     stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path
 ) -> None:

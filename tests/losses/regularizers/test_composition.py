@@ -181,6 +181,39 @@ def test_the_total_and_its_gradient_are_those_of_the_sum(
 # Gradient norms.
 
 
+def test_the_bits_of_a_gradient_do_not_depend_on_which_term_is_first() -> None:
+    """Autograd orders nodes by counters of their threads, and the bits of a sum depend on its order."""
+
+    def gradient(waits: tuple[float, float], nodes: int) -> Tensor:
+        async def exponential(_: list[Any], lp: list[Tensor]) -> Returned:
+            await asyncio.sleep(waits[0])
+            return 1.7 * torch.cat(lp).exp().mean(), {}
+
+        async def squares(_: list[Any], lp: list[Tensor]) -> Returned:
+            await asyncio.sleep(waits[1])
+            return 0.3 * (torch.cat(lp) ** 2).mean(), {}
+
+        def sines(_: list[Any], lp: list[Tensor]) -> Returned:
+            return torch.cat(lp).sin().mean() - 0.37 * torch.cat(lp).mean(), {}
+
+        leaves = [each.requires_grad_() for each in torch.randn(3, 50, generator=torch.Generator().manual_seed(0))]
+        for _ in range(nodes):  # moves the counter of this thread
+            torch.ones((), requires_grad=True) * 2
+        terms = [
+            Regularizer(fn=exponential, weight=0.3, name="exponential"),
+            Regularizer(fn=squares, weight=0.7, name="squares"),
+            Regularizer(fn=square, weight=0.1, name="in an executor", run_in_executor=True),
+        ]
+        total, _ = composition.evaluate([None] * 3, leaves, sines, terms, step=0)
+        total.backward()
+        return torch.cat([leaf.grad for leaf in leaves if leaf.grad is not None])
+
+    expected = gradient((0.0, 0.02), nodes=0)
+    for waits in ((0.0, 0.02), (0.02, 0.0)):
+        for nodes in (0, 1000):
+            assert torch.equal(gradient(waits, nodes), expected)
+
+
 def test_gradient_norms_leave_no_gradient_behind() -> None:
     lp, scale = logprobs(), torch.nn.Parameter(torch.tensor(2.0))
     term = Regularizer(lambda _, lp: scale * lp[0].sum(), 3.0, "scaled")

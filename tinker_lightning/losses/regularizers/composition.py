@@ -69,9 +69,10 @@ def evaluate(
         return surrogate.loss_and_metrics(base(data, logprobs), logprobs, needs_gradient=torch.is_grad_enabled())
 
     weights = [term.weight_at(step) for term in terms]
-    base_loss, returned = _run(data, logprobs, base, terms, timeout)
+    of_base, *of_terms = _split(logprobs, 1 + len(terms))
+    base_loss, returned = _run(data, base, of_base, terms, of_terms, timeout)
     contributions, telemetry = [], {}
-    for term, weight in zip(terms, weights, strict=True):
+    for term, weight, logprobs in zip(terms, weights, of_terms, strict=True):
         with _blaming(term):
             value, metrics = surrogate.loss_and_metrics(returned[term.name], logprobs, needs_gradient=False)
             value = value.reshape(())
@@ -123,28 +124,39 @@ def flatten(metrics: Mapping[str, Any]) -> dict[str, float]:
     return flat
 
 
+def _split(logprobs: list[Tensor], count: int) -> list[list[Tensor]]:
+    """Returns the log-probabilities once for each function, joined in one node of the autograd graph.
+
+    Autograd orders the functions of several threads by counters that belong to the threads, and the bits of a sum
+    depend on its order. Joined here, the gradients of the functions are always summed in the same order.
+    """
+    copies = [torch.stack([each] * count).unbind() for each in logprobs]
+    return [[each[i] for each in copies] for i in range(count)]
+
+
 def _run(
     data: list[Any],
-    logprobs: list[Tensor],
     base: LossFn | None,
+    logprobs: list[Tensor],
     terms: Sequence[Regularizer],
+    of_terms: Sequence[list[Tensor]],
     timeout: float | None,
 ) -> tuple[tuple[Tensor, dict[str, float]] | None, dict[str, Any]]:
     """Runs the base loss and all terms; returns what they returned."""
     deadline = None if timeout is None else time.monotonic() + timeout
     running: dict[str, Future[Any]] = {}
     try:
-        for term in terms:
+        for term, own in zip(terms, of_terms, strict=True):
             if term.is_async or term.run_in_executor:
-                running[term.name] = _start(term, data, logprobs)
+                running[term.name] = _start(term, data, own)
         base_loss = None
         if base is not None:
             base_loss = surrogate.loss_and_metrics(
                 base(data, logprobs), logprobs, needs_gradient=torch.is_grad_enabled()
             )
-        for term in terms:
+        for term, own in zip(terms, of_terms, strict=True):
             if term.name not in running:
-                running[term.name] = _start(term, data, logprobs)
+                running[term.name] = _start(term, data, own)
         wait(running.values(), None if deadline is None else max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
         failed = [term for term in terms if _has_failed(running[term.name])]
         returned = {}
