@@ -12,6 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import httpx
+import hypothesis
 import pytest
 import torch
 import uvicorn
@@ -33,6 +34,10 @@ T = TypeVar("T")
 _THREADS = os.environ.get("TEST_THREADS", "1")
 torch.set_num_threads(int(_THREADS))
 os.environ["OMP_NUM_THREADS"] = _THREADS  # for servers in processes of their own
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session", autouse=True)
