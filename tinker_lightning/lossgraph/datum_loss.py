@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +17,19 @@ from torch import Tensor, fx
 from tinker_lightning.errors import InvalidDatum, InvalidLoss, LossNotTraceable
 from tinker_lightning.losses.surrogate import check_scalar
 from tinker_lightning.lossgraph.graphs.graph import Graph
-from tinker_lightning.lossgraph.graphs.json import Ref
-from tinker_lightning.lossgraph.graphs.limits import Limits
+from tinker_lightning.lossgraph.graphs.json import Node, Ref, mapped
 from tinker_lightning.lossgraph.graphs.run import Program
 from tinker_lightning.lossgraph.tracing.record import Recorder, record
-from tinker_lightning.lossgraph.tracing.signatures import place_of_function, signature_of
+from tinker_lightning.lossgraph.tracing.signatures import (
+    loss_and_metrics,
+    place_of_function,
+    signature_of,
+    wrong_output,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from tinker_lightning.types import TensorData
 
 # The name of an input that multiplies the loss, for servers that have no other way to scale it.
@@ -66,19 +71,16 @@ class DatumLoss:
 
     def scaled(self) -> DatumLoss:
         """Returns the same loss with one more input, by which it is multiplied."""
-        message = self.program.graph.encode()
-        nodes, count = message["nodes"], len(self.inputs)
-        loss, metrics = nodes[-1]["args"][0]["tuple"]
-        scale = {"op": "placeholder", "name": SCALE, "target": SCALE}
-        product = {
-            "op": "call_function",
-            "name": "scaled_loss",
-            "target": "operator.mul",
-            "args": [loss, {"ref": SCALE}],
-        }
-        output = nodes[-1] | {"args": [{"tuple": [{"ref": "scaled_loss"}, metrics]}]}
-        message["nodes"] = [*nodes[:count], scale, *nodes[count:-1], product, output]
-        return DatumLoss.decode(self.name, [*self.inputs, LossInput(SCALE, 0)], message)
+        graph, count = self.program.graph, len(self.inputs)
+
+        def moved(value: Any) -> Any:
+            return mapped(value, lambda part: Ref(part.node + (part.node >= count)) if isinstance(part, Ref) else part)
+
+        loss, metrics = moved(graph.output)
+        calls = [replace(node, args=moved(node.args), kwargs=moved(dict(node.kwargs))) for node in graph.calls]
+        calls.append(Node("call_function", "scaled_loss", "operator.mul", (loss, Ref(count))))
+        scaled = Graph([*graph.inputs, SCALE], calls, (Ref(count + len(calls)), metrics))
+        return DatumLoss.decode(self.name, [*self.inputs, LossInput(SCALE, 0)], scaled.encode())
 
     def select(self, inputs: Mapping[str, TensorData]) -> list[TensorData]:
         """Returns the inputs that it reads from a datum, not yet as dense tensors.
@@ -105,50 +107,34 @@ class DatumLoss:
         return found
 
     def check(
-        self,
-        shape: Sequence[int],
-        selected: Sequence[TensorData],
-        dtype: torch.dtype,
-        limits: Limits = Limits(),  # noqa: B008  # immutable
-        deadline: float = math.inf,
+        self, shape: Sequence[int], selected: Sequence[TensorData], dtype: torch.dtype, deadline: float = math.inf
     ) -> None:
         """Runs the graph on shapes alone; `shape` is that of the log-probabilities.
 
         Raises:
             InvalidLoss: If a call of the graph cannot take its arguments, or takes too much.
         """
-        shapes = [(each.shape if rank else [], each.dtype) for each, rank in zip(selected, self._ranks, strict=True)]
-        arguments = [
-            torch.empty(each, dtype=torch.int64 if kind == "int64" else dtype, device="meta") for each, kind in shapes
-        ]
-        self.program.check([torch.empty(shape, dtype=dtype, device="meta"), *arguments], limits, deadline)
+        values = [torch.empty(shape, dtype=dtype, device="meta")]
+        for given, each in zip(selected, self.inputs[1:], strict=True):
+            kind = torch.int64 if given.dtype == "int64" else dtype
+            values.append(torch.empty(given.shape if each.rank else [], dtype=kind, device="meta"))
+        self.program.check(values, deadline=deadline)
 
     def tensors(self, selected: Sequence[TensorData], dtype: torch.dtype) -> list[Tensor]:
         """Returns what was selected as dense tensors; floating-point ones in that dtype."""
-        tensors = []
-        for each, rank in zip(selected, self._ranks, strict=True):
-            tensor = each.to_torch()
-            tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
-            tensors.append(tensor if rank else tensor.reshape(()))
-        return tensors
-
-    @property
-    def _ranks(self) -> list[int]:
-        return [each.rank for each in self.inputs[1:]]
+        tensors = [each.to_torch() for each in selected]
+        tensors = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
+        return [t if each.rank else t.reshape(()) for t, each in zip(tensors, self.inputs[1:], strict=True)]
 
     def __call__(
-        self,
-        logprobs: Tensor,
-        arguments: Sequence[Tensor],
-        limits: Limits = Limits(),  # noqa: B008  # immutable
-        deadline: float = math.inf,
+        self, logprobs: Tensor, arguments: Sequence[Tensor], deadline: float = math.inf
     ) -> tuple[Tensor, dict[str, Any]]:
         """Returns the loss of a datum, and its metrics as the graph returns them.
 
         Raises:
             InvalidLoss: If a call of the graph fails or takes too much, or the loss is no scalar.
         """
-        loss, metrics = self.program([logprobs, *arguments], limits, deadline)
+        loss, metrics = self.program([logprobs, *arguments], deadline=deadline)
         check_scalar(loss)
         return loss, metrics
 
@@ -168,23 +154,13 @@ def trace_datum_loss(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> 
 
     def body(recorder: Recorder) -> Any:
         returned = fn(*(recorder.input(each.name, each.rank, has_grad=each.name == _LOGPROBS) for each in inputs))
-        if isinstance(returned, fx.Proxy):
-            returned = returned, {}
-        if not (isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], Mapping)):
-            raise LossNotTraceable(
-                f"{place_of_function(fn)}{name} must return (loss, metrics), a tensor and a dict, but returned "
-                f"{type(returned).__name__}"
-            )
-        loss, metrics = returned
-        for what, value in (("its loss", loss), *((f"metric {key!r}", value) for key, value in metrics.items())):
+        loss, metrics = loss_and_metrics(fn, returned)
+        for key, value in metrics.items():
+            if not isinstance(key, str):
+                raise LossNotTraceable(f"{place_of_function(fn)}a metric cannot be called {key!r:.100}; use a text")
             if not isinstance(value, fx.Proxy):
-                raise LossNotTraceable(
-                    f"{place_of_function(fn)}{name} must return {what} as a tensor computed from what it is given, got "
-                    f"{type(value).__name__}"
-                )
-        if others := [key for key in metrics if not isinstance(key, str)]:
-            raise LossNotTraceable(f"{place_of_function(fn)}a metric cannot be called {others[0]!r:.100}; use a text")
-        return loss, dict(metrics)
+                wrong_output(fn, f"metric {key!r} as a tensor computed from what it is given", value)
+        return loss, metrics
 
     graph = record(fn, body)
     return replace(DatumLoss.decode(name, inputs, graph.encode()), program=Program(graph))

@@ -16,6 +16,7 @@ import torch
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.lossgraph.graphs import functions
 from tinker_lightning.lossgraph.graphs.graph import MAX_NODES, MAX_VALUES, Graph, Node, Ref
+from tinker_lightning.lossgraph.graphs.run import Program
 
 
 def node(name: str, target: str = "torch.exp", *args: Any, op: str = "call_function", **kwargs: Any) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def test_what_is_written_is_read_back() -> None:
             "call_method", "second", "view", (Ref(2), *arguments), {"dtype": torch.bool, "device": torch.device("cpu")}
         ),
     ]
-    built = Graph.build(["logprobs", "advantages"], calls, (Ref(3), {"custom/x:sum": Ref(2)}))
+    built = Graph(("logprobs", "advantages"), tuple(calls), (Ref(3), {"custom/x:sum": Ref(2)}))
     read = Graph.decode(json.loads(json.dumps(built.encode())), ["logprobs", "advantages"])
     assert read == built
     assert read.encode() == built.encode()
@@ -261,7 +262,7 @@ def test_reading_does_not_change_what_is_read() -> None:
 def test_what_is_refused_is_named() -> None:
     with pytest.raises(InvalidLoss, match=r"node 'mine': the function 'torch\.rand' is not among"):
         Graph.decode(graph(node("mine", "torch.rand")))
-    with pytest.raises(InvalidLoss, match=r"node 'mine': the function 'torch\.rand' is not among"):
-        Graph.build([], [Node("call_function", "mine", "torch.rand")], ())
+    with pytest.raises(InvalidLoss, match=r"the function 'torch\.rand' is not among"):
+        Program(Graph([], [Node("call_function", "mine", "torch.rand")], ()))
     with pytest.raises(InvalidLoss, match="set has no place in a graph"):
-        Graph.build([], [Node("call_function", "mine", "torch.exp", ({1},))], ()).encode()
+        Graph([], [Node("call_function", "mine", "torch.exp", ({1},))], ()).encode()

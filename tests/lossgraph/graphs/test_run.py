@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ def program(*calls: Node, inputs: int = 1) -> Program:
     """A program that returns the value of its last call; a Ref counts the inputs, then the calls."""
     named = [Node(each.op, f"{each.name}_{i}", each.target, each.args, each.kwargs) for i, each in enumerate(calls)]
     names = [f"x{i}" for i in range(inputs)]
-    return Program(Graph.decode(Graph.build(names, named, Ref(inputs + len(calls) - 1)).encode()))
+    return Program(Graph.decode(Graph(names, named, Ref(inputs + len(calls) - 1)).encode()))
 
 
 def run(*calls: Node, x: Any = None) -> Any:
@@ -174,28 +173,20 @@ def against_quickselect(n: int) -> Tensor:
     return torch.tensor(values)
 
 
-@pytest.mark.parametrize("target", ["kthvalue", "median", "nanmedian", "topk", "quantile", "sort", "argsort"])
+@pytest.mark.parametrize("target", ["median", "nanmedian", "topk", "quantile", "sort", "argsort"])
 def test_no_order_of_values_makes_a_call_slow(target: str) -> None:  # R3.7
-    """torch's own kthvalue takes three seconds for these, and an hour for as many as a run may have."""
     n = 1 << 17
-    arguments = {"kthvalue": (n,), "topk": (n // 2,), "quantile": (0.5,)}.get(target, ())
+    arguments = {"topk": (n // 2,), "quantile": (0.5,)}.get(target, ())
     values = against_quickselect(n)
     started = time.perf_counter()
     run(method(target, X, *arguments), x=values)
     assert time.perf_counter() - started < 1.0
 
 
-@pytest.mark.parametrize("options", [{}, {"dim": 0}, {"dim": 1, "keepdim": True}])
-@pytest.mark.parametrize("k", [1, 3])
-def test_kthvalue_is_torchs(k: int, options: dict[str, Any]) -> None:
-    x = torch.tensor([[3.0, 1.0, 2.0, 7.0], [0.5, 9.0, torch.nan, -4.0], [6.0, 5.0, 8.0, 0.0]], requires_grad=True)
-    torch.testing.assert_close(
-        plain(run(method("kthvalue", X, k, **options), x=x)), plain(x.kthvalue(k, **options)), equal_nan=True
-    )
-    for wrong in (0, 5, 1.5):
-        with pytest.raises(InvalidLoss, match="node 'bomb_0': kthvalue takes k from 1 to the size of the dimension"):
-            run(call("torch.kthvalue", X, wrong, **options), x=x)
-    assert run(method("kthvalue", X, 1), x=torch.tensor(2.0))[0].item() == 2.0
+def test_kthvalue_is_not_listed() -> None:  # R3.7
+    """torch needs quadratic time for it on values that are chosen for that; `sort` and `topk` do not."""
+    with pytest.raises(InvalidLoss, match=r"the function 'torch\.kthvalue' is not among those"):
+        run(call("torch.kthvalue", X, 1))
 
 
 def test_the_gradient_of_a_running_product_is_quick() -> None:  # R3.7
@@ -241,7 +232,7 @@ def test_an_error_of_torch_names_the_node() -> None:
     with pytest.raises(InvalidLoss, match="sum failed"):
         run(method("sum", "text"))
     unknown = program(call("torch.exp", X))  # of which it was forgotten that its size cannot be told
-    unknown.graph = replace(unknown.graph, functions=(functions.Function(torch.nonzero),))
+    unknown._functions = [functions.Function(torch.nonzero)]
     with pytest.raises(InvalidLoss, match=r"how large the result of torch\.exp is depends on values"):
         unknown([torch.ones(2)])
 
@@ -254,7 +245,11 @@ def test_values_whose_size_depends_on_values() -> None:
     assert total.item() == 4.0
     assert x.grad is not None
     assert x.grad.tolist() == [1.0, 0.0, 1.0]
-    places = (call("operator.gt", X, 0), call("torch.where", Ref(1)), call("operator.getitem", Ref(2), 0))
+    places = (
+        call("operator.gt", X, 0),
+        call("torch.nonzero", Ref(1), as_tuple=True),
+        call("operator.getitem", Ref(2), 0),
+    )
     assert run(*places, x=x).tolist() == [0, 2]
     with pytest.raises(InvalidLoss, match=r"node 'bomb_2': repeat would|node 'bomb_2': repeat"):
         run(call("operator.gt", X, 0), call("operator.getitem", X, Ref(1)), method("repeat", Ref(2), 10**9), x=x)
@@ -307,7 +302,6 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "flatten": (0,),
     "flip": ((0,),),
     "full_like": (2.0,),
-    "kthvalue": (2,),
     "log_softmax": (-1,),
     "logcumsumexp": (-1,),
     "logsumexp": (-1,),

@@ -59,7 +59,6 @@ def test_a_graph_of_others_may_have_such_arguments() -> None:
         lambda x: torch.diff(x, dim=0, prepend=x[:1], append=x[-1:]),
         lambda x: x.diff(2, 0, x[:1]),
         lambda x: torch.repeat_interleave(input=x, repeats=2, dim=0),
-        lambda x: torch.kthvalue(input=x, k=2, dim=0).values,
         lambda x: torch.sort(input=x, dim=0).values,
         lambda x: torch.matmul(input=x, other=x.T),
         lambda x: torch.mm(mat2=x.T, input=x),
@@ -75,7 +74,7 @@ def test_arguments_by_name(change: Callable[[Tensor], Tensor]) -> None:
 
 def test_the_places_of_what_is_true() -> None:
     def loss(logprobs: Tensor, weights: Tensor) -> Any:
-        (first,) = torch.where(weights > 0)
+        (first,) = torch.nonzero(weights > 0, as_tuple=True)
         (second,) = (weights < 0).nonzero(as_tuple=True)
         third = torch.nonzero(weights > 0)[:, 0]
         return (logprobs[first] ** 2 + logprobs[third]).sum() - logprobs[second].exp().sum(), {}

@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.lossgraph.tracing.test_record import T, assert_same
 from tinker_lightning.errors import InvalidLoss, LossNotTraceable
 from tinker_lightning.lossgraph.datum_loss import trace_datum_loss
-from tinker_lightning.lossgraph.graphs.functions import FUNCTIONS, METHODS
+from tinker_lightning.lossgraph.graphs.functions import FUNCTIONS, METHODS, check_arguments
 from tinker_lightning.lossgraph.tracing.kinds import SHARING
 from tinker_lightning.lossgraph.tracing.record import IN_PLACE
 
@@ -268,15 +268,16 @@ NOT_SHARING = sorted({name.rpartition(".")[2] for name in (*FUNCTIONS, *METHODS)
 @pytest.mark.filterwarnings("ignore")  # calls that nobody would write
 @pytest.mark.parametrize("name", NOT_SHARING)
 def test_what_is_not_said_to_share_memory_does_not(name: str) -> None:
-    calls = [function.call for key, function in {**FUNCTIONS, **METHODS}.items() if key.rpartition(".")[2] == name]
+    listed = [function for key, function in {**FUNCTIONS, **METHODS}.items() if key.rpartition(".")[2] == name]
     given: Any
     for given in (torch.rand(()), torch.rand(1), torch.rand(3), torch.rand(2, 3), torch.ones(3, dtype=torch.int64)):
         several: list[tuple[Any, ...]] = [(given,), (given, 1), (given, 0), (given, given), (given, given, given)]
         several += [([given],), (given, ()), (given, 0, 1), (given, (0,)), (given, [0, 0]), (given, (0, 0))]
         several += [(given > 0, given, given), (given, 0, given.long()), (given, given.dtype), (given.bool(), given)]
-        for call, args in itertools.product(calls, several):
+        for function, args in itertools.product(listed, several):
             try:
-                result = call(*args)
+                check_arguments(name, function, args, {})  # as every graph's are, e.g. for `inplace`
+                result = function.call(*args)
             except Exception:  # noqa: S112  # it does not take these
                 continue
             for part in result if isinstance(result, tuple) else [result]:

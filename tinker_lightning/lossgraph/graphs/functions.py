@@ -33,7 +33,6 @@ class Function:
         call: The function.
         is_factory: Whether it creates a tensor from numbers, so that it needs a device.
         is_dynamic: Whether the size of its result is known only after the call; it is at most that of its argument.
-            For some functions that depends on the arguments.
         inside: Returns the elements of the largest intermediate tensor, if that can be larger than the result.
         work: Returns the number of elements that take as long to read, if that can be more than the function reads and
             writes.
@@ -41,7 +40,7 @@ class Function:
 
     call: Callable[..., Any]
     is_factory: bool = False
-    is_dynamic: bool | Callable[..., bool] = False
+    is_dynamic: bool = False
     inside: Callable[..., int] | None = None
     work: Callable[..., int] | None = None
 
@@ -103,7 +102,6 @@ _SPECIAL: dict[str, Function] = {
     **{name: Function(getattr(torch, name), work=work.product_work) for name in ("mm", "bmm", "mv", "dot")},
     "inner": Function(torch.inner, work=work.inner_work),
     **{name: Function(getattr(torch, name), work=work.sorting_work) for name in _SORTING.split()},
-    "kthvalue": Function(guards.kthvalue, work=work.sorting_work),
 }
 
 
@@ -132,7 +130,7 @@ def _functions() -> dict[str, Function]:
     for name in _FUNCTIONAL.split():
         call = getattr(F, name)
         allowed[f"torch.nn.functional.{name}"] = allowed[_get_qualified_name(call)] = Function(
-            guards.pure(call), inside=work.broadcast
+            call, inside=work.broadcast
         )
     for name in _OF_SPECIAL.split():
         call = getattr(torch.special, name)
@@ -145,7 +143,7 @@ def _functions() -> dict[str, Function]:
     for name, function in _SPECIAL.items():
         allowed[f"torch.{name}"] = allowed[_get_qualified_name(getattr(torch, name))] = function
     allowed["torch.nn.functional.one_hot"] = allowed[_get_qualified_name(F.one_hot)] = Function(guards.one_hot)
-    allowed["torch.where"] = Function(guards.where, is_dynamic=guards.finds_places)
+    allowed["torch.where"] = Function(guards.where)
     return allowed
 
 
@@ -196,16 +194,19 @@ def check_arguments(target: str, function: Function, args: Sequence[Any], kwargs
     """Checks the arguments of a function that is written in Python against its parameters.
 
     Raises:
-        InvalidLoss: If there are too many, or one is missing.
+        InvalidLoss: If there are too many, one is missing, or one tells it to write to a tensor.
     """
     signature = _signature(function.call)
     if signature is None:
-        return
+        return  # one of torch's C++ functions, which take `out` by name only
     try:
-        signature.bind(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
         takes = ", ".join(signature.parameters)
         raise InvalidLoss(f"{target}: {error}; on a server it takes ({takes})") from None
+    for name in ("inplace", "out"):
+        if given.get(name) is not None and given[name] is not False:
+            raise InvalidLoss(f"{name} is not taken: a loss goes on with what {target} returns")
 
 
 @functools.cache
@@ -213,4 +214,4 @@ def _signature(call: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(call)
     except ValueError:
-        return None  # one of torch's C++ functions
+        return None

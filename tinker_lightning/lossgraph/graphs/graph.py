@@ -7,17 +7,15 @@ when it runs is bounded by `run`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.lossgraph.graphs import functions
-from tinker_lightning.lossgraph.graphs.functions import Function
 from tinker_lightning.lossgraph.graphs.json import MAX_VALUES, NAME, Node, Reader, Ref, encode_value, refs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
 __all__ = ["FORMAT", "MAX_NODES", "MAX_VALUES", "Graph", "Node", "Ref", "encode_value", "places_of", "refs"]
 
@@ -33,47 +31,32 @@ class Graph:
     Args:
         inputs: The targets of the placeholders, in the order of the values that a run takes.
         calls: The calls. Ref 0 is the first placeholder.
-        functions: The function of each call.
         output: What is returned, with a Ref in the place of each value.
         places: The user's line of each call, by its name, in the process that traced it. It is never sent.
     """
 
-    inputs: tuple[str, ...]
-    calls: tuple[Node, ...]
-    functions: tuple[Function, ...]
+    inputs: Sequence[str]
+    calls: Sequence[Node]
     output: Any
     places: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def size(self) -> int:
         """Returns the number of values in it, to which its memory is proportional."""
-        calls = sum(_count([list(node.args), list(node.kwargs.values())]) for node in self.calls)
-        return len(self.inputs) + calls + _count(self.output)
-
-    @classmethod
-    def build(cls, inputs: Sequence[str], calls: Sequence[Node], output: Any) -> Graph:
-        """Returns the graph of these nodes.
-
-        Raises:
-            InvalidLoss: If a call is not on the list.
-        """
-        called: list[Function] = []
-        for node in calls:
-            try:
-                called.append(functions.find(node.op, node.target))
-            except InvalidLoss as error:
-                raise InvalidLoss(f"node {node.name!r}: {error}") from error
-        return cls(tuple(inputs), tuple(calls), tuple(called), output)
+        return (
+            len(self.inputs) + sum(_count([node.args, dict(node.kwargs)]) for node in self.calls) + _count(self.output)
+        )
 
     def encode(self) -> dict[str, Any]:
         """Returns the graph as JSON."""
         called = [node.name for node in self.calls]
         names = [*_placeholder_names(self.inputs, {*called, "output"}), *called]
-        nodes: list[dict[str, Any]] = [
-            {"op": "placeholder", "name": name, "target": target, "args": [], "kwargs": {}}
-            for name, target in zip(names, self.inputs, strict=False)
+        nodes = [
+            *(Node("placeholder", name, target) for name, target in zip(names, self.inputs, strict=False)),
+            *self.calls,
+            Node("output", "output", "output", (self.output,)),
         ]
-        nodes += [
+        encoded = [
             {
                 "op": node.op,
                 "name": node.name,
@@ -81,11 +64,9 @@ class Graph:
                 "args": [encode_value(arg, names) for arg in node.args],
                 "kwargs": {key: encode_value(arg, names) for key, arg in node.kwargs.items()},
             }
-            for node in self.calls
+            for node in nodes
         ]
-        output = [encode_value(self.output, names)]
-        nodes.append({"op": "output", "name": "output", "target": "output", "args": output, "kwargs": {}})
-        return {"format": FORMAT, "nodes": nodes}
+        return {"format": FORMAT, "nodes": encoded}
 
     @classmethod
     def decode(cls, message: Any, inputs: Sequence[str] | None = None) -> Graph:
@@ -113,9 +94,10 @@ class Graph:
                 raise InvalidLoss(f"node {name if isinstance(name, str) else i!r:.140}: {error}") from error
         if reader.output is None:
             raise InvalidLoss("the last node of a graph must be its output")
-        if inputs is not None and tuple(reader.inputs) != tuple(inputs):
-            raise InvalidLoss(f"the placeholders are {_listing(reader.inputs)}, but should be {_listing(inputs)}")
-        return cls(tuple(reader.inputs), tuple(reader.calls), tuple(reader.functions), reader.output[0])
+        if inputs is not None and reader.inputs != list(inputs):
+            found, wanted = (", ".join(names)[:400] or "none" for names in (reader.inputs, inputs))
+            raise InvalidLoss(f"the placeholders are {found}, but should be {wanted}")
+        return cls(tuple(reader.inputs), tuple(reader.calls), reader.output[0])
 
 
 def places_of(message: str, graphs: Iterable[Graph]) -> list[str]:
@@ -126,9 +108,8 @@ def places_of(message: str, graphs: Iterable[Graph]) -> list[str]:
 
 
 def _count(value: Any) -> int:
-    if isinstance(value, tuple | list):
-        return 1 + sum(_count(part) for part in value)
-    return 1 + sum(_count(part) for part in value.values()) if isinstance(value, dict) else 1
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return 1 + sum(map(_count, parts))
 
 
 def _placeholder_names(targets: Sequence[str], taken: set[str]) -> Iterator[str]:
@@ -139,7 +120,3 @@ def _placeholder_names(targets: Sequence[str], taken: set[str]) -> Iterator[str]
             name += "_"
         taken.add(name)
         yield name
-
-
-def _listing(names: Sequence[str]) -> str:
-    return ", ".join(names)[:400] or "none"

@@ -1,4 +1,4 @@
-"""Functions of the allow-list that wrap those of torch with a check.
+"""Functions of the allow-list that do what torch's functions of these names do, after a check.
 
 Their parameters have the same names as in torch, because a loss may pass them by name.
 """
@@ -7,8 +7,6 @@ Their parameters have the same names as in torch, because a loss may pass them b
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -24,29 +22,19 @@ if TYPE_CHECKING:
 
 # The number of pieces that a tensor may be cut into; each is an object.
 MAX_PIECES = 1024
-_WRITES = {"inplace", "out"}
+
+
+_OF_TENSORS = frozenset({"T", "data", "device", "dtype", "mT", "ndim", "shape"})
+_OF_PAIRS = ("values", "indices")  # what max, sort and topk return
+ATTRIBUTES = _OF_TENSORS | {*_OF_PAIRS}
 
 
 def attribute(value: Any, name: Any) -> Any:
-    """Returns an attribute of a tensor that describes its form."""
-    if isinstance(value, Tensor) and name in _ATTRIBUTES:
-        return _ATTRIBUTES[name](value)
-    # The result of max, sort, topk and the like.
-    if isinstance(value, tuple) and len(value) == 2 and name in ("values", "indices"):
-        return value[name == "indices"]
-    raise InvalidLoss(f"the attribute {name!r} cannot be read; known are {', '.join(sorted(_ATTRIBUTES))}")
-
-
-_ATTRIBUTES: dict[str, Callable[[Tensor], Any]] = {
-    "shape": lambda x: x.shape,
-    "dtype": lambda x: x.dtype,
-    "device": lambda x: x.device,
-    "ndim": lambda x: x.ndim,
-    "T": lambda x: x.T,
-    "mT": lambda x: x.mT,
-    "data": lambda x: x.detach(),
-}
-ATTRIBUTES = frozenset({*_ATTRIBUTES, "values", "indices"})
+    if isinstance(value, Tensor) and name in _OF_TENSORS:
+        return value.detach() if name == "data" else getattr(value, name)
+    if isinstance(value, tuple) and len(value) == 2 and name in _OF_PAIRS:
+        return value[_OF_PAIRS.index(name)]
+    raise InvalidLoss(f"the attribute {name!r:.140} cannot be read; known are {', '.join(sorted(ATTRIBUTES))}")
 
 
 def is_mask(index: Any) -> bool:
@@ -64,7 +52,6 @@ def check_index(index: Any) -> None:
 
 
 def getitem(value: Any, index: Any) -> Any:
-    """Returns `value[index]`."""
     if not isinstance(value, Tensor | tuple):
         raise InvalidLoss(f"only tensors and tuples have items, not {type(value).__name__}")
     check_index(index)
@@ -72,7 +59,7 @@ def getitem(value: Any, index: Any) -> Any:
 
 
 def setitem(value: Any, index: Any, item: Any) -> Tensor:
-    """Returns a copy of a tensor after `copy[index] = item`: a graph never changes a tensor that it is given."""
+    # In a copy: a graph never changes a tensor that it is given.
     if not isinstance(value, Tensor) or not isinstance(item, Tensor | int | float):
         raise InvalidLoss("only items of tensors can be set, to tensors and numbers")
     check_index(index)
@@ -83,7 +70,6 @@ def setitem(value: Any, index: Any, item: Any) -> Tensor:
 
 
 def tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
-    """Creates a tensor from numbers; copies a tensor without its gradient."""
     if isinstance(data, Tensor):
         return data.detach().to(dtype=dtype or data.dtype, copy=True)
     _check_numbers(data)
@@ -91,12 +77,10 @@ def tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = None) -
 
 
 def as_tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
-    """Returns a tensor as it is, or creates one from numbers."""
     return data.to(dtype=dtype or data.dtype) if isinstance(data, Tensor) else tensor(data, dtype=dtype, device=device)
 
 
 def new_tensor(self: Tensor, data: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
-    """Creates a tensor from numbers, with the same dtype."""
     return tensor(data, dtype=dtype or self.dtype, device=device)
 
 
@@ -136,36 +120,28 @@ def _is_signed(value: Any) -> bool:
 
 
 def divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Tensor:
-    """Calls `torch.div`."""
-    if rounding_mode is None:
-        return torch.div(input, other)
-    result: Tensor = whole(torch.div)(input, other, rounding_mode=rounding_mode)
+    result: Tensor = (whole(torch.div) if rounding_mode else torch.div)(input, other, rounding_mode=rounding_mode)
     return result
 
 
 def repeat_interleave(input: Tensor, repeats: Any, dim: int | None = None) -> Tensor:
-    """Repeats every element equally often: a tensor of repeats could ask for any size."""
-    if not isinstance(repeats, int):
+    if not isinstance(repeats, int):  # a tensor of repeats could ask for any size
         raise InvalidLoss("repeat_interleave takes a whole number of repeats, not a tensor of them")
     return torch.repeat_interleave(input, repeats, dim)
 
 
 def split(tensor: Tensor, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None) -> Any:
-    """Calls `torch.split` with a bounded number of pieces."""
     size = split_size_or_sections if split_size is None else split_size
-    if isinstance(size, int):
-        _check_pieces(tensor.shape[dim] / max(size, 1))
+    _check_pieces(tensor.shape[dim] / max(size, 1) if isinstance(size, int) else 0)
     return torch.split(tensor, size, dim)
 
 
 def chunk(input: Tensor, chunks: int, dim: int = 0) -> Any:
-    """Calls `torch.chunk` with a bounded number of pieces."""
     _check_pieces(min(chunks, input.shape[dim]))
     return torch.chunk(input, chunks, dim)
 
 
 def unbind(input: Tensor, dim: int = 0) -> Any:
-    """Calls `torch.unbind` with a bounded number of pieces."""
     _check_pieces(input.shape[dim])
     return torch.unbind(input, dim)
 
@@ -176,9 +152,7 @@ def _check_pieces(pieces: float) -> None:
 
 
 def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Calls `tensor.to` with a dtype, another tensor, or a device that stands for that of the run."""
-    if not isinstance(self, Tensor):
-        raise InvalidLoss(f"this is a tensor's method, and {type(self).__name__} is none")
+    same(self)
     target = args[0] if args else None
     if isinstance(target, str) or (isinstance(target, int) and not isinstance(target, bool)):
         raise _device_error(target)
@@ -207,7 +181,6 @@ def same(self: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def norm(input: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
-    """Calls `torch.norm` for vectors."""
     if p == "nuc":
         raise InvalidLoss("the nuclear norm is not taken: it needs a singular value decomposition")
     result: Tensor = torch.norm(input, p, dim, keepdim, dtype=dtype)
@@ -215,7 +188,6 @@ def norm(input: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, 
 
 
 def linalg_norm(A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    """Calls `torch.linalg.norm` for vectors, and for norms of matrices that need no singular values."""
     is_of_matrix = A.ndim == 2 if dim is None else isinstance(dim, list | tuple) and len(dim) == 2
     if is_of_matrix and ord in (2, -2, "nuc"):
         raise InvalidLoss(f"the norm {ord!r} of a matrix is not taken: it needs a singular value decomposition")
@@ -224,8 +196,7 @@ def linalg_norm(A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = Fal
 
 
 def pad_sequence(sequences: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Calls `pad_sequence` with a list; given a tensor, torch would create an object for each row."""
-    if not isinstance(sequences, list | tuple):
+    if not isinstance(sequences, list | tuple):  # of a tensor, torch would create an object for each row
         raise InvalidLoss(f"pad_sequence takes a list of tensors, not {type(sequences).__name__}")
     return rnn.pad_sequence(sequences, *args, **kwargs)  # type: ignore[arg-type]  # a tuple will do
 
@@ -233,86 +204,40 @@ def pad_sequence(sequences: Any, *args: Any, **kwargs: Any) -> Tensor:
 def diff(
     input: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None
 ) -> Tensor:
-    """Calls `torch.diff`, which runs `n` times."""
-    if n > 8:
+    if n > 8:  # torch runs n times
         raise InvalidLoss(f"diff is taken up to n=8, not {n}")
     return torch.diff(input, n, dim, prepend, append)
 
 
 def roll(input: Tensor, shifts: Any, dims: Any = None) -> Tensor:
-    """Calls `torch.roll`, which runs once for each shift."""
+    # torch runs once for each shift
     if isinstance(shifts, list | tuple) and len(shifts) > input.ndim:
         raise InvalidLoss(f"{len(shifts)} shifts for {input.ndim} dimensions")
     return torch.roll(input, shifts, () if dims is None else dims)
 
 
-def pure(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of `torch.nn.functional` that cannot write to its arguments, by `inplace` or `out`."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return function  # torch's C++ functions take `out` by name only, and no `inplace`
-    if not _WRITES & signature.parameters.keys():
-        return function
-
-    @functools.wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        for name in _WRITES & given.keys():
-            if given[name] is not None and given[name] is not False:
-                raise InvalidLoss(f"{name} is not taken: a loss goes on with what {function.__name__} returns")
-        return function(*args, **kwargs)
-
-    return guarded
-
-
-def kthvalue(input: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Computes `torch.kthvalue` by sorting: torch needs quadratic time on values that are chosen for it."""
-    size = input.shape[dim] if input.ndim else 1
-    if not isinstance(k, int) or not 1 <= k <= size:
-        raise InvalidLoss(f"kthvalue takes k from 1 to the size of the dimension, {size}, not {k!r:.40}")
-    values, places = torch.sort(input, dim=dim)
-    if not input.ndim:
-        return values, places
-    values, places = values.narrow(dim, k - 1, 1), places.narrow(dim, k - 1, 1)
-    return (values, places) if keepdim else (values.squeeze(dim), places.squeeze(dim))
-
-
 def nonzero(input: Tensor, *, as_tuple: bool = False) -> Any:
-    """Returns the positions of true values: a row for each, or a tensor for each dimension."""
     return torch.nonzero(input, as_tuple=True) if as_tuple else torch.nonzero(input)
 
 
-def where(condition: Tensor, input: Any = None, other: Any = None) -> Any:
-    """Calls `torch.where`; with a condition alone it returns the positions where that holds."""
-    if finds_places(condition, input, other):
-        return torch.nonzero(condition, as_tuple=True)
+def where(condition: Tensor, input: Any, other: Any) -> Tensor:
     return torch.where(condition, input, other)
 
 
 def one_hot(input: Tensor, num_classes: int) -> Tensor:
-    """Calls `one_hot` with a number of classes, which torch would otherwise derive from the values."""
-    if num_classes < 0:
-        raise InvalidLoss(
-            "one_hot needs num_classes here, e.g. x.shape[-1]: what there is among the values is not known"
-        )
+    if num_classes < 0:  # torch would derive it from the values
+        raise InvalidLoss("one_hot needs num_classes here, e.g. x.shape[-1]")
     return F.one_hot(input, num_classes)
 
 
-def finds_places(condition: Tensor, input: Any = None, other: Any = None) -> bool:  # noqa: ARG001  # as in `where`
-    """Returns whether `torch.where` is given a condition alone, so that the size of its result depends on values."""
-    return input is None and other is None
-
-
 def numel(self: Any) -> int:
-    """Returns the number of elements of a tensor, or of tensors with a shape."""
     if isinstance(self, tuple) and all(isinstance(size, int) for size in self):
         return math.prod(self)
     return Tensor.numel(self)
 
 
 def einsum(equation: str, *operands: Any) -> Tensor:
-    """Calls `torch.einsum` with one or two tensors, whose largest intermediate is the result."""
+    # The largest intermediate of one or two tensors is the result.
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     if not isinstance(equation, str) or len(operands) > 2:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,32 +15,19 @@ from tinker_lightning.lossgraph.graphs import functions
 from tinker_lightning.lossgraph.graphs.guards import ATTRIBUTES
 from tinker_lightning.lossgraph.graphs.numbers import MAX_INT
 
-if TYPE_CHECKING:
-    from tinker_lightning.lossgraph.graphs.functions import Function
-
 MAX_VALUES = 1 << 15  # arguments of all nodes together, those inside lists counted too
 MAX_DEPTH = 8
 MAX_TEXT = 256
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _DEVICE = re.compile(r"[a-z]{2,8}(:[0-9]{1,3})?")
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-    )
+_DTYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64"
+_CONSTANTS: dict[str, dict[str, Any]] = {
+    "float": {"inf": math.inf, "-inf": -math.inf, "nan": math.nan},
+    "dtype": {name: getattr(torch, name) for name in _DTYPES.split()},
+    "layout": {"strided": torch.strided},
+    "memory_format": {name: getattr(torch, name) for name in ("contiguous_format", "preserve_format")},
 }
-_MEMORY_FORMATS = {"contiguous_format": torch.contiguous_format, "preserve_format": torch.preserve_format}
-_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +54,6 @@ class Reader:
     def __init__(self) -> None:
         self.inputs: list[str] = []
         self.calls: list[Node] = []
-        self.functions: list[Function] = []
         self.output: list[Any] | None = None
         self._places: dict[str, int] = {}
         self._values = 0
@@ -93,12 +79,17 @@ class Reader:
         if not isinstance(args, list) or not isinstance(kwargs, dict):
             raise InvalidLoss("args must be a list and kwargs an object")
         if op == "placeholder":
-            self._placeholder(target, args or kwargs)
+            if self.calls:
+                raise InvalidLoss("placeholders stand before all other nodes")
+            if args or kwargs:
+                raise InvalidLoss("a placeholder has no default")
+            if target in self.inputs:
+                raise InvalidLoss(f"there is another placeholder for {target!r}")
+            self.inputs.append(target)
         elif op in ("call_function", "call_method"):
             function = functions.find(op, target)
             node = Node(op, name, target, *self._arguments(op, args, kwargs))
             functions.check_arguments(target, function, node.args, node.kwargs)
-            self.functions.append(function)
             self.calls.append(node)
             if target in ("getattr", "builtins.getattr"):
                 check_attribute(*args[1:])
@@ -109,15 +100,6 @@ class Reader:
         else:
             raise InvalidLoss(f"op {op!r:.40} is not taken; a loss reads its inputs and calls functions and methods")
         self._places[name] = len(self._places)
-
-    def _placeholder(self, target: str, arguments: Any) -> None:
-        if self.calls:
-            raise InvalidLoss("placeholders stand before all other nodes")
-        if arguments:
-            raise InvalidLoss("a placeholder has no default")
-        if target in self.inputs:
-            raise InvalidLoss(f"there is another placeholder for {target!r}")
-        self.inputs.append(target)
 
     def _arguments(self, op: str, args: list[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for key in kwargs:
@@ -132,15 +114,11 @@ class Reader:
             raise InvalidLoss(
                 f"arguments may be nested {MAX_DEPTH} deep, and all nodes together may have {MAX_VALUES} of them"
             )
-        if value is None or isinstance(value, bool | float):
-            return value
-        if isinstance(value, int):
-            if not -MAX_INT <= value < MAX_INT:
-                raise InvalidLoss("a whole number that no tensor can hold")
-            return value
-        if isinstance(value, str):
-            if len(value) > MAX_TEXT:
-                raise InvalidLoss(f"a text of more than {MAX_TEXT} characters")
+        if isinstance(value, int) and not -MAX_INT <= value < MAX_INT:
+            raise InvalidLoss("a whole number that no tensor can hold")
+        if isinstance(value, str) and len(value) > MAX_TEXT:
+            raise InvalidLoss(f"a text of more than {MAX_TEXT} characters")
+        if value is None or isinstance(value, bool | float | int | str):
             return value
         if isinstance(value, list):
             return [self._decode(part, depth + 1) for part in value]
@@ -163,12 +141,10 @@ class Reader:
             return slice(*(self._decode(part, depth + 1) for part in content))
         if kind == "ellipsis" and content is True:
             return Ellipsis
-        if isinstance(content, str):
-            if kind == "device" and _DEVICE.fullmatch(content):
-                return torch.device("cpu")  # stands for wherever the loss runs
-            for name, table in _CONSTANTS.items():
-                if kind == name and content in table:
-                    return table[content]
+        if kind == "device" and isinstance(content, str) and _DEVICE.fullmatch(content):
+            return torch.device("cpu")  # stands for wherever the loss runs
+        if isinstance(content, str) and content in _CONSTANTS.get(kind, {}):
+            return _CONSTANTS[kind][content]
         raise InvalidLoss(f"the argument {{{kind!r:.40}: {content!r:.40}}} is not known")
 
 
@@ -180,14 +156,6 @@ def check_attribute(name: Any = None, *_: Any) -> None:
     """
     if not isinstance(name, str) or name not in ATTRIBUTES:
         raise InvalidLoss(f"the attribute {name!r:.140} cannot be read; known are {', '.join(sorted(ATTRIBUTES))}")
-
-
-_CONSTANTS: dict[str, dict[str, Any]] = {
-    "float": _FLOATS,
-    "dtype": _DTYPES,
-    "layout": {"strided": torch.strided},
-    "memory_format": _MEMORY_FORMATS,
-}
 
 
 def encode_value(value: Any, names: Sequence[str]) -> Any:

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidLoss
+from tinker_lightning.lossgraph.graphs.functions import find
 from tinker_lightning.lossgraph.graphs.guards import MAX_PIECES, check_device, is_mask
 from tinker_lightning.lossgraph.graphs.json import Node, Ref, mapped, refs
 from tinker_lightning.lossgraph.graphs.limits import Limits, Meter
+from tinker_lightning.lossgraph.graphs.work import broadcast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from tinker_lightning.lossgraph.graphs.functions import Function
     from tinker_lightning.lossgraph.graphs.graph import Graph
 
+_DEFAULT = Limits()
 _META = torch.device("meta")
 _KEPT_PLANS = 4096  # one for each length that datums have
 # Sequences are handled item by item; each takes as long as this many elements of a tensor.
@@ -38,15 +41,33 @@ class Program:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
+        self._functions = [find(node.op, node.target) for node in graph.calls]
         self._plans: OrderedDict[Any, int] = OrderedDict()
         self._last_use = _last_uses(graph)
 
-    def check(
-        self,
-        values: Sequence[Any],
-        limits: Limits = Limits(),  # noqa: B008  # immutable
-        deadline: float = math.inf,
-    ) -> None:
+    def __call__(self, values: Sequence[Any], limits: Limits = _DEFAULT, deadline: float = math.inf) -> Any:
+        """Returns the result of the graph for these values: tensors and numbers. Takes the arguments of `check`.
+
+        Raises:
+            InvalidLoss: If a call fails, or takes more than the limits; names the node.
+        """
+        checked = self.check(values, limits, deadline)
+        devices = {value.device for value in values if isinstance(value, Tensor)}
+        device = devices.pop() if devices else torch.device("cpu")
+        environment: list[Any] = [*values, *(None for _ in self.graph.calls)]
+        meter = Meter(limits)
+        for i, node, function in self._calls("the loss has run for", limits, deadline):
+            if i >= checked:
+                _count_parts(node, environment, meter)
+            args, kwargs = _resolve(node, function, environment, device)
+            if i >= checked and not _check_dynamic(node, function, args, kwargs, meter):
+                _attempt(node, function, _shape_of(args), _shape_of(kwargs), meter)
+            environment[len(values) + i] = _call(node, function.call, args, kwargs)
+            for place in self._last_use[i]:
+                environment[place] = None
+        return _fill(self.graph.output, environment)
+
+    def check(self, values: Sequence[Any], limits: Limits = _DEFAULT, deadline: float = math.inf) -> int:
         """Runs the graph on the shapes of these values, up to the first call that depends on values.
 
         Args:
@@ -54,43 +75,12 @@ class Program:
             limits: The limits of the run.
             deadline: A time of `time.monotonic` at which it has to end, even if the limits would allow more.
 
+        Returns:
+            How many calls from the start are known to stay within the limits for values of these shapes.
+
         Raises:
             InvalidLoss: If a call cannot take its arguments, or takes more than the limits; names the node.
         """
-        self._plan(values, limits, deadline)
-
-    def __call__(
-        self,
-        values: Sequence[Any],
-        limits: Limits = Limits(),  # noqa: B008  # immutable
-        deadline: float = math.inf,
-    ) -> Any:
-        """Returns the result of the graph for these values: tensors and numbers. Takes the arguments of `check`.
-
-        Raises:
-            InvalidLoss: If a call fails, or takes more than the limits; names the node.
-        """
-        checked = self._plan(values, limits, deadline)
-        devices = {value.device for value in values if isinstance(value, Tensor)}
-        device = devices.pop() if devices else torch.device("cpu")
-        environment: list[Any] = [*values, *(None for _ in self.graph.calls)]
-        meter = Meter(limits)
-        deadline = min(deadline, time.monotonic() + limits.seconds)
-        for i, (node, function) in enumerate(zip(self.graph.calls, self.graph.functions, strict=True)):
-            if time.monotonic() > deadline:
-                raise InvalidLoss(f"node {node.name!r}: the loss has run for {limits.seconds:g} s and was stopped")
-            if i >= checked:
-                _count_parts(node, environment, meter)
-            args, kwargs = _resolve(node, function, environment, device)
-            if i >= checked and not _check_dynamic(node, function, args, kwargs, meter):
-                _attempt(node, function, _shape_of(args), _shape_of(kwargs), meter)
-            environment[len(values) + i] = _call(node, function, args, kwargs)
-            for place in self._last_use[i]:
-                environment[place] = None
-        return _fill(self.graph.output, environment)
-
-    def _plan(self, values: Sequence[Any], limits: Limits, deadline: float) -> int:
-        """Returns how many calls from the start are known to stay within the limits for values of these shapes."""
         key = (limits, *(_signature(value) for value in values))
         if key in self._plans:
             self._plans.move_to_end(key)
@@ -100,10 +90,7 @@ class Program:
         for target, value in zip(self.graph.inputs, values, strict=True):
             meter.size(Node("placeholder", target, target), value)
         checked = 0
-        deadline = min(deadline, time.monotonic() + limits.seconds)
-        for i, (node, function) in enumerate(zip(self.graph.calls, self.graph.functions, strict=True)):
-            if time.monotonic() > deadline:
-                raise InvalidLoss(f"node {node.name!r}: checking the loss took {limits.seconds:g} s and was stopped")
+        for i, node, function in self._calls("checking the loss took", limits, deadline):
             _count_parts(node, environment, meter)
             args, kwargs = _resolve(node, function, environment, _META)
             if _check_dynamic(node, function, args, kwargs, meter):
@@ -115,16 +102,23 @@ class Program:
             self._plans.popitem(last=False)
         return checked
 
+    def _calls(self, doing: str, limits: Limits, deadline: float) -> Iterator[tuple[int, Node, Function]]:
+        deadline = min(deadline, time.monotonic() + limits.seconds)
+        for i, node in enumerate(self.graph.calls):
+            if time.monotonic() > deadline:
+                raise InvalidLoss(f"node {node.name!r}: {doing} {limits.seconds:g} s and was stopped")
+            yield i, node, self._functions[i]
+
 
 def _attempt(node: Node, function: Function, args: Any, kwargs: Any, meter: Meter) -> Any:
     """Returns the result of a call on shapes."""
     if function.inside is not None:
-        inside = _estimate(node, function.inside, args, kwargs)
+        inside = _call(node, function.inside, args, kwargs)
         meter.elements(node, inside)
         meter.keep(node, 4 * inside)
     if function.work is not None:
-        meter.add(node, _estimate(node, function.work, args, kwargs))
-    result = _call(node, function, args, kwargs)
+        meter.add(node, _call(node, function.work, args, kwargs))
+    result = _call(node, function.call, args, kwargs)
     meter.size(node, result)
     meter.keep(node, _new_bytes(args, kwargs, result))
     meter.add(node, sum(tensor.numel() for tensor in _tensors([args, list(kwargs.values()), result])))
@@ -133,24 +127,17 @@ def _attempt(node: Node, function: Function, args: Any, kwargs: Any, meter: Mete
 
 def _check_dynamic(node: Node, function: Function, args: Any, kwargs: Any, meter: Meter) -> bool:
     """Returns whether the size of a call's result depends on values; it is then bounded by its arguments."""
-    is_dynamic = function.is_dynamic
-    if callable(is_dynamic):
-        is_dynamic = _estimate(node, is_dynamic, args, kwargs)
-    if not (is_dynamic or (node.target == "operator.getitem" and len(args) == 2 and is_mask(args[1]))):
+    is_item = node.target == "operator.getitem"
+    if not (function.is_dynamic or (is_item and len(args) == 2 and is_mask(args[1]))):
         return False
     given = list(_tensors([args, list(kwargs.values())]))
     # A mask that is broadcast against a smaller tensor picks from what that becomes.
-    picked = max((tensor.numel() for tensor in given), default=0)
-    if node.target != "operator.getitem":
-        try:
-            picked = max(picked, torch.broadcast_shapes(*(tensor.shape for tensor in given)).numel())
-        except RuntimeError as error:
-            raise _blamed(node, error) from error
+    picked = max((0 if is_item else broadcast(*given), *(tensor.numel() for tensor in given)))
     rank = max((tensor.ndim for tensor in given), default=0)
     meter.add(node, picked * (rank + 2))
     # Values as they are, or the places of those that are true.
     itemsize = max((tensor.dtype.itemsize for tensor in given), default=0)
-    meter.keep(node, picked * (itemsize if node.target == "operator.getitem" else max(itemsize, 8 * rank)))
+    meter.keep(node, picked * (itemsize if is_item else max(itemsize, 8 * rank)))
     return True
 
 
@@ -165,18 +152,9 @@ def _new_bytes(args: Any, kwargs: Any, result: Any) -> int:
     return sum(made.values())
 
 
-def _estimate(node: Node, estimate: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call(node: Node, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     try:
-        return estimate(*args, **kwargs)
-    except InvalidLoss as error:
-        raise InvalidLoss(f"node {node.name!r}: {error}") from error
-    except Exception as error:
-        raise _blamed(node, error) from error
-
-
-def _call(node: Node, function: Function, args: Any, kwargs: Any) -> Any:
-    try:
-        return function.call(*args, **kwargs)
+        return call(*args, **kwargs)
     except InvalidLoss as error:
         raise InvalidLoss(f"node {node.name!r}: {error}") from error
     except NotImplementedError as error:
@@ -185,12 +163,8 @@ def _call(node: Node, function: Function, args: Any, kwargs: Any) -> Any:
             "checked before it runs; write it with torch.where and sums"
         ) from error
     except Exception as error:
-        raise _blamed(node, error) from error
-
-
-def _blamed(node: Node, error: Exception) -> InvalidLoss:
-    reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
-    return InvalidLoss(f"node {node.name!r}: {node.target} failed: {reason}")
+        reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+        raise InvalidLoss(f"node {node.name!r}: {node.target} failed: {reason}") from error
 
 
 def _count_parts(node: Node, environment: list[Any], meter: Meter) -> None:
@@ -212,7 +186,7 @@ def _resolve(
     if function.is_factory:
         kwargs["device"] = device
     elif "device" in kwargs:
-        _estimate(node, check_device, [kwargs["device"]], {})
+        _call(node, check_device, [kwargs["device"]], {})
     return args, kwargs
 
 
@@ -249,13 +223,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _last_uses(graph: Graph) -> list[list[int]]:
     """Returns, for each call, the positions that no later call needs."""
-    last: dict[int, int] = {}
-    for i, node in enumerate(graph.calls):
-        for place in refs([list(node.args), list(node.kwargs.values())]):
-            last[place] = i
-    kept = set(refs(graph.output))
+    last = {place: i for i, node in enumerate(graph.calls) for place in refs([node.args, dict(node.kwargs)])}
     freed: list[list[int]] = [[] for _ in graph.calls]
-    for place, i in last.items():
-        if place not in kept:
-            freed[i].append(place)
+    for place in last.keys() - {*refs(graph.output)}:
+        freed[last[place]].append(place)
     return freed

@@ -23,7 +23,12 @@ from tinker_lightning.lossgraph.batch_loss import (
 )
 from tinker_lightning.lossgraph.graphs.run import Program
 from tinker_lightning.lossgraph.tracing.record import Recorder, record
-from tinker_lightning.lossgraph.tracing.signatures import place_of_function, signature_of
+from tinker_lightning.lossgraph.tracing.signatures import (
+    loss_and_metrics,
+    place_of_function,
+    signature_of,
+    wrong_output,
+)
 from tinker_lightning.lossgraph.tracing.values import ListValue, NeedsSettings, Value, refuse
 
 if TYPE_CHECKING:
@@ -128,38 +133,25 @@ def _call(
     settings = {name: each.default if each.fixed else recorder.setting(name) for name, each in hyperparameters.items()}
     inputs.recorder = recorder
     if source == "logits":
-        returned = fn(given["model_outputs"], inputs, given["attention_mask"], **settings)
-        if not isinstance(returned, LossFnOutput):
-            _wrong_output(fn, "a LossFnOutput(loss, logprobs, diagnostics)", returned)
-        loss, logprobs, diagnostics = returned.loss, returned.logprobs, returned.diagnostics
-        diagnostics = {} if diagnostics is None else diagnostics
+        output = fn(given["model_outputs"], inputs, given["attention_mask"], **settings)
+        if not isinstance(output, LossFnOutput):
+            wrong_output(fn, "a LossFnOutput(loss, logprobs, diagnostics)", output)
+        logprobs = output.logprobs
+        returned: Any = output.loss, {} if output.diagnostics is None else output.diagnostics
     else:
-        logprobs = given["logprobs"]
-        returned = fn(inputs, ListValue(logprobs.node, recorder) if of_lists else logprobs, **settings)
-        if isinstance(returned, fx.Proxy):
-            returned = returned, {}
-        if not (isinstance(returned, tuple) and len(returned) == 2):
-            _wrong_output(fn, "(loss, metrics)", returned)
-        (loss, diagnostics), logprobs = returned, None
-    if not isinstance(loss, fx.Proxy):
-        _wrong_output(fn, "its loss as a tensor computed from what it is given", loss)
+        stacked, logprobs = given["logprobs"], None
+        returned = fn(inputs, ListValue(stacked.node, recorder) if of_lists else stacked, **settings)
+    loss, diagnostics = loss_and_metrics(fn, returned)
     if not (logprobs is None or isinstance(logprobs, fx.Proxy)):
-        _wrong_output(fn, "its logprobs as a tensor or None", logprobs)
-    if not isinstance(diagnostics, Mapping):
-        _wrong_output(fn, "its diagnostics as a dict", diagnostics)
+        wrong_output(fn, "its logprobs as a tensor or None", logprobs)
     for name, value in diagnostics.items():
         try:
             check_diagnostic(name)
         except InvalidLoss as error:
             raise LossNotTraceable(f"{place_of_function(fn)}{error}") from None
         if not isinstance(value, fx.Proxy | int | float):
-            _wrong_output(fn, f"the diagnostic {name!r} as a number", value)
-    return loss, logprobs, dict(diagnostics)
-
-
-def _wrong_output(fn: Callable[..., Any], wanted: str, got: Any) -> None:
-    name = getattr(fn, "__name__", type(fn).__name__)
-    raise LossNotTraceable(f"{place_of_function(fn)}{name} must return {wanted}, but returned {type(got).__name__}")
+            wrong_output(fn, f"the diagnostic {name!r} as a number", value)
+    return loss, logprobs, diagnostics
 
 
 class _Inputs(Mapping[str, Value]):
@@ -196,19 +188,17 @@ class _Inputs(Mapping[str, Value]):
         return self[name] if name in self else default  # noqa: SIM401  # this is `get`
 
     def __iter__(self) -> Iterator[str]:
-        if self.source == "logprobs":
-            self._refuse("it loops over its data")
-        refuse("it loops over all of its inputs, which are not known while tracing; name those that it reads")
+        self._refuse("it loops over its data", "it loops over all of its inputs")
 
     def __len__(self) -> int:
-        if self.source == "logprobs":
-            self._refuse("it counts its data with len()")
-        refuse("it counts its inputs, which are not known while tracing")
+        self._refuse("it counts its data with len()", "it counts its inputs")
 
-    def _refuse(self, reason: str) -> NoReturn:
-        """Refuses what takes it for a list of datums."""
+    def _refuse(self, of_datums: str, of_names: str = "") -> NoReturn:
+        """Refuses what takes it for a list of datums, or needs the names of all inputs."""
+        if of_names and self.source == "logits":
+            refuse(f"{of_names}, which are not known while tracing; name those that it reads")
         name = "data" if self.source == "logprobs" else "loss_fn_inputs"
-        refuse(f"{reason}, but on a server {name} are inputs of the whole batch by name: {name}['weights'] is [B, T]")
+        refuse(f"{of_datums}, but on a server {name} are inputs of the batch by name: {name}['weights'] is [B, T]")
 
 
 def _is_number(value: Setting) -> bool:

@@ -18,7 +18,7 @@ GETATTR = ("getattr", "builtins.getattr")
 _NUMBERS = {"dim", "ndimension", "numel", "element_size", "is_floating_point"}
 _ATTRIBUTES: dict[str, Kind] = {"shape": "shape", "dtype": "number", "device": "number", "ndim": "number"}
 _TUPLES = {
-    *("aminmax", "broadcast_tensors", "chunk", "cummax", "cummin", "kthvalue", "sort", "split", "std_mean", "topk"),
+    *("aminmax", "broadcast_tensors", "chunk", "cummax", "cummin", "sort", "split", "std_mean", "topk"),
     *("unbind", "var_mean"),
 }
 # These return a tuple if they are given a dimension, and otherwise a tensor.
@@ -63,7 +63,7 @@ def kind_of(op: str, target: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     if name in _TUPLES_ALONG:
         along = kwargs.get("dim", args[1] if len(args) > 1 else None)
         return "tensor" if along is None or (isinstance(along, Value) and along.node.kind == "tensor") else "tuple"
-    return "tuple" if target == "torch.where" and len(args) + len(kwargs) == 1 else "tensor"
+    return "tensor"
 
 
 def rank_of(kind: Kind, target: str, args: Sequence[Any]) -> int | None:

@@ -165,7 +165,7 @@ class Recorder(fx.Tracer):
             for call in self._calls
         ]
         try:
-            graph = Graph.build(tuple(self.inputs), calls, mapped(output, place))
+            graph = Graph(tuple(self.inputs), calls, mapped(output, place))
             decoded = Graph.decode(graph.encode())  # as the server does, so that it raises here already
         except InvalidLoss as error:
             raise LossNotTraceable(f"{error}. {WAYS_OUT}") from error

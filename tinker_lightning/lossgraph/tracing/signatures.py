@@ -1,4 +1,4 @@
-"""Inspects a loss function without calling it: its parameters, its globals and its line."""
+"""Inspects a loss function: its parameters, its globals, its line and what it returns."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import functools
 import inspect
 import linecache
 import types
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch import nn
+from torch import fx, nn
 
+from tinker_lightning.errors import LossNotTraceable
 from tinker_lightning.lossgraph.tracing.lines import Place
 
 if TYPE_CHECKING:
@@ -37,6 +39,30 @@ def place_of_function(fn: Callable[..., Any]) -> Place:
     start = next((i for i in range(line - 1, len(lines)) if "def " in lines[i] or "lambda" in lines[i]), line - 1)
     source = lines[start].strip() if start < len(lines) else ""
     return Place(f"{filename}:{start + 1}: {source}\n    " if source else f"{filename}:{line}: ")
+
+
+def loss_and_metrics(fn: Callable[..., Any], returned: Any) -> tuple[fx.Proxy, dict[Any, Any]]:
+    """Returns what a traced function returned as `(loss, metrics)`; a loss alone has no metrics.
+
+    Raises:
+        LossNotTraceable: If it is something else.
+    """
+    if isinstance(returned, fx.Proxy):
+        returned = returned, {}
+    if not (isinstance(returned, tuple) and len(returned) == 2):
+        wrong_output(fn, "(loss, metrics)", returned)
+    loss, metrics = returned
+    if not isinstance(loss, fx.Proxy):
+        wrong_output(fn, "its loss as a tensor computed from what it is given", loss)
+    if not isinstance(metrics, Mapping):
+        wrong_output(fn, "its metrics as a dict", metrics)
+    return loss, dict(metrics)
+
+
+def wrong_output(fn: Callable[..., Any], wanted: str, got: Any) -> NoReturn:
+    """Raises an error that says what a function must return."""
+    name = getattr(fn, "__name__", type(fn).__name__)
+    raise LossNotTraceable(f"{place_of_function(fn)}{name} must return {wanted}, but returned {type(got).__name__}")
 
 
 def _called(fn: Callable[..., Any]) -> Callable[..., Any]:

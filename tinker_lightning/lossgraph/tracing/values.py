@@ -114,35 +114,11 @@ class Value(fx.Proxy):
             needs_value(self, "it asks for len() of a shape, which is not known while tracing; use x.ndim")
         return self.node.rank
 
-    def __float__(self) -> float:
-        needs_value(self, "it converts a tensor to a Python number with float(); leave that out")
-
-    def __int__(self) -> int:
-        needs_value(self, "it converts a tensor to a Python number with int(); leave that out")
-
-    def __index__(self) -> int:
-        needs_value(self, "it needs a tensor's value, or a size, as a Python integer (range, a list's index)")
-
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        needs_value(self, "it passes a tensor to numpy or another library; only torch can be traced")
-
-    def __str__(self) -> str:
-        needs_value(self, "it formats a value as text (an f-string, str(), print)")
-
-    def __round__(self, _: Any = None) -> Any:
-        needs_value(self, "it rounds a value with round(); leave that out, or use torch.round(x, decimals=3)")
-
     def __format__(self, _: str) -> str:
         return str(self)
 
     def __repr__(self) -> str:
         return str(self) if is_outside(sys._getframe(1).f_code.co_filename) else type(self).__name__
-
-    def __deepcopy__(self, _: Any) -> NoReturn:
-        refuse("it copies a tensor with Python's copy; use x.clone()")
-
-    def __reduce_ex__(self, _: Any) -> NoReturn:
-        refuse("it copies or pickles a tensor; use x.clone()")
 
     # Makes numpy's own functions raise instead of doing something else with the stand-in.
     __array_ufunc__ = None
@@ -151,6 +127,23 @@ class Value(fx.Proxy):
     def __torch_function__(cls, orig_method: Any, types: Any, args: Any = None, kwargs: Any = None) -> Any:
         # The base class looks for stand-ins of exactly its own class among the arguments.
         return fx.Proxy.__torch_function__(orig_method, types, args, kwargs)
+
+
+def _refusing(reason: str) -> Callable[..., NoReturn]:
+    return lambda self, *_, **__: needs_value(self, reason)
+
+
+for _name, _reason in {
+    "__float__": "it converts a tensor to a Python number with float(); leave that out",
+    "__int__": "it converts a tensor to a Python number with int(); leave that out",
+    "__index__": "it needs a tensor's value, or a size, as a Python integer (range, a list's index)",
+    "__array__": "it passes a tensor to numpy or another library; only torch can be traced",
+    "__str__": "it formats a value as text (an f-string, str(), print)",
+    "__round__": "it rounds a value with round(); leave that out, or use torch.round(x, decimals=3)",
+    "__deepcopy__": "it copies a tensor with Python's copy; use x.clone()",
+    "__reduce_ex__": "it copies or pickles a tensor; use x.clone()",
+}.items():
+    setattr(Value, _name, _refusing(_reason))
 
 
 class TensorValue(Value, Tensor):  # type: ignore[misc]  # their operators differ in their return types
@@ -209,8 +202,7 @@ class ListValue(TensorValue):
     def __iter__(self) -> NoReturn:
         _no_list("it loops over the log-probabilities of each datum")
 
-    def __reversed__(self) -> NoReturn:
-        _no_list("it loops over the log-probabilities of each datum")
+    __reversed__ = __iter__
 
     def __len__(self) -> int:
         _no_list("it counts the log-probabilities of datums with len()")
