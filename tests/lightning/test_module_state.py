@@ -1,4 +1,4 @@
-"""The state dict of a `RemoteModule` has its weights, by the name of a state; Lightning's files name it once."""
+"""The state dict of a `RemoteModule` names a state on the server, in checkpoint files and elsewhere."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def trained(service: ServiceClient, **options: Any) -> tuple[RemoteModule, Any]:
     return module, trainer
 
 
-def test_a_saved_state_dict_brings_weights_and_moments_back(service: ServiceClient, tmp_path: Path) -> None:
+def test_a_saved_state_dict_restores_weights_and_moments(service: ServiceClient, tmp_path: Path) -> None:
     module, _ = trained(service)
     torch.save(module.state_dict(), tmp_path / "module.pt")
     other = new(service, RemoteModule)
@@ -71,9 +71,7 @@ def test_fabrics_files_have_the_weights(service: ServiceClient, tmp_path: Path) 
     assert torch.equal(logprobs_of(other), logprobs_of(module))
 
 
-def test_a_module_that_is_not_made_yet_goes_on_from_a_state_dict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_without_a_model_yet_loads_a_state_dict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     settings: dict[str, Any] = {"rank": 4, "base_url": "embedded"}
     with RemoteModule("tiny", **settings, seed=1, learning_rate=1e-2) as module:
@@ -86,7 +84,7 @@ def test_a_module_that_is_not_made_yet_goes_on_from_a_state_dict(
         other.load_state_dict(state)
 
 
-def test_a_module_that_was_loaded_and_not_used_names_a_state_of_its_own(
+def test_a_module_that_was_loaded_and_not_used_saves_its_own_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
@@ -171,7 +169,7 @@ def test_a_state_dict_outlives_the_files_of_callbacks(
     assert named != record_of(kept[ENTRY])["path"]
 
 
-def test_a_state_dict_that_was_loaded_stays_with_its_owner(
+def test_the_state_of_a_loaded_state_dict_is_not_deleted_with_a_file(
     trainer: EmbeddedTrainer, service: ServiceClient, tmp_path: Path
 ) -> None:
     module, _ = trained(service)
@@ -184,7 +182,7 @@ def test_a_state_dict_that_was_loaded_stays_with_its_owner(
     assert states(trainer) == {record_of(state[ENTRY])["path"]}
 
 
-def test_a_file_of_ones_own_shares_no_state_with_later_files_of_callbacks(
+def test_a_file_saved_by_hand_shares_no_state_with_files_of_callbacks(
     trainer: EmbeddedTrainer, service: ServiceClient, tmp_path: Path
 ) -> None:
     class ByHand(pl.Callback):

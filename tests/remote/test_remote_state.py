@@ -1,4 +1,4 @@
-"""A remote model in the hands of torch's own tools: state dicts, zeroed gradients, optimizers of others."""
+"""A remote model with torch's own tools: state dicts, zeroed gradients, other optimizers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def logprobs(lm: RemoteLM) -> torch.Tensor:
         return torch.cat(lm(DATA))
 
 
-def test_a_state_dict_names_a_state_on_the_server_and_brings_it_back(service: ServiceClient, tmp_path: Path) -> None:
+def test_a_state_dict_names_a_state_on_the_server_and_restores_it(service: ServiceClient, tmp_path: Path) -> None:
     lm = RemoteLM(service.create_lora_training_client("tiny", rank=4, seed=1))
     optimizer = RemoteAdamW(lm.parameters(), lr=1e-2)
     step(lm, optimizer)
@@ -75,7 +75,7 @@ def test_a_model_that_was_never_used_saves_nothing() -> None:
     assert RemoteLM(never).state_dict()["_extra_state"].numel() == 0
 
 
-def test_a_state_that_is_gone_is_named(service: ServiceClient) -> None:
+def test_a_missing_state_is_reported_with_its_path(service: ServiceClient) -> None:
     lm = RemoteLM(service.create_lora_training_client("tiny", rank=4))
     state = SavedState("tinker://nobody/weights/never-saved", "tiny", 4, 0)
     with pytest.raises(InvalidInput, match="never-saved: there is no such checkpoint"):
@@ -95,7 +95,7 @@ def test_zeroing_a_gradient_in_place_drops_the_window(service: ServiceClient, fo
     assert not local.grad.any()
 
 
-def test_an_optimizer_of_torchs_own_is_told_which_to_use(service: ServiceClient) -> None:
+def test_another_optimizer_raises_and_names_remote_adamw(service: ServiceClient) -> None:
     lm = RemoteLM(service.create_lora_training_client("tiny", rank=4))
     (-torch.cat(lm(DATA)).mean()).backward()
     with pytest.raises(InvalidInput, match="Step with RemoteAdamW"):

@@ -143,7 +143,7 @@ def test_a_later_process_removes_what_an_earlier_one_wrote(server: Server) -> No
     assert not first & set(server.named())
 
 
-def test_files_that_were_written_by_hand_are_overwritten_and_removed(server: Server) -> None:
+def test_files_saved_by_hand_are_overwritten_and_removed(server: Server) -> None:
     trainer = server.fit()
     file, other = server.folder / "a.ckpt", server.folder / "b.ckpt"
     for path in (file, file, other, file):
@@ -220,7 +220,7 @@ def test_a_copy_keeps_the_state_of_a_file_that_is_removed(server: Server) -> Non
     assert server.states() == []
 
 
-def test_states_are_kept_if_that_is_asked_for(server: Server) -> None:
+def test_release_states_false_keeps_all_states(server: Server) -> None:
     saves = ModelCheckpoint(server.folder, "{step}", every_n_train_steps=1, save_top_k=1)
     server.fit(saves, strategy=TinkerStrategy(release_states=False))
     assert len(server.named()) == 1
@@ -288,7 +288,7 @@ class Remembers(Callback):
         return {"best": np.float64(1.5), "seen": defaultdict(list, {"a": [1]}), "options": argparse.Namespace(rate=1)}
 
 
-def test_objects_of_any_class_in_a_file_do_not_hide_what_it_names(
+def test_objects_of_unknown_classes_do_not_hide_what_a_file_names(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.fit(best(server, save_last=True), Remembers(), max_epochs=3)

@@ -1,4 +1,4 @@
-"""What stands in a checkpoint file, who goes on from it, and what is refused with nothing changed."""
+"""What a checkpoint file contains, how runs resume from it, and which files are rejected with nothing changed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def quiet(**options: Any) -> pl.Trainer:
     return pl.Trainer(**{**defaults, "enable_progress_bar": False, **options})
 
 
-def test_a_window_that_waits_for_its_step_is_in_the_file_and_nothing_else_is(bench: Bench, tmp_path: Path) -> None:
+def test_a_file_has_the_unfinished_window_and_no_finished_one(bench: Bench, tmp_path: Path) -> None:
     saver = Everywhere(tmp_path, "batch end 0.1", "batch end 0.2", "batch start 0.4", "batch end 0.5")
     bench.run("shuffled", saver)
     contents = [torch.load(file.path, weights_only=True) for file in saver.files]
@@ -55,7 +55,7 @@ def test_a_window_that_waits_for_its_step_is_in_the_file_and_nothing_else_is(ben
     assert [len(gradient) for gradient in call["gradients"]] == lengths
 
 
-def test_files_of_model_checkpoint_go_on_and_load_without_running_code(bench: Bench, tmp_path: Path) -> None:
+def test_files_of_model_checkpoint_resume_and_load_with_weights_only(bench: Bench, tmp_path: Path) -> None:
     every = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1, save_last=True)
     whole = bench.run("shuffled", every)
     files = sorted(tmp_path.glob("*.ckpt"))
@@ -69,7 +69,7 @@ def test_files_of_model_checkpoint_go_on_and_load_without_running_code(bench: Be
         assert resumed.rows.items() <= whole.rows.items()
 
 
-def test_one_trainer_goes_back_to_its_own_file_with_one_remote_model(bench: Bench, tmp_path: Path) -> None:
+def test_a_trainer_that_resumes_from_its_own_file_keeps_its_remote_model(bench: Bench, tmp_path: Path) -> None:
     pl.seed_everything(1, verbose=False)
     module, loader = bench.module(), loaders("generator")
     models = len(bench.server.registry.models())
@@ -85,7 +85,7 @@ def test_one_trainer_goes_back_to_its_own_file_with_one_remote_model(bench: Benc
     assert len(bench.server.registry.models()) == models
 
 
-def test_an_epoch_that_a_limit_has_cut_goes_on_where_the_limit_is_higher(bench: Bench, tmp_path: Path) -> None:
+def test_an_epoch_cut_by_a_limit_resumes_under_a_higher_limit(bench: Bench, tmp_path: Path) -> None:
     """No datum is trained twice or never, whether the file is of the step, of the epoch's end or of the fit's."""
     whole = bench.run(max_steps=6, max_epochs=-1)
     saver = Everywhere(tmp_path, "batch end 1.2", "epoch end 1.2", "end 2.2")
@@ -97,7 +97,7 @@ def test_an_epoch_that_a_limit_has_cut_goes_on_where_the_limit_is_higher(bench: 
         assert resumed.epoch == whole.epoch
 
 
-def test_an_epoch_that_was_cut_is_the_one_that_is_left(bench: Bench, tmp_path: Path) -> None:
+def test_an_epoch_that_was_cut_is_finished_first(bench: Bench, tmp_path: Path) -> None:
     whole = bench.run(max_epochs=2)
     saver = Everywhere(tmp_path, "end 2.2")
     bench.run("shuffled", saver, max_steps=4, max_epochs=-1)
@@ -106,7 +106,7 @@ def test_an_epoch_that_was_cut_is_the_one_that_is_left(bench: Bench, tmp_path: P
     assert [texts for _, _, texts in resumed.seen] == [texts for _, _, texts in whole.seen[file.seen :]]
 
 
-def test_another_accumulation_holds_from_the_resume_on(bench: Bench, tmp_path: Path) -> None:
+def test_another_accumulation_applies_from_the_resume_on(bench: Bench, tmp_path: Path) -> None:
     saver = Everywhere(tmp_path, "batch end 0.1")
     bench.run("shuffled", saver, accumulate_grad_batches=1, max_epochs=1)
     (file,) = saver.files
@@ -114,7 +114,7 @@ def test_another_accumulation_holds_from_the_resume_on(bench: Bench, tmp_path: P
     assert [step for _, step, _ in resumed.seen] == [1] * 4 + [2] * 5 + [3] * 5
 
 
-def test_a_run_that_has_ended_goes_on_for_more_epochs(bench: Bench, tmp_path: Path) -> None:
+def test_a_finished_run_resumes_for_more_epochs(bench: Bench, tmp_path: Path) -> None:
     whole = bench.run(max_epochs=3)
     saver = Everywhere(tmp_path, "end 2.5")
     bench.run("shuffled", saver)
@@ -148,7 +148,7 @@ class Local(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def test_files_of_other_models_are_refused_before_anything_is_made(bench: Bench, tmp_path: Path) -> None:
+def test_files_of_other_models_are_rejected_before_a_model_is_created(bench: Bench, tmp_path: Path) -> None:
     saver = Everywhere(tmp_path, "batch end 0.3")
     bench.run("shuffled", saver, max_epochs=1)
     other = tmp_path / "other.ckpt"
@@ -221,7 +221,7 @@ def test_load_from_checkpoint_rejects_another_format(bench: Bench, version: int 
         Mean.load_from_checkpoint(tmp_path / "changed.ckpt", model="tiny")
 
 
-def test_a_state_that_is_gone_is_named_and_changes_nothing(bench: Bench, tmp_path: Path) -> None:
+def test_a_missing_state_is_reported_and_changes_nothing(bench: Bench, tmp_path: Path) -> None:
     saver = Everywhere(tmp_path, "batch end 0.3")
     bench.run("shuffled", saver, max_epochs=1)
     file = saver.files[0].path
@@ -240,7 +240,7 @@ def test_a_state_that_is_gone_is_named_and_changes_nothing(bench: Bench, tmp_pat
     trainer.fit(module, loaders("shuffled"))
 
 
-def test_data_that_shrank_is_refused(bench: Bench, tmp_path: Path) -> None:
+def test_data_that_shrank_is_rejected(bench: Bench, tmp_path: Path) -> None:
     saver = Everywhere(tmp_path, "batch end 0.4")
     bench.run("shuffled", saver, max_epochs=1)
     short: Any = DataLoader(DATA[:4], batch_size=2, collate_fn=collate, shuffle=True)  # type: ignore[arg-type]
@@ -248,7 +248,7 @@ def test_data_that_shrank_is_refused(bench: Bench, tmp_path: Path) -> None:
         quiet(max_epochs=1, accumulate_grad_batches=2).fit(bench.module(), short, ckpt_path=str(saver.files[0].path))
 
 
-def test_a_fit_that_cannot_begin_leaves_the_limit_of_steps(bench: Bench, tmp_path: Path) -> None:
+def test_a_fit_that_cannot_start_keeps_the_limit_of_steps(bench: Bench, tmp_path: Path) -> None:
     saver = Everywhere(tmp_path, "batch end 1.2")
     bench.run("shuffled", saver, max_steps=4, max_epochs=-1)
     file = saver.files[0].path

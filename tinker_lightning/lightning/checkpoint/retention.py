@@ -77,8 +77,8 @@ class StateRetention:
 
     def _files(self, file: str) -> Iterator[str]:
         """Yields the files that may be copies of a file: in its folder, and in those of checkpoint callbacks."""
-        beside = (os.path.dirname(file) or ".", 1, os.path.splitext(file)[1])
-        for folder, depth, suffix in (beside, *((each, None, ".ckpt") for each in self._folders())):
+        siblings = (os.path.dirname(file) or ".", 1, os.path.splitext(file)[1])
+        for folder, depth, suffix in (siblings, *((each, None, ".ckpt") for each in self._folders())):
             fs = get_filesystem(folder)
             yield from (fs.unstrip_protocol(found) for found in fs.find(folder, depth) if found.endswith(suffix))
 
