@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Source: TypeAlias = Literal["logits", "logprobs"]
 SOURCES: dict[Source, tuple[str, ...]] = {"logits": ("model_outputs", "attention_mask"), "logprobs": ("logprobs",)}
 Setting: TypeAlias = float | int | str | bool | None
+_Tensors: TypeAlias = Mapping[str, "Tensor"]
 
 # Prefixes of losses that are uploaded without being registered: nobody uses their names, and lists omit them.
 OF_LIBRARY, OF_OWN = UNLISTED = ("library.", "own.")
@@ -112,11 +113,7 @@ class BatchLoss:
         return self.inputs
 
     def __call__(
-        self,
-        sources: Mapping[str, Tensor],
-        inputs: Mapping[str, Tensor],
-        hyperparameters: Mapping[str, Setting],
-        limits: Limits,
+        self, sources: _Tensors, inputs: _Tensors, hyperparameters: Mapping[str, Setting], limits: Limits
     ) -> LossFnOutput:
         """Returns the loss of a batch.
 
@@ -126,24 +123,15 @@ class BatchLoss:
         return LossFnOutput(*self.program(self._values(sources, inputs, hyperparameters), limits))
 
     def check(
-        self,
-        sources: Mapping[str, Tensor],
-        inputs: Mapping[str, Tensor],
-        hyperparameters: Mapping[str, Setting],
-        limits: Limits,
+        self, sources: _Tensors, inputs: _Tensors, hyperparameters: Mapping[str, Setting], limits: Limits
     ) -> None:
         """Runs the graph on shapes alone, which finds most errors before the model runs."""
         self.program.check(self._values(sources, inputs, hyperparameters), limits)
 
-    def _values(
-        self, sources: Mapping[str, Tensor], inputs: Mapping[str, Tensor], hyperparameters: Mapping[str, Setting]
-    ) -> list[Any]:
-        tables: dict[str, Mapping[str, Any]] = {"loss_fn_inputs": inputs, "hyperparameters": hyperparameters}
-        values = []
-        for target in self.program.graph.inputs:
-            table, dot, name = target.partition(".")
-            values.append(tables[table][name] if dot else sources[target])
-        return values
+    def _values(self, sources: _Tensors, inputs: _Tensors, hyperparameters: Mapping[str, Setting]) -> list[Any]:
+        given: dict[str, Any] = {**sources, **{f"loss_fn_inputs.{name}": each for name, each in inputs.items()}}
+        given |= {f"hyperparameters.{name}": each for name, each in hyperparameters.items()}
+        return [given[target] for target in self.program.graph.inputs]
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
         """Returns all settings, with those of a call.

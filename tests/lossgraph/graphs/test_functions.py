@@ -139,7 +139,7 @@ def test_norms_of_matrices_that_need_their_singular_values(options: dict[str, An
 
 
 def test_rows_are_not_padded_one_by_one() -> None:
-    with pytest.raises(InvalidLoss, match="pad_sequence takes a list of tensors, not Tensor"):
+    with pytest.raises(InvalidLoss, match="pad_sequence takes a list of tensors, not a tensor"):
         run(call("torch._C._nn.pad_sequence", X))
     long, short = call("torch.zeros", 1 << 22), call("torch.zeros", 1)
     with pytest.raises(InvalidLoss, match="would make a tensor of"):

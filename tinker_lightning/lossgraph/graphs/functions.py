@@ -95,7 +95,7 @@ _SPECIAL: dict[str, Function] = {
     "norm": Function(guards.norm),
     "diff": Function(guards.diff, inside=work.joined),
     "roll": Function(guards.roll),
-    "nonzero": Function(guards.nonzero, is_dynamic=True),
+    "nonzero": Function(torch.nonzero, is_dynamic=True),
     "argwhere": Function(torch.argwhere, is_dynamic=True),
     "masked_select": Function(torch.masked_select, is_dynamic=True),
     "matmul": Function(torch.matmul, inside=work.product_inside, work=work.product_work),

@@ -3,10 +3,11 @@
 Their parameters have the same names as in torch, because a loss may pass them by name.
 """
 
-# ruff: noqa: A002  # torch's name for a tensor is `input`
+# ruff: noqa: A002, A006, ARG005  # parameters have torch's names, also those that no check needs
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 # The number of pieces that a tensor may be cut into; each is an object.
 MAX_PIECES = 1024
+_PIECES = f"a tensor can be cut into at most {MAX_PIECES} pieces here"
+_SINGULAR_VALUES = "is not taken: it needs a singular value decomposition"
 
 
 _OF_TENSORS = frozenset({"T", "data", "device", "dtype", "mT", "ndim", "shape"})
@@ -124,31 +127,11 @@ def divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Tenso
     return result
 
 
-def repeat_interleave(input: Tensor, repeats: Any, dim: int | None = None) -> Tensor:
-    if not isinstance(repeats, int):  # a tensor of repeats could ask for any size
-        raise InvalidLoss("repeat_interleave takes a whole number of repeats, not a tensor of them")
-    return torch.repeat_interleave(input, repeats, dim)
-
-
 def split(tensor: Tensor, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None) -> Any:
     size = split_size_or_sections if split_size is None else split_size
-    _check_pieces(tensor.shape[dim] / max(size, 1) if isinstance(size, int) else 0)
+    if isinstance(size, int) and tensor.shape[dim] / max(size, 1) > MAX_PIECES:
+        raise InvalidLoss(_PIECES)
     return torch.split(tensor, size, dim)
-
-
-def chunk(input: Tensor, chunks: int, dim: int = 0) -> Any:
-    _check_pieces(min(chunks, input.shape[dim]))
-    return torch.chunk(input, chunks, dim)
-
-
-def unbind(input: Tensor, dim: int = 0) -> Any:
-    _check_pieces(input.shape[dim])
-    return torch.unbind(input, dim)
-
-
-def _check_pieces(pieces: float) -> None:
-    if pieces > MAX_PIECES:
-        raise InvalidLoss(f"a tensor can be cut into at most {MAX_PIECES} pieces here, and this would be {pieces:.0f}")
 
 
 def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -180,60 +163,66 @@ def same(self: Tensor, *_: Any, **__: Any) -> Tensor:
     return self
 
 
-def norm(input: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
-    if p == "nuc":
-        raise InvalidLoss("the nuclear norm is not taken: it needs a singular value decomposition")
-    result: Tensor = torch.norm(input, p, dim, keepdim, dtype=dtype)
-    return result
-
-
-def linalg_norm(A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    is_of_matrix = A.ndim == 2 if dim is None else isinstance(dim, list | tuple) and len(dim) == 2
-    if is_of_matrix and ord in (2, -2, "nuc"):
-        raise InvalidLoss(f"the norm {ord!r} of a matrix is not taken: it needs a singular value decomposition")
-    result: Tensor = torch.linalg.norm(A, ord, dim, keepdim, dtype=dtype)
-    return result
-
-
-def pad_sequence(sequences: Any, *args: Any, **kwargs: Any) -> Tensor:
-    if not isinstance(sequences, list | tuple):  # of a tensor, torch would create an object for each row
-        raise InvalidLoss(f"pad_sequence takes a list of tensors, not {type(sequences).__name__}")
-    return rnn.pad_sequence(sequences, *args, **kwargs)  # type: ignore[arg-type]  # a tuple will do
-
-
-def diff(
-    input: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None
-) -> Tensor:
-    if n > 8:  # torch runs n times
-        raise InvalidLoss(f"diff is taken up to n=8, not {n}")
-    return torch.diff(input, n, dim, prepend, append)
-
-
-def roll(input: Tensor, shifts: Any, dims: Any = None) -> Tensor:
-    # torch runs once for each shift
-    if isinstance(shifts, list | tuple) and len(shifts) > input.ndim:
-        raise InvalidLoss(f"{len(shifts)} shifts for {input.ndim} dimensions")
-    return torch.roll(input, shifts, () if dims is None else dims)
-
-
-def nonzero(input: Tensor, *, as_tuple: bool = False) -> Any:
-    return torch.nonzero(input, as_tuple=True) if as_tuple else torch.nonzero(input)
-
-
-def where(condition: Tensor, input: Any, other: Any) -> Tensor:
-    return torch.where(condition, input, other)
-
-
-def one_hot(input: Tensor, num_classes: int) -> Tensor:
-    if num_classes < 0:  # torch would derive it from the values
-        raise InvalidLoss("one_hot needs num_classes here, e.g. x.shape[-1]")
-    return F.one_hot(input, num_classes)
-
-
 def numel(self: Any) -> int:
     if isinstance(self, tuple) and all(isinstance(size, int) for size in self):
         return math.prod(self)
     return Tensor.numel(self)
+
+
+def _guarded(function: Callable[..., Any], is_refused: Callable[..., bool], reason: str) -> Callable[..., Any]:
+    @functools.wraps(is_refused)  # whose parameters are all that a loss may give
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if is_refused(*args, **kwargs):
+            raise InvalidLoss(reason)
+        return function(*args, **kwargs)
+
+    return guarded
+
+
+chunk = _guarded(torch.chunk, lambda input, chunks, dim=0: min(chunks, input.shape[dim]) > MAX_PIECES, _PIECES)
+unbind = _guarded(torch.unbind, lambda input, dim=0: input.shape[dim] > MAX_PIECES, _PIECES)
+where = _guarded(torch.where, lambda condition, input, other: False, "")  # not a condition alone
+norm = _guarded(
+    torch.norm,
+    lambda input, p="fro", dim=None, keepdim=False, *, dtype=None: p == "nuc",
+    f"the nuclear norm {_SINGULAR_VALUES}",
+)
+linalg_norm = _guarded(
+    torch.linalg.norm,
+    lambda A, ord=None, dim=None, keepdim=False, *, dtype=None: (
+        ord in (2, -2, "nuc") and (A.ndim == 2 if dim is None else isinstance(dim, list | tuple) and len(dim) == 2)
+    ),
+    f"this norm of a matrix {_SINGULAR_VALUES}",
+)
+# A tensor of repeats could ask for any size.
+repeat_interleave = _guarded(
+    torch.repeat_interleave,
+    lambda input, repeats, dim=None: not isinstance(repeats, int),
+    "repeat_interleave takes a whole number of repeats, not a tensor of them",
+)
+# Of a tensor, torch would create an object for each row.
+pad_sequence = _guarded(
+    rnn.pad_sequence,
+    lambda sequences, batch_first=False, padding_value=0.0, padding_side="right": isinstance(sequences, Tensor),
+    "pad_sequence takes a list of tensors, not a tensor",
+)
+# torch runs n times, and once for each shift.
+diff = _guarded(
+    torch.diff,
+    lambda input, n=1, dim=-1, prepend=None, append=None: n > 8,
+    "diff is taken up to n=8",
+)
+roll = _guarded(
+    torch.roll,
+    lambda input, shifts, dims=(): isinstance(shifts, list | tuple) and len(shifts) > input.ndim,
+    "roll takes at most one shift for each dimension",
+)
+# torch would derive the number of classes from the values.
+one_hot = _guarded(
+    F.one_hot,
+    lambda input, num_classes: num_classes < 0,
+    "one_hot needs num_classes here, e.g. x.shape[-1]",
+)
 
 
 def einsum(equation: str, *operands: Any) -> Tensor:

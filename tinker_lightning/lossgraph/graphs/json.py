@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,8 +199,17 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
+def leaves(value: Any) -> Iterator[Any]:
+    """Yields everything in nested tuples, lists, dicts and slices."""
+    if isinstance(value, slice):
+        value = (value.start, value.stop, value.step)
+    if isinstance(value, tuple | list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from leaves(part)
+    else:
+        yield value
+
+
 def refs(value: Any) -> list[int]:
     """Returns the positions that an argument refers to."""
-    found: list[int] = []
-    mapped(value, lambda part: found.append(part.node) if isinstance(part, Ref) else None)
-    return found
+    return [part.node for part in leaves(value) if isinstance(part, Ref)]

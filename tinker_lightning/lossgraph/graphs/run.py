@@ -18,7 +18,7 @@ from torch import Tensor
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.lossgraph.graphs.functions import find
 from tinker_lightning.lossgraph.graphs.guards import MAX_PIECES, check_device, is_mask
-from tinker_lightning.lossgraph.graphs.json import Node, Ref, mapped, refs
+from tinker_lightning.lossgraph.graphs.json import Node, Ref, leaves, mapped, refs
 from tinker_lightning.lossgraph.graphs.limits import Limits, Meter
 from tinker_lightning.lossgraph.graphs.work import broadcast
 
@@ -121,7 +121,7 @@ def _attempt(node: Node, function: Function, args: Any, kwargs: Any, meter: Mete
     result = _call(node, function.call, args, kwargs)
     meter.size(node, result)
     meter.keep(node, _new_bytes(args, kwargs, result))
-    meter.add(node, sum(tensor.numel() for tensor in _tensors([args, list(kwargs.values()), result])))
+    meter.add(node, sum(tensor.numel() for tensor in _tensors([args, kwargs, result])))
     return result
 
 
@@ -130,7 +130,7 @@ def _check_dynamic(node: Node, function: Function, args: Any, kwargs: Any, meter
     is_item = node.target == "operator.getitem"
     if not (function.is_dynamic or (is_item and len(args) == 2 and is_mask(args[1]))):
         return False
-    given = list(_tensors([args, list(kwargs.values())]))
+    given = _tensors([args, kwargs])
     # A mask that is broadcast against a smaller tensor picks from what that becomes.
     picked = max((0 if is_item else broadcast(*given), *(tensor.numel() for tensor in given)))
     rank = max((tensor.ndim for tensor in given), default=0)
@@ -143,13 +143,9 @@ def _check_dynamic(node: Node, function: Function, args: Any, kwargs: Any, meter
 
 def _new_bytes(args: Any, kwargs: Any, result: Any) -> int:
     """Returns the memory of a call's result that its arguments do not have already; views have none."""
-    known = {tensor.untyped_storage()._cdata for tensor in _tensors([args, list(kwargs.values())])}
-    made = {}
-    for tensor in _tensors(result):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            made[storage._cdata] = storage.nbytes()
-    return sum(made.values())
+    known = {tensor.untyped_storage()._cdata for tensor in _tensors([args, kwargs])}
+    storages = (tensor.untyped_storage() for tensor in _tensors(result))
+    return sum({each._cdata: each.nbytes() for each in storages if each._cdata not in known}.values())
 
 
 def _call(node: Node, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -213,12 +209,8 @@ def _signature(value: Any) -> Any:
     return (value.shape, value.dtype) if isinstance(value, Tensor) else (type(value), value)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors(part)
+def _tensors(value: Any) -> list[Tensor]:
+    return [part for part in leaves(value) if isinstance(part, Tensor)]
 
 
 def _last_uses(graph: Graph) -> list[list[int]]:

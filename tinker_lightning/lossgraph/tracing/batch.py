@@ -29,7 +29,7 @@ from tinker_lightning.lossgraph.tracing.signatures import (
     signature_of,
     wrong_output,
 )
-from tinker_lightning.lossgraph.tracing.values import ListValue, NeedsSettings, Value, refuse
+from tinker_lightning.lossgraph.tracing.values import SETTING, ListValue, NeedsSettings, Value, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,7 +130,10 @@ def _call(
     given = {
         name: recorder.input(name, _RANKS.get(name), has_grad=name != "attention_mask") for name in SOURCES[source]
     }
-    settings = {name: each.default if each.fixed else recorder.setting(name) for name, each in hyperparameters.items()}
+    settings = {
+        name: each.default if each.fixed else recorder.input(f"{SETTING}{name}")
+        for name, each in hyperparameters.items()
+    }
     inputs.recorder = recorder
     if source == "logits":
         output = fn(given["model_outputs"], inputs, given["attention_mask"], **settings)

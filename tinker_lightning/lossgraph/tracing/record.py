@@ -28,7 +28,7 @@ from tinker_lightning.losses.regularizers.background import Modes
 from tinker_lightning.lossgraph.graphs import functions
 from tinker_lightning.lossgraph.graphs.functions import FUNCTIONS
 from tinker_lightning.lossgraph.graphs.graph import Graph
-from tinker_lightning.lossgraph.graphs.json import Node, Ref, check_attribute, encode_value, mapped
+from tinker_lightning.lossgraph.graphs.json import Node, Ref, check_attribute, encode_value, leaves, mapped
 from tinker_lightning.lossgraph.tracing.kinds import GETATTR, kind_of, may_share, picks_view, rank_of, target_name
 from tinker_lightning.lossgraph.tracing.lines import here, place_of, within
 from tinker_lightning.lossgraph.tracing.signatures import globals_of
@@ -135,17 +135,11 @@ class Recorder(fx.Tracer):
         self._detached: dict[Ref, Ref] = {}
 
     def input(self, target: str, rank: int | None = None, *, has_grad: bool = False) -> Value:
-        """Returns the stand-in for a tensor; `rank` is its number of dimensions, if that is known."""
-        return self._input(target, "tensor", rank, has_grad)
-
-    def setting(self, name: str) -> Value:
-        """Returns the stand-in for a number that calls can change."""
-        return self._input(f"{SETTING}{name}", "number")
-
-    def _input(self, target: str, kind: Kind, rank: int | None = None, has_grad: bool = False) -> Value:
+        """Returns the stand-in for an input: a tensor of `rank` dimensions, if that is known, or a setting's number."""
         if target not in self.inputs:
-            ref = Ref(-1 - len(self.inputs))
+            kind: Kind = "number" if target.startswith(SETTING) else "tensor"
             memories = {Memory(): 0} if kind == "tensor" else {}
+            ref = Ref(-1 - len(self.inputs))
             self.inputs[target] = self._value(Traced(ref, kind, frozenset({target}), has_grad, rank, memories))
         return self.inputs[target]
 
@@ -388,7 +382,8 @@ class _Factories(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        has_stand_in, has_tensor = bool(stand_ins([args, kwargs])), _has_tensor([args, kwargs])
+        has_stand_in = bool(stand_ins([args, kwargs]))
+        has_tensor = any(isinstance(part, Tensor) for part in leaves([args, kwargs]))
         # Whether or not it is given a stand-in: torch does not dispatch on one in the place of a number.
         if target_name(func) in FUNCTIONS and (has_stand_in or not has_tensor):
             return self._recorder.create_proxy("call_function", func, args, kwargs)
@@ -396,9 +391,3 @@ class _Factories(TorchFunctionMode):
         if isinstance(result, Tensor) and not has_stand_in and not has_tensor:
             refuse(f"it calls {target_name(func)}, which is not among the functions that a server-side loss may call")
         return result
-
-
-def _has_tensor(values: Any) -> bool:
-    if isinstance(values, list | tuple):
-        return any(map(_has_tensor, values))
-    return any(map(_has_tensor, values.values())) if isinstance(values, dict) else isinstance(values, Tensor)

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from tinker_lightning.errors import LossNotTraceable
 from tinker_lightning.lossgraph.graphs.guards import ATTRIBUTES
-from tinker_lightning.lossgraph.graphs.json import Ref
+from tinker_lightning.lossgraph.graphs.json import Ref, leaves
 from tinker_lightning.lossgraph.tracing.lines import here, is_outside
 
 if TYPE_CHECKING:
@@ -242,13 +242,7 @@ def _method(value: Value, name: str) -> Callable[..., Any]:
 
 def stand_ins(value: Any) -> list[Value]:
     """Returns all stand-ins in nested arguments."""
-    if isinstance(value, Value):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [each for part in value for each in stand_ins(part)]
-    if isinstance(value, dict):
-        return stand_ins(list(value.values()))
-    return stand_ins([value.start, value.stop, value.step]) if isinstance(value, slice) else []
+    return [part for part in leaves(value) if isinstance(part, Value)]
 
 
 def needs_value(value: fx.Proxy, reason: str) -> NoReturn:
