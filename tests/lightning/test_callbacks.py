@@ -264,6 +264,6 @@ def test_averages_of_weights_are_refused(service: ServiceClient, kind: Any) -> N
 )
 def test_changes_of_layers_that_are_not_here_are_refused(service: ServiceClient, callback: Any) -> None:
     module = new(service, RemoteModule)
-    with pytest.raises(InvalidInput, match=f"{type(callback).__name__} changes parameters on this machine"):
+    with pytest.raises(InvalidInput, match=f"{type(callback).__name__} changes local parameters"):
         quiet(callbacks=[callback]).fit(module, loader())
     assert module.lm.handle.remote.steps == 0

@@ -365,7 +365,7 @@ def test_a_remote_model_that_no_optimizer_holds_is_refused(optimizer: str | None
         assert module.lm.handle.remote.window == []
     else:
         module.freeze()
-        with pytest.raises(InvalidInput, match=r"all of this Forgets is frozen.*unfreeze\(\)"):
+        with pytest.raises(InvalidInput, match=r"all parameters of this Forgets are frozen.*unfreeze\(\)"):
             quiet().fit(module, loader())
 
 

@@ -145,7 +145,7 @@ class RemoteBase(pl.LightningModule):
     def save_hyperparameters(
         self, *args: Any, ignore: Sequence[str] | str | None = None, frame: Any = None, logger: bool = True
     ) -> None:
-        """Keeps what is plain data. Clients, functions and keys have no place in a file; they are given again."""
+        """Saves plain data only. Clients, callables and API keys are left out, and are passed again on load."""
         ignored = [ignore] if isinstance(ignore, str) else list(ignore or ())
         frame = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
         super().save_hyperparameters(*args, ignore=[*ignored, "api_key", *not_plain(self)], frame=frame, logger=logger)
@@ -154,10 +154,7 @@ class RemoteBase(pl.LightningModule):
             hparams.update({key: without_tuples(value) for key, value in hparams.items()})
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Logs a value as `LightningModule.log` does; the batch size is the number of its datums if not given.
-
-        Lightning can count tensors only. Where a batch has no datums, the number is left to it.
-        """
+        """Logs a value as `LightningModule.log` does, with the number of datums as the default batch size."""
         results = _compat.CURRENT_RESULTS.get(self.trainer) if self.has_trainer else None
         if results is not None and results.batch_size is None:
             results.batch_size = count_datums(results.batch) or None

@@ -50,8 +50,8 @@ def check_free(module: RemoteBase, trainer: pl.Trainer | None) -> None:
     if other.state.status == TrainerStatus.RUNNING and other.lightning_module is module:
         _compat.STRATEGY_MODULE.set(trainer, None)
         raise InvalidInput(
-            f"this {type(module).__name__} is in the midst of another trainer's work. Both would number the requests "
-            "of one remote model: wait for the first, or make a second module."
+            f"this {type(module).__name__} is being run by another trainer. Both would number the requests of one "
+            "remote model: wait for the first trainer, or create a second module."
         )
 
 
@@ -63,7 +63,7 @@ def check_optimizers(trainer: pl.Trainer, module: RemoteBase) -> None:
     """
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise InvalidInput(
-            f"all of this {type(module).__name__} is frozen, so that there is nothing to train; call unfreeze() on it "
+            f"all parameters of this {type(module).__name__} are frozen, so there is nothing to train; call unfreeze() "
             "first"
         )
     if not module.automatic_optimization or not module.lm.handle.requires_grad:
@@ -71,8 +71,8 @@ def check_optimizers(trainer: pl.Trainer, module: RemoteBase) -> None:
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     if not any(one is module.lm.handle for group in groups for one in group["params"]):
         raise InvalidInput(
-            f"no optimizer of this {type(module).__name__} has the remote model's parameters, so that its gradients "
-            "would gather for ever. Give them to RemoteAdamW(self.parameters()) in configure_optimizers, or freeze the "
+            f"no optimizer of this {type(module).__name__} has the remote model's parameters, so its gradients would "
+            "accumulate forever. Pass them to RemoteAdamW(self.parameters()) in configure_optimizers, or freeze the "
             "model with self.lm.requires_grad_(False)."
         )
 
@@ -89,8 +89,8 @@ def check_processes(trainer: pl.Trainer) -> None:
     count = max(trainer.world_size, launched, asked)
     if count > 1:
         raise InvalidInput(
-            f"this trainer would run {count} processes, and each would train a model of its own on a part of the data. "
-            "The passes run on the server: use Trainer(strategy='tinker', devices=1, num_nodes=1), started once."
+            f"this trainer would run {count} processes, each of which would train its own model on a part of the data. "
+            "The passes run on the server: use Trainer(strategy='tinker', devices=1, num_nodes=1) in one process."
         )
 
 
@@ -99,7 +99,7 @@ def _check_precision(trainer: pl.Trainer) -> None:
     if getattr(plugin, "scaler", None) is not None:
         raise InvalidInput(
             f"{type(plugin).__name__} scales the loss against underflow, which would train the remote model with a "
-            "gradient that is too large. The server has a precision of its own: leave `precision` at its default, or "
+            "gradient that is too large. The server chooses its own precision: leave `precision` at its default, or "
             "use 'bf16-mixed' for local parameters."
         )
 
@@ -109,8 +109,8 @@ def _check_imports(trainer: pl.Trainer) -> None:
     for one in objects:
         if any(base.__module__.split(".")[0] == "pytorch_lightning" for base in type(one).__mro__):
             raise InvalidInput(
-                f"{type(one).__name__} is from the package pytorch_lightning, whose objects are strangers to this "
-                "trainer's. Import it from lightning.pytorch instead."
+                f"{type(one).__name__} is from the package pytorch_lightning, which this trainer does not recognize. "
+                "Import it from lightning.pytorch instead."
             )
 
 
@@ -119,17 +119,16 @@ def _check_callbacks(trainer: pl.Trainer, module: RemoteBase) -> None:
     for callback in _compat.CALLBACKS.get(trainer):
         if isinstance(callback, BatchSizeFinder):
             raise InvalidInput(
-                "BatchSizeFinder looks for the batch that fills the memory of this machine, but the passes run in the "
-                "server's. Choose a batch size; accumulate_grad_batches makes it larger at no further wait."
+                "BatchSizeFinder looks for the batch size that fills local memory, but the passes run on the server. "
+                "Choose a batch size; accumulate_grad_batches increases it without additional waits."
             )
         if isinstance(callback, LearningRateFinder) and not module.chosen_route().runs_locally:
             raise InvalidInput(
-                "LearningRateFinder needs the loss of a step at once, but this one runs on the server, and its value "
-                "comes later. Set route = 'two-pass' for the search, or choose a learning_rate."
+                "LearningRateFinder needs the loss immediately, but this loss runs on the server and arrives later. "
+                "Set route = 'two-pass' for the search, or choose a learning_rate."
             )
         if isinstance(callback, BaseFinetuning | ModelPruning) and is_all_remote:
             raise InvalidInput(
-                f"{type(callback).__name__} changes parameters on this machine, and this {type(module).__name__} has "
-                "none: its layers are on the server. Which of them are trained is said by train_mlp, train_attn and "
-                "train_unembed."
+                f"{type(callback).__name__} changes local parameters, and this {type(module).__name__} has none: its "
+                "layers are on the server. Use train_mlp, train_attn and train_unembed to choose which are trained."
             )

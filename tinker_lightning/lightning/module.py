@@ -30,38 +30,36 @@ if TYPE_CHECKING:
     from tinker_lightning.lightning.routes import Chosen
 
 
-# Of two trainers on two threads one is the first.
+# Serializes trainer attachment.
 _ATTACHING = threading.RLock()
 
 
 class RemoteModule(RemoteBase):
-    """A language model on a server, trained by `Trainer.fit` with a loss of your own.
+    """A language model on a server that `Trainer.fit` trains with any loss.
 
-    The session with the server begins at the first use and lasts beyond a fit, so that `validate` and `predict` see the
-    trained model; `close()`, a `with` block or the garbage collector ends it.
+    The session with the server starts at the first use and outlives a fit, so that `validate` and `predict` see the
+    trained model. It ends with `close()`, with a `with` block, or when the module is garbage-collected.
 
     Args:
         model: The name of a base model, or a training client, ours or the official SDK's. `TINKER_BASE_MODEL` if not
             given.
         rank: The LoRA rank.
-        learning_rate: For the default optimizer.
-        betas: The same.
-        eps: The same.
-        weight_decay: The same.
-        seed: Of the LoRA weights.
+        learning_rate: The learning rate of the default optimizer.
+        betas: The betas of the default optimizer.
+        eps: The epsilon of the default optimizer.
+        weight_decay: The weight decay of the default optimizer.
+        seed: The seed of the LoRA weights.
         train_mlp: Whether the MLP layers get an adapter.
-        train_attn: Whether the attention layers do.
-        train_unembed: Whether the output matrix does.
-        max_steps_in_flight: How many steps may be under way at once where the loss runs on the server.
-        base_url: Where the server is; see `connect`.
-        api_key: What it wants to see.
+        train_attn: Whether the attention layers get an adapter.
+        train_unembed: Whether the output matrix gets an adapter.
+        max_steps_in_flight: How many steps may be in flight at once if the loss runs on the server.
+        base_url: The URL of the server; see `connect`.
+        api_key: The API key of the server.
     """
-
-    # What Lightning calls.
 
     @property
     def trainer(self) -> pl.Trainer:
-        """The trainer of this module. Another is refused while it is at work, before that has changed anything."""
+        """The attached trainer. Attaching a second one while the first is running raises an error."""
         return super().trainer
 
     @trainer.setter
@@ -119,18 +117,18 @@ class RemoteModule(RemoteBase):
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
         """Samples a continuation of each prompt of a batch: inputs, datums, strings or rows of tokens.
 
-        Each is a dict of `tokens`, `logprobs`, `stop_reason` and `text`, for Lightning takes predictions apart. Called
-        in another step or by hand, it samples from the model as it is then.
+        Returns one dict per prompt with `tokens`, `logprobs`, `stop_reason` and `text`. It samples from the current
+        weights, also when it is called from another step or outside a trainer.
         """
         del batch_idx, dataloader_idx
         return self._samples.of(batch, self.sampling_params())
 
     def sampling_params(self) -> SamplingParams:
-        """How `predict_step` samples; override it."""
+        """Returns the sampling parameters of `predict_step`. Override it to change them."""
         return SamplingParams(max_tokens=64)
 
     def configure_optimizers(self) -> Any:
-        """AdamW with the settings given; override it for a scheduler."""
+        """Returns AdamW with the settings of the constructor. Override it to add a scheduler."""
         return RemoteAdamW(self.parameters(), lr=self.learning_rate, **self._adam)
 
     def configure_gradient_clipping(
@@ -139,7 +137,7 @@ class RemoteModule(RemoteBase):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Lets the server clip the norm; the gradient is there."""
+        """Makes the server clip the gradient norm."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def clip_gradients(
@@ -148,10 +146,10 @@ class RemoteModule(RemoteBase):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """The same, for manual optimization; an optimizer of local parameters is clipped here.
+        """Makes the server clip the gradient norm; gradients of local parameters are clipped locally.
 
         Raises:
-            InvalidInput: If the server cannot clip so.
+            InvalidInput: If the server does not support the algorithm.
         """
         if not any(isinstance(one, RemoteHandle) for group in optimizer.param_groups for one in group["params"]):
             super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -160,12 +158,12 @@ class RemoteModule(RemoteBase):
             return
         if str(gradient_clip_algorithm or "norm").rsplit(".", 1)[-1].lower() != "norm":
             raise InvalidInput(
-                "gradient_clip_algorithm='value' cannot be had: the gradient of a remote model is on the server, which "
-                "clips its norm only. Use gradient_clip_algorithm='norm'."
+                "gradient_clip_algorithm='value' is not supported: the gradient of a remote model is on the server, "
+                "which only clips by norm. Use gradient_clip_algorithm='norm'."
             )
         inner = getattr(optimizer, "optimizer", optimizer)
         if not isinstance(inner, RemoteAdamW):
-            raise InvalidInput(f"gradient_clip_val needs RemoteAdamW, but the optimizer is {type(inner).__name__}")
+            raise InvalidInput(f"gradient_clip_val requires RemoteAdamW, but the optimizer is {type(inner).__name__}")
         inner.clip(float(gradient_clip_val))
 
     def _server_loss(
@@ -178,7 +176,7 @@ class RemoteModule(RemoteBase):
         return self.lm.server_loss(data, chosen.loss, chosen.config, inputs=inputs, added=added) / tokens
 
     def _log_present(self, metrics: Mapping[str, float], batch_size: int) -> None:
-        """Logs metrics of a step. Lightning would log the last value again of those that this step does not have."""
+        """Logs the metrics of a step; Lightning would repeat the last value of metrics that this step lacks."""
         for name in self._logged - metrics.keys():
             _compat.CURRENT_RESULTS.get(self.trainer).pop(f"training_step.{name}", None)
         self._logged = set(metrics)
