@@ -141,7 +141,7 @@ def test_a_failing_loss_stops_its_step_and_nothing_else(
         model.optim_step(FAST)
     assert (caught.value.operation, caught.value.model_id) == ("forward_backward_custom", model.model_id)
     assert bad.exception() is caught.value
-    with pytest.raises(OperationFailed, match=r"not sent, for another loss .* failed\. Mend that one"):
+    with pytest.raises(OperationFailed, match=r"not sent, because another loss .* failed\. Fix that one"):
         good.result()
     model.get_info()
     assert passes(recorded) == ["backward", "forward", "forward"]

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from tests.client.conftest import DATA, QUICK, TEXTS, nll, recording
 from tinker_lightning import AdamParams
 from tinker_lightning.client import ServiceClient, download
-from tinker_lightning.client.export import export_adapter
 from tinker_lightning.client.retry_policy import RetryPolicy
 from tinker_lightning.errors import ConnectionDropped, InvalidInput, MessageTooLarge, NotFound, OperationFailed
 from tinker_lightning.server import create_app
@@ -120,11 +119,6 @@ def test_a_link_to_a_folder_leads_to_it(model: TrainingClient, tmp_path: Path) -
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     assert model.export_adapter(tmp_path / "link") == tmp_path / "disk"
     assert names(tmp_path / "link") == FILES
-
-
-def test_what_cannot_be_downloaded_from_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="object cannot export"):
-        export_adapter(object(), tmp_path / "adapter")  # type: ignore[arg-type]
 
 
 class Downloads(httpx.AsyncBaseTransport):

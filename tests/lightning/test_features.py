@@ -465,7 +465,7 @@ def test_a_trainer_that_comes_second_on_another_thread(service: ServiceClient, m
     module, first = new(service, Logs), quiet()
     first.fit(module, loader())
     thread.join(60)
-    assert "another trainer's work" in refused[0]
+    assert "being run by another trainer" in refused[0]
     assert lingers.module is None
     assert module.lm.handle.remote.steps == 3
     quiet(max_steps=1).fit(module, loader())

@@ -160,6 +160,7 @@ class RemoteBase(pl.LightningModule):
             results.batch_size = count_datums(results.batch) or None
         super().log(*args, **kwargs)
 
+    @functools.wraps(pl.LightningModule.transfer_batch_to_device)  # Lightning warns data modules about an override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Moves the tensors of a batch to a device, but not datums and prompts, which are sent to the server."""
         if is_datum(batch) or hasattr(batch, "chunks"):
