@@ -160,7 +160,6 @@ class RemoteBase(pl.LightningModule):
             results.batch_size = count_datums(results.batch) or None
         super().log(*args, **kwargs)
 
-    @functools.wraps(pl.LightningModule.transfer_batch_to_device)  # Lightning warns data modules about an override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Moves the tensors of a batch to a device, but not datums and prompts, which are sent to the server."""
         if is_datum(batch) or hasattr(batch, "chunks"):
@@ -170,6 +169,9 @@ class RemoteBase(pl.LightningModule):
         if type(batch) in (list, tuple):
             return type(batch)(self.transfer_batch_to_device(each, device, dataloader_idx) for each in batch)
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    # So that Lightning does not count it as an override, about which it warns users of data modules.
+    transfer_batch_to_device.__wrapped__ = pl.LightningModule.transfer_batch_to_device  # type: ignore[attr-defined]
 
     # What to override.
 
