@@ -1,1 +1,1 @@
-"""What computes: base models, adapters, passes, sampling. Knows torch, and nothing of HTTP."""
+"""Base models, adapters, passes and sampling. Depends on torch, and not on HTTP."""

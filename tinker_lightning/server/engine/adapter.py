@@ -1,4 +1,4 @@
-"""An adapter in training: its weights, the gradient gathered since the last step, and AdamW's state."""
+"""An adapter in training: its weights, the accumulated gradient and the AdamW state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Adapter:
-    """Weights that learn. Every method either succeeds or leaves the adapter as it was."""
+    """Trainable LoRA weights. Every method either succeeds or leaves the adapter unchanged."""
 
     def __init__(self, weights: LoraWeights) -> None:
         self.weights = weights
@@ -30,17 +30,21 @@ class Adapter:
 
     @property
     def steps(self) -> int:
-        """How many steps AdamW has taken."""
+        """Number of optimizer steps taken."""
         state = self._optimizer.state[next(iter(self._parameters.values()))]
         return int(state["step"]) if state else 0
 
     def add_gradient(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Adds what a backward left on the parameters; gradients gather as a plain sum until the next step."""
+        """Adds the gradients of the parameters to the accumulated gradient, which is a plain sum until the next step.
+
+        Raises:
+            OperationFailed: If the sum would not be finite.
+        """
         found = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         total = self.gradient | {
             name: self.gradient[name] + grad if name in self.gradient else grad for name, grad in found.items()
         }
-        # Checked here and not in the step: a gradient that is not finite could never be applied nor taken back.
+        # Checked here and not in step(), because a non-finite gradient could be neither applied nor removed again.
         if not torch.isfinite(get_total_norm(total.values())):
             raise OperationFailed(
                 "with the gradient of this batch the sum since the last step would not be finite; it was not added. "
@@ -49,7 +53,11 @@ class Adapter:
         self.gradient = total
 
     def step(self, params: AdamParams) -> dict[str, float]:
-        """One step of AdamW on the gathered gradient, which is cleared; returns its metrics."""
+        """Takes an AdamW step with the accumulated gradient, clears the gradient and returns the metrics.
+
+        Raises:
+            OperationFailed: If the new weights would not be finite.
+        """
         gradients = {
             name: self.gradient.get(name, torch.zeros_like(parameter)) for name, parameter in self._parameters.items()
         }
@@ -66,7 +74,7 @@ class Adapter:
         backup = self._copy_state()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        # The moments of a gradient with a finite norm are finite, so only the weights can overflow.
+        # A gradient with a finite norm has finite moments, so only the weights can overflow.
         if not torch.isfinite(get_total_norm(parameter.detach() for parameter in self._parameters.values())):
             self._restore_state(backup)
             raise OperationFailed(
@@ -77,7 +85,7 @@ class Adapter:
         return {"grad_norm": float(norm), "learning_rate": params.learning_rate}
 
     def training_state(self) -> dict[str, Tensor]:
-        """AdamW's moments and step, and the gradient of an unfinished window: what a resumed run needs to be exact."""
+        """Returns the AdamW state and the gradient of an unfinished accumulation window, for an exact resume."""
         state: dict[str, Tensor] = {f"gradient/{name}": grad for name, grad in self.gradient.items()}
         for name, parameter in self._parameters.items():
             for key, value in self._optimizer.state[parameter].items():
@@ -85,7 +93,11 @@ class Adapter:
         return state
 
     def load(self, weights: LoraWeights, training_state: Mapping[str, Tensor] | None) -> None:
-        """Takes over weights, and the training state if given; without it AdamW starts anew."""
+        """Loads weights and the training state; without a training state, the optimizer is reset.
+
+        Raises:
+            InvalidInput: If the training state does not match the parameters.
+        """
         steps: list[dict[str, Tensor]] = []
         for name, parameter in self._parameters.items():
             state = {

@@ -1,4 +1,4 @@
-"""A causal language model that is loaded once and shared by everything trained or sampled on it."""
+"""A causal language model that is loaded once and shared by all adapters and samplers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class BaseModel:
-    """A frozen model, its tokenizer, and the adapters that can be put on it. Used by one thread at a time.
+    """A frozen model with its tokenizer and LoRA layers. Not thread-safe.
 
     Args:
-        name: What clients call it.
-        path: The folder it was loaded from, or its hub id.
-        dtype: What it computes in. float64 is for checking numerics.
+        name: The name that clients use.
+        path: The model folder or hub id.
+        dtype: The dtype of the model; float64 is meant for numerical tests.
     """
 
     def __init__(self, name: str, path: Path | str, dtype: torch.dtype = torch.float32) -> None:
@@ -41,29 +41,30 @@ class BaseModel:
         self._check_head()
 
     def hidden_states(self, tokens_BT: Tensor) -> Tensor:
-        """The decoder's output, before the output matrix.
+        """Returns the decoder's output, before the output matrix.
 
-        No attention mask is passed: attention is causal and padding stands on the right, so that no real token ever
-        sees it, and torch's fast causal kernel applies.
+        No attention mask is passed: attention is causal and padding is on the right, so real tokens never attend to
+        padding, and torch can use its fast causal kernel.
         """
         hidden_BTD: Tensor = self.model.get_decoder()(input_ids=tokens_BT, use_cache=False).last_hidden_state
         return hidden_BTD
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states."""
+        """Returns the logits of hidden states."""
         logits: Tensor = self.model.get_output_embeddings()(hidden)
         return logits
 
     def target_logprobs(self, hidden_ND: Tensor, targets_NK: Tensor) -> Tensor:
-        """Log-probabilities of the targets at these positions."""
+        """Returns the log-probabilities of the targets at these positions."""
         return target_logprobs(self.head, hidden_ND, targets_NK, self.vocab_size)
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Some architectures scale or cap around the output matrix; their log-probabilities would be silently wrong.
+        """Rejects architectures that scale or cap the logits, because log-probabilities would be silently wrong.
 
-        The matrix's answer is replaced by large numbers, because a cap cannot be seen on the small logits of an
-        untrained model: they must come out as the logits, and the matrix must have been given the decoder's output.
+        The output of the matrix is replaced by large numbers, because the small logits of an untrained model would not
+        reveal a cap. The model must return these numbers as logits, and the input of the matrix must be the decoder's
+        output.
         """
         tokens_BT = torch.arange(4).remainder(self.vocab_size)[None]
         given: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Passes with a loss of the whole batch: on its logits, or on the log-probabilities of its targets, stacked.
+"""Passes with a batch-level loss, on the logits or on the stacked log-probabilities of the targets.
 
 Shapes: B datums, T positions of the longest, V vocabulary, D hidden width, K alternatives per position.
 """
@@ -32,40 +32,40 @@ if TYPE_CHECKING:
     from tinker_lightning.server.engine.base import BaseModel
     from tinker_lightning.types import Datum
 
-# A loss on logits sees those of the whole batch at once, and keeps several tensors of their size: a gigabyte each.
+# A loss on logits gets the logits of the whole batch and keeps several tensors of this size, up to a gigabyte each.
 MAX_LOGITS = 1 << 28
 _PADDING: dict[Source, str] = {
     "logits": "; padding has attention_mask 0, but logits like any other position",
     "logprobs": "; behind the end of shorter datums all is 0",
 }
-# What the tensors of a loss may take together beside these, and the elements that it may read and write.
+# Limits for the intermediate tensors of a loss: their total size, and the number of elements read and written.
 MAX_LOSS_BYTES = 4 << 30
 MAX_WORK = 1 << 32
-# What the activations of a batch may take. The gradient of a loss of the whole batch is known only after all of it has
-# gone through the model, so that they have to be kept until then, or computed a second time.
+# Memory limit for the activations of a batch. The gradient of a batch-level loss is known only after the forward pass
+# of the whole batch, so activations have to be kept until then or recomputed.
 KEPT_BYTES = 2 << 30
 
 
 class StackedLoss(Protocol):
-    """A loss of a batch: a graph that was uploaded, or a Python function of this process."""
+    """A batch-level loss: an uploaded graph or a Python function in this process."""
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Name of the loss."""
 
     @property
     def source(self) -> Source:
-        """What it is computed from."""
+        """Model output that the loss is computed from."""
 
     @property
     def reads(self) -> frozenset[str] | None:
-        """All inputs that it ever looks at; None if that is not known."""
+        """Names of all inputs that the loss can read, or None if unknown."""
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
-        """All settings, with those of a call."""
+        """Returns all settings: the defaults, overridden by `given`."""
 
     def select(self, present: Iterable[str]) -> tuple[str, ...]:
-        """Returns the names of the inputs that it reads."""
+        """Returns the names of the inputs to pass to the loss."""
 
     def check(
         self,
@@ -74,7 +74,7 @@ class StackedLoss(Protocol):
         hyperparameters: Mapping[str, Setting],
         limits: Limits,
     ) -> None:
-        """Refuses what can be seen from shapes alone."""
+        """Raises if the shapes alone show that the loss cannot be computed."""
 
     def __call__(
         self,
@@ -83,7 +83,7 @@ class StackedLoss(Protocol):
         hyperparameters: Mapping[str, Setting],
         limits: Limits,
     ) -> LossFnOutput:
-        """The loss."""
+        """Computes the loss."""
 
 
 def run_batch_pass(
@@ -98,11 +98,12 @@ def run_batch_pass(
     scale: float = 1.0,
     token_budget: int = TOKEN_BUDGET,
 ) -> ForwardBackwardOutput:
-    """The loss of a batch and what it returns; adds `scale` times its gradient unless `forward_only`.
+    """Runs a pass with a batch-level loss; adds `scale` times the gradient to the adapter unless `forward_only`.
+
+    The adapter is unchanged if an error is raised.
 
     Raises:
-        InvalidInput: If a datum, an input or a setting cannot be used, or the loss cannot be trained on. The adapter
-            is as it was.
+        InvalidInput: If a datum, an input, a setting or the loss is invalid.
         OperationFailed: If the gradient is not finite.
     """
     if not data:
@@ -142,14 +143,14 @@ def run_batch_pass(
             by_datum = _per_datum(returned, lengths)
             gradient = None if forward_only else loss_gradient(output.loss, leaf)
         if gradient is not None:
-            del output, returned, leaf  # the loss's own graph, before the model's backward needs the memory
+            del output, returned, leaf  # frees the autograd graph of the loss before the model's backward
             model_output.backward(gradient if scale == 1 else gradient * scale)
             adapter.add_gradient(parameters)
     return ForwardBackwardOutput(by_datum, metrics)
 
 
 def _limits(elements: int) -> Limits:
-    """What a loss may take grows with what it is given, but only so far."""
+    """Returns limits that grow with the size of the model output, up to a maximum."""
     total = min(max(1 << 27, 64 * elements), MAX_WORK)
     return Limits(elements=max(1 << 23, 2 * elements), total=total, seconds=60.0, memory=MAX_LOSS_BYTES)
 
@@ -168,9 +169,9 @@ def _read(index: int, datum: Datum, base: BaseModel) -> Tensor:
 
 
 def _hidden_states(base: BaseModel, tokens_B: Sequence[Tensor], token_budget: int) -> list[Tensor]:
-    """The hidden states of each datum, `[T, D]`.
+    """Returns the hidden states of each datum, `[T, D]`.
 
-    If activations would take too much memory, they are not kept but computed again in the backward.
+    Activations that would take too much memory are recomputed in the backward pass.
     """
     lengths = [len(tokens) for tokens in tokens_B]
     batches = group_by_length(lengths, token_budget)
@@ -189,7 +190,7 @@ def _hidden_states(base: BaseModel, tokens_B: Sequence[Tensor], token_budget: in
 
 
 def _activation_bytes(base: BaseModel) -> int:
-    """About what a position leaves in memory for the backward: 2 MB on a model of 135M parameters."""
+    """Estimates the activation memory per position: about 2 MB for a model with 135M parameters."""
     config = base.model.config
     width = int(getattr(config, "hidden_size", 1024))
     inner = int(getattr(config, "intermediate_size", None) or 4 * width)
@@ -198,7 +199,7 @@ def _activation_bytes(base: BaseModel) -> int:
 
 
 def _target_logprobs(base: BaseModel, hidden_B: Sequence[Tensor], targets_B: Sequence[Tensor]) -> Tensor:
-    """`[B, T]` or `[B, T, K]`, zero behind the end of shorter datums."""
+    """Returns log-probabilities as `[B, T]` or `[B, T, K]`, padded with zeros."""
     targets_NK = torch.cat([targets.reshape(len(targets), -1) for targets in targets_B])
     parts = base.target_logprobs(torch.cat(list(hidden_B)), targets_NK).split([len(targets) for targets in targets_B])
     return pad_sequence(
@@ -207,7 +208,7 @@ def _target_logprobs(base: BaseModel, hidden_B: Sequence[Tensor], targets_B: Seq
 
 
 def _numbers(diagnostics: Mapping[str, Any], own: Mapping[str, float]) -> dict[str, float]:
-    """Diagnostics as metrics; those that every pass has may be given too, but not as something else."""
+    """Converts diagnostics to metrics; raises if one contradicts a metric that every pass returns."""
     names = metric_names(diagnostics)
     numbers = {names[name]: number(name, value) for name, value in diagnostics.items()}
     for name, value in own.items():
@@ -220,10 +221,10 @@ def _numbers(diagnostics: Mapping[str, Any], own: Mapping[str, float]) -> dict[s
 
 
 def _per_datum(logprobs: Any, lengths: Sequence[int]) -> list[dict[str, TensorData]]:
-    """What the loss returns for each datum, without padding.
+    """Splits the returned log-probabilities by datum and removes padding.
 
     Raises:
-        InvalidLoss: If it has not one row for each.
+        InvalidLoss: If the number of rows differs from the number of datums.
     """
     if logprobs is None:
         return [{} for _ in lengths]

@@ -1,4 +1,4 @@
-"""Groups sequences so that a pass wastes little on padding and never holds more than its token budget."""
+"""Groups sequences into batches with little padding and within a token budget."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ if TYPE_CHECKING:
 
 
 def group_by_length(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Splits indices into batches, longest sequences first, each at most `token_budget` tokens once padded.
+    """Splits indices into batches of at most `token_budget` tokens including padding, longest sequences first.
 
-    A sequence that is longer than the budget gets a batch of its own. Ties keep their order, so that the same
-    request is always computed in the same way.
+    A sequence that exceeds the budget gets its own batch. Sequences of equal length keep their order, so the result is
+    deterministic.
 
     >>> group_by_length([3, 9, 4, 3], token_budget=9)
     [[1], [2, 0], [3]]
     """
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        # Lengths fall, so the first of a batch is the one that the others are padded to.
+        # Lengths are descending, so all sequences of a batch are padded to its first one.
         if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= token_budget:
             batches[-1].append(index)
         else:

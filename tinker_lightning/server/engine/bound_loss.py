@@ -1,4 +1,4 @@
-"""Reads what a loss needs from a datum, and applies it: built-in losses, and graphs that clients have uploaded."""
+"""Per-datum losses: reads their inputs from a datum and evaluates them, for built-in losses and uploaded graphs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tinker_lightning.types import Datum
 
 
-# What an uploaded loss may run with all datums of a request. The model's own time is not counted.
+# Time limit for an uploaded loss over all datums of a request, without the time spent in the model.
 REQUEST_SECONDS = 60.0
 
 
@@ -34,7 +34,7 @@ class Evaluated:
 
     Args:
         value: The loss.
-        term: What the backward starts from: its gradient by the log-probabilities is the loss's.
+        term: The tensor to call backward on. It has the gradient of the loss with respect to the log-probabilities.
         metrics: Sums, to be added up over datums.
     """
 
@@ -44,10 +44,10 @@ class Evaluated:
 
 
 class BoundLoss:
-    """A loss with its settings, ready for the datums of one request.
+    """A built-in loss with the settings of one request.
 
     Raises:
-        InvalidInput: If the loss or a setting of it is not known, or a setting has no value that it can have.
+        InvalidInput: If the loss or a setting is unknown, or a setting has an invalid value.
     """
 
     def __init__(self, name: str, config: Mapping[str, float | str]) -> None:
@@ -66,10 +66,10 @@ class BoundLoss:
             raise InvalidInput(f"loss_fn_config: {fault}")
 
     def read(self, datum: Datum, *, dtype: torch.dtype) -> list[Any]:
-        """The formula's arguments behind the log-probabilities, from one datum.
+        """Returns the arguments of the formula that follow the log-probabilities.
 
         Raises:
-            InvalidDatum: If an entry is missing, has the wrong shape, or holds NaN or infinity.
+            InvalidDatum: If an entry is missing, has the wrong shape, or contains NaN or infinity.
         """
         shape = datum.loss_fn_inputs["target_tokens"].shape
         if self.spec.is_of_sequence and len(shape) != 1:
@@ -104,10 +104,10 @@ class BoundLoss:
         return tensor.to_torch().to(dtype)
 
     def evaluate(self, logprobs: Tensor, arguments: list[Any]) -> Evaluated:
-        """The loss of a datum.
+        """Computes the loss of a datum.
 
         Raises:
-            LossNotFinite: If its value is NaN or infinite.
+            LossNotFinite: If the loss is NaN or infinite.
         """
         value = self.spec.formula(logprobs, *arguments).sum()
         if not math.isfinite(value.item()):
@@ -124,15 +124,15 @@ class BoundLoss:
         )
 
     def reduce(self, metrics: Mapping[str, float], _: int) -> dict[str, float]:
-        """The metrics of a batch from their sums over its datums."""
+        """Computes the metrics of a batch from their sums over its datums."""
         return dict(metrics)
 
     def _metrics(self, logprobs: Tensor, arguments: list[Any]) -> dict[str, float]:
-        """What helps to watch a run, of one datum: sums, to be added up over datums."""
+        """Returns the metrics of one datum as sums, to be added up over datums."""
         if self.name == "cross_entropy":
             return {"weights:sum": float(arguments[0].sum())}
         old_logprobs, advantages = arguments[:2]
-        # Prompts are masked by advantages of zero, and have no log-probabilities of the sampling policy.
+        # Prompt tokens are masked with zero advantages and have no log-probabilities of the sampling policy.
         counted = advantages != 0
         log_ratio = torch.where(counted, logprobs - old_logprobs, 0.0)
         metrics = {"action_tokens:sum": float(counted.sum()), "kl_old_new:sum": float(-log_ratio.sum())}
@@ -144,7 +144,7 @@ class BoundLoss:
 
 
 class BoundGraph:
-    """A loss that a client has uploaded for single datums, ready for those of one request."""
+    """An uploaded per-datum loss, for the datums of one request."""
 
     def __init__(self, loss: DatumLoss) -> None:
         self.name = loss.name
@@ -152,22 +152,22 @@ class BoundGraph:
         self._spent = 0.0  # seconds in the loss, not in the model
 
     def read(self, datum: Datum, *, dtype: torch.dtype) -> list[Any]:
-        """The inputs behind the log-probabilities, from one datum; not yet dense, for sparse ones can be any size.
+        """Returns the inputs that follow the log-probabilities, still sparse because dense ones could have any size.
 
         Raises:
-            InvalidInput: If one is missing, or the loss cannot take it.
+            InvalidInput: If an input is missing or invalid.
         """
         selected = self._loss.select(datum.loss_fn_inputs)
-        # On shapes alone, so that what cannot work is refused before the model has run.
+        # Checks the shapes alone, so that invalid inputs raise before the model runs.
         with self._clock() as deadline:
             self._loss.check(datum.loss_fn_inputs["target_tokens"].shape, selected, dtype, deadline=deadline)
         return selected
 
     def evaluate(self, logprobs: Tensor, arguments: list[Any]) -> Evaluated:
-        """The loss of a datum. Its own graph is gone when this returns; what remains is linear in the gradient.
+        """Computes the loss of a datum and frees its autograd graph; the returned term is linear in the logprobs.
 
         Raises:
-            InvalidLoss: If a call of the graph fails or takes too much, or there is no gradient.
+            InvalidLoss: If the graph fails, exceeds its limits or has no gradient.
         """
         leaf = logprobs.detach().requires_grad_(torch.is_grad_enabled())
         with self._clock() as deadline:
@@ -177,12 +177,12 @@ class BoundGraph:
             if not torch.is_grad_enabled():
                 return Evaluated(value, loss, numbers)
             gradient = loss_gradient(loss, leaf)
-        # As a client's own custom loss does it: the linear loss that has the same gradient.
+        # A linear loss with the same gradient, as for custom losses that run on the client.
         return Evaluated(value, (gradient * logprobs).sum(), numbers)
 
     @contextmanager
     def _clock(self) -> Iterator[float]:
-        """Takes the time that the loss takes; gives when it must have ended, by `time.monotonic`."""
+        """Measures the time spent in the loss; yields the deadline, in `time.monotonic` time."""
         started = time.monotonic()
         if self._spent > REQUEST_SECONDS:
             raise InvalidLoss(
@@ -195,13 +195,13 @@ class BoundGraph:
             self._spent += time.monotonic() - started
 
     def reduce(self, metrics: Mapping[str, float], datums: int) -> dict[str, float]:
-        """The metrics of a batch from their sums over its datums."""
+        """Computes the metrics of a batch from their sums over its datums."""
         return {name: value / datums if name.endswith(":mean") else value for name, value in metrics.items()}
 
 
 @contextmanager
 def blaming(what: str) -> Iterator[None]:
-    """Puts in front of an error of a loss whose it is."""
+    """Prefixes the message of an `InvalidLoss` with the loss that caused it."""
     try:
         yield
     except InvalidLoss as error:
@@ -209,15 +209,15 @@ def blaming(what: str) -> Iterator[None]:
 
 
 def loss_gradient(loss: Tensor, leaf: Tensor) -> Tensor:
-    """Returns the gradient of a loss with respect to what it was computed from.
+    """Returns the gradient of a loss with respect to `leaf`.
 
     Raises:
-        InvalidLoss: If there is none, or it is not finite.
+        InvalidLoss: If the loss has no gradient, or the gradient is not finite.
     """
     check_differentiable(loss, "outputs of the model")
     try:
         gradient: Tensor | None = torch.autograd.grad(loss, leaf, allow_unused=True)[0]
-    except RuntimeError as error:  # a Python function may change in place what its backward needs
+    except RuntimeError as error:  # a Python function may modify tensors in place that backward needs
         raise InvalidLoss(f"the loss has no gradient: {str(error).partition(chr(10))[0][:300]}") from error
     if gradient is None:
         return torch.zeros_like(leaf)

@@ -1,4 +1,4 @@
-"""Which model a name means, and loading it once."""
+"""Finds base models by name and loads each of them once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The version is part of the folder's name: a change of how it is built must not meet an old folder.
+# The folder name contains a version, so that a changed builder does not reuse an old folder.
 _BUILDERS: Mapping[str, tuple[str, Callable[[Path], None]]] = {
     "tiny": ("tiny-v2", tiny.build),
     "smollm2-135m": ("smollm2-135m-v1", smollm2.build),
@@ -30,7 +30,7 @@ _BUILDERS: Mapping[str, tuple[str, Callable[[Path], None]]] = {
 
 
 def cache_dir() -> Path:
-    """Where converted models are kept: `TINKER_LIGHTNING_CACHE`, or the user's cache folder."""
+    """Returns the folder for converted models: `TINKER_LIGHTNING_CACHE`, or the user's cache folder."""
     if path := os.environ.get("TINKER_LIGHTNING_CACHE"):
         return Path(path).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "tinker_lightning"
@@ -40,9 +40,9 @@ class Catalog:
     """The base models of a server.
 
     Args:
-        names: The models that clients may ask for. None lets them ask for anything that can be found here, folders
-            included, which is for a trainer in one's own process only.
-        dtype: What the models compute in.
+        names: The models that clients may use. None allows every model that can be found on this machine, including
+            folders, and is only meant for a trainer in the client's process.
+        dtype: The dtype of the models.
     """
 
     def __init__(self, names: Sequence[str] | None = None, *, dtype: torch.dtype = torch.float32) -> None:
@@ -53,15 +53,15 @@ class Catalog:
 
     @property
     def names(self) -> list[str]:
-        """The models that can be asked for by name."""
+        """Names of the available models."""
         return list(_BUILDERS) if self._names is None else self._names
 
     def loaded(self, name: str) -> BaseModel | None:
-        """The model if it is in memory."""
+        """Returns the model if it is in memory."""
         return self._models.get(name)
 
     def check(self, name: str) -> None:
-        """Refuses a name that is not served, without loading anything."""
+        """Raises `ModelNotFound` if the model is not served. Does not load the model."""
         if self._names is not None and name not in self._names:
             raise ModelNotFound(
                 f"base_model {name!r} is not served here; served are {', '.join(self._names)}. Start the server with "
@@ -69,7 +69,7 @@ class Catalog:
             )
 
     def get(self, name: str) -> BaseModel:
-        """The model, loaded at its first use."""
+        """Returns the model and loads it on first use."""
         self.check(name)
         with self._lock:
             if name not in self._models:
@@ -91,13 +91,13 @@ def _load(name: str, dtype: torch.dtype) -> BaseModel:
             f"there is no model {name!r}. Use {', '.join(_BUILDERS)}, an existing folder with a Hugging Face model, or "
             "a hub id of the form organisation/model."
         )
-    if is_folder and not (path / "config.json").is_file():  # transformers would speak of tokenizers
+    if is_folder and not (path / "config.json").is_file():  # the error of transformers would be about tokenizers
         raise ModelNotFound(f"{name} could not be loaded: it has no config.json, so it is no Hugging Face model.")
     try:
         return BaseModel(name, path.absolute() if is_folder else name, dtype)
     except TinkerLightningError:
         raise
-    except (OSError, ValueError) as error:  # transformers has no class of its own for what it cannot load
+    except (OSError, ValueError) as error:  # transformers has no exception class for load failures
         mend = "It must hold a Hugging Face causal language model and its tokenizer."
         if not is_folder:
             mend = "Download it where the hub can be reached and give its folder instead."
@@ -105,7 +105,7 @@ def _load(name: str, dtype: torch.dtype) -> BaseModel:
 
 
 def _build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Builds into a folder beside it and renames: a half-built model is never taken for a whole one."""
+    """Builds a model in a temporary folder and renames it, so that a partial build is never used."""
     if not folder.is_dir():
         logger.info("preparing %s, once", folder)
         try:
@@ -122,7 +122,7 @@ def _build_once(folder: Path, build: Callable[[Path], None]) -> Path:
             try:
                 part.rename(folder)
             except OSError:
-                if not folder.is_dir():  # else another process was faster, with the same result
+                if not folder.is_dir():  # otherwise another process has built it in the meantime
                     raise
         finally:
             shutil.rmtree(part, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The inputs of a loss of a whole batch: those of its datums, stacked, and those that were given once."""
+"""Inputs of a batch-level loss: stacked inputs of the datums, and inputs of the whole batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tinker_lightning.types import Datum, TensorData
 
 
-# What the losses of this package read, beside what every datum is checked for.
+# Inputs of the losses in this package with a known layout, in addition to those that every datum is checked for.
 _BY_TOKEN = PER_TOKEN | {"reference_logprobs", "teacher_logprobs"}
 _BY_DATUM = frozenset({"reward"})
 
@@ -31,15 +31,15 @@ def stack_inputs(
     dtype: torch.dtype,
     max_elements: int,
 ) -> dict[str, Tensor]:
-    """The named inputs, with a row for each datum; those given once for the batch stay as they are.
+    """Returns the named inputs, stacked over datums; inputs in `once` keep their shape.
 
-    Where datums have one row for each token they become `[B, T, ...]`, with zeros behind the end of shorter ones; where
-    they have one number, `[B]`; other inputs must have the same shape in all datums. Where every datum has one token
-    and one number for it, only a known name tells which of both is meant.
+    Inputs with one row per token become `[B, T, ...]`, padded with zeros, and inputs with one number per datum become
+    `[B]`. Other inputs must have the same shape in all datums. If every datum has a single token and a single number,
+    only a known name determines the layout.
 
     Raises:
-        InvalidInput: If one is missing in a datum, is given twice, can be meant in two ways, or the datums' shapes do
-            not fit each other.
+        InvalidInput: If an input is missing in a datum, given twice or ambiguous, or the shapes of the datums do not
+            match.
     """
     inputs = {}
     for name in names:
@@ -63,7 +63,7 @@ def _stacked(
     shapes = [tensor.shape for tensor in tensors]
     by_token = all(shape[:1] == [length] for shape, length in zip(shapes, lengths, strict=True))
     rows = max(lengths) if by_token else math.prod(shapes[0][:1])
-    # Before anything is made dense: a few bytes of sparse rows can claim any size.
+    # Checked before tensors are made dense, because a few bytes of sparse rows can declare any size.
     _check_size(name, len(tensors) * max(rows * math.prod(shape[1:]) for shape in shapes), max_elements)
     if name in _BY_TOKEN and not by_token:
         i = next(i for i, (shape, length) in enumerate(zip(shapes, lengths, strict=True)) if shape[:1] != [length])
@@ -71,7 +71,7 @@ def _stacked(
             f"datum {i}: {name} has the shape {shapes[i]}, but it must have one row for each of the {lengths[i]} "
             "tokens. Give a number for the whole datum another name."
         )
-    # Protobuf does not tell a number from a vector of one.
+    # Protobuf does not distinguish a scalar from a vector with one element.
     if name not in _BY_TOKEN and all(math.prod(shape) == 1 and len(shape) < 2 for shape in shapes):
         if by_token and name not in _BY_DATUM:
             raise InvalidInput(

@@ -1,4 +1,4 @@
-"""Log-probabilities of target tokens from hidden states, never holding the logits of a whole batch.
+"""Log-probabilities of target tokens from hidden states, without the logits of the whole batch in memory.
 
 Shapes: N positions, D hidden width, V vocabulary, K alternatives per position.
 """
@@ -14,16 +14,16 @@ from torch.utils.checkpoint import checkpoint
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# The most that the logits of one chunk of positions may take: enough for a whole batch of passes.TOKEN_BUDGET positions
-# and a vocabulary of 50k, so that nothing is computed twice there.
+# Memory limit for the logits of one chunk of positions. A batch of passes.TOKEN_BUDGET positions with a vocabulary of
+# 50k fits into one chunk, so nothing is recomputed.
 LOGITS_BYTES = 128 << 20
 
 
 def target_logprobs(head: Callable[[Tensor], Tensor], hidden_ND: Tensor, targets_NK: Tensor, vocab_size: int) -> Tensor:
-    """`log softmax(head(hidden))` at the targets, `[N, K]`, computed chunk by chunk of positions.
+    """Returns `log softmax(head(hidden))` at the targets, `[N, K]`, computed in chunks of positions.
 
-    With more than one chunk the logits are not kept for the backward but computed again: one more product with the
-    output matrix, for a memory that does not grow with the batch.
+    With more than one chunk, the logits are recomputed in the backward pass. This costs another product with the output
+    matrix, but memory does not grow with the batch.
     """
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
     rows = max(1, LOGITS_BYTES // (vocab_size * wide.itemsize))
@@ -41,7 +41,7 @@ def target_logprobs(head: Callable[[Tensor], Tensor], hidden_ND: Tensor, targets
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """A gather from log_softmax whose backward fills one `[N, V]` buffer instead of four."""
+    """Gathers from log_softmax, with a backward that allocates one `[N, V]` buffer instead of four."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_NK: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Low-rank adapters by peft: one base model, any number of adapters, each only the memory of its own tensors."""
+"""LoRA adapters with peft: any number of adapters share one base model, and each takes only its own tensors' memory."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 ALPHA = 32
-# Ranks up to the model's width are taken, and on the smallest models up to this, which clients commonly ask for.
+# The maximum rank is the model's width, or this common rank if the model is narrower.
 MIN_LARGEST_RANK = 128
 
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
-    """The tensors of an adapter, under the names of peft's own files, and what they fit."""
+    """The config and the tensors of an adapter, with the names that peft uses in files."""
 
     config: LoraConfig
     tensors: dict[str, Tensor]
 
     def copy(self) -> LoraWeights:
-        """The same weights in memory of their own."""
+        """Returns a deep copy."""
         return LoraWeights(self.config, {name: tensor.detach().clone() for name, tensor in self.tensors.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A peft adapter of one shape. It owns no weights: those of whoever is in use are put into it."""
+    """A peft adapter of one shape. It has no weights of its own; `LoraHost.use` inserts those of the active adapter."""
 
     name: str
     peft_config: peft.LoraConfig
@@ -48,22 +48,22 @@ class _Slot:
 
 
 class LoraHost:
-    """A base model with places for adapters. One adapter, or none, is in use at a time."""
+    """A base model with LoRA layers. At most one adapter is active at a time."""
 
     def __init__(self, model: Any, base_path: str) -> None:
         self._model = model
         self._base_path = base_path
         self._layers = _linear_layers(model)
-        # As peft does: adapters of a half-precision model are float32.
+        # Adapters of a half-precision model are float32, as in peft.
         self._dtype = torch.promote_types(model.dtype, torch.float32)
         self._largest_rank = max(model.get_output_embeddings().weight.shape[1], MIN_LARGEST_RANK)
         self._peft: peft.PeftModel | None = None
         self._slots: dict[tuple[int, bool, bool, bool], _Slot] = {}
 
     def new_weights(self, config: LoraConfig) -> LoraWeights:
-        """Draws new weights with peft's distribution: A is Kaiming uniform from the seed (default 0), B is zero."""
+        """Initializes weights like peft: A is Kaiming uniform from the seed (0 by default), B is zero."""
         slot = self._slot(config)
-        # A private generator: torch's global one belongs to the user, and another trainer may be drawing from it.
+        # A private generator, because the user or another trainer may use torch's global one.
         generator = torch.Generator().manual_seed(config.seed or 0)
         tensors = {name: torch.zeros(shape, dtype=slot.parameters[name].dtype) for name, shape in slot.shapes.items()}
         for name, tensor in tensors.items():
@@ -74,7 +74,7 @@ class LoraHost:
         return LoraWeights(config, tensors)
 
     def check(self, weights: LoraWeights) -> None:
-        """Refuses weights that were made for another model or another rank."""
+        """Raises `InvalidInput` if the weights belong to another model or have another rank."""
         expected = self._slot(weights.config).shapes
         missing, unknown = expected.keys() - weights.tensors.keys(), weights.tensors.keys() - expected.keys()
         if missing or unknown:
@@ -88,12 +88,12 @@ class LoraHost:
                 raise InvalidInput(f"the adapter does not fit: {name} has the shape {got}, not {list(shape)}")
 
     def peft_config(self, config: LoraConfig) -> peft.LoraConfig:
-        """What peft writes beside the tensors of such an adapter."""
+        """Returns the config that peft saves with the tensors of such an adapter."""
         return self._slot(config).peft_config
 
     @contextmanager
     def use(self, weights: LoraWeights | None) -> Iterator[dict[str, nn.Parameter]]:
-        """Runs the model with these weights, or without an adapter; yields the parameters that receive gradients."""
+        """Activates these weights, or disables all adapters if None; yields the parameters that receive gradients."""
         if weights is None:
             if self._peft is None:
                 yield {}
@@ -102,7 +102,7 @@ class LoraHost:
                     yield {}
             return
         slot = self._slot(weights.config)
-        assert self._peft is not None  # noqa: S101  # the slot was made in it
+        assert self._peft is not None  # noqa: S101  # _slot() has created it
         self._peft.set_adapter(slot.name)
         try:
             for name, parameter in slot.parameters.items():
@@ -134,14 +134,14 @@ class LoraHost:
             base_model_name_or_path=self._base_path,
             target_modules=_target_modules(self._layers, config),
         )
-        # On the meta device peft draws no random numbers. `low_cpu_mem_usage` does the same, but by patching nn.Module
-        # for all threads of the process.
+        # On the meta device peft draws no random numbers. `low_cpu_mem_usage` has the same effect, but patches
+        # nn.Module for all threads of the process.
         with PROCESS_WIDE, warnings.catch_warnings(), torch.device("meta"):
-            # Only the adapter of the output matrix is trained; the embedding it is tied to does not change.
+            # Only the adapter of the output matrix is trained; the tied embedding does not change.
             warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
-            # peft detects layers with a transposed matrix (GPT-2's Conv1D) by itself, and warns about it.
+            # peft detects layers with a transposed matrix (GPT-2's Conv1D) and warns about them.
             warnings.filterwarnings("ignore", message="fan_in_fan_out")
-            # peft reads a property that newer releases of transformers have renamed.
+            # peft reads a property that was renamed in newer releases of transformers.
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
             if self._peft is None:
                 try:
@@ -166,7 +166,7 @@ class LoraHost:
 
 
 def _remove_peft(model: Any) -> None:
-    """Undoes an injection that failed partway; otherwise peft would refuse the model from then on."""
+    """Removes the layers of a failed injection; otherwise peft would reject the model from then on."""
     for name, module in list(model.named_modules()):
         if isinstance(module, LoraLayer):
             path, _, attribute = name.rpartition(".")
@@ -175,7 +175,7 @@ def _remove_peft(model: Any) -> None:
 
 
 def _linear_layers(model: Any) -> dict[str, str]:
-    """The name of each layer that can have an adapter, and its part of the model: unembed, attn, mlp or other."""
+    """Maps the name of each adaptable layer to its part of the model: unembed, attn, mlp or other."""
     head = model.get_output_embeddings()
     return {
         name: "unembed" if module is head else _part(name)
@@ -193,7 +193,7 @@ def _part(name: str) -> str:
 
 
 def _target_modules(layers: Mapping[str, str], config: LoraConfig) -> list[str]:
-    """The layers to train, by the last part of their names where that is enough to tell them from the others."""
+    """Returns the layers to train, by the last part of their names if that is unambiguous, otherwise by full name."""
     train = {"unembed": config.train_unembed, "attn": config.train_attn, "mlp": config.train_mlp, "other": False}
     wanted = [name for name, part in layers.items() if train[part]]
     if not wanted:

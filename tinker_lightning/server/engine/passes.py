@@ -1,4 +1,4 @@
-"""Forward and backward passes over a batch of datums of any size and mix of lengths.
+"""Forward and backward passes with a per-datum loss, for batches of any size and any mix of lengths.
 
 Shapes: B datums, T positions, N positions of all datums without padding, K alternatives per position.
 """
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from tinker_lightning.server.engine.base import BaseModel
     from tinker_lightning.types import Datum, ModelInput
 
-# How many positions, padding included, go through the model at once. Activations take about 2.5 MB each on a model of
-# 135M parameters; beyond 512 the matrix products of a processor get no faster.
+# Number of positions, including padding, per model call. Activations take about 2.5 MB per position for a model with
+# 135M parameters; on a CPU, matrix products get no faster beyond 512.
 TOKEN_BUDGET = 512
 
 
 @dataclass(frozen=True, slots=True)
 class _Example:
-    """A datum that was found to be whole, as tensors."""
+    """A validated datum, as tensors."""
 
     tokens_T: Tensor
     targets_TK: Tensor
@@ -52,14 +52,14 @@ def run_pass(
     scale: float = 1.0,
     token_budget: int = TOKEN_BUDGET,
 ) -> ForwardBackwardOutput:
-    """The log-probabilities of every target and the summed loss; adds the loss's gradient unless `forward_only`.
+    """Returns the log-probabilities of all targets and the summed loss; adds the gradient unless `forward_only`.
 
-    `scale` multiplies the gradient and nothing else.
+    `scale` multiplies only the gradient. The adapter is unchanged if an error is raised.
 
     Raises:
-        InvalidInput: If a datum cannot be used; names the datum and its field. Nothing was computed.
-        InvalidLoss: If the loss of a datum cannot be trained on; names the datum. The adapter is as it was.
-        OperationFailed: If the gradient is not finite. The adapter is as it was.
+        InvalidInput: If a datum is invalid. The message contains its index and field. Nothing has been computed.
+        InvalidLoss: If the loss of a datum is invalid. The message contains the index of the datum.
+        OperationFailed: If the gradient is not finite.
     """
     loss = BoundLoss(loss_fn, loss_fn_config) if isinstance(loss_fn, str) else loss_fn
     dtype = next(iter(adapter.weights.tensors.values())).dtype
@@ -91,7 +91,7 @@ def run_pass(
 
 
 def _logprobs(base: BaseModel, examples: Sequence[_Example]) -> list[Tensor]:
-    """One tensor of log-probabilities per example, shaped like its targets."""
+    """Returns the log-probabilities of each example, in the shape of its targets."""
     tokens_BT = torch.nn.utils.rnn.pad_sequence([example.tokens_T for example in examples], batch_first=True)
     lengths = [len(example.tokens_T) for example in examples]
     hidden_BTD = base.hidden_states(tokens_BT)
@@ -121,10 +121,10 @@ def _read(index: int, datum: Datum, base: BaseModel, loss: BoundLoss | BoundGrap
 
 
 def read_targets(data: Sequence[Datum], lengths: Sequence[int], base: BaseModel) -> list[Tensor]:
-    """The targets of datums that are to be stacked.
+    """Returns the targets of datums that can be stacked.
 
     Raises:
-        InvalidDatum: If a datum has none, ids outside the vocabulary, or another number of alternatives than others.
+        InvalidDatum: If targets are missing, outside the vocabulary, or differ in the number of alternatives.
     """
     found: list[Tensor] = []
     for i, (datum, length) in enumerate(zip(data, lengths, strict=True)):
@@ -148,7 +148,7 @@ def _read_targets(datum: Datum, base: BaseModel) -> Tensor:
     if not math.prod(targets.shape):
         raise InvalidDatum(f"target_tokens: has the shape {targets.shape}, so there is nothing to predict")
     if len(targets.shape) == 2 and targets.shape[1] > base.vocab_size:
-        # Checked before it is made dense: a few bytes of sparse rows can claim any width.
+        # Checked before the tensor is made dense, because a few bytes of sparse rows can declare any width.
         raise InvalidDatum(f"target_tokens: {targets.shape[1]} alternatives are more than the vocabulary has")
     dense = targets.to_torch()
     _check_range("target_tokens", dense, base.vocab_size)
@@ -156,10 +156,10 @@ def _read_targets(datum: Datum, base: BaseModel) -> Tensor:
 
 
 def read_tokens(name: str, model_input: ModelInput, base: BaseModel) -> Tensor:
-    """The token ids of an input that this model can read; `name` is what errors call it.
+    """Returns the token ids of an input; `name` is used in error messages.
 
     Raises:
-        InvalidDatum: If it is empty, too long, not text, or has ids outside the vocabulary.
+        InvalidDatum: If the input is empty, too long, not text, or has ids outside the vocabulary.
     """
     if not model_input.is_text:
         raise InvalidDatum(f"{name}: {base.name} reads text only, and this has other chunks")

@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
     import torch
 
-# Held wherever a library changes state of the whole process for a moment: transformers patches torch and its own
-# classes while it builds a model, and `warnings.catch_warnings` replaces the filters. If two threads did that at once,
-# one of them could restore what the other had set, for good.
+# Held while a library temporarily changes process-wide state: transformers patches torch and its own classes while it
+# builds a model, and `warnings.catch_warnings` replaces the filters. If two threads did this at once, one of them could
+# permanently restore the temporary state of the other.
 PROCESS_WIDE = threading.RLock()
 
 
 def load_model(path: Path | str, dtype: torch.dtype, **options: Any) -> Any:
-    """Loads a causal language model from a folder or a hub id, without a progress bar."""
+    """Loads a causal language model from a folder or the hub, without a progress bar."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

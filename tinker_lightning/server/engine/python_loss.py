@@ -1,4 +1,4 @@
-"""A loss of a whole batch that is a Python function of this process, run as it is and without bounds."""
+"""A batch-level loss that is a Python function in this process and runs without limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PythonLoss:
-    """A function with the signature of its source, under a name."""
+    """A named Python function with the signature that its source requires."""
 
     name: str
     source: Source
@@ -31,10 +31,10 @@ class PythonLoss:
 
     @classmethod
     def of(cls, name: str, source: Source, function: Any) -> PythonLoss:
-        """A function that was looked at.
+        """Creates a loss from a function.
 
         Raises:
-            InvalidLoss: If it has not the parameters of a loss.
+            InvalidLoss: If the function does not have the parameters of a loss.
         """
         check_name(name)
         if not callable(function):
@@ -43,24 +43,24 @@ class PythonLoss:
         return cls(name, source, function, read_hyperparameters(function, source), description[:200])
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
-        """Returns all settings, with those of a call; none is fixed, because Python runs at each call.
+        """Returns all settings: the defaults, overridden by `given`.
 
         Raises:
-            InvalidInput: If one is unknown, or has an invalid value.
+            InvalidInput: If a setting is unknown or has an invalid value.
         """
         known = {name: Hyperparameter(default) for name, default in self.defaults.items()}
         return settings(self.name, known, given, takes_others=takes_others(self.function))
 
     @property
     def reads(self) -> None:
-        """Only the function knows."""
+        """Always None, because only the function itself determines its inputs."""
 
     def select(self, present: Iterable[str]) -> tuple[str, ...]:
-        """All inputs that are there: only the function knows which it reads."""
+        """Returns all inputs, because any of them could be read."""
         return tuple(present)
 
     def check(self, *_: Any) -> None:
-        """Nothing can be told before it runs."""
+        """Does nothing, because a Python function can only be checked by running it."""
 
     def __call__(
         self,
@@ -69,13 +69,14 @@ class PythonLoss:
         hyperparameters: Mapping[str, Setting],
         limits: Limits,
     ) -> LossFnOutput:
-        """What the function returns.
+        """Calls the function.
 
         Raises:
-            InvalidLoss: If it raises, or returns something else than a loss.
+            InvalidInput: If the function reads an input that is missing.
+            InvalidLoss: If the function raises, or does not return a loss.
         """
         del limits
-        # Copies: the function may write to them, and the model's backward needs what it has returned.
+        # Copied because the function may modify its arguments, and the model's backward needs the originals.
         sources = {name: tensor.clone() for name, tensor in sources.items()}
         try:
             if self.source == "logits":
@@ -93,7 +94,7 @@ class PythonLoss:
             returned = returned, {}
         if self.source == "logprobs" and isinstance(returned, tuple) and len(returned) == 2:
             loss, logprobs, diagnostics = returned[0], None, returned[1]
-        # By its fields, for a function that was pickled elsewhere may return a class of its own.
+        # Duck-typed, because a function that was pickled elsewhere may return its own class.
         elif all(hasattr(returned, field) for field in ("loss", "logprobs", "diagnostics")):
             loss, logprobs, diagnostics = returned.loss, returned.logprobs, returned.diagnostics
             diagnostics = {} if diagnostics is None else diagnostics

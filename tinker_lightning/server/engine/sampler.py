@@ -33,10 +33,10 @@ def sample(
     num_samples: int = 1,
     prompt_logprobs: bool = False,
 ) -> SampleResponse:
-    """Samples continuations of a prompt, which is read once for all of them.
+    """Samples continuations of a prompt, which is processed once for all of them.
 
-    The log-probabilities are the model's own: temperature, top-k and top-p choose tokens but do not change them, so
-    that they compare with those of a forward pass.
+    Temperature, top-k and top-p affect the choice of tokens but not the returned log-probabilities, which are
+    comparable with those of a forward pass.
     """
     tokens_T = read_tokens("prompt", prompt, base)
     room = base.max_context_length - len(tokens_T)
@@ -60,7 +60,7 @@ def sample(
 
 
 class _Sequence:
-    """One answer in the making."""
+    """A sequence that is being sampled."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -97,7 +97,7 @@ def _continue(
         if not going or step + 1 == budget:
             return
         if len(going) < len(active):
-            # Finished sequences leave the batch, so that the rest goes faster.
+            # Finished sequences are removed from the batch to speed up the others.
             kept = torch.tensor(going)
             cache.batch_select_indices(kept)
             chosen_S = chosen_S[kept]
@@ -107,10 +107,10 @@ def _continue(
 
 
 def _choose(logits_SV: Tensor, params: SamplingParams, generators: list[torch.Generator]) -> Tensor:
-    """One token per row, by its own generator: a sequence does not depend on which others are sampled beside it."""
+    """Samples one token per row, each with its own generator, so that sequences do not depend on each other."""
     if params.temperature == 0:
         return logits_SV.argmax(-1)
-    # The largest is moved to 0 first, for a small temperature would make it infinite.
+    # The largest logit is shifted to 0 first, because a small temperature would make it infinite.
     temperature = max(params.temperature, torch.finfo(logits_SV.dtype).tiny)
     scaled_SV = (logits_SV - logits_SV.amax(-1, keepdim=True)) / temperature
     if params.top_k == -1 and params.top_p == 1:
@@ -118,7 +118,7 @@ def _choose(logits_SV: Tensor, params: SamplingParams, generators: list[torch.Ge
     k = logits_SV.shape[-1] if params.top_k == -1 else min(params.top_k, logits_SV.shape[-1])
     values_SK, tokens_SK = scaled_SV.topk(k, dim=-1)
     probabilities_SK = values_SK.softmax(-1)
-    # The likeliest tokens whose sum reaches top_p, the one that reaches it included.
+    # Keeps the most likely tokens up to and including the one whose cumulative probability reaches top_p.
     before_SK = probabilities_SK.cumsum(-1) - probabilities_SK
     positions_S = _draw(probabilities_SK.masked_fill(before_SK >= params.top_p, 0), generators)
     return tokens_SK.gather(-1, positions_S[:, None])[:, 0]
@@ -132,23 +132,23 @@ def _draw(probabilities_SK: Tensor, generators: list[torch.Generator]) -> Tensor
 def _generator(seed: int | None, index: int) -> torch.Generator:
     if seed is None:
         return torch.Generator().manual_seed(secrets.randbits(63))
-    # Far apart, so that sample i of seed s is not sample 0 of seed s + i.
+    # Seeds are spread far apart, so that sample i of seed s differs from sample 0 of seed s + i.
     return torch.Generator().manual_seed((seed * 1_000_003 + index * 0x9E3779B97F4A7C15) % 2**63)
 
 
 class _Stop:
-    """Tells when a sequence has reached what ends it."""
+    """Checks whether a sequence ends with a stop token or stop string."""
 
     def __init__(self, base: BaseModel, params: SamplingParams) -> None:
         self._tokenizer = base.tokenizer
         self._tokens: frozenset[int] = frozenset()
         self._strings: list[str] = []
         if params.stop != []:
-            # Stops of one's own come beside the end of the text: what a model says after that is of no use.
+            # Custom stops are added to the end-of-text tokens, because text after these is useless.
             stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
             self._tokens = base.eos_token_ids | {stop for stop in stops if isinstance(stop, int)}
             self._strings = [stop for stop in stops if isinstance(stop, str)]
-        # A token has at least one byte of text, so the last so many tokens hold any stop string that just ended.
+        # A token has at least one byte of text, so this many tokens contain any stop string that has just ended.
         self._window = max((len(stop.encode()) for stop in self._strings), default=0) + 4
 
     def reached(self, tokens: list[int]) -> bool:

@@ -1,4 +1,4 @@
-"""`tiny`: a small random Llama with a byte tokenizer, for tests and first steps. Built here, never downloaded."""
+"""`tiny`: a small random Llama with a byte tokenizer, for tests and first steps. Built locally, never downloaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHAT_TEMPLATE = (
 
 
 def build(folder: Path) -> None:
-    """Writes the model and its tokenizer into a folder; identical bits every time."""
+    """Writes the model and its tokenizer to a folder. The result is deterministic."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -50,7 +50,7 @@ def build(folder: Path) -> None:
         pad_token_id=pad,
         tie_word_embeddings=False,
     )
-    with torch.device("meta"):  # where transformers draws nothing from torch's global generator
+    with torch.device("meta"):  # so that torch's global generator is not used
         model: Any = LlamaForCausalLM(config)
     model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
@@ -64,7 +64,7 @@ def build(folder: Path) -> None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-in that byte-level tokenizers use for each byte, so that a token's id is its byte."""
+    """Maps the printable character that byte-level tokenizers use for each byte to this byte, which is the token id."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     stand_ins = iter(range(256, 512))
     return {chr(byte if byte in printable else next(stand_ins)): byte for byte in range(256)}
