@@ -38,7 +38,7 @@ class Barista(RemoteModule):
         nll = -torch.cat(tickets).mean()
         weakest = torch.stack([ticket.min() for ticket in tickets])
         doubt = (math.log(0.5) - weakest).relu().mean()
-        return nll + 0.1 * doubt, {"train_nll": nll, "train_doubt": doubt}
+        return nll + 0.1 * doubt, {"ticket_nll": nll, "doubt": doubt}
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -107,7 +107,7 @@ def show(orders: list[list[dict[str, str]]], before: Any, after: Any) -> None:
 def plot(folder: Path) -> None:
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    train = [(int(row["step"]), float(row["train_nll"])) for row in rows if row["train_nll"]]
+    train = [(int(row["step"]), float(row["ticket_nll"])) for row in rows if row["ticket_nll"]]
     # A validation stands under the last step before it; only the first one came before any.
     first, *later = [(int(row["step"]), float(row["val_nll"])) for row in rows if row["val_nll"]]
     validation = [first, *((step + 1, loss) for step, loss in later)]

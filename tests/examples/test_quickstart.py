@@ -44,7 +44,7 @@ def read_table(folder: Path, column: str) -> list[tuple[int, float]]:
 
 
 def test_every_step_and_validation_is_in_the_table(folder: Path) -> None:  # R0.2, R0.4, R5.3
-    for column in ("train_loss", "train_nll", "train_doubt", "grad_norm", "learning_rate"):
+    for column in ("train_loss", "ticket_nll", "doubt", "grad_norm", "learning_rate"):
         assert [step for step, _ in read_table(folder, column)] == list(range(STEPS)), column
     validations = read_table(folder, "val_loss")
     assert [step for step, _ in validations] == [0, 3, 7, 11, 15, 19, 23]
@@ -99,5 +99,5 @@ def test_the_loss_counts_a_ticket_s_weakest_token_until_it_is_sure(quickstart: d
     loss, metrics = barista.loss([datum], [unsure])
     expected = -(torch.tensor([0.9, 0.2]).log().mean()) + 0.1 * torch.tensor(0.5 / 0.2).log()
     assert loss.item() == pytest.approx(expected.item())
-    assert barista.loss([datum], [torch.tensor([0.1, 0.9, 0.6]).log()])[1]["train_doubt"] == 0
-    assert metrics["train_doubt"] > 0
+    assert barista.loss([datum], [torch.tensor([0.1, 0.9, 0.6]).log()])[1]["doubt"] == 0
+    assert metrics["doubt"] > 0
