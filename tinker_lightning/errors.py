@@ -1,34 +1,34 @@
-"""Everything this library raises on purpose.
+"""Exceptions of this library.
 
-Each class also derives from the builtin that fits, so that `except ValueError` keeps its meaning:
+Each class also derives from the matching builtin, so that `except ValueError` works as expected:
 
     TinkerLightningError
-    ├── InvalidInput (ValueError)          what the caller passed cannot be used
+    ├── InvalidInput (ValueError)          an argument is invalid
     │   ├── InvalidTensor                  a tensor whose data, dtype, shape or indices disagree
-    │   ├── InvalidDatum                   a datum whose fields do not fit each other
+    │   ├── InvalidDatum                   a datum whose fields are inconsistent
     │   ├── InvalidLoss                    a custom loss that cannot be trained on
-    │   │   ├── LossNotTensor (TypeError)  it returned something else than a tensor
-    │   │   ├── LossNotScalar              it returned a tensor of more than one value
+    │   │   ├── LossNotTensor (TypeError)  it did not return a tensor
+    │   │   ├── LossNotScalar              it returned a tensor with more than one element
     │   │   ├── LossNotFinite              its value or gradient is NaN or infinite
-    │   │   ├── LossNotTraceable           it cannot be written down for a server to run
+    │   │   ├── LossNotTraceable           it cannot be traced into a graph for the server
     │   │   └── LossWithoutGradient        it does not depend on the log-probabilities
-    │   └── InvalidMessage                 bytes that are not the message they claim to be
-    │       ├── MessageTooLarge            more bytes than the reader takes
-    │       └── UnsupportedMediaType       a content type or encoding the reader does not know
-    ├── NotFound (LookupError)             a model, checkpoint, session or result that is not there
+    │   └── InvalidMessage                 a malformed message body
+    │       ├── MessageTooLarge            a body that exceeds the size limit
+    │       └── UnsupportedMediaType       an unknown content type or encoding
+    ├── NotFound (LookupError)             a model, checkpoint, session or result that does not exist
     │   └── ModelNotFound                  a base model that is not served or not installed
     ├── Unauthorized (PermissionError)     a missing or wrong API key
     ├── ServerUnreachable (ConnectionError)   nothing answers at the server's address
-    │   └── ConnectionDropped              the server began to answer and stopped
-    ├── NotATinkerServer (RuntimeError)    what answers speaks another protocol
-    │   └── NotAnApi                       it does not even speak JSON: a web page, a proxy
-    ├── ResultTimeout (TimeoutError)       a result did not come in the time the caller gave it
+    │   └── ConnectionDropped              the connection was lost in the middle of a response
+    ├── NotATinkerServer (RuntimeError)    the server at the address speaks another protocol
+    │   └── NotAnApi                       it does not return JSON: a web page or a proxy
+    ├── ResultTimeout (TimeoutError)       a result did not arrive within the timeout
     ├── ClientClosed (RuntimeError)        a client was used after `close()`
     ├── ClientForked (RuntimeError)        a client was used in a forked process
-    ├── IncompatibleLightning (RuntimeError)  a Lightning release without something this library needs
-    └── OperationFailed (RuntimeError)     the server could not carry an operation out
-        ├── ResultExpired                  it was carried out, but the result is no longer kept
-        └── TrainerClosed                  the embedded trainer stops, so that it is not done
+    ├── IncompatibleLightning (RuntimeError)  the installed Lightning release is not compatible
+    └── OperationFailed (RuntimeError)     an operation failed on the server
+        ├── ResultExpired                  it succeeded, but its result has expired
+        └── TrainerClosed                  the embedded trainer was closed before it finished
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ __all__ = [
 
 
 class TinkerLightningError(Exception):
-    """The root: catches every error of this library.
+    """Base class of all exceptions of this library.
 
     Attributes:
-        operation: What was being done when it happened, e.g. `forward_backward`; None where no operation was.
-        model_id: The model or sampler it was done to.
-        seq_id: The operation's number.
-        request_id: The server's name for the operation.
+        operation: The operation that failed, e.g. `forward_backward`; None if the error belongs to no operation.
+        model_id: The model or sampler of the operation.
+        seq_id: The sequence number of the operation.
+        request_id: The id that the server gave to the operation.
     """
 
     operation: str | None = None
@@ -81,7 +81,7 @@ class TinkerLightningError(Exception):
 
 
 class InvalidInput(TinkerLightningError, ValueError):
-    """What the caller passed cannot be used; the message says what, where and how to mend it."""
+    """An argument is invalid; the message names it and how to fix it."""
 
 
 class InvalidTensor(InvalidInput):
@@ -89,7 +89,7 @@ class InvalidTensor(InvalidInput):
 
 
 class InvalidDatum(InvalidInput):
-    """A datum whose fields do not fit each other."""
+    """A datum whose fields are inconsistent."""
 
 
 class InvalidLoss(InvalidInput):
@@ -97,11 +97,11 @@ class InvalidLoss(InvalidInput):
 
 
 class LossNotTensor(InvalidLoss, TypeError):
-    """A custom loss returned something else than a tensor."""
+    """A custom loss did not return a tensor."""
 
 
 class LossNotScalar(InvalidLoss):
-    """A custom loss returned a tensor of more than one value."""
+    """A custom loss returned a tensor with more than one element."""
 
 
 class LossNotFinite(InvalidLoss):
@@ -109,14 +109,14 @@ class LossNotFinite(InvalidLoss):
 
 
 class LossNotTraceable(InvalidLoss):
-    """A loss function cannot be written down as a graph for a server to run; says where and why."""
+    """A loss function cannot be traced into a graph for the server; the message names the line and the reason."""
 
 
 class LossWithoutGradient(InvalidLoss):
     """A custom loss does not depend on the log-probabilities."""
 
 
-# What a server may say by name that a caller's input is. Others have a meaning of their own on this side.
+# The classes that a server may name in a response. All others have a different meaning in the client.
 _TOLD_BY_NAME: dict[str, type[InvalidInput]] = {
     cls.__name__: cls
     for cls in (
@@ -132,32 +132,32 @@ _TOLD_BY_NAME: dict[str, type[InvalidInput]] = {
 
 
 def told_by_name(name: object) -> type[InvalidInput]:
-    """The class that a server's answer names, so that `except` means the same wherever a loss runs."""
+    """Returns the class that a server's response names, so that a loss raises the same class wherever it runs."""
     return _TOLD_BY_NAME.get(name, InvalidInput) if isinstance(name, str) else InvalidInput
 
 
 class InvalidMessage(InvalidInput):
-    """Bytes that are not the message they claim to be."""
+    """A message body is malformed."""
 
 
 class MessageTooLarge(InvalidMessage):
-    """More bytes than the reader takes."""
+    """A message body exceeds the size limit."""
 
 
 class UnsupportedMediaType(InvalidMessage):
-    """A content type or encoding the reader does not know."""
+    """The content type or encoding of a message is unknown."""
 
 
 class NotFound(TinkerLightningError, LookupError):
-    """A model, checkpoint, session or result that is not there."""
+    """A model, checkpoint, session or result does not exist."""
 
 
 class ModelNotFound(NotFound):
-    """A base model that is not served here or not installed."""
+    """A base model is not served or not installed."""
 
 
 class Unauthorized(TinkerLightningError, PermissionError):
-    """A missing or wrong API key."""
+    """The API key is missing or wrong."""
 
 
 class ServerUnreachable(TinkerLightningError, ConnectionError):
@@ -165,19 +165,19 @@ class ServerUnreachable(TinkerLightningError, ConnectionError):
 
 
 class ConnectionDropped(ServerUnreachable):
-    """The server began to answer and stopped."""
+    """The connection was lost in the middle of a response."""
 
 
 class NotATinkerServer(TinkerLightningError, RuntimeError):
-    """What answers at the address speaks another protocol."""
+    """The server at the address speaks another protocol."""
 
 
 class NotAnApi(NotATinkerServer):
-    """What answers at the address does not even speak JSON: a web page, a proxy."""
+    """The server at the address does not return JSON: it is a web page or a proxy."""
 
 
 class ResultTimeout(TinkerLightningError, TimeoutError):
-    """A result did not come in the time the caller gave it; the operation goes on."""
+    """A result did not arrive within the timeout; the operation continues on the server."""
 
 
 class ClientClosed(TinkerLightningError, RuntimeError):
@@ -189,19 +189,19 @@ class ClientForked(TinkerLightningError, RuntimeError):
 
 
 class IncompatibleLightning(TinkerLightningError, RuntimeError):
-    """The installed Lightning lacks an attribute that this library needs: it was renamed or removed."""
+    """The installed Lightning lacks an attribute that this library needs."""
 
 
 class OperationFailed(TinkerLightningError, RuntimeError):
-    """The server could not carry an operation out; the model is as it was before."""
+    """An operation failed on the server; the model is unchanged."""
 
 
 class ResultExpired(OperationFailed):
-    """The operation was carried out, but the server no longer keeps its result."""
+    """The operation succeeded, but its result has expired on the server."""
 
 
 class TrainerClosed(OperationFailed):
-    """The embedded trainer stops, so that what was asked of it is not done."""
+    """The embedded trainer was closed before the operation finished."""
 
     def __init__(self, message: str = "the trainer was closed while this operation ran") -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Plain data that users, client and server share. Knows numpy, and nothing of the layers above."""
+"""Plain data types shared by users, client and server. They depend on numpy only."""
 
 from tinker_lightning.types.datum import Datum, ProvenanceSpan, collate
 from tinker_lightning.types.model_input import (

@@ -1,4 +1,4 @@
-"""One training example: what the model reads and what the loss needs, position by position."""
+"""Training examples: the input of the model and the inputs of the loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tinker_lightning.types.tensor import TensorLike
 
-# Entries with one row per input token. Other names are free in shape and meaning.
+# Loss inputs with one row per input token. Inputs with other names may have any shape.
 PER_TOKEN_FLOATS = frozenset(
     {"weights", "advantages", "logprobs", "clip_low_threshold", "clip_high_threshold", "sequence_ratio_mask"}
 )
@@ -25,7 +25,7 @@ PER_TOKEN = PER_TOKEN_FLOATS | {"target_tokens"}
 
 @dataclass(frozen=True, slots=True)
 class ProvenanceSpan:
-    """Where a run of tokens came from: a position in a prompt or in a sampled sequence."""
+    """The origin of consecutive tokens: a position in a prompt or in a sampled sequence."""
 
     source: Literal["prompt", "sampled"]
     sequence_id: str
@@ -38,17 +38,19 @@ class ProvenanceSpan:
 
 
 class Datum:
-    """One training example. Position `i` of the input predicts target `i`: the builders do that shift for you.
+    """One training example.
+
+    Position `i` of the input predicts target `i`. `from_tokens` and `from_chat` shift the targets for you.
 
     Args:
-        model_input: What the model reads.
-        loss_fn_inputs: What the loss needs, by name: `target_tokens` and `weights`, `advantages`, `logprobs`, or any
-            name of your own; lists, numpy arrays, torch tensors and `TensorData` are all taken.
-        model_input_spans: Where the input tokens came from (few losses need it).
-        loss_fn_input_spans: The same for the target tokens; both or neither.
+        model_input: The input of the model.
+        loss_fn_inputs: The inputs of the loss by name: `target_tokens`, `weights`, `advantages`, `logprobs`, or any
+            custom name. Values may be lists, numpy arrays, torch tensors or `TensorData`.
+        model_input_spans: The origin of the input tokens (few losses need it).
+        loss_fn_input_spans: The origin of the target tokens; requires `model_input_spans`.
 
     Raises:
-        InvalidDatum: If a per-token entry has another length than the input.
+        InvalidDatum: If the length of a per-token input differs from that of `model_input`.
     """
 
     __slots__ = ("loss_fn_input_spans", "loss_fn_inputs", "model_input", "model_input_spans")
@@ -74,7 +76,7 @@ class Datum:
             )
         self.model_input = model_input
         self.loss_fn_inputs = {name: _tensor(name, value) for name, value in (loss_fn_inputs or {}).items()}
-        # Two empty lists say nothing, and protobuf cannot tell them from none.
+        # Protobuf cannot distinguish two empty lists from no lists.
         has_spans = bool(model_input_spans or loss_fn_input_spans)
         self.model_input_spans = tuple(model_input_spans or ()) if has_spans else None
         self.loss_fn_input_spans = tuple(loss_fn_input_spans or ()) if has_spans else None
@@ -83,13 +85,13 @@ class Datum:
 
     @classmethod
     def from_tokens(cls, tokens: TensorLike, weights: TensorLike | None = None, *, truncate: bool = False) -> Datum:
-        """A datum for next-token training on a whole sequence.
+        """Creates a datum for next-token prediction on a whole sequence.
 
         Args:
             tokens: Prompt and response together.
-            weights: The weight of each *token* in the loss, usually 0 on the prompt and 1 on the response; one per
-                token. The first token is never predicted, so its weight is not used. All ones if not given.
-            truncate: Cut tokens and weights to the shorter of the two instead of raising.
+            weights: The weight of each *token* in the loss, usually 0 on the prompt and 1 on the response. The first
+                token is never predicted, so its weight is not used. Defaults to ones.
+            truncate: Whether to cut tokens and weights to the shorter of the two instead of raising.
         """
         ids = token_array(tokens)
         values = np.ones(len(ids), np.float32) if weights is None else _tensor("weights", weights).to_numpy()
@@ -110,14 +112,14 @@ class Datum:
     def from_targets(
         cls, input_tokens: TensorLike, target_tokens: TensorLike, *, truncate: bool = False, **named_tensors: TensorLike
     ) -> Datum:
-        """A datum from an input and targets that are already shifted, with any other named tensors.
+        """Creates a datum from an input and targets that are already shifted.
 
         Args:
-            input_tokens: The tokens that the model reads.
-            target_tokens: The token to predict at each of them, `[T]`, or `K` alternatives each, `[T, K]`.
-            truncate: Cut the input and the per-token entries to the shortest of them instead of raising.
-            **named_tensors: Whatever the loss needs: `weights`, `advantages`, `logprobs`, reference log-probabilities.
-                Only the protocol's own per-token names are checked for length.
+            input_tokens: The tokens of the input, `[T]`.
+            target_tokens: The token to predict at each position, `[T]`, or `K` alternatives, `[T, K]`.
+            truncate: Whether to cut the input and the per-token inputs to the shortest of them instead of raising.
+            **named_tensors: Other inputs of the loss, such as `weights`, `advantages` or `logprobs`. The length is
+                only checked for the per-token names of the protocol.
         """
         ids = token_array(input_tokens)
         inputs = {"target_tokens": _tensor("target_tokens", target_tokens)}
@@ -131,17 +133,17 @@ class Datum:
 
     @classmethod
     def from_chat(cls, messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> Datum:
-        """A datum from a conversation, with weight 1 on what the assistant says (its end-of-turn token included).
+        """Creates a datum from a conversation, with weight 1 on assistant messages, including end-of-turn tokens.
 
         Args:
-            messages: `{"role": ..., "content": ...}` in order, at least one of them by the assistant.
+            messages: `{"role": ..., "content": ...}` in order, with at least one assistant message.
             tokenizer: A Hugging Face tokenizer with a chat template.
         """
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         if not turns:
             raise InvalidDatum("the conversation has no assistant turn, so there is nothing to learn from it")
         if turns[0] == 0:
-            # Without a message before it the template gives no prompt to take the assistant's header from.
+            # The assistant's header is taken from the prompt that the template renders for the messages before it.
             raise InvalidDatum("message 0: the assistant speaks first; put the system or user message before it")
         ids = _render(tokenizer, messages, generate=False)
         weights = np.zeros(len(ids), np.float32)
@@ -155,17 +157,17 @@ class Datum:
                     "Datum.from_tokens(tokens, weights)."
                 )
             reply = through[len(prompt) :]
-            # Templates put a line break behind the end of a turn; nobody ever samples it.
+            # Templates add a line break after the end of a turn, which is never sampled.
             end = len(reply) - 1 - reply[::-1].index(tokenizer.eos_token_id) if tokenizer.eos_token_id in reply else -1
             weights[len(prompt) : len(prompt) + (end + 1 or len(reply))] = 1.0
         return cls.from_tokens(ids, weights)
 
     def with_inputs(self, inputs: Mapping[str, TensorLike] | None = None, **named: TensorLike) -> Datum:
-        """Returns a datum with the same input and provenance, whose loss inputs are extended or replaced by these.
+        """Returns a copy of the datum with loss inputs added or replaced.
 
         Args:
-            inputs: Entries by name.
-            **named: The same, for names that are Python identifiers.
+            inputs: Loss inputs by name.
+            **named: Loss inputs as keyword arguments.
 
         >>> Datum.from_tokens([1, 2, 3]).with_inputs(advantages=[0.5, -0.5]).loss_fn_inputs.keys()
         dict_keys(['target_tokens', 'weights', 'advantages'])
@@ -174,7 +176,7 @@ class Datum:
         return Datum(self.model_input, merged, self.model_input_spans, self.loss_fn_input_spans)
 
     def with_only_inputs(self, inputs: Mapping[str, TensorLike]) -> Datum:
-        """Returns a datum with the same input and provenance, whose loss inputs are these and no others."""
+        """Returns a copy of the datum with these loss inputs only."""
         return Datum(self.model_input, inputs, self.model_input_spans, self.loss_fn_input_spans)
 
     def __eq__(self, other: object) -> bool:
@@ -195,7 +197,7 @@ class Datum:
 
 
 def collate(batch: Sequence[Any]) -> list[Any]:
-    """Keeps a batch of datums a list: `DataLoader(data, batch_size=8, collate_fn=collate)`. Torch's default raises.
+    """Returns the batch as a list, for use as `collate_fn`: the default of `DataLoader` cannot batch datums.
 
     >>> len(collate([Datum.from_tokens([1, 2]), Datum.from_tokens([1, 2, 3])]))
     2
@@ -204,7 +206,7 @@ def collate(batch: Sequence[Any]) -> list[Any]:
 
 
 def _tensor(name: str, value: TensorLike) -> TensorData:
-    """The entry as a tensor, with the dtype that the protocol gives to its name."""
+    """Converts a loss input to a tensor with the dtype that the protocol requires for its name."""
     try:
         tensor = TensorData.of(value)
         if name in PER_TOKEN_FLOATS and tensor.dtype != "float32":
@@ -212,7 +214,7 @@ def _tensor(name: str, value: TensorLike) -> TensorData:
                 tensor.values, "float32", tensor.shape, tensor.sparse_crow_indices, tensor.sparse_col_indices
             )
         if name == "target_tokens" and tensor.dtype != "int64":
-            # An empty list has no dtype of its own; of others only integers can be token ids.
+            # This succeeds for an empty list only, which numpy reads as floats; other floats cannot be token ids.
             return TensorData(tensor.values, "int64", tensor.shape)
     except InvalidTensor as error:
         raise InvalidDatum(f"{name}: {error}") from error

@@ -1,4 +1,4 @@
-"""What a model reads: a sequence of chunks, most often one of text tokens."""
+"""Inputs of a model: sequences of chunks, usually a single chunk of text tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INT32_MAX = 2**31 - 1
 
 
 class EncodedTextChunk:
-    """Text as token ids, held as one int32 array."""
+    """Text as an int32 array of token ids."""
 
     __slots__ = ("tokens",)
 
@@ -47,7 +47,7 @@ class EncodedTextChunk:
 
 @dataclass(frozen=True, slots=True)
 class ImageChunk:
-    """An image, as the bytes of its file; the server turns it into `expected_tokens` tokens."""
+    """An image as the bytes of its file; the server converts it to `expected_tokens` tokens."""
 
     data: bytes
     format: Literal["png", "jpeg"]
@@ -59,7 +59,7 @@ class ImageChunk:
 
 @dataclass(frozen=True, slots=True)
 class ImageAssetPointerChunk:
-    """An image that the server fetches; only sampling takes it."""
+    """An image that the server fetches; supported for sampling only."""
 
     location: str
     format: Literal["png", "jpeg"]
@@ -71,7 +71,7 @@ class ImageAssetPointerChunk:
 
 @dataclass(frozen=True, slots=True)
 class DmelChunk:
-    """Audio as discretized mel frames, in the protocol's own encoding."""
+    """Audio as discretized mel frames, in the encoding of the protocol."""
 
     dmel: bytes
 
@@ -80,7 +80,7 @@ ModelInputChunk: TypeAlias = EncodedTextChunk | ImageChunk | ImageAssetPointerCh
 
 
 class ModelInput:
-    """A sequence of chunks. Most are made by `ModelInput.from_ints(tokens)`."""
+    """A sequence of chunks, usually created by `ModelInput.from_ints(tokens)`."""
 
     __slots__ = ("chunks",)
 
@@ -91,12 +91,12 @@ class ModelInput:
 
     @classmethod
     def from_ints(cls, tokens: TensorLike) -> ModelInput:
-        """A text-only input, from a list, numpy array or torch tensor of token ids."""
+        """Creates a text-only input from a list, numpy array or torch tensor of token ids."""
         return cls([EncodedTextChunk(tokens)])
 
     @property
     def length(self) -> int:
-        """The number of tokens; raises where a chunk's length is known to the server only."""
+        """The number of tokens; raises if only the server knows the length of a chunk."""
         return sum(_chunk_length(chunk) for chunk in self.chunks)
 
     @property
@@ -105,7 +105,7 @@ class ModelInput:
         return all(isinstance(chunk, EncodedTextChunk) for chunk in self.chunks)
 
     def tokens(self) -> npt.NDArray[np.int32]:
-        """The token ids of a text-only input as one array; of a single chunk its own memory."""
+        """Returns the token ids of a text-only input as an array, without a copy if there is a single chunk."""
         arrays = [chunk.tokens for chunk in self.chunks if isinstance(chunk, EncodedTextChunk)]
         if len(arrays) != len(self.chunks):
             raise InvalidDatum(f"{self!r} has chunks that are not text and so have no token ids")
@@ -114,12 +114,12 @@ class ModelInput:
         return np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int32)
 
     def to_ints(self) -> list[int]:
-        """The token ids of a text-only input as a list."""
+        """Returns the token ids of a text-only input as a list."""
         ids: list[int] = self.tokens().tolist()
         return ids
 
     def append(self, chunk: ModelInputChunk) -> ModelInput:
-        """A new input with one more chunk."""
+        """Returns a new input with the chunk appended."""
         return ModelInput([*self.chunks, chunk])
 
     def __eq__(self, other: object) -> bool:
@@ -134,7 +134,7 @@ class ModelInput:
 
 
 def token_array(tokens: TensorLike) -> npt.NDArray[np.int32]:
-    """Token ids as a 1-D int32 array, refusing what is not a sequence of ids; int32 memory is used as it is."""
+    """Returns token ids as a 1-D int32 array, without a copy if they are int32; raises if they are not valid ids."""
     try:
         array: npt.NDArray[Any] = tokens.to_numpy() if isinstance(tokens, TensorData) else as_array(tokens)
     except InvalidTensor as error:
@@ -169,7 +169,7 @@ def _chunk_length(chunk: ModelInputChunk) -> int:
 
 
 def _dmel_length(dmel: bytes) -> int:
-    """Dimension 0 of the encoded frames: dtype byte (maybe after a marker 254), varint ndim, varint dims."""
+    """Returns dimension 0 of encoded frames: dtype byte (optionally after a marker, 254), varint ndim, varint dims."""
     position = 2 if dmel[:1] == b"\xfe" else 1
     for wanted in ("ndim", "dim 0"):
         number = shift = 0

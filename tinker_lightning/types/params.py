@@ -1,4 +1,4 @@
-"""Settings that travel with a request."""
+"""Parameters of requests: optimizer, sampling and LoRA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tinker_lightning.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True)
 class AdamParams:
-    """AdamW's settings for one step; `grad_clip_norm` 0 means no clipping."""
+    """AdamW hyperparameters for one step; a `grad_clip_norm` of 0 disables clipping."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -31,15 +31,15 @@ class AdamParams:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample; the defaults follow the model's own distribution up to its end-of-text token.
+    """Sampling parameters; the defaults sample from the unmodified distribution up to the end-of-text token.
 
     Args:
-        max_tokens: How many tokens at most; None for as many as the context holds.
-        seed: The same seed, prompt and weights give the same tokens; None for new ones each time.
-        stop: Strings or token ids that end a sequence, beside the model's end-of-text token; `[]` for nothing at all.
-        temperature: 0 takes the likeliest token.
-        top_k: Only the k likeliest tokens; -1 for all.
-        top_p: Only the likeliest tokens that together reach this probability.
+        max_tokens: The maximum number of tokens; None for the rest of the context.
+        seed: Makes sampling reproducible for a given prompt and weights; None for a new seed each time.
+        stop: Strings or token ids that end a sequence, in addition to the end-of-text token; `[]` disables that, too.
+        temperature: The softmax temperature; 0 is greedy.
+        top_k: Restricts sampling to the k most likely tokens; -1 for all.
+        top_p: Restricts sampling to the most likely tokens whose probabilities add up to this value.
     """
 
     max_tokens: int | None = None
@@ -64,7 +64,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Which low-rank adapter a new model gets."""
+    """The configuration of a new model's LoRA adapter."""
 
     rank: int = 32
     seed: int | None = None

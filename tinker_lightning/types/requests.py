@@ -1,4 +1,4 @@
-"""What a client asks, as plain data; `type` is the literal that the protocol repeats in a body."""
+"""Requests of the protocol as plain data; `type` is the literal that the protocol expects in a body."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tinker_lightning.types.tensor import TensorData
 
 @dataclass(frozen=True, slots=True)
 class ClientConfigRequest:
-    """Asks which settings the server wants its clients to follow."""
+    """Requests the settings that the server recommends to its clients."""
 
     sdk_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CreateSessionRequest:
-    """Opens a session, which owns the models and samplers made in it."""
+    """Opens a session, which owns the models and samplers created in it."""
 
     type: ClassVar[str] = "create_session"
     tags: list[str] = field(default_factory=list)
@@ -34,7 +34,7 @@ class CreateSessionRequest:
 
 @dataclass(frozen=True, slots=True)
 class SessionHeartbeatRequest:
-    """Says that the client of a session still lives."""
+    """Keeps a session alive."""
 
     type: ClassVar[str] = "session_heartbeat"
     session_id: str
@@ -42,7 +42,7 @@ class SessionHeartbeatRequest:
 
 @dataclass(frozen=True, slots=True)
 class CreateModelRequest:
-    """Makes a new adapter on a base model; (session_id, model_seq_id) names it for repeats."""
+    """Creates a new adapter on a base model; (session_id, model_seq_id) makes retries idempotent."""
 
     type: ClassVar[str] = "create_model"
     session_id: str
@@ -55,7 +55,7 @@ class CreateModelRequest:
 
 @dataclass(frozen=True, slots=True)
 class GetInfoRequest:
-    """Asks what a model is."""
+    """Requests the description of a model."""
 
     type: ClassVar[str] = "get_info"
     model_id: str
@@ -63,7 +63,7 @@ class GetInfoRequest:
 
 @dataclass(frozen=True, slots=True)
 class UnloadModelRequest:
-    """Frees a model; what was saved of it stays."""
+    """Unloads a model; its checkpoints are kept."""
 
     type: ClassVar[str] = "unload_model"
     model_id: str
@@ -71,17 +71,17 @@ class UnloadModelRequest:
 
 @dataclass(frozen=True, slots=True)
 class WeightsInfoRequest:
-    """Asks which base model and adapter a saved path needs."""
+    """Requests the base model and adapter of saved weights."""
 
     tinker_path: str
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardRequest:
-    """One pass over a batch; with `forward_only` no gradient is added.
+    """Runs one pass over a batch; with `forward_only`, no gradient is accumulated.
 
-    `loss_fn_inputs` of the whole batch and a `scale` of the gradient are not of the protocol: they are for servers that
-    announce `server_losses`.
+    `loss_fn_inputs` of the whole batch and the `scale` of the gradient extend the protocol. They require a server that
+    announces `server_losses`.
     """
 
     model_id: str
@@ -101,7 +101,7 @@ class ForwardBackwardRequest:
 
 @dataclass(frozen=True, slots=True)
 class CustomLossInput:
-    """An input of an uploaded loss and its number of dimensions."""
+    """An input of a custom loss and its number of dimensions."""
 
     name: str
     rank: int
@@ -109,7 +109,7 @@ class CustomLossInput:
 
 @dataclass(frozen=True, slots=True)
 class CreateCustomLossRequest:
-    """Uploads a loss of one datum as a graph; (session_id, custom_loss_seq_id) names it for repeats."""
+    """Uploads a per-datum loss as a graph; (session_id, custom_loss_seq_id) makes retries idempotent."""
 
     type: ClassVar[str] = "create_custom_loss"
     session_id: str
@@ -121,9 +121,9 @@ class CreateCustomLossRequest:
 
 @dataclass(frozen=True, slots=True)
 class RegisterLossRequest:
-    """Uploads a loss of a whole batch under a name: as graphs, or as a pickled function where that is allowed.
+    """Registers a batch loss under a name: as graphs, or as a pickled function if the server allows it.
 
-    Not of the protocol; for servers that announce `server_losses`.
+    This request extends the protocol. It requires a server that announces `server_losses`.
     """
 
     session_id: str
@@ -147,7 +147,7 @@ class OptimStepRequest:
 
 @dataclass(frozen=True, slots=True)
 class SaveWeightsRequest:
-    """Saves a model with its optimizer under a name."""
+    """Saves weights and optimizer state under a name."""
 
     type: ClassVar[str] = "save_weights"
     model_id: str
@@ -164,7 +164,7 @@ class SaveWeightsRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoadWeightsRequest:
-    """Puts saved weights, and if asked the optimizer's state, into a model."""
+    """Loads saved weights into a model, optionally with the optimizer state."""
 
     type: ClassVar[str] = "load_weights"
     model_id: str
@@ -178,7 +178,7 @@ class LoadWeightsRequest:
 
 @dataclass(frozen=True, slots=True)
 class SaveWeightsForSamplerRequest:
-    """Saves weights to sample from: under a name, or unnamed straight into a sampling session."""
+    """Saves weights for sampling: under a name, or as an unnamed snapshot in a sampling session."""
 
     type: ClassVar[str] = "save_weights_for_sampler"
     model_id: str
@@ -197,7 +197,7 @@ class SaveWeightsForSamplerRequest:
 
 @dataclass(frozen=True, slots=True)
 class SaveWeightsExternalRequest:
-    """Saves weights under a name, in a form that other programs read and that can be downloaded."""
+    """Saves weights under a name for download, in a format that other programs can read."""
 
     type: ClassVar[str] = "save_weights_external"
     model_id: str
@@ -213,7 +213,7 @@ class SaveWeightsExternalRequest:
 
 @dataclass(frozen=True, slots=True)
 class CreateSamplingSessionRequest:
-    """Opens a sampler on a base model or on saved weights."""
+    """Creates a sampler for a base model or saved weights."""
 
     type: ClassVar[str] = "create_sampling_session"
     session_id: str
@@ -250,7 +250,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class RetrieveFutureRequest:
-    """Asks for a result; the answer waits for it, up to the server's limit."""
+    """Requests a result; the server responds when it is ready, or after a time limit."""
 
     request_id: str
     allow_metadata_only: bool = False
@@ -258,7 +258,7 @@ class RetrieveFutureRequest:
 
 @dataclass(frozen=True, slots=True)
 class TtlRequest:
-    """Sets the time after which a checkpoint is removed; None keeps it."""
+    """Sets the time after which a checkpoint is deleted; None keeps it."""
 
     ttl_seconds: int | None = None
 
@@ -268,7 +268,7 @@ class TtlRequest:
 
 @dataclass(frozen=True, slots=True)
 class TelemetryRequest:
-    """What a client reports of itself."""
+    """Reports client events."""
 
     events: list[Any] = field(default_factory=list)
 

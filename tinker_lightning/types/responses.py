@@ -1,4 +1,4 @@
-"""What a server answers, as plain data."""
+"""Responses of the protocol as plain data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tinker_lightning.types.tensor import TensorData
 
 @dataclass(frozen=True, slots=True)
 class FutureResponse:
-    """The answer to a submission: under which id its result will be found."""
+    """The id under which the result of a submitted request can be retrieved."""
 
     request_id: str
     model_id: str | None = None
@@ -27,7 +27,7 @@ class CreateModelResponse:
 
 @dataclass(frozen=True, slots=True)
 class ModelData:
-    """What a model is made of."""
+    """Architecture, name and tokenizer of a model."""
 
     arch: str | None = None
     model_name: str | None = None
@@ -36,7 +36,7 @@ class ModelData:
 
 @dataclass(frozen=True, slots=True)
 class GetInfoResponse:
-    """What a model is."""
+    """The description of a model."""
 
     type: ClassVar[str] = "get_info"
     model_id: str
@@ -48,7 +48,7 @@ class GetInfoResponse:
 
 @dataclass(frozen=True, slots=True)
 class WeightsInfoResponse:
-    """Which base model and adapter a saved path needs."""
+    """The base model and adapter of saved weights."""
 
     base_model: str
     is_lora: bool = True
@@ -60,7 +60,7 @@ class WeightsInfoResponse:
 
 @dataclass(frozen=True, slots=True)
 class SupportedModel:
-    """A base model that a server has."""
+    """A base model that a server supports."""
 
     model_name: str | None = None
     max_context_length: int | None = None
@@ -70,7 +70,7 @@ class SupportedModel:
 
 @dataclass(frozen=True, slots=True)
 class ServerCapabilities:
-    """What a server has."""
+    """The models and protocol extensions that a server supports."""
 
     supported_models: list[SupportedModel]
     extensions: list[str] = field(default_factory=list)
@@ -78,7 +78,7 @@ class ServerCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardOutput:
-    """The result of a pass: for each datum its named tensors (`logprobs` always), and metrics of the batch."""
+    """The result of a pass: named tensors for each datum, always including `logprobs`, and metrics of the batch."""
 
     loss_fn_outputs: list[dict[str, TensorData]]
     metrics: dict[str, float] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class ForwardBackwardOutput:
 
 @dataclass(frozen=True, slots=True)
 class CreateCustomLossResponse:
-    """The id under which passes of the same session find an uploaded loss."""
+    """The id of an uploaded loss, valid within its session."""
 
     type: ClassVar[str] = "create_custom_loss"
     loss_id: str
@@ -95,7 +95,7 @@ class CreateCustomLossResponse:
 
 @dataclass(frozen=True, slots=True)
 class LossListing:
-    """The losses that a session can use by name, and what each is."""
+    """The losses that a session can use by name, with descriptions."""
 
     available_loss_functions: list[str]
     descriptions: dict[str, str] = field(default_factory=dict)
@@ -103,14 +103,14 @@ class LossListing:
 
 @dataclass(frozen=True, slots=True)
 class OptimStepResponse:
-    """The result of a step."""
+    """The result of an optimizer step."""
 
     metrics: dict[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SaveWeightsResponse:
-    """Where weights were saved."""
+    """The path of saved weights."""
 
     type: ClassVar[str] = "save_weights"
     path: str
@@ -118,7 +118,7 @@ class SaveWeightsResponse:
 
 @dataclass(frozen=True, slots=True)
 class LoadWeightsResponse:
-    """Which weights were loaded."""
+    """The path of loaded weights."""
 
     type: ClassVar[str] = "load_weights"
     path: str | None = None
@@ -127,7 +127,7 @@ class LoadWeightsResponse:
 
 @dataclass(frozen=True, slots=True)
 class SaveWeightsForSamplerResponse:
-    """Where weights to sample from are: a path, or a sampling session for an unnamed snapshot."""
+    """The path of weights saved for sampling, or the sampling session of an unnamed snapshot."""
 
     type: ClassVar[str] = "save_weights_for_sampler"
     path: str | None = None
@@ -136,7 +136,7 @@ class SaveWeightsForSamplerResponse:
 
 @dataclass(frozen=True, slots=True)
 class SaveWeightsExternalResponse:
-    """Where weights to download are."""
+    """The path and size of weights saved for download."""
 
     type: ClassVar[str] = "save_weights_external"
     path: str
@@ -145,7 +145,7 @@ class SaveWeightsExternalResponse:
 
 @dataclass(frozen=True, slots=True)
 class ExternalWeightsUrlsResponse:
-    """Where each file of such weights can be downloaded, and until when."""
+    """Download URLs of the files of saved weights, and their expiry time."""
 
     urls: dict[str, str]
     expires: str
@@ -153,7 +153,7 @@ class ExternalWeightsUrlsResponse:
 
 @dataclass(frozen=True, slots=True)
 class UnloadModelResponse:
-    """The model that was freed."""
+    """The id of an unloaded model."""
 
     type: ClassVar[str] = "unload_model"
     model_id: str
@@ -168,17 +168,17 @@ class CreateSamplingSessionResponse:
 
 @dataclass(frozen=True, slots=True)
 class GetSamplerResponse:
-    """What a sampler samples from."""
+    """The base model and weights of a sampler."""
 
     sampler_id: str
     base_model: str
     model_path: str | None = None
-    model_name: str | None = None  # not of the protocol: what the server calls the base model
+    model_name: str | None = None  # extends the protocol: the server's name for the base model
 
 
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
-    """One sampled sequence, the token or string that ended it included, and its log-probabilities."""
+    """One sampled sequence, including the token or string that ended it, and its log-probabilities."""
 
     tokens: list[int]
     logprobs: list[float] | None
@@ -187,7 +187,7 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True)
 class SampleResponse:
-    """The result of sampling; `prompt_logprobs` begins with None, for the first token is never predicted."""
+    """The result of sampling; `prompt_logprobs` starts with None because the first token is never predicted."""
 
     type: ClassVar[str] = "sample"
     sequences: list[SampledSequence]
@@ -196,7 +196,7 @@ class SampleResponse:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Something saved, as listings show it."""
+    """A checkpoint in a listing."""
 
     checkpoint_id: str
     checkpoint_type: Literal["training", "sampler", "external"]
@@ -210,7 +210,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Which part of a listing an answer holds."""
+    """The part of a listing that a response contains."""
 
     offset: int
     limit: int
@@ -219,7 +219,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointsList:
-    """A listing of what was saved."""
+    """A list of checkpoints."""
 
     checkpoints: list[Checkpoint]
     cursor: Cursor | None = None
@@ -227,7 +227,7 @@ class CheckpointsList:
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """A model and the last of what was saved of it."""
+    """A model and its latest checkpoints."""
 
     training_run_id: str
     base_model: str
@@ -243,7 +243,7 @@ class TrainingRun:
 
 @dataclass(frozen=True, slots=True)
 class TrainingRunsList:
-    """A listing of models."""
+    """A list of training runs."""
 
     training_runs: list[TrainingRun]
     cursor: Cursor | None = None

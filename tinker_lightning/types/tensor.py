@@ -1,4 +1,4 @@
-"""Tensors as the protocol knows them: float32 or int64, dense or in compressed sparse rows."""
+"""Tensors of the protocol: float32 or int64, dense or in compressed sparse row (CSR) format."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 TensorDtype: TypeAlias = Literal["float32", "int64"]
 
-# A few bytes of CSR can claim a dense shape of any size, so readers of foreign data cap it.
+# A few bytes of CSR data can declare a dense shape of any size.
 MAX_DENSE_ELEMENTS = 1 << 28
-# numpy 1's own bound; a hostile shape of a million dimensions is refused before anything is computed from it.
+# The limit of numpy 1. It stops a malicious shape of a million dimensions before anything is computed from it.
 MAX_RANK = 32
 
 
 class TensorData:
-    """An array with the protocol's dtypes; holds numpy memory and never copies it without need.
+    """A tensor with a dtype of the protocol, backed by a numpy array that is copied only if necessary.
 
     Args:
-        data: The values: flat or already shaped; for CSR the listed values only.
-        dtype: `"float32"` or `"int64"`; taken from the data if not given. Values that it cannot hold are refused.
-        shape: The dense shape; taken from the data if not given. Required for CSR.
-        sparse_crow_indices: CSR row pointers, one more than there are rows.
-        sparse_col_indices: CSR column of each listed value; cells that are not listed are 0.
+        data: The values, flat or shaped; for CSR, the stored values only.
+        dtype: `"float32"` or `"int64"`; inferred from the data by default. Values that do not fit raise.
+        shape: The dense shape; inferred from the data by default, required for CSR.
+        sparse_crow_indices: CSR row pointers, one more than the number of rows.
+        sparse_col_indices: CSR column index of each stored value.
     """
 
     __slots__ = ("_values", "dtype", "shape", "sparse_col_indices", "sparse_crow_indices")
@@ -76,36 +76,36 @@ class TensorData:
 
     @classmethod
     def from_numpy(cls, array: npt.NDArray[Any]) -> TensorData:
-        """Wrap a numpy array; floating dtypes become float32, integers int64."""
+        """Wraps a numpy array; floating dtypes become float32, integers int64."""
         return cls(array)
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> TensorData:
-        """Wrap a torch tensor (detached, on the CPU); shares its memory where the dtype allows."""
+        """Wraps a torch tensor, detached and on the CPU; shares its memory if the dtype allows it."""
         return cls(_from_torch(tensor))
 
     @classmethod
     def of(cls, value: TensorLike) -> TensorData:
-        """Any of what users hold: a `TensorData`, a torch tensor, a numpy array, a list or a number."""
+        """Converts a torch tensor, numpy array, list or number; returns a `TensorData` unchanged."""
         return value if isinstance(value, TensorData) else cls(value)
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the values are stored as compressed sparse rows."""
+        """Whether the tensor is stored in CSR format."""
         return self.sparse_crow_indices is not None
 
     @property
     def data(self) -> list[Any]:
-        """The stored values as a flat list; of a CSR tensor only the listed ones."""
+        """The stored values as a flat list."""
         return self._values.reshape(-1).tolist()
 
     @property
     def values(self) -> npt.NDArray[Any]:
-        """The stored values as numpy memory: shaped if dense, flat if CSR."""
+        """The stored values as an array without a copy: shaped if dense, flat if CSR."""
         return self._values
 
     def to_numpy(self) -> npt.NDArray[Any]:
-        """The dense array; of a dense tensor its own memory, not a copy."""
+        """Returns the dense array, without a copy unless the tensor is sparse."""
         crow, col = self.sparse_crow_indices, self.sparse_col_indices
         if crow is None or col is None:
             return self._values
@@ -116,14 +116,14 @@ class TensorData:
         return dense
 
     def to_torch(self) -> torch.Tensor:
-        """The dense torch tensor; shares memory with this one where it is writable."""
+        """Returns the dense torch tensor; shares memory if the array is writable."""
         import torch
 
         array = self.to_numpy()
         return torch.from_numpy(array if array.flags.writeable else array.copy())
 
     def tolist(self) -> Any:
-        """The dense values as nested lists; of a scalar the number."""
+        """Returns the dense values as nested lists, or the number if the tensor is a scalar."""
         return self.to_numpy().tolist()
 
     def __len__(self) -> int:
@@ -148,8 +148,8 @@ class TensorData:
 
 
 def as_array(value: Any) -> npt.NDArray[Any]:
-    """What users hold as a numpy array of numbers, in its own dtype and memory where it has one."""
-    torch = sys.modules.get("torch")  # a torch tensor can only exist where torch was imported
+    """Converts a tensor, array, list or number to a numpy array; keeps its dtype and memory where possible."""
+    torch = sys.modules.get("torch")  # a torch tensor can only exist if torch was imported
     try:
         array = _from_torch(value) if torch is not None and isinstance(value, torch.Tensor) else np.asarray(value)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
@@ -168,7 +168,7 @@ def _from_torch(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def _convert(array: npt.NDArray[Any], dtype: TensorDtype) -> npt.NDArray[Any]:
-    """The array in C order and a dtype of the protocol, refusing numbers that would come out as others."""
+    """Converts an array to C order and a dtype of the protocol; raises if a value does not fit."""
     if array.dtype == dtype and array.flags.c_contiguous:
         return array
     if dtype == "int64" and array.size:
@@ -195,7 +195,7 @@ def _known_shape(shape: Sequence[int]) -> list[int]:
     if len(shape) > MAX_RANK:
         raise InvalidTensor(f"a tensor has at most {MAX_RANK} dimensions, got {len(shape)}")
     known = [int(n) for n in shape]
-    # An empty tensor passes for any size of its other dimensions, which numpy then could not hold.
+    # The product of an empty tensor's dimensions is 0, however large the others are, which numpy could not hold.
     if min(known, default=0) < 0 or math.prod(n or 1 for n in known) >= 2**60:
         raise InvalidTensor(f"{known} is no shape that memory can hold")
     return known
