@@ -1,1 +1,1 @@
-"""One codec for client and server: JSON (`wire.json`), protobuf (`wire.protobuf`) and zstd (`wire.compression`)."""
+"""The codec of client and server: JSON (`wire.json`), protobuf (`wire.protobuf`) and zstd (`wire.compression`)."""

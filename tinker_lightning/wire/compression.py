@@ -1,4 +1,4 @@
-"""zstd request bodies, with a bound on what they may unfold to."""
+"""zstd compression of request bodies, with a limit on the decompressed size."""
 
 from __future__ import annotations
 
@@ -6,29 +6,35 @@ import zstandard
 
 from tinker_lightning.errors import InvalidMessage, MessageTooLarge
 
-# One step of input unfolds to at most 32 MiB (zstd writes 128 KiB in 4 bytes), so that is how far a bomb gets past the
-# limit.
+# The size is checked after each step. A step decompresses to at most 32 MiB (zstd can write 128 KiB in 4 bytes), which
+# is how far a decompression bomb can exceed the limit.
 _STEP = 1 << 10
 
 
 def compress(body: bytes, level: int = 3) -> bytes:
-    """The body as one zstd frame."""
+    """Compresses a body into one zstd frame."""
     return zstandard.ZstdCompressor(level=level).compress(body)
 
 
 def decompress(body: bytes, limit: int) -> bytes:
-    """What a zstd body holds, reading no further than `limit` bytes: a few kilobytes can claim to be terabytes."""
+    """Decompresses a zstd body.
+
+    Raises:
+        MessageTooLarge: If the result exceeds `limit` bytes: a few kilobytes can decompress to terabytes.
+        InvalidMessage: If the body is not zstd or is truncated.
+    """
     parts: list[bytes] = []
     size = 0
-    # The window is bounded too, for it is memory that a frame asks for before it yields a byte; 8 MiB is RFC 9659's.
+    # A frame's window is allocated before the first byte is decompressed, so it is limited as well, to the 8 MiB of
+    # RFC 9659.
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 23)
-    # Not `stream_reader`: it takes a body that was cut short for a whole one.
+    # `stream_reader` does not detect truncated bodies.
     frame = decompressor.decompressobj()
     try:
         for start in range(0, len(body), _STEP):
             piece = body[start : start + _STEP]
             while piece:
-                if frame.eof:  # a body may be several frames
+                if frame.eof:  # a body may contain several frames
                     frame = decompressor.decompressobj()
                 part = frame.decompress(piece)
                 piece = frame.unused_data

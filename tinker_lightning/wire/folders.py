@@ -1,8 +1,8 @@
-"""Folders that appear, are replaced and vanish as a whole, at whatever moment a process is killed.
+"""Folders that are created, replaced and removed atomically, even if the process is killed.
 
-A new folder is filled beside its place and renamed into it. One that is replaced first steps aside, under a name that
-leads back to it: whoever finds the place empty puts it back. What a killed process left half done has a name of its
-own, leads nowhere, and is cleared away later.
+A new folder is filled under a temporary name next to its destination and then renamed. A folder that is overwritten is
+first renamed to a backup name; if the process dies before the new folder is in place, the next reader restores the
+backup. Temporary folders that a killed process leaves behind are deleted later.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ LEFTOVERS = (".part-", ".gone-")
 _ASIDE = ".old-"
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
 _LEFTOVERS_KEPT = 86400.0
-# How often a writer starts over because another process writes the same folder at the same time.
+# How often a write is retried if another process writes the same folder at the same time.
 _ATTEMPTS = 100
 
 
 @contextlib.contextmanager
 def new_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yields a folder to fill; at the end of the `with` block it stands in its place, at an error it is gone.
+    """Yields a temporary folder that is renamed to `folder` after the `with` block, or deleted on an exception.
 
     Raises:
-        FileExistsError: If there is one already and `overwrite` is not set.
+        FileExistsError: If the folder exists and `overwrite` is not set.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=LEFTOVERS[0], dir=folder.parent))
@@ -50,8 +50,8 @@ def new_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 def find_folder(folder: Path) -> bool:
-    """Whether there is such a folder; mends an overwrite that was cut off between its two renames."""
-    for _ in range(3):  # another process may just be overwriting it, so that both places change under our eyes
+    """Returns whether a folder exists; restores it if an overwrite was interrupted between its two renames."""
+    for _ in range(3):  # another process may be overwriting it at the same time
         if folder.exists():
             return True
         with contextlib.suppress(OSError):
@@ -60,22 +60,22 @@ def find_folder(folder: Path) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder if it is there."""
-    _discard(_aside(folder))  # first, else it would come back in the removed one's place
+    """Removes a folder if it exists."""
+    _discard(_aside(folder))  # first, because the backup would be restored otherwise
     _discard(folder)
 
 
 def place_of(folder: Path) -> Path:
-    """The place that a folder belongs to, should it have stepped aside."""
+    """Returns the original path of a folder, which may have been renamed to its backup name."""
     return folder.with_name(folder.name.removeprefix(_ASIDE))
 
 
 def sync(path: Path) -> None:
-    """Waits until a file or folder is on the disk."""
+    """Flushes a file or folder to disk."""
     is_folder = path.is_dir()
     if os.name == "nt" and is_folder:
-        return  # a folder cannot be opened there
-    # Windows syncs only what is open for writing.
+        return  # Windows cannot open folders
+    # Windows can only sync files that are open for writing.
     descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -95,7 +95,7 @@ def _put(part: Path, folder: Path, *, overwrite: bool) -> None:
                 with contextlib.suppress(FileNotFoundError):
                     folder.rename(_aside(folder))
             part.rename(folder)
-        except OSError as error:  # a rename fails where something is, so that nothing is ever overwritten unasked
+        except OSError as error:  # renaming onto an existing folder fails, so nothing is overwritten by accident
             if error.errno not in _TAKEN:
                 raise
             if not overwrite:
@@ -107,11 +107,11 @@ def _put(part: Path, folder: Path, *, overwrite: bool) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Takes a folder away at once, and then its files."""
+    """Removes a folder atomically by renaming it, then deletes its files."""
     if not folder.exists():
         return
     gone = Path(tempfile.mkdtemp(prefix=LEFTOVERS[1], dir=folder.parent))
-    with contextlib.suppress(FileNotFoundError):  # someone else was faster
+    with contextlib.suppress(FileNotFoundError):  # another process has removed it
         folder.rename(gone / "folder")
     shutil.rmtree(gone, ignore_errors=True)
 

@@ -1,8 +1,8 @@
-"""JSON bodies: the dataclasses of `types` to bytes and back, arrays straight from memory.
+"""JSON bodies: converts the dataclasses of `types` to bytes and back, without copying arrays.
 
-Reading is strict about types and lenient about the rest, as the protocol wants it: unknown fields are ignored, null
-means absent (but where a number is needed it is a NaN that got lost), a missing field takes its default. Errors name
-the field.
+As the protocol requires, decoding is strict about types and lenient otherwise: unknown fields are ignored, null counts
+as missing, and missing fields take their defaults. Only null in place of a float raises, because serializers write NaN
+as null. Errors name the field.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The key that tells each chunk without tokens.
+# The key that identifies each type of chunk without tokens.
 _BINARY_CHUNKS: dict[str, type] = {"dmel": DmelChunk, "location": ImageAssetPointerChunk, "data": ImageChunk}
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_NON_STR_KEYS
 
 
 def dumps(message: Any) -> bytes:
-    """The JSON of a message; fields that are None are left out, and `type` is added where its class names one."""
+    """Serializes a message; omits fields that are None, and adds `type` if the class defines it."""
     return orjson.dumps(message, default=_encode, option=_OPTIONS)
 
 
 def loads(body: bytes) -> dict[str, Any]:
-    """The object that a JSON body holds."""
+    """Parses a JSON body that must contain an object."""
     try:
         message = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -58,17 +58,17 @@ def loads(body: bytes) -> dict[str, Any]:
 
 
 def parse(cls: type[T], body: bytes) -> T:
-    """A dataclass from its JSON.
+    """Parses a JSON body into a dataclass.
 
     Raises:
-        InvalidMessage: If the body is not JSON, or a field is missing or of the wrong type.
-        InvalidInput: If the class refuses a value.
+        InvalidMessage: If the body is not JSON, or a field is missing or has the wrong type.
+        InvalidInput: If the class rejects a value.
     """
     return typing.cast("T", _decode(cls, loads(body), ""))
 
 
 def forward_backward_body(request: ForwardBackwardRequest) -> bytes:
-    """A pass in the JSON era's envelope."""
+    """Serializes a pass as JSON, which older versions of the protocol use."""
     key = "forward_input" if request.forward_only else "forward_backward_input"
     content: dict[str, Any] = {"data": request.data, "loss_fn": request.loss_fn}
     if request.loss_fn_config:
@@ -81,7 +81,7 @@ def forward_backward_body(request: ForwardBackwardRequest) -> bytes:
 
 
 def parse_forward_backward(body: bytes, *, forward_only: bool) -> ForwardBackwardRequest:
-    """A pass from the JSON era's envelope."""
+    """Parses a pass from JSON, which older versions of the protocol use."""
     message = loads(body)
     key = "forward_input" if forward_only else "forward_backward_input"
     content = message.get(key)
@@ -141,7 +141,7 @@ def _encode_span(span: ProvenanceSpan) -> dict[str, Any]:
 
 
 def _decode(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the type `hint`; `where` is the path of field names that leads to it."""
+    """Converts `value` to the type `hint`; `where` is the path of its field for error messages."""
     if hint is Any:
         return value
     origin = typing.get_origin(hint)
@@ -196,7 +196,7 @@ def _decode_union(members: tuple[Any, ...], value: Any, where: str) -> Any:
 
 @functools.cache
 def _fields(cls: Any) -> list[tuple[str, Any, bool]]:
-    """Name, type and whether it must be passed, of each field of a dataclass."""
+    """Returns the name and type of each field of a dataclass, and whether it is required."""
     hints = typing.get_type_hints(cls)
     return [
         (
@@ -218,7 +218,7 @@ def _decode_dataclass(cls: Any, value: Any, where: str) -> Any:
         if entry is not None:
             given[name] = _decode(hint, entry, path)
         elif hint is float and name in value:
-            # What serializers make of NaN and infinity: the default in its place would train with another number.
+            # Serializers write NaN and infinity as null. Using the default instead would train with another number.
             raise InvalidMessage(f"{path}: must be a finite number, got null")
         elif required and types.NoneType not in typing.get_args(hint):
             raise InvalidMessage(f"{path}: missing")
@@ -277,7 +277,7 @@ def _decode_model_input(value: Any, where: str) -> ModelInput:
 def _decode_chunk(value: Any, where: str) -> ModelInputChunk:
     if not isinstance(value, dict):
         raise _wrong(where, "an object", value)
-    # SDKs before 0.18 leave the type out, so a chunk is known by its keys.
+    # SDKs before 0.18 omit the type, so chunks are identified by their keys.
     if "tokens" in value:
         if not isinstance(value["tokens"], list):
             raise _wrong(f"{where}.tokens", "a list of token ids", value["tokens"])

@@ -1,4 +1,4 @@
-"""Protobuf bodies: passes, and the results of passes and of sampling, arrays straight from memory."""
+"""Protobuf bodies: passes, their results, and the results of sampling."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _FLOAT32: np.dtype[Any] = np.dtype("<f4")
 
 
 def encode_forward_backward(request: ForwardBackwardRequest) -> bytes:
-    """The bytes of a pass."""
-    # Written in parts, which protobuf defines to mean the same as the whole: one message of megabytes lies in memory
-    # three times while it is written, and getting that from the system costs more than all the rest.
+    """Serializes a pass."""
+    # Concatenated protobuf messages are merged when they are parsed. Serializing a single message of many megabytes
+    # would hold it in memory three times, and allocating that memory takes longer than everything else.
     body = io.BytesIO()
     body.write(pb.ForwardBackwardRequest(model_id=request.model_id, seq_id=request.seq_id).SerializeToString())
     for datum in request.data:
@@ -56,10 +56,10 @@ def encode_forward_backward(request: ForwardBackwardRequest) -> bytes:
 
 
 def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
-    """A pass from its bytes.
+    """Parses a pass.
 
     Raises:
-        InvalidMessage: If the bytes are no such message, or a datum in it is not whole; names the datum and field.
+        InvalidMessage: If the body is malformed, or a datum is invalid; names the datum and the field.
     """
     message = _parse(pb.ForwardBackwardRequest(), body)
     config: dict[str, float | str] = dict(message.loss_fn_config)
@@ -84,7 +84,7 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
 
 
 def number_of(body: bytes) -> tuple[str, int]:
-    """Model and number of a pass whose datums may be unusable; empty and 0 where not even that can be read."""
+    """Returns the model id and sequence number of a pass, even if its datums are invalid; `("", 0)` if malformed."""
     try:
         message = _parse(pb.ForwardBackwardRequest(), body)
     except InvalidMessage:
@@ -93,16 +93,16 @@ def number_of(body: bytes) -> tuple[str, int]:
 
 
 def encode_output(output: ForwardBackwardOutput) -> bytes:
-    """The bytes of a pass's result."""
+    """Serializes the result of a pass."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics)
-    # One record holds datums whose fields have the same trailing shapes; a change of K begins the next.
+    # The fields of all datums in a record have the same trailing shapes, so another K starts a new record.
     for _, group in itertools.groupby(output.loss_fn_outputs, key=_record_key):
         _fill_record(message.loss_fn_outputs.add(), list(group))
     return message.SerializeToString()
 
 
 def decode_output(body: bytes) -> ForwardBackwardOutput:
-    """A pass's result from its bytes."""
+    """Parses the result of a pass."""
     message = _parse(pb.ForwardBackwardOutput(), body)
     outputs = [datum for record in message.loss_fn_outputs for datum in _read_record(record)]
     kind = message.loss_fn_output_type.rsplit(":", 1)[-1]
@@ -110,7 +110,7 @@ def decode_output(body: bytes) -> ForwardBackwardOutput:
 
 
 def encode_sample(response: SampleResponse) -> bytes:
-    """The bytes of a sampling result."""
+    """Serializes a sampling result."""
     message = pb.SampleResponse()
     for sequence in response.sequences:
         message.sequences.add(
@@ -119,13 +119,13 @@ def encode_sample(response: SampleResponse) -> bytes:
             logprobs=None if sequence.logprobs is None else np.asarray(sequence.logprobs, _FLOAT32).tobytes(),
         )
     if response.prompt_logprobs is not None:
-        # numpy turns None into NaN, which is what the protocol writes for "not computed".
+        # numpy converts None to NaN, which means "not computed" in the protocol.
         message.prompt_logprobs = np.asarray(response.prompt_logprobs, _FLOAT32).tobytes()
     return message.SerializeToString()
 
 
 def decode_sample(body: bytes) -> SampleResponse:
-    """A sampling result from its bytes."""
+    """Parses a sampling result."""
     message = _parse(pb.SampleResponse(), body)
     prompt = None
     if message.prompt_logprobs:
@@ -243,7 +243,7 @@ def _read_tensor(message: pb.Tensor) -> TensorData:
         dtype = _INT64
     else:
         raise InvalidMessage(f"dtype {message.dtype} is not taken; send float32 (1) or int64 (2)")
-    # No shape is written for a scalar too, so one value without a shape reads as a vector of one.
+    # A scalar has no shape either, so a single value without a shape is read as a vector of one element.
     shape = list(message.shape) or None
     if message.WhichOneof("encoding") == "sparse_csr":
         csr = message.sparse_csr
@@ -287,7 +287,7 @@ def _fill_record(message: pb.ArrayRecord, datums: Sequence[dict[str, TensorData]
 def _read_record(message: pb.ArrayRecord) -> list[dict[str, TensorData]]:
     fields = {name: _read_batched(name, field) for name, field in message.fields.items()}
     count = message.num_datums or max(map(len, fields.values()), default=0)
-    # A server may leave out every field and still count its datums, which a reader cannot check against anything.
+    # A server may omit all fields and still set num_datums, so there may be nothing to check it against.
     if not 0 <= count <= _MAX_DATUMS:
         raise InvalidMessage(f"num_datums must lie in 0..{_MAX_DATUMS}, got {count}")
     for name, tensors in fields.items():
