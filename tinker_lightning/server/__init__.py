@@ -1,6 +1,6 @@
 """The embedded trainer: a Tinker-API server that trains real models on this machine.
 
-`EmbeddedTrainer` is the trainer, `create_app` puts HTTP in front of it, for uvicorn or for `httpx.ASGITransport`.
+`EmbeddedTrainer` is the trainer, and `create_app` returns its HTTP app, for uvicorn or `httpx.ASGITransport`.
 """
 
 from tinker_lightning.server.app import create_app

@@ -1,4 +1,4 @@
-"""The HTTP app: routes in front of an `EmbeddedTrainer`. Works under uvicorn and under `httpx.ASGITransport`."""
+"""The HTTP app of an `EmbeddedTrainer`, for uvicorn or `httpx.ASGITransport`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ if TYPE_CHECKING:
 
 
 def create_app(trainer: EmbeddedTrainer, *, api_key: str | None = None, extended: bool = True) -> Starlette:
-    """The app of a trainer; whoever made the trainer closes it.
+    """Creates the HTTP app of a trainer.
 
     Args:
-        trainer: What the app stands in front of.
-        api_key: What clients must send as `X-API-Key`; None lets everyone in.
-        extended: Whether to offer more than the protocol, under `/ext/v1/`.
+        trainer: The trainer, which the caller has to close.
+        api_key: The key that clients must send as `X-API-Key`, or None to allow all clients.
+        extended: Whether to provide extensions of the protocol under `/ext/v1/`.
+
+    Raises:
+        InvalidInput: If the API key is empty.
     """
     if api_key == "":
         raise InvalidInput("api_key is empty, so that everyone would have it; pass a key, or None for no key at all")

@@ -1,4 +1,4 @@
-"""Bodies in, bodies out: limits, encodings, content types, and errors as JSON."""
+"""Request bodies and responses: limits, encodings, content types, authentication, and errors as JSON."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ logger = logging.getLogger("tinker_lightning.server")
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
-# Below this path the address itself shows that it was given out by this server; its endpoints check that.
+# URLs under this path carry a signature instead of an API key; the endpoints verify it.
 SIGNED = "/signed"
 MAX_BODY_BYTES = 256 << 20
-# Reading JSON keeps all other threads waiting, so that less of it is taken.
+# The limit for JSON is lower, because parsing JSON blocks all other threads.
 MAX_JSON_BYTES = 64 << 20
-# From this many bytes on a body is parsed on another thread, so that meanwhile others are answered.
+# Bodies of at least this many bytes are parsed on another thread, so that they do not block other requests.
 _LARGE_BODY = 1 << 17
 
 T = TypeVar("T")
@@ -56,16 +56,18 @@ _STATUS: tuple[tuple[type[TinkerLightningError], int], ...] = (
 
 
 def answer(message: Any, status: int = 200) -> Response:
-    """A JSON answer."""
+    """Returns a JSON response."""
     return Response(wire_json.dumps(message), status, media_type=JSON)
 
 
 def content_type(request: Request, *accepted: str) -> str:
-    """The body's type.
+    """Returns the content type of the body.
+
+    This also blocks requests from web pages: browsers send these types to another origin only after a CORS preflight
+    request, which this server does not allow.
 
     Raises:
-        UnsupportedMediaType: If it is not one of the accepted ones. This also keeps web pages out: a browser asks
-            before it sends these types to another origin, and is not answered.
+        UnsupportedMediaType: If the content type is not accepted.
     """
     given = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if given not in accepted:
@@ -74,7 +76,17 @@ def content_type(request: Request, *accepted: str) -> str:
 
 
 async def read_body(request: Request, limit: int | None = None) -> bytes:
-    """The body, unfolded, never more than `limit` of it; if none is given, `MAX_BODY_BYTES`, or `MAX_JSON_BYTES`."""
+    """Returns the decompressed body.
+
+    Args:
+        request: The request.
+        limit: The maximum size, by default `MAX_JSON_BYTES` for JSON and `MAX_BODY_BYTES` for other types.
+
+    Raises:
+        MessageTooLarge: If the body exceeds the limit.
+        UnsupportedMediaType: If the content encoding is not supported.
+        InvalidMessage: If the connection is closed before the end of the body.
+    """
     is_json = JSON in request.headers.get("content-type", "").lower()
     mend = "split the batch" if limit is None else "send less"
     limit = limit or (min(MAX_JSON_BYTES, MAX_BODY_BYTES) if is_json else MAX_BODY_BYTES)
@@ -92,69 +104,69 @@ async def read_body(request: Request, limit: int | None = None) -> bytes:
     except ClientDisconnect as error:
         raise InvalidMessage(f"the connection was closed after {size} bytes of the body; send it again") from error
     body = b"".join(parts)
-    # On another thread even if it is small: how much it unfolds to is not known.
+    # On another thread even if the body is small, because its decompressed size is unknown.
     return await run_in_threadpool(compression.decompress, body, limit) if encoding == "zstd" else body
 
 
 async def parse_body(parse: Callable[[bytes], T], body: bytes) -> T:
-    """What a body says, without keeping other clients waiting for a large one."""
+    """Parses a body, on another thread if it is large."""
     return parse(body) if len(body) < _LARGE_BODY else await run_in_threadpool(parse, body)
 
 
 async def read(request: Request, cls: type[T]) -> T:
-    """A JSON request as its dataclass."""
+    """Parses a JSON request into its dataclass."""
     content_type(request, JSON)
     return await parse_body(functools.partial(wire_json.parse, cls), await read_body(request))
 
 
 def error_category(error: BaseException) -> str:
-    """Whose mistake an error is, in the protocol's words: what was foreseen and explained is the caller's to mend."""
+    """Returns the protocol's error category: "user" for errors that the caller can fix, otherwise "server"."""
     return "user" if isinstance(error, TinkerLightningError) and not isinstance(error, TrainerClosed) else "server"
 
 
 def error_fields(error: BaseException) -> dict[str, str]:
-    """What an answer says of an error beside its text. The protocol knows the category; our clients also the class."""
+    """Returns the category of an error and, as an extension of the protocol, its class."""
     known = {"error_class": type(error).__name__} if isinstance(error, TinkerLightningError) else {}
     return {"category": error_category(error), **known}
 
 
 def error_text(error: BaseException) -> str:
-    """What a client is told; a defect of ours often has a message that says nothing without its class."""
+    """Returns the error message for clients, with the class of internal errors."""
     known = isinstance(error, TinkerLightningError)
     return str(error) if known else f"internal error: {type(error).__name__}: {error}"
 
 
 async def on_error(_: Request, error: Exception) -> Response:
-    """Any error of ours as JSON with a fitting status."""
+    """Converts a `TinkerLightningError` to a JSON response with the matching status code."""
     status = next((code for cls, code in _STATUS if isinstance(error, cls)), 500)
     return JSONResponse({"detail": str(error), **error_fields(error)}, status)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
-    """An unknown path or method, as JSON too."""
+    """Converts an `HTTPException`, such as an unknown path or method, to a JSON response."""
     assert isinstance(error, HTTPException)  # noqa: S101  # registered for this class
     detail = f"{request.method} {request.url.path}: {error.detail}"
     return JSONResponse({"detail": detail}, error.status_code, error.headers)
 
 
 async def on_crash(_: Request, error: Exception) -> Response:
-    """A defect of this server."""
+    """Logs an unexpected exception and converts it to a JSON response."""
     logger.exception("a request failed", exc_info=error)
     return JSONResponse({"detail": error_text(error), "category": "server"}, 500)
 
 
 class LocalHost:
-    """Lets through only requests that name this machine as their host.
+    """Middleware that rejects requests whose `Host` header is not a loopback address.
 
-    A web page can point a name of its own at this machine's loopback address and then speak to it as to its own
-    server; its requests still carry that name.
+    This prevents DNS rebinding: a web page can resolve its own domain to the loopback address to reach this server, but
+    its requests still have that domain as their host.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers 403 itself, or passes on."""
+        """Responds with 403 or calls the app."""
         if scope["type"] == "http":
             given = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
             if not _is_this_machine(given):
@@ -167,12 +179,12 @@ class LocalHost:
 def _is_this_machine(host: str) -> bool:
     try:
         return is_loopback(urlsplit(f"//{host}").hostname or "localhost")
-    except ValueError:  # brackets that do not hold an address
+    except ValueError:  # brackets without a valid address
         return False
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine and nothing else."""
+    """Returns whether a host is `localhost` or a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -180,15 +192,15 @@ def is_loopback(host: str) -> bool:
 
 
 class ApiKey:
-    """Lets through only requests that carry the key; health checks and signed addresses need none."""
+    """Middleware that rejects requests without the API key, except for health checks and signed URLs."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
         self._key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers 401 itself, or passes on."""
-        # Compared from the root on: what is named healthz deeper down (a checkpoint may be) needs the key.
+        """Responds with 401 or calls the app."""
+        # The full path is compared, because other paths that end in healthz, such as a checkpoint's, need the key.
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         is_open = path == "/api/v1/healthz" or path.startswith(f"/api/v1{SIGNED}/")
         if scope["type"] == "http" and not is_open:

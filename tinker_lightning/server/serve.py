@@ -1,4 +1,4 @@
-"""Runs the app on a port until it is told to stop."""
+"""Runs the app with uvicorn until it is interrupted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-# How many seconds a server that is to stop waits: for clients in the middle of a request, then for what it computes.
+# How many seconds a shutdown waits for open requests, and then for the running job.
 _GRACE = 3
 
 
@@ -33,9 +33,9 @@ def serve(
     """Loads the models, serves them, and prints the URL once clients can connect.
 
     Raises:
-        InvalidInput: If others could reach the server, or send it code, and there is no API key; or the port or folder
-            cannot be had.
-        ModelNotFound: If there is no such model.
+        InvalidInput: If an API key is required because other machines can connect or pickled losses are allowed, or if
+            the port or the folder is not available.
+        ModelNotFound: If a model does not exist.
     """
     if not is_loopback(host) and not api_key:
         raise InvalidInput(
@@ -50,13 +50,13 @@ def serve(
     trainer = EmbeddedTrainer(models, data_dir=data_dir, allow_pickled_losses=allow_pickled_losses)
     try:
         trainer.store.root.mkdir(parents=True, exist_ok=True)
-        trainer.store.listing()  # which removes what has expired
+        trainer.store.listing()  # removes expired checkpoints
     except OSError as error:
         raise InvalidInput(
             f"checkpoints cannot be kept in {trainer.store.root}: {error.strerror}. Choose another --data-dir."
         ) from error
     app = create_app(trainer, api_key=api_key)
-    # The port is taken before the models are loaded: that may last, and would be for nothing.
+    # The port is bound before the models are loaded, so that a port in use fails early.
     with _listen(host, port) as listener:
         for name in models:
             trainer.catalog.get(name)
@@ -74,7 +74,7 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, saying when it is ready, and not waiting for clients that wait for results when it is to stop."""
+    """A uvicorn server that prints its URL when it is ready, and wakes requests that wait for results on shutdown."""
 
     def __init__(self, config: uvicorn.Config, trainer: EmbeddedTrainer) -> None:
         super().__init__(config)
@@ -89,20 +89,20 @@ class _Server(uvicorn.Server):
             sys.stdout.flush()
 
     def handle_exit(self, *_: Any) -> None:
-        # Unlike uvicorn's own, it does not keep the signal to raise it again in the end: to stop is what was asked.
+        # Unlike in uvicorn, the signal is not raised again after the shutdown, because the shutdown is a normal exit.
         self._trainer.announce_close()
-        self.force_exit = self.should_exit  # asked twice, it no longer waits for anyone
+        self.force_exit = self.should_exit  # a second signal stops the server without waiting
         self.should_exit = True
 
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        if not 0 <= port <= 65535:  # getaddrinfo would take what remains of it after division
+        if not 0 <= port <= 65535:  # getaddrinfo would wrap it modulo 65536
             raise OverflowError("ports lie in 0..65535")
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address, family=family)
-        # Made anew from its descriptor the object knows that it is TCP. Otherwise asyncio leaves Nagle's algorithm on,
-        # and every answer waits 40 ms for the client's delayed ACK.
+        # A socket created from the descriptor has its protocol set to TCP. Otherwise asyncio would not disable Nagle's
+        # algorithm, and every response would wait 40 ms for the client's delayed ACK.
         return socket.socket(fileno=listener.detach())
     except (OSError, OverflowError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error

@@ -1,1 +1,1 @@
-"""Order, sessions, checkpoints and registered losses of the embedded trainer."""
+"""Scheduling, sessions, checkpoints and registered losses of the embedded trainer."""

@@ -1,12 +1,12 @@
-"""Saved adapters on disk: PEFT folders, the optimizer's state beside the weights, and one readable JSON.
+"""Saved adapters on disk: PEFT folders with the optimizer state and a readable JSON summary.
 
     <root>/<run>/<kind>/<name>/
         adapter_config.json, adapter_model.safetensors    loads in peft, transformers and vLLM
-        optimizer.safetensors                             AdamW's moments (kind `weights` only)
-        checkpoint.json                                   what it is, and of which model
+        optimizer.safetensors                             AdamW state (kind `weights` only)
+        checkpoint.json                                   base model, LoRA config, steps, expiry
 
-A folder is written beside its place and renamed, so that a name never leads to half a checkpoint. Several processes may
-share a root.
+A checkpoint is written to a temporary folder and renamed, so that readers never see a partial one. Several processes
+may share a root.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ logger = logging.getLogger("tinker_lightning.server")
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 
 _WEIGHTS, _OPTIMIZER, _SUMMARY = "adapter_model.safetensors", "optimizer.safetensors", "checkpoint.json"
-# What other programs need of a checkpoint.
+# The files of a checkpoint that other programs need.
 ADAPTER_FILES = ("adapter_config.json", _WEIGHTS)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
 _PATH = re.compile(r"tinker://([^/]+)/([^/]+)/([^/]+)")
-# How often a reader starts over because the checkpoint is overwritten under its hands.
+# How often a read is retried if the checkpoint is overwritten at the same time.
 _ATTEMPTS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class TinkerPath:
-    """`tinker://<run>/<kind>/<name>`: the address of something saved."""
+    """The path of a checkpoint, `tinker://<run>/<kind>/<name>`."""
 
     run: str
     kind: Kind
@@ -71,26 +71,26 @@ class TinkerPath:
 
     @classmethod
     def parse(cls, text: str) -> TinkerPath:
-        """The address that a string spells."""
+        """Parses a `tinker://` path."""
         match = _PATH.fullmatch(text)
         if match is None:
             raise InvalidInput(f"path: {text!r} is not of the form tinker://<run>/<kind>/<name>")
         run, kind, name = match.groups()
-        return cls(run, kind, name)  # type: ignore[arg-type]  # checked at once
+        return cls(run, kind, name)  # type: ignore[arg-type]  # checked in __post_init__
 
     def __str__(self) -> str:
         return f"tinker://{self.run}/{self.kind}/{self.name}"
 
 
 def check_run(run: str) -> None:
-    """Refuses what cannot be the name of a run, before it comes near the file system."""
+    """Raises `NotFound` for an invalid run name, so that it never reaches the file system."""
     if not _RUN.fullmatch(run):
         raise NotFound(f"there is no training run {run!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSummary:
-    """The readable JSON of a checkpoint."""
+    """The contents of `checkpoint.json`."""
 
     tinker_path: str
     base_model: str
@@ -104,18 +104,18 @@ class CheckpointSummary:
 
     @property
     def path(self) -> TinkerPath:
-        """Its address."""
+        """Path of the checkpoint."""
         return TinkerPath.parse(self.tinker_path)
 
     @property
     def is_expired(self) -> bool:
-        """Whether its time has come."""
+        """Whether the checkpoint has expired."""
         return self.expires_at is not None and datetime.fromisoformat(self.expires_at) <= datetime.now(UTC)
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a checkpoint holds; the training state only if it was asked for."""
+    """The contents of a checkpoint, with the training state only if it was requested."""
 
     base_model: str
     weights: LoraWeights
@@ -123,11 +123,11 @@ class Saved:
 
 
 class CheckpointStore:
-    """The checkpoints under one folder; any thread may use it."""
+    """The checkpoints in a folder. All methods are thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        # Orders what looks at a checkpoint and then changes it. Renames alone keep other processes out of its way.
+        # Serializes operations that read a checkpoint and then change it. Other processes are isolated by renames only.
         self._lock = threading.RLock()
 
     def save(
@@ -143,14 +143,14 @@ class CheckpointStore:
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
     ) -> CheckpointSummary:
-        """Writes a checkpoint, whole or not at all.
+        """Writes a checkpoint atomically.
 
         Raises:
             InvalidInput: If the name is taken and `overwrite` is not set.
         """
         folder = self._folder(path)
         try:
-            self.summary(path)  # an expired one makes room
+            self.summary(path)  # removes an expired checkpoint
         except (NotFound, InvalidInput):
             pass
         else:
@@ -179,26 +179,26 @@ class CheckpointStore:
         return summary
 
     def summary(self, path: TinkerPath) -> CheckpointSummary:
-        """What a checkpoint is.
+        """Returns the summary of a checkpoint, and removes the checkpoint if it has expired.
 
         Raises:
-            NotFound: If there is none, or its time has come.
+            NotFound: If the checkpoint does not exist or has expired.
         """
         folder = self._folder(path)
         summary = _read_summary(path, folder)
         if not summary.is_expired:
             return summary
         with self._lock:
-            if _read_summary(path, folder) == summary:  # else a new one took its place meanwhile
+            if _read_summary(path, folder) == summary:  # otherwise it has been overwritten in the meantime
                 folders.remove_folder(folder)
         raise NotFound(f"{path}: its time to live ended at {summary.expires_at}")
 
     def load(self, path: TinkerPath, *, training_state: bool = False) -> Saved:
-        """What was saved, all of it of the same moment.
+        """Loads a checkpoint. All tensors come from the same save, even if it is overwritten meanwhile.
 
         Raises:
-            NotFound: If there is none, or its time has come.
-            InvalidInput: If the training state is asked for but only weights to sample from were saved.
+            NotFound: If the checkpoint does not exist or has expired.
+            InvalidInput: If the training state is requested but was not saved, or the checkpoint is damaged.
         """
         if training_state and path.kind != "weights":
             raise InvalidInput(
@@ -211,7 +211,7 @@ class CheckpointStore:
                 weights = LoraWeights(summary.lora_config, load_file(folder / _WEIGHTS))
                 state = load_file(folder / _OPTIMIZER) if training_state else None
             except FileNotFoundError:
-                continue  # overwritten just now
+                continue  # being overwritten
             except SafetensorError as error:
                 raise InvalidInput(f"path: {path}: {folder} is damaged: {error}") from error
             else:
@@ -220,15 +220,16 @@ class CheckpointStore:
         raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing, or they change all the time")
 
     def open_adapter(self, path: TinkerPath) -> dict[str, BinaryIO]:
-        """The files of an adapter, open and of the same moment; they can be read whatever becomes of the checkpoint.
+        """Opens the files of an adapter, all from the same save; they stay readable if the checkpoint is removed.
 
         Raises:
-            NotFound: If there is none, or its time has come.
+            NotFound: If the checkpoint does not exist or has expired.
+            InvalidInput: If the checkpoint is damaged.
         """
         folder = self._folder(path)
         for _ in range(_ATTEMPTS):
             summary = self.summary(path)
-            with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):  # overwritten just now
+            with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):  # being overwritten
                 files: dict[str, BinaryIO] = {
                     name: stack.enter_context((folder / name).open("rb")) for name in ADAPTER_FILES
                 }
@@ -238,9 +239,9 @@ class CheckpointStore:
         raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing, or they change all the time")
 
     def listing(self, run: str | None = None) -> list[CheckpointSummary]:
-        """All checkpoints, or those of one run, oldest first.
+        """Returns all checkpoints, or those of one run, oldest first.
 
-        One that another process overwrites at this very moment may be missing.
+        A checkpoint that another process is overwriting may be missing.
         """
         if run is not None:
             check_run(run)
@@ -258,19 +259,19 @@ class CheckpointStore:
                 if self._folder(path) == folder:
                     found[folder] = self.summary(path)
             except (NotFound, OSError):
-                continue  # expired, or deleted meanwhile
+                continue  # expired, or deleted in the meantime
             except InvalidInput as error:
                 logger.warning("%s is no checkpoint and was left out: %s", file, error)
         return sorted(found.values(), key=lambda summary: (summary.created_at, summary.tinker_path))
 
     def delete(self, path: TinkerPath) -> None:
-        """Removes a checkpoint."""
+        """Deletes a checkpoint."""
         self.summary(path)
         with self._lock:
             folders.remove_folder(self._folder(path))
 
     def set_ttl(self, path: TinkerPath, ttl_seconds: int | None) -> None:
-        """Sets when a checkpoint is removed; None keeps it."""
+        """Sets the time after which a checkpoint expires; None means never."""
         with self._lock:
             summary = dataclasses.replace(self.summary(path), expires_at=_expiry(ttl_seconds))
             _write_summary(self._folder(path), summary)
@@ -280,7 +281,7 @@ class CheckpointStore:
 
 
 def _folder_name(run: str) -> str:
-    return run.replace(":", "+")  # a colon is not allowed in a file name everywhere
+    return run.replace(":", "+")  # some file systems do not allow colons
 
 
 def _taken(path: TinkerPath) -> InvalidInput:
@@ -298,7 +299,7 @@ def _read_summary(path: TinkerPath, folder: Path) -> CheckpointSummary:
         try:
             return wire_json.parse(CheckpointSummary, (folder / _SUMMARY).read_bytes())
         except FileNotFoundError:
-            continue  # overwritten just now
+            continue  # being overwritten
         except InvalidInput as error:
             raise InvalidInput(f"{path}: {folder / _SUMMARY} is damaged: {error}") from error
     raise NotFound(f"{path}: there is no such checkpoint")

@@ -1,4 +1,4 @@
-"""The losses that clients have uploaded, by session, and those that the owner of the process has registered."""
+"""Losses uploaded by clients, per session, and Python functions registered in this process."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     Loss: TypeAlias = DatumLoss | BatchLoss | PythonLoss
 
-# Nodes and their arguments, of all graphs of a session's losses: about a hundred megabytes. In a session those not used
-# for longest go first; of another session none ever goes.
+# Limits for the number of nodes and arguments in the graphs of a session, about a hundred megabytes, and of all
+# sessions. A session evicts its own least recently used losses, never those of another session.
 MAX_VALUES = 1 << 18
 MAX_VALUES_OF_ALL = 1 << 22
 CUSTOM = "custom"
@@ -40,31 +40,31 @@ class _Entry:
 
 @dataclass(slots=True)
 class _SessionLosses:
-    entries: OrderedDict[str, _Entry] = field(default_factory=OrderedDict)  # by id, the last used at the end
-    latest: dict[str, str] = field(default_factory=dict)  # the id that a name stands for
+    entries: OrderedDict[str, _Entry] = field(default_factory=OrderedDict)  # by id, least recently used first
+    latest: dict[str, str] = field(default_factory=dict)  # loss id by name
     size: int = 0
 
 
 class LossRegistry:
-    """Keeps losses and finds them. Any thread may use it.
+    """Stores losses and looks them up. All methods are thread-safe.
 
     Args:
-        allow_pickled: Whether to take pickled functions, which means to run whatever a client sends.
+        allow_pickled: Whether to accept pickled functions, which lets clients execute arbitrary code.
     """
 
     def __init__(self, allow_pickled: bool = False) -> None:
         self._allow_pickled = allow_pickled
         self._lock = threading.Lock()
         self._sessions: dict[str, _SessionLosses] = {}
-        self._size = 0  # of all sessions
-        self._functions: dict[str, PythonLoss] = {}  # those of all sessions
+        self._size = 0  # total of all sessions
+        self._functions: dict[str, PythonLoss] = {}  # available to all sessions
         self._count = itertools.count()
 
     def create(self, request: rq.CreateCustomLossRequest) -> str:
-        """Keeps a loss of one datum; returns its id, the same for a repeat.
+        """Stores a per-datum loss and returns its id. A repeated request returns the id of the first one.
 
         Raises:
-            InvalidLoss: If it is none that can be run here, or there is no room for it.
+            InvalidLoss: If the loss is invalid, or exceeds the size limits.
         """
         loss_id = f"{request.session_id}:loss:{request.custom_loss_seq_id}"
         with self._lock:
@@ -76,11 +76,11 @@ class LossRegistry:
         return loss_id
 
     def register(self, request: rq.RegisterLossRequest) -> str:
-        """Keeps a loss of a batch under its name; returns an id that stands for exactly this one.
+        """Stores a batch-level loss by name and returns an id for this version of it.
 
         Raises:
-            InvalidLoss: If it is none that can be run here, there is no room for it, or it is pickled where that is
-                not allowed.
+            InvalidLoss: If the loss is invalid, exceeds the size limits, or is pickled and this is not allowed.
+            InvalidInput: If the name is reserved.
         """
         if request.pickled is not None:
             python = self._unpickled(request.loss, request.pickled)
@@ -97,10 +97,11 @@ class LossRegistry:
     def register_function(
         self, name: str, function: Callable[..., Any], source: Source = "logits", session_id: str | None = None
     ) -> str:
-        """Lets a session, or all of them, use a Python function of this process as it is; returns its id.
+        """Registers a Python function for a session, or for all sessions if None, and returns its id.
 
         Raises:
-            InvalidLoss: If it has not the parameters of a loss, or the name is taken by a built-in one.
+            InvalidLoss: If the function does not have the parameters of a loss.
+            InvalidInput: If the name is reserved.
         """
         self._check_name(name)
         loss = PythonLoss.of(name, source, function)
@@ -113,9 +114,10 @@ class LossRegistry:
         return loss_id
 
     def find(self, session_id: str, loss_fn: str, loss_id: Any = None) -> Callable[[], Loss | None]:
-        """What gives the loss that a pass names, as it is now; None for a built-in one.
+        """Looks up a loss now and returns a function that returns it, or None if it is a built-in loss.
 
-        It raises `InvalidInput` where there is none: a pass fails by its result, whatever is wrong with it.
+        If the loss is unknown, the returned function raises `InvalidInput`, so that the error becomes the result of the
+        pass.
         """
         if loss_fn in LOSSES:
             return lambda: None
@@ -136,7 +138,7 @@ class LossRegistry:
                     "create_custom_loss and pass the handle that this returns."
                 )
             known = ", ".join(self.listing(session_id))
-            gone = ", or no longer" if "@" in loss_fn else ""  # an id that was given out here
+            gone = ", or no longer" if "@" in loss_fn else ""  # an id from register()
             raise InvalidInput(
                 f"loss_fn {loss_fn!r:.140} is not known here{gone}; known are {known}. Register your own with "
                 "@custom_loss(client, name=...)."
@@ -145,7 +147,7 @@ class LossRegistry:
         return found
 
     def listing(self, session_id: str | None) -> dict[str, str]:
-        """The names that a session, or every one, can use, built-in ones first, with what each is."""
+        """Returns the losses available to a session, or to all sessions if None, as descriptions by name."""
         listed = {name: loss.description for name, loss in LOSSES.items()}
         with self._lock:
             listed |= {name: function.description for name, function in self._functions.items()}
@@ -157,12 +159,12 @@ class LossRegistry:
         return listed
 
     def free(self, session_id: str) -> None:
-        """Forgets the losses of a session that has ended."""
+        """Removes the losses of a session."""
         with self._lock:
             self._size -= self._sessions.pop(session_id, _SessionLosses()).size
 
     def _keep(self, session_id: str, loss_id: str, loss: Loss, size: int, name: str | None = None) -> None:
-        """Keeps a loss, and lets its name stand for it; the session's own make room."""
+        """Stores a loss; evicts the least recently used losses of the session if necessary."""
         if size > MAX_VALUES:
             raise InvalidLoss(
                 f"{loss.name}: its graphs have {size} values together; a session may keep {MAX_VALUES}. Give tables as "
@@ -171,7 +173,7 @@ class LossRegistry:
         with self._lock:
             session = self._sessions.setdefault(session_id, _SessionLosses())
             replaced = session.entries.get(loss_id)
-            # Counted before anything is changed: to be refused must not cost a session what it has.
+            # Computed before anything is changed, so that a rejected loss does not evict others.
             kept = session.size - (0 if replaced is None else replaced.size)
             going: list[str] = []
             for each, entry in session.entries.items():
@@ -206,7 +208,7 @@ class LossRegistry:
             )
         self._check_name(str(name))
         try:
-            function = pickle.loads(pickled)  # noqa: S301  # the owner has allowed it
+            function = pickle.loads(pickled)  # noqa: S301  # allowed by --allow-pickled-losses
         except Exception as error:
             raise InvalidLoss(f"{name}: the pickled function cannot be loaded here: {error}") from error
         source = message.get("source", "logits")

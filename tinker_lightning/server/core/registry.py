@@ -1,4 +1,4 @@
-"""What the server holds: sessions, and the models and samplers made in them."""
+"""Sessions, and the models and samplers created in them."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from tinker_lightning.server.engine.base import BaseModel
 from tinker_lightning.server.engine.lora import LoraWeights
 from tinker_lightning.types import LoraConfig
 
-# Samplers with weights of their own are as large as an adapter, and a reinforcement-learning run opens one a step.
+# Memory limit for sampler weights. Each sampler can be as large as an adapter, and an RL run creates one per step.
 SAMPLER_BYTES = 2 << 30
 
 
 @dataclass(slots=True)
 class ClientSession:
-    """A client's visit; owns the models and samplers it made."""
+    """A client session, which owns its models and samplers."""
 
     session_id: str
     user_metadata: dict[str, Any] | None = None
     display_name: str | None = None
     models: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
-    last_heartbeat: float | None = None  # by the monotonic clock, which stands still while a laptop sleeps
+    last_heartbeat: float | None = None  # monotonic time, which stops while a laptop sleeps
     finished: bool = False
 
 
 @dataclass(slots=True)
 class Model:
-    """An adapter in training. `base` and `adapter` are there from its creation's run until it is unloaded."""
+    """An adapter in training. `base` and `adapter` are set from the end of the creation job until `unload`."""
 
     model_id: str
     session_id: str
@@ -47,10 +47,10 @@ class Model:
     last_request_time: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def ready(self) -> tuple[BaseModel, Adapter]:
-        """What a job works on.
+        """Returns the base model and the adapter.
 
         Raises:
-            NotFound: If the model could not be created, or was unloaded.
+            NotFound: If the creation of the model failed, or the model was unloaded.
         """
         base, adapter = self.base, self.adapter
         if base is None or adapter is None:
@@ -60,13 +60,13 @@ class Model:
         return base, adapter
 
     def unload(self) -> None:
-        """Frees its memory; what was saved of it stays."""
+        """Frees the memory of the model. Checkpoints are kept."""
         self.base = self.adapter = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Something to sample from: a base model, with weights of its own that training does not touch."""
+    """A base model and, optionally, adapter weights that training does not change."""
 
     sampler_id: str
     base_model: str
@@ -75,12 +75,12 @@ class Sampler:
 
     @property
     def size(self) -> int:
-        """The memory of its weights."""
+        """Size of the weights in bytes."""
         return 0 if self.weights is None else sum(tensor.nbytes for tensor in self.weights.tensors.values())
 
 
 class Registry:
-    """Looks things up by id, and says what to call where one is missing. Any thread may use it."""
+    """Sessions, models and samplers by id. All methods are thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -91,14 +91,19 @@ class Registry:
     def open_session(
         self, user_metadata: dict[str, Any] | None = None, display_name: str | None = None
     ) -> ClientSession:
-        """A new session."""
+        """Creates a session."""
         session = ClientSession(f"session-{uuid.uuid4().hex[:16]}", user_metadata, display_name)
         with self._lock:
             self._sessions[session.session_id] = session
         return session
 
     def session(self, session_id: str, *, must_be_open: bool = False) -> ClientSession:
-        """The session of that id."""
+        """Returns the session with this id.
+
+        Raises:
+            NotFound: If there is no such session.
+            InvalidInput: If `must_be_open` is set and the session is finished.
+        """
         session = self._sessions.get(session_id)
         if session is None:
             raise NotFound(f"session_id: there is no session {session_id!r}; call create_session first")
@@ -107,12 +112,12 @@ class Registry:
         return session
 
     def sessions(self) -> list[ClientSession]:
-        """All sessions of this server's life."""
+        """Returns all sessions since the server started."""
         with self._lock:
             return list(self._sessions.values())
 
     def add_model(self, model: Model) -> Model:
-        """Keeps a model, unless there is one of that id: then returns that."""
+        """Adds a model, or returns the existing model with its id."""
         with self._lock:
             kept = self._models.setdefault(model.model_id, model)
             if kept is model:
@@ -120,23 +125,27 @@ class Registry:
             return kept
 
     def has_model(self, model_id: str) -> bool:
-        """Whether there is or was a model of that id."""
+        """Returns whether a model with this id was created, even if it has been unloaded."""
         return model_id in self._models
 
     def model(self, model_id: str) -> Model:
-        """The model of that id."""
+        """Returns the model with this id.
+
+        Raises:
+            NotFound: If there is no such model.
+        """
         model = self._models.get(model_id)
         if model is None:
             raise NotFound(f"model_id: there is no model {model_id!r}; call create_model first")
         return model
 
     def models(self) -> list[Model]:
-        """All models of this server's life."""
+        """Returns all models since the server started."""
         with self._lock:
             return list(self._models.values())
 
     def add_sampler(self, session_id: str, sampler: Sampler) -> Sampler:
-        """Keeps a sampler, unless there is one of that id: then returns that."""
+        """Adds a sampler, or returns the existing sampler with its id."""
         with self._lock:
             kept = self._samplers.setdefault(sampler.sampler_id, sampler)
             session = self._sessions[session_id]
@@ -146,16 +155,16 @@ class Registry:
             return kept
 
     def keep_weights(self, sampler_id: str, weights: LoraWeights) -> None:
-        """Gives a sampler back the weights that it had to give up."""
+        """Restores the weights of a sampler after they were evicted and loaded again."""
         with self._lock:
             if sampler_id in self._samplers:
                 self._samplers[sampler_id] = replace(self._samplers[sampler_id], weights=weights)
                 self._make_room()
 
     def _make_room(self) -> None:
-        """Frees the weights not used for longest: those that were saved are loaded again when needed, others are lost.
+        """Evicts the least recently used weights. Saved weights are loaded again when needed, others are lost.
 
-        Those used last always stay, however large they are.
+        The most recently used weights are always kept, regardless of their size.
         """
         total = 0
         for name, sampler in reversed(list(self._samplers.items())):
@@ -168,11 +177,15 @@ class Registry:
                 total += sampler.size
 
     def sampler(self, sampler_id: str) -> Sampler:
-        """The sampler of that id."""
+        """Returns the sampler with this id.
+
+        Raises:
+            NotFound: If there is no such sampler, or its weights were evicted and not saved.
+        """
         with self._lock:
             sampler = self._samplers.pop(sampler_id, None)
             if sampler is not None:
-                self._samplers[sampler_id] = sampler  # to the end: used last
+                self._samplers[sampler_id] = sampler  # moves it to the end, as most recently used
         if sampler is None:
             raise NotFound(
                 f"sampling_session_id: there is no sampler {sampler_id!r}, or no longer: of those on weights that were "
@@ -181,7 +194,7 @@ class Registry:
         return sampler
 
     def free(self, session: ClientSession) -> None:
-        """Frees the memory of all that a session made."""
+        """Frees the memory of all models and samplers of a session."""
         with self._lock:
             for model_id in session.models:
                 self._models[model_id].unload()

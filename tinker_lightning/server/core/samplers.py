@@ -1,4 +1,4 @@
-"""Samplers, and the jobs on them."""
+"""Creation of samplers, and sampling jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tinker_lightning.types import SampleResponse
     from tinker_lightning.types import requests as rq
 
-# What the protocol offers beyond plain sampling; asked for with a value other than these, it is refused by name.
+# Options of the protocol that are not supported; any value other than these defaults raises.
 _NOT_OFFERED = {
     "topk_prompt_logprobs": 0,
     "topk_sample_logprobs": 0,
@@ -26,7 +26,7 @@ _NOT_OFFERED = {
 
 
 class Sampling:
-    """Opens samplers and samples from them."""
+    """Creates samplers and samples from them."""
 
     def __init__(self, registry: Registry, catalog: Catalog, store: CheckpointStore, scheduler: Scheduler) -> None:
         self._registry = registry
@@ -35,7 +35,7 @@ class Sampling:
         self._scheduler = scheduler
 
     def create_sampling_session(self, request: rq.CreateSamplingSessionRequest) -> Sampler:
-        """Opens a sampler on a base model or on saved weights."""
+        """Creates a sampler from a base model or from saved weights."""
         session = self._registry.session(request.session_id, must_be_open=True)
         sampler_id = f"{session.session_id}:sample:{request.sampling_session_seq_id}"
         if request.model_path is not None:
@@ -48,7 +48,7 @@ class Sampling:
         return self._registry.add_sampler(session.session_id, sampler)
 
     def sample(self, request: rq.SampleRequest) -> Job:
-        """Samples; the requests of one sampler may run in any order."""
+        """Submits a sampling job. The jobs of a sampler may run in any order."""
         sampler = self._registry.sampler(request.sampling_session_id)
         for name, off in _NOT_OFFERED.items():
             if getattr(request, name) != off:

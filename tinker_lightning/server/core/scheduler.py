@@ -1,4 +1,4 @@
-"""Runs jobs one at a time: those of a model in the order of their numbers, and each number exactly once.
+"""Runs jobs one at a time. The jobs of a model run in the order of their numbers, and each number runs exactly once.
 
 A job may be submitted before one with a lower number (then it waits), or twice (the second submission returns the
 first job). If a number is missing for `gap_timeout` seconds, the jobs after it run without it, and submitting it
@@ -240,7 +240,7 @@ class Scheduler:
         """Waits for the next job; returns None once the trainer is closed."""
         with self._changed:
             while True:
-                # Also while other models have work: they must not prolong the wait for a lost number.
+                # Also while other models have jobs, which must not prolong the wait for a missing number.
                 wait = self._skip_gaps()
                 if self._closed:
                     return None

@@ -1,4 +1,4 @@
-"""The embedded trainer as one object: what the HTTP app stands in front of."""
+"""The embedded trainer, which the HTTP app exposes."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinker_lightning.server")
 
-# Clients that send heartbeats do so every ten seconds; after this many without one a client is taken for dead.
+# Seconds without a heartbeat after which a client is considered dead. Clients send one every ten seconds.
 SILENCE = 900.0
-# How long a job that runs may go on when its trainer is no longer needed.
+# How many seconds a running job may continue after its trainer was garbage-collected or the interpreter exits.
 _LAST_SECONDS = 3.0
 
 
 def default_data_dir() -> Path:
-    """Where checkpoints are kept if nothing else is said: the user's data folder."""
+    """Returns the default folder for checkpoints, in the user's data folder."""
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "tinker_lightning"
 
 
 class EmbeddedTrainer:
-    """Models, checkpoints and the one thread that computes.
+    """Trains and samples models on this machine, on a single worker thread.
 
     Args:
-        models: The base models that may be asked for; None for any that can be found on this machine.
-        data_dir: Where checkpoints are kept.
-        dtype: What the models compute in; float64 is for checking numerics.
-        gap_timeout: How many seconds a model's requests wait for one that is missing in their order.
-        allow_pickled_losses: Whether to run pickled functions that clients send. Whoever can send one can do with this
-            process what they like.
+        models: The base models that clients may use, or None for all that can be found on this machine.
+        data_dir: The folder for checkpoints.
+        dtype: The dtype of the models; float64 is meant for numerical tests.
+        gap_timeout: How many seconds the requests of a model wait for one with a lower number.
+        allow_pickled_losses: Whether to accept pickled loss functions, which lets clients execute arbitrary code.
     """
 
     def __init__(
@@ -67,13 +66,13 @@ class EmbeddedTrainer:
         self.sampling = Sampling(self.registry, self.catalog, self.store, self.scheduler)
         self._closing = False
         self._waiters: set[Callable[[], object]] = set()
-        # Nobody has to close it: the thread ends with the trainer or, at the latest, before the interpreter.
+        # Calling close() is optional: the thread stops when the trainer is garbage-collected or the interpreter exits.
         weakref.finalize(self, self.scheduler.close, _LAST_SECONDS)
 
     def open_session(
         self, user_metadata: dict[str, Any] | None = None, display_name: str | None = None
     ) -> ClientSession:
-        """A new session; those whose clients have died without a word make room for it."""
+        """Creates a session, and finishes sessions whose clients have stopped sending heartbeats."""
         for session in self.registry.sessions():
             beat = session.last_heartbeat
             if not session.finished and beat is not None and time.monotonic() - beat > SILENCE:
@@ -82,7 +81,7 @@ class EmbeddedTrainer:
         return self.registry.open_session(user_metadata, display_name)
 
     def finish_session(self, session_id: str) -> None:
-        """Ends a session; its memory is freed behind what it still has to do."""
+        """Finishes a session. Its memory is freed after its pending jobs."""
         session = self.registry.session(session_id)
         session.finished = True
 
@@ -94,7 +93,7 @@ class EmbeddedTrainer:
 
     @contextmanager
     def waking(self, wake: Callable[[], object]) -> Iterator[None]:
-        """Calls `wake`, from some thread, if the trainer closes inside the `with` block or has done so."""
+        """Calls `wake`, from any thread, if the trainer closes during the `with` block or is already closed."""
         self._waiters.add(wake)
         try:
             if self._closing:
@@ -104,14 +103,14 @@ class EmbeddedTrainer:
             self._waiters.discard(wake)
 
     def announce_close(self) -> None:
-        """Wakes whoever waits for a result, so that a server can stop without making them wait."""
-        # No lock: this is called by signal handlers too, which may interrupt the thread that holds it. A waiter is
-        # added before it looks at the flag, so either it sees the flag or it is seen here.
+        """Wakes all requests that wait for a result, so that a server can stop without delay."""
+        # No lock, because signal handlers call this too and may interrupt the thread that holds it. A waiter is added
+        # before the flag is checked, so it either sees the flag or is woken here.
         self._closing = True
         for wake in list(self._waiters):
             wake()
 
     def close(self, timeout: float = 30.0) -> None:
-        """Stops computing, behind the job that runs; what was saved stays."""
+        """Stops the trainer after the running job. Checkpoints are kept."""
         self.announce_close()
         self.scheduler.close(timeout)

@@ -1,4 +1,4 @@
-"""The protocol's endpoints, a file for each of its subjects. They translate; what happens is decided behind them."""
+"""The endpoints of the protocol. They only translate between HTTP and the trainer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ if TYPE_CHECKING:
 
 
 def trainer_of(request: Request) -> EmbeddedTrainer:
-    """The trainer behind the app that got this request."""
+    """Returns the trainer of the app that received this request."""
     trainer: EmbeddedTrainer = request.app.state.trainer
     return trainer

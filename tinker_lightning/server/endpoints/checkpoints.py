@@ -1,4 +1,4 @@
-"""Listings of what was trained and saved, and its removal."""
+"""Endpoints that list training runs, and list, expire and delete checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The protocol's names for kinds of checkpoints in listings.
+# The checkpoint types of the protocol.
 _TYPES: dict[Kind, Literal["training", "sampler", "external"]] = {
     "weights": "training",
     "sampler_weights": "sampler",
@@ -86,7 +86,7 @@ async def training_run(request: Request) -> Response:
 
 
 def _runs(trainer: EmbeddedTrainer) -> dict[str, rs.TrainingRun]:
-    """The models of this server's life, and those of earlier ones that left something on disk."""
+    """Returns the models since the server started, and earlier ones that have checkpoints."""
     saved: dict[str, list[CheckpointSummary]] = {}
     for summary in trainer.store.listing():
         saved.setdefault(summary.path.run, []).append(summary)
@@ -123,7 +123,7 @@ def _checkpoint(summary: CheckpointSummary) -> rs.Checkpoint:
 
 
 def path_of(request: Request) -> TinkerPath:
-    """The checkpoint that a URL names."""
+    """Returns the path of the checkpoint in the URL."""
     return TinkerPath.parse(f"tinker://{request.path_params['run_id']}/{request.path_params['checkpoint_id']}")
 
 
@@ -145,7 +145,7 @@ routes = [
     Route("/training_runs", training_runs, methods=["GET"]),
     Route("/training_runs/{run_id}", training_run, methods=["GET"]),
     Route("/training_runs/{run_id}/checkpoints", run_checkpoints, methods=["GET"]),
-    # A checkpoint's id has a slash in it: weights/<name>.
+    # Checkpoint ids contain a slash: weights/<name>.
     Route("/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/ttl", set_ttl, methods=["PUT"]),
     Route("/training_runs/{run_id}/checkpoints/{checkpoint_id:path}", delete, methods=["DELETE"]),
 ]

@@ -1,4 +1,4 @@
-"""Saved adapters as files: signed addresses for each of them, or for all in one archive."""
+"""Downloads of saved adapters: signed URLs for single files or for an archive."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tinker_lightning.server.core.signing import Signer
 
 _ARCHIVE = "adapter.tar"
-# An empty file by which the official SDK knows that nothing of an archive is missing.
+# An empty file that marks the archive as complete for the official SDK.
 _COMPLETE = "checkpoint_complete"
 _PIECE_BYTES = 1 << 20
 
@@ -65,7 +65,7 @@ async def signed(request: Request) -> Response:
 
 
 class _Download(StreamingResponse):
-    """Bytes and files, one behind the other; closes the files at its end, however it comes."""
+    """Streams a sequence of bytes and files, and always closes the files."""
 
     def __init__(self, files: Mapping[str, BinaryIO], parts: Sequence[bytes | BinaryIO]) -> None:
         size = sum(len(part) if isinstance(part, bytes) else _size(part) for part in parts)
@@ -90,7 +90,7 @@ def _pieces(parts: Sequence[bytes | BinaryIO]) -> Iterator[bytes]:
 
 
 def _tar(files: Mapping[str, BinaryIO]) -> list[bytes | BinaryIO]:
-    """An archive of open files; their content is read only when it is sent."""
+    """Returns the parts of a tar archive. File contents are read only when they are sent."""
     parts: list[bytes | BinaryIO] = []
     for name, file in files.items():
         info = tarfile.TarInfo(name)
@@ -115,7 +115,7 @@ def _signer(request: Request) -> Signer:
 
 
 routes = [
-    # A checkpoint's id has a slash in it: weights/<name>.
+    # Checkpoint ids contain a slash: weights/<name>.
     Route("/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/external_weights_urls", external_weights_urls),
     Route("/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/archive", archive),
     Route(f"{SIGNED}/{{name:path}}", signed, name="signed"),

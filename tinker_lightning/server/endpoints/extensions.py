@@ -1,4 +1,4 @@
-"""What this server offers beyond the protocol. Announced with its capabilities; no standard endpoint changes."""
+"""Extensions of the protocol, listed in the server capabilities. Standard endpoints are not affected."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     from tinker_lightning.server.engine.base import BaseModel
 
-# The names under which clients find them in get_server_capabilities.
+# The names of the extensions in get_server_capabilities.
 NAMES = ("server_losses", "submit_and_wait", "tokenizer_files")
 
 
 async def tokenizer(request: Request) -> Response:
-    """The files of a base model's tokenizer, for clients on other machines."""
+    """Returns the tokenizer files of a base model, for clients on other machines."""
     base = await run_in_threadpool(trainer_of(request).catalog.get, request.query_params.get("model", ""))
     return answer({"files": await run_in_threadpool(_tokenizer_files, base)})
 
@@ -38,7 +38,7 @@ def _tokenizer_files(base: BaseModel) -> dict[str, str]:
 
 routes = [
     Route("/tokenizer", tokenizer, methods=["GET"]),
-    # The same submissions, but each is answered with its result: one round trip instead of two.
+    # Submissions that respond with the result, which takes one round trip instead of two.
     *(
         Route(path, answer_result(submit), methods=["POST"])
         for path, submit in {**training.submissions, **losses.submissions, **sampling.submissions}.items()

@@ -1,4 +1,4 @@
-"""Submissions and their results: fetched by a later request, or waited for by the submission itself."""
+"""Submissions and their results, which are either fetched by a later request or returned directly."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     Submit: TypeAlias = Callable[[Request], Awaitable["Submission"]]
     Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
-# Shorter than the 30 s after which common proxies lose retry_policy.
+# Shorter than the 30 s after which common proxies time out.
 LONG_POLL_SECONDS = 25.0
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A job that was queued, and what the protocol answers to that."""
+    """A queued job and the protocol's response to its submission."""
 
     job: Job
     receipt: FutureResponse
 
 
 def answer_receipt(submit: Submit) -> Endpoint:
-    """The protocol's way: the answer names the result, which is fetched later."""
+    """Creates a protocol endpoint that returns a receipt; clients fetch the result later."""
 
     async def endpoint(request: Request) -> Response:
         return answer((await submit(request)).receipt)
@@ -50,7 +50,7 @@ def answer_receipt(submit: Submit) -> Endpoint:
 
 
 def answer_result(submit: Submit) -> Endpoint:
-    """The shorter way: the answer is what fetching would answer, and a header names it as a receipt would."""
+    """Creates an extension endpoint that waits for the result and returns it, with the request id in a header."""
 
     async def endpoint(request: Request) -> Response:
         job = (await submit(request)).job
@@ -83,17 +83,17 @@ async def _result(request: Request, job: Job) -> Response:
 
 
 def pending(job: Job) -> Response:
-    """Tells a client to ask again. Also 200 would do, but then the official SDK warns its user each time."""
+    """Returns a response that asks the client to retry. The status is 408 because the official SDK warns on 200."""
     return answer({"type": "try_again", "request_id": job.request_id, "queue_state": "active"}, 408)
 
 
 async def finished(job: Job, trainer: EmbeddedTrainer) -> bool:
-    """Waits for a job, no longer than a poll may take and the server lives; says whether it is finished."""
+    """Waits for a job until the long-poll timeout or the server's shutdown; returns whether the job is finished."""
     if not job.future.done():
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
 
         def wake(_: object = None) -> None:
-            with suppress(RuntimeError):  # the loop is gone, and with it who waited
+            with suppress(RuntimeError):  # the loop is closed, so nobody is waiting
                 loop.call_soon_threadsafe(woken.set)
 
         job.future.add_done_callback(wake)

@@ -1,4 +1,4 @@
-"""Before and beside the work: configuration, sessions, telemetry, capabilities."""
+"""Endpoints for client configuration, sessions, telemetry and capabilities."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-# How clients should behave towards this server. Chunking is for servers behind proxies: here a batch is one request.
+# Settings for clients. Chunking is meant for servers behind proxies; here a batch is a single request.
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False,
-    "parallel_fwdbwd_chunks": True,  # requests may arrive in any order, for they run by number
+    "parallel_fwdbwd_chunks": True,  # requests may arrive in any order, because they run by number
     "proto_compress_fwdbwd": False,
     "fwdbwd_max_chunk_len": 1 << 20,
     "fwdbwd_max_chunk_bytes_count": MAX_JSON_BYTES // 2,

@@ -1,4 +1,4 @@
-"""Losses that clients bring: the protocol's, of one datum, and ours, of a whole batch under a name."""
+"""Endpoints for custom losses: the protocol's per-datum losses, and named batch-level losses as an extension."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-# A graph of the most nodes that are taken is far below this.
+# Even a graph with the maximum number of nodes is far smaller than this.
 MAX_BYTES = 4 << 20
 
 
@@ -33,7 +33,7 @@ async def create_custom_loss(request: Request) -> Submission:
         raise InvalidInput(f"custom_loss_seq_id must be at least 0, got {message.custom_loss_seq_id}")
     trainer = trainer_of(request)
     trainer.registry.session(message.session_id, must_be_open=True)
-    # Not by the thread that computes: it has nothing to do with any model, and whoever trains need not wait for it.
+    # Not on the trainer's thread, because this needs no model and must not delay training.
     loss_id = await run_in_threadpool(trainer.losses.create, message)
     job = Job(f"{loss_id}:create", "create_custom_loss", lambda: rs.CreateCustomLossResponse(loss_id))
     job.execute()

@@ -1,4 +1,4 @@
-"""Samplers."""
+"""Endpoints for samplers and sampling."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def create_sampling_session(request: Request) -> Response:
 async def get_sampler(request: Request) -> Response:
     trainer = trainer_of(request)
     sampler = trainer.registry.sampler(request.path_params["sampler_id"])
-    # The official SDK loads the tokenizer from the name that stands here, so it is the folder where that lies.
+    # The official SDK loads the tokenizer from the base model returned here, so this is the tokenizer's folder.
     base = await run_in_threadpool(trainer.catalog.get, sampler.base_model)
     return answer(
         rs.GetSamplerResponse(sampler.sampler_id, base.tokenizer_id, sampler.model_path, model_name=sampler.base_model)

@@ -1,4 +1,4 @@
-"""Models and the jobs on them."""
+"""Endpoints for models and their jobs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def _submit_json(request: Request, cls: type[T], submit: Callable[[T], Job
 
 
 async def _submit(request: Request, parse: Callable[[bytes], T], submit: Callable[[T], Job]) -> Submission:
-    """Queues a numbered job; where it is refused, its number is freed, for the client goes on with the next."""
+    """Queues a numbered job. If this fails, the number is freed, because the client continues with the next one."""
     body = await read_body(request)
     try:
         message: Any = await parse_body(parse, body)
@@ -108,7 +108,7 @@ async def _submit(request: Request, parse: Callable[[bytes], T], submit: Callabl
 
 
 def _number(body: bytes) -> tuple[str, int]:
-    """Model and number of a JSON body that could not be used, as far as they can be read."""
+    """Returns the model and number of a rejected JSON body, or `("", 0)` if they cannot be parsed."""
     try:
         message = wire_json.loads(body)
         model_id, number = message.get("model_id"), message.get("seq_id")
