@@ -1,4 +1,4 @@
-"""The command line: one module per sub-command, each importing what it needs when it runs."""
+"""The command line: one module per sub-command, which imports its dependencies when it runs."""
 
 from __future__ import annotations
 

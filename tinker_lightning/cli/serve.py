@@ -1,4 +1,4 @@
-"""`tinker-lightning serve`: a Tinker-API server on this machine."""
+"""`tinker-lightning serve`: runs a Tinker-API server on this machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Serves until interrupted."""
+    """Runs the server until it is interrupted."""
     try:
         from tinker_lightning.server.serve import serve
     except ImportError as error:

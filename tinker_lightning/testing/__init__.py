@@ -1,4 +1,4 @@
-"""Tools for your own tests: a real trainer in the process, and transports that record requests or inject faults.
+"""Test utilities: a real trainer in the same process, and transports that record requests or inject faults.
 
 @pytest.fixture
 def service():

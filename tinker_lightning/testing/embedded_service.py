@@ -1,4 +1,4 @@
-"""A client of a real trainer in the same process."""
+"""A client connected to a real trainer in the same process."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ def embedded_service(
     retry_policy: RetryPolicy = RetryPolicy(300.0),  # noqa: B008  # immutable
     extended: bool = True,
 ) -> Iterator[ServiceClient]:
-    """Yields a client of a real trainer in this process; both are closed afterwards, and no files are left on disk.
+    """Yields a client connected to a real trainer in this process, and closes it afterwards.
 
     Args:
-        trainer: The trainer to use; closing it is up to the caller. By default, a new one that serves `tiny`.
-        wrap: Wraps the transport to the trainer in one of your own.
+        trainer: The trainer to use, which the caller closes. By default, a new one that serves `tiny`, and that is
+            closed and its files deleted afterwards.
+        wrap: Wraps the transport to the trainer in a custom one.
         retry_policy: How long failing requests are retried.
-        extended: Whether the server offers its extensions of the protocol.
+        extended: Whether the server offers its protocol extensions.
     """
     from tinker_lightning.server import EmbeddedTrainer, create_app
 

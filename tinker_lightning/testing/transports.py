@@ -1,4 +1,4 @@
-"""Transports that record requests or make the network fail."""
+"""Transports that record requests or inject faults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RecordedRequest:
 
     @property
     def message(self) -> Any:
-        """Returns the decoded body: a `ForwardBackwardRequest`, a JSON object, or None if there is no body."""
+        """The decoded body: a `ForwardBackwardRequest`, a JSON object, or None if there is no body."""
         if not self.body:
             return None
         zstd = self.headers.get("content-encoding") == "zstd"
@@ -59,7 +59,7 @@ class RecordingTransport(httpx.AsyncBaseTransport):
 
 
 class FaultyTransport(httpx.AsyncBaseTransport):
-    """Forwards requests and makes some of them fail as networks and servers do; a seed reproduces the failures.
+    """Forwards requests and makes some of them fail the way networks and servers do, reproducibly for a given seed.
 
     Args:
         inner: The transport that receives the requests.
@@ -79,7 +79,7 @@ class FaultyTransport(httpx.AsyncBaseTransport):
         self.injected: list[tuple[Fault, str]] = []
         self._inner = inner
         self._rate = rate
-        self._random = random.Random(seed)  # noqa: S311  # repeatable, not secret
+        self._random = random.Random(seed)  # noqa: S311  # reproducible, not for cryptography
         self._faults = faults
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
