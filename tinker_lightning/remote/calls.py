@@ -1,4 +1,4 @@
-"""The contents of an accumulation window: calls of the model, their gradients, and the requests made of them."""
+"""The contents of an accumulation window: model calls, their gradients, and the requests created from them."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One call of the model, and the gradient accumulated so far with respect to its log-probabilities."""
+    """One call of the model, and the accumulated gradient with respect to its log-probabilities."""
 
     datums: list[Datum]
     gradients: list[Tensor] | None = None
-    version: int | None = None  # of the weights that its log-probabilities belong to
+    version: int | None = None  # of the weights that computed the log-probabilities
 
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """Accumulates a gradient as torch does: several losses on one call, and several backwards, add up."""
+        """Accumulates a gradient as torch does, over several losses and several backward passes."""
         if self.gradients is None:
             self.gradients = [gradient.clone() for gradient in gradients]
         else:
             self.gradients = [old + new for old, new in zip(self.gradients, gradients, strict=True)]
 
     def prepare(self, backend: TrainingBackend) -> PendingBackward:
-        """Checks and converts what is to be sent."""
+        """Validates the call and converts it to a request."""
         linear = surrogate.linear_datums(self.datums, self.gradients or [])
         return PendingBackward(linear, surrogate.SURROGATE, request=backend.prepare(linear, surrogate.SURROGATE))
 
 
 @dataclass(eq=False, slots=True)
 class ServerCall:
-    """One server-side loss, and the gradient accumulated so far with respect to its value."""
+    """One server-side loss, and the accumulated gradient with respect to its value."""
 
     datums: list[Datum]
     loss: Any
     config: Mapping[str, float | str]
     gradients: list[Tensor] | None = None
-    added: float | None = None  # the value of local terms that are added to it and scaled with it
-    inputs: Mapping[str, TensorData] = field(default_factory=dict)  # those that are given once for the batch
+    added: float | None = None  # the value of local terms that are added to the loss and scaled with it
+    inputs: Mapping[str, TensorData] = field(default_factory=dict)  # given once for the batch
 
     def add(self, gradients: Sequence[Tensor]) -> None:
         """Accumulates a gradient."""
@@ -63,10 +63,10 @@ class ServerCall:
         return str(getattr(self.loss, "name", self.loss))
 
     def prepare(self, backend: TrainingBackend) -> PendingBackward:
-        """Checks and converts what is to be sent.
+        """Validates the call and converts it to a request.
 
         Raises:
-            InvalidInput: If the pass cannot be sent, or a gradient of 0 has come back to the loss.
+            InvalidInput: If the call is invalid, or the gradient of the loss is 0.
         """
         scale = float(self.gradients[0]) if self.gradients else 0.0
         if scale == 0:
@@ -80,7 +80,7 @@ class ServerCall:
 
 @dataclass(frozen=True, slots=True)
 class PendingBackward:
-    """A backward that is ready to be sent: the backend's request, and what the metrics of its loss refer to."""
+    """A backward pass that is ready to be sent: the request, and the data that its metrics are computed from."""
 
     datums: list[Datum]
     loss: Any
@@ -99,23 +99,23 @@ class Pass:
     given: Sequence[Any]
     datums: list[Datum]
     future: TinkerFuture[ForwardBackwardOutput]
-    version: int = 0  # of the weights that it was sent for
+    version: int = 0  # of the weights that compute it
 
     def __iter__(self) -> Iterator[Datum]:
         return iter(self.datums)
 
     def is_of(self, data: Sequence[Any]) -> bool:
-        """Returns whether these are the same datum objects."""
+        """Returns whether the pass was sent for exactly these datum objects."""
         return len(data) == len(self.given) and all(a is b for a, b in zip(data, self.given, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The requests of one step: the window's backwards and the optimizer step."""
+    """The requests of one step: the backward passes of the window and the optimizer step."""
 
     backwards: list[TinkerFuture[ForwardBackwardOutput]]
     optim: TinkerFuture[OptimStepResponse]
-    # The server-side losses, each with what was sent.
+    # The results of server-side losses and their requests.
     losses: list[tuple[TinkerFuture[ForwardBackwardOutput], PendingBackward]] = field(default_factory=list)
 
     def wait(self) -> None:

@@ -1,7 +1,7 @@
 """A remote model as a node of the local autograd graph.
 
 `RemoteLM(backend)(data)` returns one tensor of log-probabilities per datum. Gradients with respect to them accumulate
-in a local *window*; nothing is sent before the optimizer steps.
+in the local accumulation window; nothing is sent before the optimizer steps.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 class RemoteLM(nn.Module):
     """A remote language model as a module: `model(data)` returns one tensor of log-probabilities per datum.
 
-    Under `torch.no_grad()` it is a plain forward pass. Otherwise the tensors take part in autograd, and
+    Under `torch.no_grad()`, a call is a plain forward pass. Otherwise the tensors take part in autograd, and
     `RemoteAdamW(model.parameters())` trains the model.
 
     Args:
-        backend: A training client, ours or the official SDK's, or a function that creates one at the first use.
+        backend: A training client of this library or of the official SDK, or a function that creates one on first use.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -56,22 +56,19 @@ class RemoteLM(nn.Module):
         return self
 
     def save(self) -> str:
-        """Saves weights and optimizer state on the server, unless nothing was trained since; returns the path."""
+        """Saves weights and optimizer state on the server, unless they are already saved; returns the path."""
         return self.handle.remote.save().path
 
     def get_extra_state(self) -> Tensor:
-        """Saves the state on the server and returns its record, which is what a `state_dict` holds.
-
-        The record is empty if there is no model yet.
-        """
+        """Saves the state on the server and returns its record for the `state_dict`; empty if there is no model yet."""
         remote = self.handle.remote
         return remote.save().to_tensor() if remote.has_weights else torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor | None) -> None:
-        """Loads the weights that a `state_dict` names; None if they were loaded already.
+        """Loads the weights that a `state_dict` refers to; does nothing for None, after they were loaded otherwise.
 
         Raises:
-            InvalidInput: If it names none, or has another format.
+            InvalidInput: If the record is empty or has another format.
         """
         if state is None:
             return
@@ -84,7 +81,7 @@ class RemoteLM(nn.Module):
             )
 
     def send(self, data: Sequence[Any]) -> Pass:
-        """Sends a forward pass; `model(result)` waits for it. Use it to have several passes in flight."""
+        """Sends a forward pass without waiting, so that several can be in flight; `model(result)` waits for it."""
         datums = to_datums(data)
         request = self.backend.prepare(surrogate.forward_datums(datums), surrogate.SURROGATE)
         return Pass(data, datums, self.backend.send(request, forward_only=True), self.handle.remote.version)
@@ -111,17 +108,17 @@ class RemoteLM(nn.Module):
         inputs: Mapping[str, Any] | None = None,
         added: float | None = None,
     ) -> Tensor:
-        """One of the server's losses, computed there in the one pass that also gives its gradient.
+        """Returns a loss that runs on the server, in a single pass that also computes its gradient.
 
-        It is sent at the step, and nothing is waited for. So its value is not known here: it is NaN, and can be scaled
-        and added to other losses; everything else is refused.
+        The pass is sent with the next step, so the value is not known yet: it is NaN. The loss can be scaled and added
+        to other losses; other operations raise.
 
         Args:
             data: The datums.
-            loss: Its name, or what `custom_loss` or `create_custom_loss` gave.
-            config: Its settings.
+            loss: The name of the loss, or the result of `custom_loss` or `create_custom_loss`.
+            config: The settings of the loss.
             inputs: Inputs of the loss that are given once for the batch instead of with each datum.
-            added: The value of what is added to it here, so that a `RemoteModule` can log the total when it is known.
+            added: The value of local terms that are added to the loss, so that a `RemoteModule` can log the total.
         """
         given = {name: TensorData.of(value) for name, value in (inputs or {}).items()}
         call = ServerCall(to_datums(data), loss, dict(config or {}), added=added, inputs=given)
@@ -131,7 +128,7 @@ class RemoteLM(nn.Module):
 
 
 def holds_server_loss(loss: Tensor) -> bool:
-    """Whether a loss of the server's is part of it, so that its value is not known here."""
+    """Returns whether a loss includes a server-side loss, whose value is deferred."""
     seen: set[Any] = set()
     nodes: list[Any] = [loss.grad_fn]
     while nodes:
@@ -146,7 +143,7 @@ def holds_server_loss(loss: Tensor) -> bool:
 
 
 class _Join(torch.autograd.Function):
-    """Connects log-probabilities to the graph; their gradients go into the window."""
+    """Connects log-probabilities to the autograd graph and adds their gradients to the window."""
 
     @staticmethod
     def forward(ctx: Any, handle: RemoteHandle, call: Call | ServerCall, *logprobs: Tensor) -> tuple[Tensor, ...]:
@@ -162,17 +159,17 @@ class _Join(torch.autograd.Function):
 
 
 def _check_that_it_gathers(handle: Any) -> None:
-    """Rejects `torch.autograd.grad` by the handle, which returns gradients instead of accumulating them.
+    """Rejects `torch.autograd.grad` with respect to the handle, which would return gradients, not accumulate them.
 
     Args:
         handle: The graph node that accumulates the handle's gradient.
 
     Raises:
-        InvalidInput: If the gradient is to be returned.
+        InvalidInput: If the gradient would be returned.
     """
     try:
-        torch._C._will_engine_execute_node(handle)  # raises if a leaf's gradient is to be returned
-    except AttributeError as error:  # nothing public tells; register_multi_grad_hook uses it too
+        torch._C._will_engine_execute_node(handle)  # raises if a leaf's gradient would be returned
+    except AttributeError as error:  # there is no public API; register_multi_grad_hook uses it too
         raise RuntimeError(
             f"torch {torch.__version__} has no torch._C._will_engine_execute_node, by which RemoteLM recognizes "
             "torch.autograd.grad. Install a torch version that tinker-lightning supports."

@@ -1,7 +1,6 @@
 """The accumulation window of a remote model: gradients that are kept locally until the optimizer steps.
 
-The protocol has no `zero_grad`: a gradient that has reached the server can no longer be dropped. So nothing is sent
-before the step.
+The protocol has no `zero_grad`: a gradient on the server cannot be dropped, so nothing is sent before the step.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# How often a wait checks whether it should end, in seconds.
+# How often waiting calls `while_waiting`, in seconds.
 _LOOK_UP = 0.5
 
-# How long raising a failure waits for others that may belong to it, in seconds.
+# How long to wait for related failures before one is raised, in seconds.
 _PATIENCE = 5.0
 
 
@@ -44,35 +43,35 @@ class Remote:
     """The backend behind a handle, and the accumulation window for the next step.
 
     Args:
-        backend: A training client, ours or the official SDK's, or a function that creates one at the first use.
-        max_steps_in_flight: How many steps may be in flight at once; with a server-side loss nothing else limits them.
+        backend: A training client of this library or of the official SDK, or a function that creates one on first use.
+        max_steps_in_flight: The maximum number of steps in flight; server-side losses have no other limit.
     """
 
     def __init__(self, backend: Any, max_steps_in_flight: int = 8) -> None:
         self.window: list[Call | ServerCall] = []
         self.unread = UnreadFailures(_PATIENCE)
         self.steps = 0
-        self.expected: Pass | None = None  # a forward that look-ahead sent for the next call
-        self.missed = False  # whether the next call was a different one
+        self.expected: Pass | None = None  # the forward pass that look-ahead sent for the next call
+        self.missed = False  # whether the next call was for other datums or weights
         self.max_steps_in_flight = max_steps_in_flight
-        self.loss_name = "of this model"  # what warnings call the loss that is computed locally
+        self.loss_name = "of this model"  # the name of the local loss in warnings
         self.received = 0  # the number of gradients received
-        self.version = 0  # of the weights; a step or a load increments it
-        # Called for every step that was sent, while SIGINT is held; must not wait.
+        self.version = 0  # of the weights; incremented by a step or a load
+        # Called after a step was sent, while SIGINT is held; must not block.
         self.on_step: Callable[[Step], None] | None = None
         self.on_sent: Callable[[], None] | None = None
-        self.while_waiting: Callable[[], None] | None = None  # called from time to time; an exception ends the wait
+        self.while_waiting: Callable[[], None] | None = None  # called periodically; an exception ends the wait
         self._under_way: deque[Step] = deque()
-        # Loads a state in place of the backend, which may not be there yet.
+        # Replaces loading by the backend, which may not exist yet.
         self.load_state: Callable[[SavedState], None] | None = None
-        self.saved: SavedState | None = None  # a state of the weights as they are now, which state dicts share
+        self.saved: SavedState | None = None  # a saved state of the current weights, shared by state dicts
         self._was_loaded = False
         self._given = backend
         self._backend: TrainingBackend | None = None
 
     @property
     def backend(self) -> TrainingBackend:
-        """The training backend, created at the first use."""
+        """The training backend, created on first use."""
         if self._backend is None:
             is_maker = callable(self._given) and not hasattr(self._given, "forward_backward")
             self._backend = as_backend(self._given() if is_maker else self._given)
@@ -85,7 +84,7 @@ class Remote:
 
     @property
     def has_weights(self) -> bool:
-        """Whether there is something to save: a model, or a state that it will be created from."""
+        """Whether there are weights to save: those of a model, or of a state that it will be created from."""
         return self.is_made or self._was_loaded
 
     def point_to(self, backend: Any) -> None:
@@ -96,7 +95,7 @@ class Remote:
         self._given, self._backend, self._was_loaded = backend, None, False
 
     def load(self, state: SavedState) -> None:
-        """Continues from a state that was saved on the server; the pending window is dropped."""
+        """Loads a state that was saved on the server, and drops the window."""
         if self.load_state is not None:
             self.load_state(state)
         else:
@@ -104,11 +103,11 @@ class Remote:
         self.drop()
         self.version += 1
         self.steps = state.steps
-        self.saved = None  # the loaded state belongs to the file that names it, and may be deleted with it
+        self.saved = None  # the loaded state belongs to a checkpoint file and may be deleted with it
         self._was_loaded = True
 
     def take(self, data: Sequence[Any]) -> Pass | None:
-        """Returns the forward that look-ahead sent, if it is of these datums and the current weights."""
+        """Returns the forward pass that look-ahead sent, if it is for these datums and the current weights."""
         if self.expected is None or self.expected.version != self.version or not self.expected.is_of(data):
             self.missed = self.expected is not None
             return None
@@ -116,12 +115,12 @@ class Remote:
         return expected
 
     def wait(self, future: TinkerFuture[T]) -> T:
-        """Returns a result; `while_waiting` can end the wait."""
+        """Waits for a result and returns it; `while_waiting` can end the wait."""
         self.wait_for_end(future)
         return future.result()
 
     def wait_for_end(self, future: TinkerFuture[Any]) -> None:
-        """Waits for a result or a failure; `while_waiting` can end the wait."""
+        """Waits for a result or failure without raising it; `while_waiting` can end the wait."""
         while not future.done():
             if self.while_waiting is not None:
                 self.while_waiting()
@@ -129,7 +128,7 @@ class Remote:
                 future.wait(_LOOK_UP)
 
     def wait_for_all(self) -> None:
-        """Waits until everything that was sent is done; `while_waiting` can end the wait."""
+        """Waits until all requests are done; `while_waiting` can end the wait."""
         while not self.unread.wait(_LOOK_UP):
             if self.while_waiting is not None:
                 self.while_waiting()
@@ -139,7 +138,7 @@ class Remote:
 
         Raises:
             InvalidInput: If the weights have changed since the call.
-            LossNotFinite: If it is NaN or infinite; the window is dropped, because no step can be taken on it.
+            LossNotFinite: If the gradient is NaN or infinite; the window is dropped, because it cannot be trained on.
         """
         if isinstance(call, Call):
             self.check_version(call.version)
@@ -171,17 +170,17 @@ class Remote:
             )
 
     def drop(self) -> None:
-        """Drops the window, none of which was sent."""
+        """Drops the window."""
         for call in self.window:
             call.gradients = None
         self.window = []
 
     def prepare(self) -> list[PendingBackward]:
-        """Checks and converts the window; waits while too many steps are in flight.
+        """Validates and converts the window; waits while too many steps are in flight.
 
         Raises:
-            TinkerLightningError: If an earlier request failed and nobody has read the failure; the window is kept. Or
-                if a call of the window cannot be sent; the window is dropped.
+            TinkerLightningError: If an earlier request failed and the failure was not raised yet; the window is kept.
+                Also if a call in the window is invalid; the window is dropped.
         """
         self.unread.raise_first()
         if not self.window:
@@ -198,9 +197,9 @@ class Remote:
         return prepared
 
     def step(self, prepared: Sequence[PendingBackward], params: AdamParams) -> Step:
-        """Sends the window and a step on it, without waiting.
+        """Sends the window and an optimizer step, without waiting.
 
-        Half a window on the server would become part of the next step: call it while interrupts and failures are held.
+        Call it while interrupts and failures are held: a partially sent window would become part of the next step.
         """
         step = self._send(prepared, params)
         self.drop()
@@ -218,13 +217,13 @@ class Remote:
         return step
 
     def save(self) -> SavedState:
-        """Saves weights and optimizer state on the server, unless nothing was trained since.
+        """Saves weights and optimizer state on the server, unless the current weights are already saved.
 
         Raises:
-            TinkerLightningError: If an earlier request failed and nobody has read the failure.
+            TinkerLightningError: If an earlier request failed and the failure was not raised yet.
         """
         if self.saved is None:
-            self.wait_for_all()  # otherwise a state could silently lack a step that failed
+            self.wait_for_all()  # otherwise the state could silently miss a failed step
             self.unread.raise_first()
             path = self.wait(self.backend.save_state(f"step-{self.steps:06d}-{uuid.uuid4().hex[:8]}")).path
             info = self.backend.get_info()
@@ -250,7 +249,7 @@ class Remote:
         return Step(backwards, optim, losses)
 
     def failures_held(self) -> contextlib.AbstractContextManager[None]:
-        """Raises earlier failures on entry, and later ones only after the `with` block."""
+        """Raises earlier failures on entry, and defers later ones until after the `with` block."""
         return self.backend.unread.held()
 
     def _make_room(self) -> None:
