@@ -39,7 +39,7 @@ class Preferences(RemoteModule):
 
 
 def score(data: list[Datum], logprobs: list[Tensor]) -> dict[str, Tensor]:
-    """What the chosen answers have gained on the rejected ones, and how often they are likelier, token by token."""
+    """Returns the reward metrics of the chosen answers, and how often they have the higher mean log-probability."""
     _, gained = losses.dpo(data, logprobs, beta=BETA)
     _, likelier = losses.dpo(data, logprobs, reference_free=True, length_normalized=True)
     names = ("reward_accuracy", "reward_margin", "chosen_nll")
@@ -54,7 +54,7 @@ def main(
     max_epochs: int = 2,
     learning_rate: float = 2e-4,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The scores of the held-out pairs before and after; `count` leaves out all but the first pairs of each part."""
+    """Returns the scores of the held-out pairs before and after; `count` limits the number of pairs of each part."""
     pl.seed_everything(0)
     table = CSVLogger(folder, name="")
     trainer = pl.Trainer(
@@ -102,7 +102,7 @@ def read_pairs(part: str, tokenizer: Any) -> list[Pair]:
 
 @torch.no_grad()
 def with_reference(pairs: list[Pair], untrained: RemoteLM) -> Any:
-    """The same pairs with `reference_logprobs`. A new adapter changes nothing, so the model is its own reference."""
+    """Adds `reference_logprobs` to pairs. A new adapter changes nothing, so the model is its own reference."""
     data = [datum for pair in pairs for datum in pair]
     known = [
         Datum(datum.model_input, {**datum.loss_fn_inputs, "reference_logprobs": logprobs})
