@@ -48,24 +48,7 @@ LAST_WAIT = 5.0
 
 
 class RemoteBase(pl.LightningModule):
-    """A remote model with its session, its loss and the datums of its batches.
-
-    Args:
-        model: The name of a base model, or a training client, ours or the official SDK's. `TINKER_BASE_MODEL` if not
-            given.
-        rank: The LoRA rank.
-        learning_rate: The learning rate of the default optimizer.
-        betas: The betas of the default optimizer.
-        eps: The epsilon of the default optimizer.
-        weight_decay: The weight decay of the default optimizer.
-        seed: The seed of the LoRA weights.
-        train_mlp: Whether the MLP layers get an adapter.
-        train_attn: Whether the attention layers get an adapter.
-        train_unembed: Whether the output matrix gets an adapter.
-        max_steps_in_flight: How many steps may be in flight at once if the loss runs on the server.
-        base_url: The URL of the server; see `connect`.
-        api_key: The API key of the server.
-    """
+    """A remote model with its session, its loss and the datums of its batches; `RemoteModule` lists the arguments."""
 
     loss_config: Mapping[str, float | str] = MappingProxyType({})
     """The settings of a loss by name or from the library, for example `{"clip_low_threshold": 0.9}`."""

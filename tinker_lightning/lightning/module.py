@@ -202,7 +202,7 @@ class RemoteModule(RemoteBase):
                 self._warned.add(stage)
                 warnings.warn(
                     f"{stage}_loss leaves out batches on which the loss cannot be evaluated, here because of "
-                    f"{type(error).__name__}: {error}. {stage}_nll counts them.",
+                    f"{type(error).__name__}: {str(error).rstrip('.')}. {stage}_nll counts them.",
                     stacklevel=2,
                 )
             return
