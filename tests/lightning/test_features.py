@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import sys
 import threading
@@ -288,22 +289,35 @@ def test_lightning_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again.model.close()
 
 
+class DeclaresKey(Typed):
+    """Declares the key as a plain string, and takes it a second time in a dict and in a list."""
+
+    def __init__(self, api_key: str, headers: dict[str, str], keys: list[str], **kwargs: Any) -> None:
+        super().__init__(api_key=headers["X-API-Key"], **kwargs)
+        assert api_key == keys[0]
+        self.save_hyperparameters()
+
+
 @pytest.mark.filterwarnings(r"ignore:[\s\S]*(in v5\.0\.0|JsonargparseDeprecationWarning)")
 @pytest.mark.parametrize("by_class", [False, True])
+@pytest.mark.parametrize("kind", [Typed, DeclaresKey])
 def test_no_file_of_a_command_line_has_the_api_key(
-    by_class: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[RemoteModule], by_class: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lightning.pytorch.cli import LightningCLI
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["program"])
     prefix = "--model.init_args" if by_class else "--model"
-    settings = {"model": "tiny", "rank": 4, "base_url": "embedded", "api_key": "tml-very-secret"}
-    args = [f"--model={__name__}.Typed"] if by_class else []
+    key = "tml-very-secret"
+    settings: dict[str, Any] = {"model": "tiny", "rank": 4, "base_url": "embedded", "api_key": key}
+    if kind is DeclaresKey:
+        settings |= {"headers": json.dumps({"X-API-Key": key}), "keys": json.dumps([key])}
+    args = [f"--model={__name__}.{kind.__name__}"] if by_class else []
     args += [f"{prefix}.{name}={value}" for name, value in settings.items()]
     args += ["--trainer.strategy=tinker", "--trainer.max_steps=1", "--trainer.logger=CSVLogger", "--seed_everything=1"]
     args += [f"--trainer.logger.save_dir={tmp_path}", "--trainer.enable_progress_bar=false"]
-    cli = LightningCLI(RemoteModule if by_class else Typed, subclass_mode_model=by_class, args=["fit", *args])
+    cli = LightningCLI(RemoteModule if by_class else kind, subclass_mode_model=by_class, args=["fit", *args])
     assert cli.model._session._api_key == "tml-very-secret"
     cli.model.close()
     files = [file for file in tmp_path.rglob("*") if file.is_file()]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 
 from tests.helpers.trainers import SMALL, loader, quiet
 from tinker_lightning import RemoteModule
@@ -58,3 +59,37 @@ def test_a_file_keeps_what_the_outermost_constructor_was_given(
     assert torch.load(tmp_path / "a.ckpt", weights_only=True)["hyper_parameters"] == kept
     with type(module).load_from_checkpoint(tmp_path / "a.ckpt", seed=5) as loaded:
         assert loaded.hparams == {**module.hparams, "seed": 5}
+
+
+def test_files_of_plain_save_hyperparameters_would_pass_fixed_arguments_twice(tmp_path: Path) -> None:
+    """Shows why constructor calls are inspected: Lightning's own file of this module cannot be loaded."""
+    with Fixes() as module:
+        trainer = quiet(max_steps=1)
+        trainer.fit(module, loader())
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+    content = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    torch.save({**content, "hyper_parameters": dict(module.hparams)}, tmp_path / "plain.ckpt")
+    with pytest.raises(TypeError, match="multiple values for keyword argument"):
+        Fixes.load_from_checkpoint(tmp_path / "plain.ckpt")
+
+
+class TakesKeys(RemoteModule):
+    """Takes the API key in a dict, and under another name."""
+
+    def __init__(self, model: Any, server: dict[str, Any], token: str) -> None:
+        self.save_hyperparameters()  # before the module knows its key
+        super().__init__(model, api_key=server["api_key"], base_url=server["url"])
+        assert token == server["api_key"]
+
+
+def test_an_api_key_in_a_dict_or_under_another_name_reaches_no_file(tmp_path: Path) -> None:
+    server = {"url": "embedded", "api_key": "tml-very-secret"}
+    with TakesKeys("tiny", server, "tml-very-secret") as module:
+        trainer = quiet(max_steps=1, logger=CSVLogger(tmp_path))
+        trainer.fit(module, loader())
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert {file.suffix for file in files} >= {".yaml", ".ckpt"}
+    assert [file for file in files if b"very-secret" in file.read_bytes()] == []
+    assert module.hparams["server"] == {"url": "embedded", "api_key": ""}
+    assert module._session._api_key == server["api_key"] == "tml-very-secret"

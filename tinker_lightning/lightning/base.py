@@ -21,11 +21,11 @@ from tinker_lightning.lightning import _compat, routes
 from tinker_lightning.lightning.batches import count_datums, datums_of, is_datum
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.deferred_metrics import DeferredMetrics
-from tinker_lightning.lightning.hyperparameters import fixed, not_plain, without_tuples
+from tinker_lightning.lightning.hyperparameters import API_KEY, fixed, for_files, not_plain
 from tinker_lightning.lightning.lazy_client import LazyClient
 from tinker_lightning.lightning.metrics import Scores
 from tinker_lightning.lightning.predict import Samples
-from tinker_lightning.lightning.secret import Secret  # noqa: TC001 command lines read the signature
+from tinker_lightning.lightning.secret import Secret
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.likelihood import likelihood_metrics
 from tinker_lightning.losses.reduction import total_weight, weights_of
@@ -69,6 +69,8 @@ class RemoteBase(pl.LightningModule):
     regularizer_timeout: float | None = None
     """How many seconds async regularizers and those on other threads may take."""
 
+    _api_key: Secret | None = None
+
     def __init__(
         self,
         model: Any = None,
@@ -89,6 +91,7 @@ class RemoteBase(pl.LightningModule):
         super().__init__()
         if max_steps_in_flight < 1:
             raise InvalidInput(f"max_steps_in_flight must be at least 1, got {max_steps_in_flight}")
+        self._api_key = None if api_key is None else Secret(api_key)
         self.save_hyperparameters()
         self._fixed = fixed(self)
         adapter = {
@@ -98,7 +101,7 @@ class RemoteBase(pl.LightningModule):
             "train_attn": train_attn,
             "train_unembed": train_unembed,
         }
-        self._session = LazyClient(model, adapter, base_url, api_key)
+        self._session = LazyClient(model, adapter, base_url, self._api_key)
         self.learning_rate = learning_rate  # where Lightning's LearningRateFinder puts what it has found
         self._adam: dict[str, Any] = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         self.lm = RemoteLM(self._session.client if model is None or isinstance(model, str) else model)
@@ -131,10 +134,10 @@ class RemoteBase(pl.LightningModule):
         """Saves plain data only. Clients, callables and API keys are left out, and are passed again on load."""
         ignored = [ignore] if isinstance(ignore, str) else list(ignore or ())
         frame = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
-        super().save_hyperparameters(*args, ignore=[*ignored, "api_key", *not_plain(self)], frame=frame, logger=logger)
+        super().save_hyperparameters(*args, ignore=[*ignored, API_KEY, *not_plain(self)], frame=frame, logger=logger)
         for name in (_compat.HPARAMS, _compat.HPARAMS_INITIAL):
-            hparams = name.get(self)  # with lists in place of tuples, which yaml.safe_load does not read
-            hparams.update({key: without_tuples(value) for key, value in hparams.items()})
+            hparams = name.get(self)
+            hparams.update(for_files(hparams, self._api_key))
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Logs a value as `LightningModule.log` does, with the number of datums as the default batch size."""

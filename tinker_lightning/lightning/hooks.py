@@ -13,6 +13,7 @@ from tinker_lightning.errors import LossWithoutGradient
 from tinker_lightning.lightning import _compat, checks
 from tinker_lightning.lightning.base import LAST_WAIT, RemoteBase
 from tinker_lightning.lightning.checkpoint import contents
+from tinker_lightning.lightning.secret import hide_in_configs
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.regularizers.regularizer import as_regularizers
 from tinker_lightning.remote import group, interrupts
@@ -48,8 +49,9 @@ class RemoteHooks(pl.Callback):
         self._terminated: float | None = None
 
     def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Rejects callbacks of `configure_callbacks`, too, that do not work with a remote model."""
+        """Checks the callbacks of `configure_callbacks`, too, and hides the API key from those that write files."""
         checks.check(trainer, self._module)
+        hide_in_configs(_compat.CALLBACKS.get(trainer), self._module._api_key)
         self._connect()
 
     def on_fit_start(self, *_: Any) -> None:

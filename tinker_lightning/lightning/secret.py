@@ -1,8 +1,18 @@
-"""A type for API keys, which keeps them out of files."""
+"""Keeps API keys out of the files of a command line."""
 
 from __future__ import annotations
 
 import contextlib
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.cli import SaveConfigCallback
+
+from tinker_lightning.lightning.hyperparameters import for_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import lightning.pytorch as pl
 
 
 class Secret(str):
@@ -17,5 +27,18 @@ class Secret(str):
 with contextlib.suppress(ImportError):  # the extra "cli"
     from jsonargparse.typing import register_type
 
-    # A configuration with null can be used again: the key is then read from the environment.
+    # A configuration without the key can be used again: the key is then read from the environment.
     register_type(Secret, serializer=lambda _: None, deserializer=Secret)
+
+
+def hide_in_configs(callbacks: Iterable[pl.Callback], key: str | None) -> None:
+    """Removes API keys from the configurations that callbacks of `LightningCLI` are about to write.
+
+    A module may declare `api_key: str` itself, or take the key under another name.
+    """
+    for callback in callbacks:
+        if isinstance(callback, SaveConfigCallback):
+            callback.config = callback.config.clone()
+            for name, value in list(callback.config.items()):
+                leaf = name.rpartition(".")[2]
+                callback.config[name] = for_files({leaf: value}, key)[leaf]
