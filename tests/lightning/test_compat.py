@@ -49,7 +49,7 @@ def uses_of_private_names(path: Path) -> Iterator[str]:
         where = f"{path}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lightning":
             parts = [*(node.module or "").split("."), *(each.name for each in node.names)]
-            yield from (f"{where} {part}" for part in parts if is_private(part) and part != "_PATH")
+            yield from (f"{where} {part}" for part in parts if is_private(part))
         if isinstance(node, ast.Import):
             yield from (
                 f"{where} {each.name}"

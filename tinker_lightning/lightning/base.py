@@ -128,6 +128,11 @@ class RemoteBase(pl.LightningModule):
         """Whether a trainer is attached."""
         return _compat.ATTACHED_TRAINER.get(self) is not None
 
+    @property
+    def checkpoint_file(self) -> object:
+        """The file that the trainer loads, as errors name it."""
+        return (self.trainer.ckpt_path if self.has_trainer else None) or "the checkpoint"
+
     def save_hyperparameters(
         self, *args: Any, ignore: Sequence[str] | str | None = None, frame: Any = None, logger: bool = True
     ) -> None:
@@ -214,8 +219,12 @@ class RemoteBase(pl.LightningModule):
             given = {name: value for name, value in kept.items() if name not in self._fixed}
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = given
         self.drain()
-        gradients = {"windows": contents.windows(self), "local_gradients": self.local_gradients()}
-        contents.section_of(checkpoint).update(gradients, window_metrics=list(self._window_metrics))
+        contents.section_of(checkpoint).update(
+            windows=contents.windows(self),
+            local_gradients=self.local_gradients(),
+            window_metrics=list(self._window_metrics),
+            strategy=None,  # which `TinkerStrategy` fills in
+        )
 
     def restore_window(self) -> None:
         """Restores the accumulation window of the checkpoint that was loaded last."""
@@ -230,7 +239,7 @@ class RemoteBase(pl.LightningModule):
             InvalidInput: If the checkpoint has another base model, rank or format, or is not of a remote model.
             NotFound: If a state is not on the server.
         """
-        self._waiting = contents.read_window(checkpoint)
+        self._waiting = contents.read_window(checkpoint, self.checkpoint_file)
         contents.load_states(checkpoint, self)
         self.restore_window()
 

@@ -147,7 +147,7 @@ class RemoteHooks(pl.Callback):
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Restores gradients, in case the module overrides `on_load_checkpoint` without calling `super()`."""
         del trainer, pl_module
-        self._module._waiting = contents.read_window(checkpoint)
+        self._module._waiting = contents.read_window(checkpoint, self._module.checkpoint_file)
 
     def teardown(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Waits for everything in flight; the session stays, so that the next stage sees the same model."""

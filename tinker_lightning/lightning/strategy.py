@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import MixedPrecision
@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 
+from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning import _compat, checks
 from tinker_lightning.lightning.base import LAST_WAIT
 from tinker_lightning.lightning.checkpoint import contents
@@ -17,15 +18,18 @@ from tinker_lightning.lightning.checkpoint.retention import StateRetention
 from tinker_lightning.lightning.lookahead import LookAhead
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.lightning.resume import loop_position, rng
-from tinker_lightning.lightning.resume.loaders import IsolatedRngLoader, ResumableLoader
+from tinker_lightning.lightning.resume.loaders import IsolatedRngLoader, ResumableLoader, check_state
 from tinker_lightning.remote import group
 from tinker_lightning.remote.saved_state import check_keys
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lightning.fabric.plugins import CheckpointIO
-    from lightning.fabric.utilities.types import _PATH
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins import Precision
+
+    _Path: TypeAlias = str | Path
 
 
 class TinkerStrategy(SingleDeviceStrategy):
@@ -134,7 +138,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         with group.fresh_states(self.lightning_module):
             return super().lightning_module_state_dict()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _Path, storage_options: Any | None = None) -> None:
         """Writes a checkpoint with the random numbers and the position in the loops.
 
         The remote states of a file that it overwrites are deleted.
@@ -158,34 +162,63 @@ class TinkerStrategy(SingleDeviceStrategy):
         if self.release_states:
             self._retention.replaced(filepath, old, new)
 
-    def remove_checkpoint(self, filepath: _PATH) -> None:
+    def remove_checkpoint(self, filepath: _Path) -> None:
         """Removes a checkpoint, and the remote states that no other file names."""
         old = self._retention.states_of(filepath) if self.release_states else frozenset()
         super().remove_checkpoint(filepath)
         if self.release_states:
             self._retention.replaced(filepath, old)
 
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: _Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a checkpoint; the random numbers and the position in the loops are restored when training starts.
 
         Raises:
-            InvalidInput: If the file has another format version, none, or lacks a key.
+            InvalidInput: If the file is damaged, has another format version, none, or lacks a key.
         """
         # Lightning 2.5 does not know the argument.
         chosen = {} if weights_only is None else {"weights_only": weights_only}
-        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, **chosen)
-        # A file of another strategy has no position.
-        self._resumed = contents.read_section(checkpoint, checkpoint_path).get("strategy")
+        try:
+            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, **chosen)
+        except Exception as error:  # of any kind: torch reads a damaged file as far as it can
+            if isinstance(error, OSError) and str(checkpoint_path) in str(error):
+                raise
+            raise InvalidInput(
+                f"{checkpoint_path} cannot be read as a checkpoint: {type(error).__name__}: {error}. If it is damaged "
+                "or incomplete, load another checkpoint."
+            ) from error
         module = self.lightning_module
-        if self._resumed is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            what = f"the 'tinker' section of {checkpoint_path}"
-            check_keys(self._resumed, what, ("rng", "loop_position"))
-            check_keys(self._resumed["rng"], what, rng.KEYS)
-            check_keys(self._resumed["loop_position"], what, loop_position.KEYS)
-            check_keys(checkpoint, str(checkpoint_path), ("loops", "global_step"))
-            self._resumed["loaders"] = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
-            loop_position.raise_limits(module.trainer, checkpoint, self._resumed)
+        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            self._resumed = self._read_position(checkpoint, checkpoint_path)
+            if self._resumed is not None:
+                loop_position.raise_limits(module.trainer, checkpoint, self._resumed)
         return checkpoint
+
+    def _read_position(self, checkpoint: dict[str, Any], file: _Path) -> dict[str, Any] | None:
+        """Returns the random numbers and the position in loops and loaders; None for a file of another strategy."""
+        if contents.SECTION not in checkpoint and not isinstance(self.lightning_module, RemoteModule):
+            return None
+        if contents.OPTIMIZERS not in checkpoint:
+            raise InvalidInput(
+                f"{file} lacks {contents.OPTIMIZERS!r}: it was saved with save_weights_only=True, or is damaged. "
+                "Resume from a full checkpoint, or load the weights with load_from_checkpoint and fit without "
+                "ckpt_path."
+            )
+        position: dict[str, Any] | None = contents.read_section(checkpoint, file, "strategy")["strategy"]
+        if position is None:
+            return None
+        what = f"the {contents.SECTION!r} section of {file}"
+        check_keys(position, what, ("rng", "loop_position"))
+        check_keys(position["rng"], what, rng.KEYS)
+        check_keys(position["loop_position"], what, loop_position.KEYS)
+        for path in ("global_step", "loops.fit_loop.epoch_progress.current"):
+            contents.entry(checkpoint, file, path)
+        loops = contents.entry(checkpoint, file, "loops.fit_loop.state_dict")
+        if position["loop_position"]["batches"][1]:  # otherwise there may have been no loader yet
+            check_keys(loops, f"'loops.fit_loop.state_dict' of {file}", ("combined_loader",))
+        position["loaders"] = loops.get("combined_loader", [])
+        for state in position["loaders"]:
+            check_state(state, f"'combined_loader' of {file}")
+        return position
 
     def _delete_state(self, state: str) -> None:
         if self.lightning_module is not None:

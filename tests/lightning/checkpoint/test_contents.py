@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
+from tinker_lightning.client import LossHandle
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.checkpoint.contents import window_from, window_state
 from tinker_lightning.remote.calls import Call, ServerCall
@@ -62,8 +63,7 @@ def test_a_loss_of_the_server_is_kept_by_its_name(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_ends_with_its_session_cannot_be_kept() -> None:
-    class Handle:
-        name, loss_id = "clipped", "session:loss:0"
-
+    loss: Any = None
+    handle = LossHandle("clipped", "session", loss, "session:loss:0")
     with pytest.raises(InvalidInput, match=r"cannot keep the loss 'clipped'.*after an optimizer step.*custom_loss"):
-        window_state([ServerCall([DATUMS["plain"]], Handle(), {}, [torch.tensor(1.0)])])
+        window_state([ServerCall([DATUMS["plain"]], handle, {}, [torch.tensor(1.0)])])

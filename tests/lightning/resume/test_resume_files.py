@@ -170,8 +170,8 @@ def test_files_of_other_models_are_rejected_before_a_model_is_created(bench: Ben
         assert not module.lm.handle.remote.is_made
 
 
-def without(content: Any, *keys: str) -> None:
-    """Removes an entry of nested dicts."""
+def without(content: Any, *keys: str | int) -> None:
+    """Removes an entry of nested dicts and lists."""
     for key in keys[:-1]:
         content = content[key]
     del content[keys[-1]]
@@ -190,17 +190,25 @@ def test_a_file_of_another_format_is_rejected_by_name(bench: Bench, tmp_path: Pa
     saver = Everywhere(tmp_path, "batch end 0.3")
     bench.run("shuffled", saver, max_epochs=1)
     whole = torch.load(saver.files[0].path, weights_only=True)
+    (state,) = whole["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     file = tmp_path / "changed.ckpt"
     assert_rejected(bench, {**whole, "tinker": {**whole["tinker"], "version": 2}}, file, f"{file} has format version 2")
     for keys in [
-        ("tinker", "version"),
-        ("tinker", "windows"),
-        ("tinker", "local_gradients"),
-        ("tinker", "window_metrics"),
+        ("tinker",),
+        *(("tinker", key) for key in whole["tinker"]),
         *(("tinker", "strategy", key) for key in whole["tinker"]["strategy"]),
         *(("tinker", "strategy", "rng", key) for key in whole["tinker"]["strategy"]["rng"]),
         *(("tinker", "strategy", "loop_position", key) for key in whole["tinker"]["strategy"]["loop_position"]),
+        ("optimizer_states",),
         ("loops",),
+        ("loops", "fit_loop"),
+        ("loops", "fit_loop", "epoch_progress"),
+        ("loops", "fit_loop", "epoch_progress", "current"),
+        ("loops", "fit_loop", "state_dict"),
+        ("loops", "fit_loop", "state_dict", "combined_loader"),
+        *(("loops", "fit_loop", "state_dict", "combined_loader", 0, key) for key in state),
+        *(("loops", "fit_loop", "state_dict", "combined_loader", 0, "start", key) for key in state["start"]),
+        ("global_step",),
         ("state_dict", "lm._extra_state"),
         ("state_dict",),
     ]:
@@ -208,6 +216,56 @@ def test_a_file_of_another_format_is_rejected_by_name(bench: Bench, tmp_path: Pa
         without(content, *keys)
         missing = "lm._extra_state" if keys == ("state_dict",) else keys[-1]
         assert_rejected(bench, content, file, f"(lacks|has no format version) .*'{missing}'")
+    content = copy.deepcopy(whole)
+    for key in ("windows", "local_gradients", "window_metrics"):
+        del content["tinker"][key]
+    assert_rejected(bench, content, file, f"the 'tinker' section of {file} lacks 'windows', 'local_gradients', 'window")
+
+
+def test_a_full_checkpoint_without_its_section_is_rejected_by_every_strategy(bench: Bench, tmp_path: Path) -> None:
+    saver = Everywhere(tmp_path, "batch end 0.3")
+    bench.run("shuffled", saver, max_epochs=1)
+    content = torch.load(saver.files[0].path, weights_only=True)
+    del content["tinker"]
+    file = tmp_path / "changed.ckpt"
+    torch.save(content, file)
+    message = f"{file} lacks 'tinker': it was not written by a RemoteModule, or was changed since"
+    for strategy in ("tinker", "auto"):
+        trainer = quiet(max_epochs=1, strategy=strategy, accelerator="cpu")
+        with pytest.raises(InvalidInput, match=message):
+            trainer.fit(bench.module(), loaders("shuffled"), ckpt_path=str(file))
+    with pytest.raises(InvalidInput, match="the checkpoint lacks 'tinker'"):
+        Mean.load_from_checkpoint(file, model="tiny")
+
+
+def test_a_file_of_weights_loads_but_has_no_position_to_resume_from(bench: Bench, tmp_path: Path) -> None:
+    saves = ModelCheckpoint(tmp_path, "weights", save_weights_only=True)
+    bench.run("shuffled", saves, max_epochs=1)
+    file = tmp_path / "weights.ckpt"
+    module = bench.module(seed=3)
+    with pytest.raises(
+        InvalidInput, match=f"{file} lacks 'optimizer_states'.*save_weights_only=True.*load_from_checkpoint"
+    ):
+        quiet(max_epochs=1).fit(module, loaders("shuffled"), ckpt_path=str(file))
+    client = bench.service.create_lora_training_client("tiny", rank=2, seed=3)
+    loaded = Mean.load_from_checkpoint(file, model=client)
+    in_order: Any = DataLoader(DATA, batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+    quiet().validate(module, in_order, ckpt_path=str(file), verbose=False)
+    with torch.no_grad():
+        assert torch.equal(torch.cat(loaded.lm(DATA)), torch.cat(module.lm(DATA)))
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
+def test_a_truncated_file_is_named(bench: Bench, part: float, tmp_path: Path) -> None:
+    saver = Everywhere(tmp_path, "batch end 0.3")
+    bench.run("shuffled", saver, max_epochs=1)
+    content = saver.files[0].path.read_bytes()
+    file = tmp_path / "half.ckpt"
+    file.write_bytes(content[: int(part * len(content))])
+    with pytest.raises(InvalidInput, match=f"{file} cannot be read as a checkpoint.*load another checkpoint"):
+        quiet(max_epochs=1).fit(bench.module(), loaders("shuffled"), ckpt_path=str(file))
+    with pytest.raises(FileNotFoundError, match="none"):
+        quiet(max_epochs=1).fit(bench.module(), loaders("shuffled"), ckpt_path=str(tmp_path / "none.ckpt"))
 
 
 @pytest.mark.parametrize("version", [None, 2])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tinker_lightning.client.loss_handle import LossHandle
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.remote.calls import Call, ServerCall
 from tinker_lightning.remote.group import handles_of
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 SECTION = "tinker"
 """The key of the section in a checkpoint."""
 
+OPTIMIZERS = "optimizer_states"
+"""A key that full checkpoints have, and files that were saved with `save_weights_only=True` lack."""
+
+_WINDOW_KEYS = ("windows", "local_gradients", "window_metrics")
+
 
 def section_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Returns the section of a checkpoint that is about to be written."""
@@ -33,32 +39,47 @@ def section_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return section
 
 
-def read_section(checkpoint: Mapping[str, Any], file: object = "the checkpoint") -> dict[str, Any]:
-    """Returns the section of a checkpoint that was read from a file; empty if it has none.
+def read_section(checkpoint: Mapping[str, Any], file: object, *keys: str) -> dict[str, Any]:
+    """Returns the section of a checkpoint that was read from a file.
 
     Args:
         checkpoint: The content of the file.
         file: The name of the file, for errors.
+        keys: What the section must have.
 
     Raises:
-        InvalidInput: If the section has another format version, or none.
+        InvalidInput: If there is no section, or it has another format version, none, or lacks a key.
     """
     if SECTION not in checkpoint:
-        return {}
-    return check_format(checkpoint[SECTION], f"the {SECTION!r} section of {file}", "version", ())
+        raise InvalidInput(
+            f"{file} lacks {SECTION!r}: it was not written by a RemoteModule, or was changed since. Load a checkpoint "
+            "of the module's class."
+        )
+    return check_format(checkpoint[SECTION], f"the {SECTION!r} section of {file}", "version", keys)
 
 
-def read_window(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the accumulation window of a checkpoint; None if none was saved.
+def read_window(checkpoint: Mapping[str, Any], file: object) -> dict[str, Any] | None:
+    """Returns the accumulation window of a checkpoint; None for a file of weights that has none.
 
     Raises:
-        InvalidInput: If it is not in this version's format.
+        InvalidInput: If the window is missing or not in this version's format.
     """
-    section, keys = read_section(checkpoint), ("windows", "local_gradients", "window_metrics")
-    if section.keys().isdisjoint(keys):
+    if SECTION not in checkpoint and OPTIMIZERS not in checkpoint:
         return None
-    check_keys(section, f"the {SECTION!r} section of the checkpoint", keys)
-    return section
+    return read_section(checkpoint, file, *_WINDOW_KEYS)
+
+
+def entry(checkpoint: Mapping[str, Any], file: object, path: str) -> Any:
+    """Returns an entry of nested dicts, for example `loops.fit_loop`.
+
+    Raises:
+        InvalidInput: If it is missing.
+    """
+    found: Any = checkpoint
+    for key in path.split("."):
+        check_keys(found, f"{path!r} of {file}", (key,))
+        found = found[key]
+    return found
 
 
 def load_states(checkpoint: dict[str, Any], module: nn.Module) -> None:
@@ -144,7 +165,7 @@ def window_from(state: Sequence[dict[str, Any]]) -> list[Call | ServerCall]:
 
 
 def _loss_name(call: ServerCall) -> str:
-    if hasattr(call.loss, "loss_id"):  # the server forgets it with its session
+    if isinstance(call.loss, LossHandle):  # the server forgets it with its session
         raise InvalidInput(
             f"a checkpoint in the middle of an accumulation window cannot keep the loss {call.name!r}, which exists "
             "only as long as its session. Save after an optimizer step, or register the loss by name with custom_loss."

@@ -16,12 +16,24 @@ import torch
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.resume import rng
+from tinker_lightning.remote.saved_state import check_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 
 _END = object()
+
+
+def check_state(state: dict[str, Any], what: str) -> None:
+    """Rejects the state of a loader in a file that lacks a key; `what` names it.
+
+    Raises:
+        InvalidInput: If a key is missing.
+    """
+    check_keys(state, what, ("drawn", "count", "start", "inner"))
+    if state["start"] is not None:
+        check_keys(state["start"], what, ("rng", "generators", "is_warm"))
 
 
 class _Wrapper:
