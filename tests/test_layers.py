@@ -43,6 +43,7 @@ FOREIGN = {
     "errors": {"lightning", "httpx", "starlette", "torch"},
 }
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py") if not path.name.endswith("_pb2.py"))
+TESTS = Path(__file__).parent
 
 
 def layer(path: Path) -> str:
@@ -103,6 +104,12 @@ def test_nothing_imports_testing() -> None:
 def test_no_file_name_occurs_three_times() -> None:
     names = Counter(path.name for path in FILES if path.name != "__init__.py")
     assert {name: count for name, count in names.items() if count > 2} == {}
+
+
+def test_tests_share_code_by_helpers_only() -> None:
+    for path in TESTS.rglob("*.py"):
+        foreign = {name for name in imported(path) if name.startswith("tests.") and not name.startswith("tests.helpers")}
+        assert not foreign, f"{path} imports {foreign}; move what it needs to tests/helpers"
 
 
 def test_there_are_no_cycles() -> None:

@@ -11,7 +11,7 @@ import tinker
 import torch
 from torch.utils.data import DataLoader
 
-from tests.client.conftest import DATA
+from tests.helpers.client_data import DATA
 from tests.helpers.counting import count_conversions
 from tests.helpers.trainers import SMALL
 from tinker_lightning import Datum, ModelInput, RemoteAdamW, RemoteLM, RemoteModule, collate
@@ -20,7 +20,7 @@ from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.server.engine.bound_loss import BoundLoss
 
 if TYPE_CHECKING:
-    from tests.client.conftest import Backend
+    from tests.helpers.backends import Backend
     from tinker_lightning.client import ServiceClient
 
 pytestmark = SMALL

@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.client.conftest import DATA, QUICK, bits, csr, nll
+from tests.helpers.backends import QUICK
+from tests.helpers.client_data import DATA, csr, nll
+from tests.helpers.reference import bits
 from tinker_lightning import AdamParams, Datum, ModelInput, TensorData
 from tinker_lightning.client import ServiceClient, chunking
 from tinker_lightning.server import create_app

@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 
-from tests.client.conftest import QUICK, recording
+from tests.helpers.backends import QUICK, recording
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.errors import ClientClosed, InvalidInput, NotFound
 from tinker_lightning.server import create_app
@@ -19,7 +19,7 @@ from tinker_lightning.testing import embedded_service
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from tests.client.conftest import Backend, Recorded
+    from tests.helpers.backends import Backend, Recorded
     from tinker_lightning.server import EmbeddedTrainer
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tinker import types as sdk
 
-from tests.client.conftest import DATA, TEXTS, nll, policy, top_k
+from tests.helpers.client_data import DATA, TEXTS, nll, policy, top_k
 from tinker_lightning import AdamParams, Datum, ModelInput, SamplingParams
 from tinker_lightning.client import TrainingBackend
 from tinker_lightning.errors import InvalidInput, ResultTimeout
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tests.client.conftest import Backend
+    from tests.helpers.backends import Backend
 
 POLICY = [policy(text, seed) for seed, text in enumerate(TEXTS)]
 MASKED = [policy(text, seed, sequence_ratio_mask=np.ones(len(text) - 1)) for seed, text in enumerate(TEXTS)]

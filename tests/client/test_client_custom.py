@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.client.conftest import DATA, bits, nll
+from tests.helpers.client_data import DATA, nll
+from tests.helpers.reference import bits
 from tinker_lightning import AdamParams, Datum, LossFnOutput, ModelInput, custom_loss
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotScalar, OperationFailed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tests.client.conftest import Recorded
+    from tests.helpers.backends import Recorded
     from tinker_lightning.client import TrainingClient
     from tinker_lightning.server import EmbeddedTrainer
 

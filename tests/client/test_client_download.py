@@ -13,7 +13,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Mount, Route
 from tinker.types import SaveWeightsExternalRequest
 
-from tests.client.conftest import DATA, recording
+from tests.helpers.backends import recording
+from tests.helpers.client_data import DATA
 from tinker_lightning import AdamParams
 from tinker_lightning.client import download
 from tinker_lightning.errors import InvalidMessage, MessageTooLarge, OperationFailed
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from tests.client.conftest import Recorded
+    from tests.helpers.backends import Recorded
     from tinker_lightning.server import EmbeddedTrainer
 
 FILES = ["adapter_config.json", "adapter_model.safetensors"]

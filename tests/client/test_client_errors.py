@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from tests.client.conftest import QUICK, recording
+from tests.helpers.backends import QUICK, recording
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.client.retry_policy import RetryPolicy
 from tinker_lightning.errors import (
@@ -33,7 +33,7 @@ from tinker_lightning.server import create_app
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.client.conftest import Running
+    from tests.helpers.backends import Running
     from tinker_lightning.server import EmbeddedTrainer
 
 SOON = RetryPolicy(0.3, first_delay=0.05, longest_delay=0.1)

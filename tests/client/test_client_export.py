@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.client.conftest import DATA, QUICK, TEXTS, nll, recording
+from tests.helpers.backends import QUICK, recording
+from tests.helpers.client_data import DATA, TEXTS, nll
 from tinker_lightning import AdamParams
 from tinker_lightning.client import ServiceClient, download
 from tinker_lightning.client.retry_policy import RetryPolicy
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.client.conftest import Backend, Running
+    from tests.helpers.backends import Backend, Running
     from tinker_lightning.client import TrainingClient
     from tinker_lightning.server import EmbeddedTrainer
 

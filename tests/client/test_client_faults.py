@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.client.conftest import DATA, QUICK, bits
+from tests.helpers.backends import QUICK
+from tests.helpers.client_data import DATA
+from tests.helpers.reference import bits
 from tinker_lightning import AdamParams
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import FaultyTransport, embedded_service

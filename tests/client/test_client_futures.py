@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from tests.client.conftest import DATA, QUICK, recording
+from tests.helpers.backends import QUICK, recording
+from tests.helpers.client_data import DATA
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.client.loop import BackgroundLoop
 from tinker_lightning.errors import ClientClosed, ResultTimeout

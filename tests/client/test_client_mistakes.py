@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tinker import types as sdk
 
-from tests.client.conftest import DATA, nll
+from tests.helpers.client_data import DATA, nll
 from tinker_lightning import AdamParams, Datum, ModelInput, SamplingParams
 from tinker_lightning.errors import (
     InvalidDatum,
@@ -22,7 +22,7 @@ from tinker_lightning.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.client.conftest import Backend
+    from tests.helpers.backends import Backend
 
 FAST = AdamParams(learning_rate=1e-2)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.client.conftest import DATA, datum, nll
+from tests.helpers.client_data import DATA, datum, nll
 from tests.helpers.reference import gathered
 from tinker_lightning import AdamParams, Regularizer, RemoteAdamW, RemoteLM
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossWithoutGradient, OperationFailed, ResultTimeout
@@ -18,7 +18,7 @@ from tinker_lightning.losses import regularizers
 from tinker_lightning.losses.regularizers import composition
 
 if TYPE_CHECKING:
-    from tests.client.conftest import Backend, Recorded
+    from tests.helpers.backends import Backend, Recorded
     from tinker_lightning.client import TrainingClient
 
 FAST = AdamParams(learning_rate=1e-2)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from tests.client.conftest import DATA, QUICK
+from tests.helpers.backends import QUICK
+from tests.helpers.client_data import DATA
 from tinker_lightning import AdamParams
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.client.retry_policy import RetryPolicy, StatusLog

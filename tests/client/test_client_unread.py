@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from tests.client.conftest import DATA
+from tests.helpers.client_data import DATA
 from tinker_lightning import AdamParams, ModelInput, SamplingParams
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.errors import ClientClosed, InvalidInput, LossWithoutGradient, NotFound, TinkerLightningError

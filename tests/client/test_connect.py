@@ -13,7 +13,8 @@ import pytest
 import tinker
 
 import tinker_lightning
-from tests.client.conftest import DATA, recording
+from tests.helpers.backends import recording
+from tests.helpers.client_data import DATA
 from tinker_lightning.client import ServiceClient, TrainingBackend, as_backend, connect
 from tinker_lightning.client.discovery import HOSTED_URL
 from tinker_lightning.errors import ClientClosed, InvalidInput
@@ -22,7 +23,7 @@ from tinker_lightning.server import create_app
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.client.conftest import Running
+    from tests.helpers.backends import Running
     from tinker_lightning.server import EmbeddedTrainer
 
 

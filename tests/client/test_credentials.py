@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from starlette.responses import JSONResponse
 
-from tests.client.conftest import DATA, recording
+from tests.helpers.backends import recording
+from tests.helpers.client_data import DATA
 from tinker_lightning.errors import NotATinkerServer, Unauthorized
 from tinker_lightning.server import create_app
 from tinker_lightning.server.endpoints import handshake

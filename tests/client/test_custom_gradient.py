@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.client.conftest import DATA, TEXTS, policy
+from tests.helpers.client_data import DATA, TEXTS, policy
 from tinker_lightning import AdamParams
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service

@@ -12,7 +12,8 @@ import tinker
 import torch
 from tinker import types as sdk
 
-from tests.client.conftest import SDK_KEY, TEXTS
+from tests.helpers.backends import SDK_KEY
+from tests.helpers.client_data import TEXTS
 from tinker_lightning.client import ServiceClient, as_backend
 from tinker_lightning.server import create_app
 from tinker_lightning.testing import RecordedRequest
@@ -20,7 +21,7 @@ from tinker_lightning.testing import RecordedRequest
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from tests.client.conftest import Running
+    from tests.helpers.backends import Running
     from tinker_lightning.server import EmbeddedTrainer
 
 # What only the SDK sends: flags that may change during a run, reports about itself, and a second look at the

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.helpers.loss_library import LIBRARY
 from tests.helpers.reference import gathered
-from tests.losses.test_library import LIBRARY
 from tinker_lightning import Datum, LossFnOutput, custom_loss, losses
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.losses import Batch

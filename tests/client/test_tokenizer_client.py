@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from tests.client.conftest import QUICK, recording
+from tests.helpers.backends import QUICK, recording
 from tinker_lightning.client import ServiceClient, tokenizer
 from tinker_lightning.errors import ModelNotFound, NotATinkerServer
 from tinker_lightning.server import create_app

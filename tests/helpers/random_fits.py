@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tests.client.conftest import Recorded
+    from tests.helpers.backends import Recorded
     from tinker_lightning.testing import RecordedRequest
 
 WARNINGS = [

@@ -1,6 +1,16 @@
-"""Gradients to compare with: by plain autograd through the Hugging Face model, and as a trainer has gathered them."""
+"""What to compare with: gradients by plain autograd, and the gradients and states that a trainer holds."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from tinker_lightning.server import EmbeddedTrainer
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Callable
+
+    Running: TypeAlias = Callable[[Any], contextlib.AbstractContextManager[str]]
 
 from typing import TYPE_CHECKING
 
@@ -29,6 +39,13 @@ def autograd(
 
 
 def gathered(trainer: EmbeddedTrainer, model_id: str) -> Tensor:
-    """What waits for the next step on the server, as one vector."""
+    """The gradient that the server has accumulated for the next step, as one vector."""
     _, adapter = trainer.registry.model(model_id).ready()
     return torch.cat([adapter.gradient[name].flatten() for name in adapter.weights.tensors])
+
+
+def bits(trainer: EmbeddedTrainer, model_id: str) -> dict[str, bytes]:
+    """Everything that training changes in a model, to the bit: weights, gathered gradient, moments."""
+    _, adapter = trainer.registry.model(model_id).ready()
+    tensors = {**adapter.weights.tensors, **adapter.training_state()}
+    return {name: tensor.detach().numpy().tobytes() for name, tensor in tensors.items()}

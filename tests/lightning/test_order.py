@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.client.conftest import recording
+from tests.helpers.backends import recording
 from tests.helpers.random_fits import QUIET, WARNINGS, check, draw
 from tinker_lightning import AdamParams, Datum, Regularizer, RemoteModule, collate
 from tinker_lightning.server import EmbeddedTrainer, create_app
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tests.client.conftest import Recorded
+    from tests.helpers.backends import Recorded
 
 pytestmark = [pytest.mark.filterwarnings(each) for each in WARNINGS]
 

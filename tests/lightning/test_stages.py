@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from tests.client.conftest import bits
+from tests.helpers.reference import bits
 from tests.helpers.trainers import DATA, SMALL, loader, quiet
 from tinker_lightning import AdamParams, ModelInput, RemoteModule, SamplingParams, collate, connect
 from tinker_lightning.errors import InvalidInput

@@ -16,7 +16,8 @@ from tinker.types import CustomLossInput
 from torch import Tensor, fx
 from torch.utils.data import DataLoader
 
-from tests.helpers.loss_cases import Numbers, assert_same, batch, distillation, stacked, value_and_gradient
+from tests.helpers.loss_cases import Numbers, assert_same, stacked, value_and_gradient
+from tests.helpers.loss_library import LIBRARY, case_of
 from tests.helpers.reference import gathered
 from tinker_lightning import Datum, RemoteModule, collate, losses
 from tinker_lightning.server import EmbeddedTrainer
@@ -27,42 +28,7 @@ if TYPE_CHECKING:
 
     from tinker_lightning.client import ServiceClient
 
-POLICY = ("logprobs", "advantages")
-# Each loss with settings that use all of its formula, and the inputs that it reads.
-LIBRARY: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "cross_entropy": (losses.cross_entropy, ("weights",)),
-    "topk_distillation": (losses.topk_distillation, ("weights", "teacher_logprobs")),
-    "topk_distillation, renormalized": (
-        partial(losses.topk_distillation, tail="renormalize"),
-        ("weights", "teacher_logprobs"),
-    ),
-    "kl_regularized": (losses.kl_regularized, ("weights", "reference_logprobs")),
-    "importance_sampling": (losses.importance_sampling, POLICY),
-    "ppo": (losses.ppo, POLICY),
-    "cispo": (losses.cispo, POLICY),
-    "dro": (losses.dro, POLICY),
-    "gspo": (losses.gspo, (*POLICY, "sequence_ratio_mask")),
-    "grpo": (losses.grpo, ("weights", *POLICY, "reference_logprobs")),
-    "grpo, by token, k2": (
-        partial(losses.grpo, reduction="token", estimator="k2"),
-        ("weights", *POLICY, "reference_logprobs"),
-    ),
-    "reinforce": (losses.reinforce, ("weights", "reward")),
-    "reinforce, in groups": (partial(losses.reinforce, group_size=2, baseline="mean"), ("weights", "reward")),
-    "dpo": (losses.dpo, ("weights", "reference_logprobs")),
-    "dpo, all settings": (
-        partial(losses.dpo, beta=1.0, margin=0.1, label_smoothing=0.1, length_normalized=True),
-        ("weights", "reference_logprobs"),
-    ),
-    "contrastive": (losses.contrastive, ("weights",)),
-}
 ADDED_UP = [name for name in LIBRARY if name.split(",")[0] not in ("grpo", "reinforce", "dpo", "contrastive")]
-
-
-def case_of(name: str, seed: int = 0) -> tuple[list[Datum], list[Tensor]]:
-    data, logprobs = distillation(seed) if name.startswith("topk") else batch(seed)
-    reads = {"target_tokens", *LIBRARY[name][1]}
-    return [Datum(d.model_input, {n: t for n, t in d.loss_fn_inputs.items() if n in reads}) for d in data], logprobs
 
 
 def traced(name: str) -> fx.GraphModule:

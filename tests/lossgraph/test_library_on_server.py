@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.helpers.loss_cases import batch
+from tests.helpers.loss_library import LIBRARY, case_of
+from tests.helpers.loss_mistakes import MISTAKES
 from tests.helpers.reference import gathered
-from tests.losses.test_batch import MISTAKES
-from tests.losses.test_library import LIBRARY, case_of
 from tinker_lightning import Datum, custom_loss, losses
 from tinker_lightning.errors import InvalidDatum, InvalidInput, TinkerLightningError
 from tinker_lightning.lightning import routes

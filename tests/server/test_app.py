@@ -9,7 +9,7 @@ import pytest
 from tinker_lightning.server import http
 
 if TYPE_CHECKING:
-    from tests.conftest import Api
+    from tests.helpers.api import Api
     from tinker_lightning.server import EmbeddedTrainer
 
 

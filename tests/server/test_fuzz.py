@@ -19,7 +19,7 @@ from tinker_lightning.wire import json as wire_json
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.conftest import Api
+    from tests.helpers.api import Api
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"

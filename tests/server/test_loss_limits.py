@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.lossgraph.graphs.test_graph import graph, node, ref
+from tests.helpers.graph_messages import graph, node, ref
 from tinker_lightning import Datum, LossFnOutput, connect, custom_loss, losses
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.lightning import routes
@@ -20,7 +20,7 @@ from tinker_lightning.server.engine.inputs import stack_inputs
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tests.conftest import Api
+    from tests.helpers.api import Api
 
 EXT = "http://embedded/ext/v1"
 SUM = node("loss", "sum", ref("logprobs"), op="call_method")

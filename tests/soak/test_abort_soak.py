@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.helpers.aborting import LATER, STRATEGIES, Server, fit
 from tests.helpers.trainers import SMALL
-from tests.lightning.test_abort import LATER, STRATEGIES, Server, fit
 from tinker_lightning import Datum
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service

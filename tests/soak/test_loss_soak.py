@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.server.test_loss_fuzz import fuzz, memory
+from tests.helpers.damaged_graphs import fuzz, memory
 
 if TYPE_CHECKING:
-    from tests.conftest import Api
+    from tests.helpers.api import Api
 
 
 @pytest.mark.soak

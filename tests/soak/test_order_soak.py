@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.client.conftest import recording
+from tests.helpers.backends import recording
 from tests.helpers.random_fits import WARNINGS, check
 from tinker_lightning.server import EmbeddedTrainer, create_app
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.client.conftest import Recorded
+    from tests.helpers.backends import Recorded
 
 pytestmark = [pytest.mark.soak, *(pytest.mark.filterwarnings(each) for each in WARNINGS)]
 

@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.lossgraph.graphs.test_run import X, call, run
-from tests.lossgraph.tracing.test_record import assert_same
+from tests.helpers.graph_programs import X, call, run
+from tests.helpers.traced_losses import assert_same
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.lossgraph.graphs.functions import FUNCTIONS, METHODS
 from tinker_lightning.lossgraph.graphs.graph import Node, Ref

@@ -13,28 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.graph_messages import graph, node, placeholder, ref
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.lossgraph.graphs import functions
 from tinker_lightning.lossgraph.graphs.graph import MAX_NODES, MAX_VALUES, Graph, Node, Ref
 from tinker_lightning.lossgraph.graphs.run import Program
-
-
-def node(name: str, target: str = "torch.exp", *args: Any, op: str = "call_function", **kwargs: Any) -> dict[str, Any]:
-    return {"op": op, "name": name, "target": target, "args": list(args), "kwargs": kwargs}
-
-
-def ref(name: str) -> dict[str, str]:
-    return {"ref": name}
-
-
-def placeholder(name: str) -> dict[str, Any]:
-    return node(name, name, op="placeholder")
-
-
-def graph(*calls: dict[str, Any], output: Any = None, inputs: tuple[str, ...] = ("logprobs",)) -> dict[str, Any]:
-    returned = output if output is not None else {"tuple": [ref(calls[-1]["name"]), {"dict": {}}]}
-    end = node("output", "output", returned, op="output")
-    return {"format": 1, "nodes": [*map(placeholder, inputs), *calls, end]}
 
 
 def refused(message: Any, because: str) -> None:

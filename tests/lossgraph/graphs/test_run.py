@@ -10,33 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.graph_programs import X, call, method, program, run
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.lossgraph.graphs import functions
-from tinker_lightning.lossgraph.graphs.graph import Graph, Node, Ref
+from tinker_lightning.lossgraph.graphs.graph import Node, Ref
 from tinker_lightning.lossgraph.graphs.limits import Limits
-from tinker_lightning.lossgraph.graphs.run import Program
-
-X = Ref(0)
-
-
-def call(target: str, *args: Any, **kwargs: Any) -> Node:
-    return Node("call_function", "bomb", target, args, kwargs)
-
-
-def method(target: str, *args: Any, **kwargs: Any) -> Node:
-    return Node("call_method", "bomb", target, args, kwargs)
-
-
-def program(*calls: Node, inputs: int = 1) -> Program:
-    """A program that returns the value of its last call; a Ref counts the inputs, then the calls."""
-    named = [Node(each.op, f"{each.name}_{i}", each.target, each.args, each.kwargs) for i, each in enumerate(calls)]
-    names = [f"x{i}" for i in range(inputs)]
-    return Program(Graph.decode(Graph(names, named, Ref(inputs + len(calls) - 1)).encode()))
-
-
-def run(*calls: Node, x: Any = None) -> Any:
-    values = [torch.linspace(-2, 2, 12).reshape(3, 4)] if x is None else x if isinstance(x, list) else [x]
-    return program(*calls, inputs=len(values))(values)
 
 
 @pytest.fixture

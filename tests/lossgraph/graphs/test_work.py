@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.lossgraph.graphs.test_run import call, method, program
+from tests.helpers.graph_programs import call, method, program
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.lossgraph.graphs.graph import Node, Ref
 from tinker_lightning.lossgraph.graphs.limits import Limits

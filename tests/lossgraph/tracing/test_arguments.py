@@ -9,8 +9,8 @@ import torch
 from torch import ones
 from torch.nn import functional as F  # noqa: N812
 
-from tests.lossgraph.graphs.test_graph import graph, node, ref
-from tests.lossgraph.tracing.test_record import assert_same
+from tests.helpers.graph_messages import graph, node, ref
+from tests.helpers.traced_losses import assert_same
 from tinker_lightning.errors import InvalidLoss, LossNotTraceable
 from tinker_lightning.lossgraph.datum_loss import trace_datum_loss
 from tinker_lightning.lossgraph.graphs.graph import Graph

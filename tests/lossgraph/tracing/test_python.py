@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lossgraph.tracing.test_record import B, T, assert_same, expected, run
+from tests.helpers.traced_losses import B, T, assert_same, expected, run
 from tinker_lightning import LossFnOutput
 from tinker_lightning.errors import InvalidLoss, LossNotTraceable
 from tinker_lightning.lossgraph.datum_loss import trace_datum_loss

@@ -16,36 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from tests.helpers.traced_losses import B, T, assert_same, expected, optional, run
 from tinker_lightning import LossFnOutput
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
 from tinker_lightning.lossgraph.batch_loss import BatchLoss
-from tinker_lightning.lossgraph.datum_loss import SCALE, DatumLoss, trace_datum_loss
-from tinker_lightning.lossgraph.graphs.limits import Limits
+from tinker_lightning.lossgraph.datum_loss import SCALE, trace_datum_loss
 from tinker_lightning.lossgraph.tracing.batch import trace_batch_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-B, T, V = 3, 5, 11
 LEARNED = torch.tensor(2.0)
-
-
-def assert_same(fn: Callable[..., Any], ranks: dict[str, int] | None = None) -> DatumLoss:
-    """The graph of a loss of one datum has its value, gradient and metrics, to the bit."""
-    ranks = ranks or {"logprobs": 1, "weights": 1}
-    traced = trace_datum_loss(fn, ranks)
-    torch.manual_seed(0)
-    shapes: list[tuple[int, ...]] = [(), (T,), (T, 4)]
-    inputs = [torch.randn(shapes[rank], dtype=torch.float64) for name, rank in ranks.items() if name != "logprobs"]
-    leaves = [torch.randn(shapes[ranks["logprobs"]], dtype=torch.float64).requires_grad_() for _ in range(2)]
-    leaves[1].data = leaves[0].data.clone()
-    loss, metrics = traced(leaves[0], [each.clone() for each in inputs])
-    expected, named = fn(leaves[1], *(each.clone() for each in inputs))
-    assert torch.equal(loss, expected)
-    assert {name: value.item() for name, value in metrics.items()} == {k: v.item() for k, v in named.items()}
-    gradients = [torch.autograd.grad(*pair)[0] for pair in zip((loss, expected), leaves, strict=True)]
-    assert torch.equal(*gradients)
-    return traced
 
 
 def test_arithmetic_indexing_and_shapes() -> None:
@@ -330,38 +311,6 @@ def test_signatures_and_results_of_a_datums_loss(fn: Any, ranks: dict[str, int],
 
 
 # Losses of a whole batch.
-
-
-def run(loss: BatchLoss, inputs: dict[str, Tensor], **settings: Any) -> tuple[LossFnOutput, Tensor]:
-    torch.manual_seed(0)
-    leaf = torch.randn(B, T, V, dtype=torch.float64, requires_grad=True)
-    mask = (torch.arange(T) < torch.tensor([[5], [3], [1]])).double()
-    sources = {"model_outputs": leaf, "attention_mask": mask}
-    output = BatchLoss.decode(loss.encode())(sources, inputs, loss.settings(settings), Limits())
-    return output, torch.autograd.grad(output.loss, leaf)[0]
-
-
-def expected(fn: Callable[..., Any], inputs: dict[str, Tensor], **settings: Any) -> tuple[LossFnOutput, Tensor]:
-    torch.manual_seed(0)
-    leaf = torch.randn(B, T, V, dtype=torch.float64, requires_grad=True)
-    mask = (torch.arange(T) < torch.tensor([[5], [3], [1]])).double()
-    output = fn(leaf, {name: tensor.clone() for name, tensor in inputs.items()}, mask, **settings)
-    return output, torch.autograd.grad(output.loss, leaf)[0]
-
-
-def optional(outputs: Tensor, inputs: Any, mask: Tensor, weight: float = 0.5, power: int = 2) -> LossFnOutput:
-    """What it does depends on what it is given.
-
-    And this is not part of the description.
-    """
-    logprobs = outputs.log_softmax(-1)[..., 0] * mask
-    weights = inputs.get("weights")
-    if weights is None:
-        weights = torch.ones_like(logprobs)
-    loss = -(logprobs * weights).sum()
-    if "reference" in inputs:
-        loss = loss + weight * ((logprobs - inputs["reference"]) ** power).sum()
-    return LossFnOutput(loss, logprobs, {"mean": logprobs.mean().item(), "constant": 1.0})
 
 
 ALL_NAMES: list[tuple[str, ...]] = [(), ("weights",), ("reference",), ("weights", "reference")]

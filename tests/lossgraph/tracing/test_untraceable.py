@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.lossgraph.tracing.test_record import assert_same
+from tests.helpers.traced_losses import assert_same
 from tinker_lightning.errors import LossNotTraceable
 from tinker_lightning.lossgraph.datum_loss import trace_datum_loss
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lossgraph.tracing.test_record import T, assert_same
+from tests.helpers.traced_losses import T, assert_same
 from tinker_lightning.errors import InvalidLoss, LossNotTraceable
 from tinker_lightning.lossgraph.datum_loss import trace_datum_loss
 from tinker_lightning.lossgraph.graphs.functions import FUNCTIONS, METHODS, check_arguments

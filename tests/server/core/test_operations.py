@@ -13,7 +13,7 @@ from tinker_lightning.types.requests import ForwardBackwardRequest
 from tinker_lightning.wire import protobuf, tinker_pb2
 
 if TYPE_CHECKING:
-    from tests.conftest import Api
+    from tests.helpers.api import Api
 
 PROTOBUF = "application/x-protobuf"
 LONG = 1000.0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from tests.conftest import Api
+    from tests.helpers.api import Api
 
 
 def train(api: Api, model: str, seqs: range, text: str = "hello world") -> None:

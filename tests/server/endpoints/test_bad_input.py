@@ -14,7 +14,7 @@ from tinker_lightning.wire import protobuf
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.conftest import Api
+    from tests.helpers.api import Api
 
 PROTOBUF = "application/x-protobuf"
 

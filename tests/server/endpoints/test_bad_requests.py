@@ -16,7 +16,7 @@ from tinker_lightning.wire import protobuf, tinker_pb2
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tests.conftest import Api
+    from tests.helpers.api import Api
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"

@@ -18,7 +18,7 @@ from tinker_lightning.server.core import signing
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.conftest import Api
+    from tests.helpers.api import Api
 
 FILES = ["adapter_config.json", "adapter_model.safetensors"]
 

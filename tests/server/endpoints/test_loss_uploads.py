@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.lossgraph.graphs.test_graph import graph, node, ref
+from tests.helpers.graph_messages import graph, node, ref
 from tinker_lightning import LossFnOutput
 from tinker_lightning.lossgraph.graphs.graph import MAX_NODES
 from tinker_lightning.lossgraph.tracing.batch import trace_batch_loss
@@ -19,7 +19,7 @@ from tinker_lightning.server.endpoints import losses as routes
 if TYPE_CHECKING:
     import torch
 
-    from tests.conftest import Api
+    from tests.helpers.api import Api
     from tinker_lightning.server import EmbeddedTrainer
 
 NLL = graph(
