@@ -108,7 +108,9 @@ def test_no_file_name_occurs_three_times() -> None:
 
 def test_tests_share_code_by_helpers_only() -> None:
     for path in TESTS.rglob("*.py"):
-        foreign = {name for name in imported(path) if name.startswith("tests.") and not name.startswith("tests.helpers")}
+        foreign = {
+            name for name in imported(path) if name.startswith("tests.") and not name.startswith("tests.helpers")
+        }
         assert not foreign, f"{path} imports {foreign}; move what it needs to tests/helpers"
 
 

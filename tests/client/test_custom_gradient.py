@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.helpers.client_data import DATA, TEXTS, policy
+from tests.helpers.fuzzing import examples
 from tinker_lightning import AdamParams
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
@@ -113,7 +114,7 @@ def double(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Double]:
     trainer.close()
 
 
-@hypothesis.settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@examples(60, 400, derandomize=True, database=None)
 @hypothesis.given(loss=losses())
 def test_the_gradient_identity_holds(double: Double, loss: Scalar) -> None:  # R1.3, R1.4, R1.5
     expected = double.reference(loss)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.helpers.fuzzing import examples
 from tests.helpers.loss_library import LIBRARY
 from tests.helpers.reference import gathered
 from tinker_lightning import Datum, LossFnOutput, custom_loss, losses
@@ -140,7 +141,7 @@ def reduced(expression: Expression, reduction: str, p: Tensor, w: Tensor, q: Ten
     return REDUCTIONS[reduction](evaluated(expression, p, w, q) * w - 0.7371 * p * w)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@examples(60, 400, derandomize=True)
 @given(
     expression=expressions,
     reduction=st.sampled_from(sorted(REDUCTIONS)),

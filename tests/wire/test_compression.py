@@ -9,10 +9,10 @@ from contextlib import suppress
 
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.fuzzing import MANY
+from tests.helpers.fuzzing import examples
 from tinker_lightning.errors import InvalidInput, InvalidMessage, MessageTooLarge
 from tinker_lightning.wire.compression import compress, decompress
 
@@ -57,7 +57,7 @@ def test_a_bomb_is_not_unfolded_whole() -> None:
 
 
 @given(st.data())
-@settings(max_examples=300)
+@examples(100, 1000)
 def test_a_body_that_was_cut_short_is_refused(data: st.DataObject) -> None:
     body = compress(NOISE[:200] + bytes(300_000))
     cut = data.draw(st.integers(0, len(body) - 1))
@@ -93,7 +93,7 @@ def test_a_damaged_checksum_is_refused() -> None:
 
 
 @given(st.binary(max_size=40), st.integers(0, 400), st.integers(0, 255))
-@MANY
+@examples(200, 20_000)
 def test_damage_is_refused_as_invalid_input_or_harmless(tail: bytes, position: int, byte: int) -> None:
     body = bytearray(compress(bytes(range(200)) + bytes(1000)))
     body[position % len(body)] = byte

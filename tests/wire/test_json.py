@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.fuzzing import MANY
+from tests.helpers.fuzzing import examples
 from tinker_lightning.errors import InvalidInput, InvalidMessage
 from tinker_lightning.types import (
     AdamParams,
@@ -416,7 +416,7 @@ places = st.sampled_from(
 
 
 @given(places, nonsense, nonsense)
-@MANY
+@examples(200, 20_000)
 def test_nonsense_is_refused_as_invalid_input_or_read(path: tuple[str | int, ...], value: Any, other: Any) -> None:
     body = orjson.loads(broken(*path, value=value))
     sparse = {"data": [], "sparse_crow_indices": value, "sparse_col_indices": other, "shape": [1, 2]}
@@ -427,7 +427,7 @@ def test_nonsense_is_refused_as_invalid_input_or_read(path: tuple[str | int, ...
 
 
 @given(st.data())
-@MANY
+@examples(200, 20_000)
 def test_damaged_bytes_are_refused_as_invalid_input_or_read(data: st.DataObject) -> None:
     body = bytearray(broken("seq_id", value=1))
     for _ in range(data.draw(st.integers(1, 3))):

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.fuzzing import MANY
+from tests.helpers.fuzzing import examples
 from tinker_lightning.errors import InvalidInput, InvalidMessage
 from tinker_lightning.types import (
     Datum,
@@ -520,7 +520,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 
 @given(damaged() | st.binary(max_size=60))
-@MANY
+@examples(200, 20_000)
 def test_damaged_bytes_are_refused_as_invalid_input_or_read(body: bytes) -> None:
     for decode in (decode_forward_backward, decode_output, decode_sample):
         with suppress(InvalidInput):
@@ -532,7 +532,7 @@ buffers = st.binary(max_size=24) | st.lists(numbers, max_size=4).map(lambda n: n
 
 
 @given(st.data())
-@MANY
+@examples(200, 20_000)
 def test_well_formed_messages_of_nonsense_are_refused_as_invalid_input_or_read(data: st.DataObject) -> None:
     draw = data.draw
     request = pb.ForwardBackwardRequest(seq_id=1)
