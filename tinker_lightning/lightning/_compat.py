@@ -25,13 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Private:
-    """A private attribute of an object of Lightning's.
+    """A private attribute of Lightning.
 
     Args:
-        path: Where it is found from that object, for example `fit_loop._data_fetcher` from a trainer.
+        owner: The class of the objects that have it.
+        path: Where it is found from such an object, for example `fit_loop._data_fetcher` from a `Trainer`.
         since: The first Lightning release that has it; in earlier ones nothing is set.
     """
 
+    owner: str
     path: str
     since: str = "0"
 
@@ -62,56 +64,53 @@ class Private:
         setattr(attrgetter(owner)(root) if owner else root, name, value)
 
 
-# Of a trainer. Connectors set the first two, which look public but are not declared.
-CALLBACKS = Private("callbacks")
-LOG_EVERY_N_STEPS = Private("log_every_n_steps")
-CURRENT_RESULTS = Private("_results")
-ACCELERATOR_FLAG = Private("_accelerator_connector._accelerator_flag")
-CLUSTER_ENVIRONMENT = Private("_accelerator_connector.cluster_environment")
-NUM_NODES_FLAG = Private("_accelerator_connector._num_nodes_flag")
-PARALLEL_DEVICES = Private("_accelerator_connector._parallel_devices")
-LOADED_CHECKPOINT = Private("_checkpoint_connector._loaded_checkpoint")
-STRATEGY_MODULE = Private("strategy._lightning_module")
+# Connectors set the first two, which look public but are not declared.
+CALLBACKS = Private("Trainer", "callbacks")
+LOG_EVERY_N_STEPS = Private("Trainer", "log_every_n_steps")
+CURRENT_RESULTS = Private("Trainer", "_results")
+ACCELERATOR_FLAG = Private("Trainer", "_accelerator_connector._accelerator_flag")
+CLUSTER_ENVIRONMENT = Private("Trainer", "_accelerator_connector.cluster_environment")
+NUM_NODES_FLAG = Private("Trainer", "_accelerator_connector._num_nodes_flag")
+PARALLEL_DEVICES = Private("Trainer", "_accelerator_connector._parallel_devices")
+LOADED_CHECKPOINT = Private("Trainer", "_checkpoint_connector._loaded_checkpoint")
+STRATEGY_MODULE = Private("Trainer", "strategy._lightning_module")
 
-# Of a trainer's logger connector.
-CALLBACK_METRICS = Private("_logger_connector._callback_metrics")
-FIRST_LOOP_ITER = Private("_logger_connector._first_loop_iter")
-LOG_METRICS = Private("_logger_connector.log_metrics")
-LOGGED_METRICS = Private("_logger_connector.metrics")
-SHOULD_UPDATE_LOGS = Private("_logger_connector.should_update_logs")
+CALLBACK_METRICS = Private("Trainer", "_logger_connector._callback_metrics")
+FIRST_LOOP_ITER = Private("Trainer", "_logger_connector._first_loop_iter")
+LOG_METRICS = Private("Trainer", "_logger_connector.log_metrics")
+LOGGED_METRICS = Private("Trainer", "_logger_connector.metrics")
+SHOULD_UPDATE_LOGS = Private("Trainer", "_logger_connector.should_update_logs")
 
-# Of a trainer's loops.
-DATA_FETCHER = Private("fit_loop._data_fetcher")
-FIT_RESTARTING = Private("fit_loop._restarting")
-FIT_RESTART_STAGE = Private("fit_loop._restart_stage")
-FIT_RESUMING = Private("fit_loop._resuming_from_checkpoint", since="2.5.3")
-TRAIN_RELOAD_EPOCH = Private("fit_loop._last_train_dl_reload_epoch")
-BATCHES_THAT_STEPPED = Private("fit_loop.epoch_loop._batches_that_stepped")
-EPOCH_RESTARTING = Private("fit_loop.epoch_loop._restarting")
-EPOCH_RESTART_STAGE = Private("fit_loop.epoch_loop._restart_stage")
-IS_LAST_READY = Private("fit_loop.epoch_loop._num_ready_batches_reached")
-IS_TRAINING_DONE = Private("fit_loop.epoch_loop._is_training_done")
-SHOULD_ACCUMULATE = Private("fit_loop.epoch_loop._should_accumulate")
-SKIP_NEXT_VAL = Private("fit_loop.epoch_loop._skip_next_val")
-TRAIN_RESULTS = Private("fit_loop.epoch_loop._results")
-VAL_LOGGED_OUTPUTS = Private("fit_loop.epoch_loop.val_loop._logged_outputs")
-VAL_RELOAD_EPOCH = Private("fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch")
-VAL_RESULTS = Private("fit_loop.epoch_loop.val_loop._results")
+DATA_FETCHER = Private("Trainer", "fit_loop._data_fetcher")
+FIT_RESTARTING = Private("Trainer", "fit_loop._restarting")
+FIT_RESTART_STAGE = Private("Trainer", "fit_loop._restart_stage")
+FIT_RESUMING = Private("Trainer", "fit_loop._resuming_from_checkpoint", since="2.5.3")
+TRAIN_RELOAD_EPOCH = Private("Trainer", "fit_loop._last_train_dl_reload_epoch")
+BATCHES_THAT_STEPPED = Private("Trainer", "fit_loop.epoch_loop._batches_that_stepped")
+EPOCH_RESTARTING = Private("Trainer", "fit_loop.epoch_loop._restarting")
+EPOCH_RESTART_STAGE = Private("Trainer", "fit_loop.epoch_loop._restart_stage")
+IS_LAST_READY = Private("Trainer", "fit_loop.epoch_loop._num_ready_batches_reached")
+IS_TRAINING_DONE = Private("Trainer", "fit_loop.epoch_loop._is_training_done")
+SHOULD_ACCUMULATE = Private("Trainer", "fit_loop.epoch_loop._should_accumulate")
+SKIP_NEXT_VAL = Private("Trainer", "fit_loop.epoch_loop._skip_next_val")
+TRAIN_RESULTS = Private("Trainer", "fit_loop.epoch_loop._results")
+VAL_LOGGED_OUTPUTS = Private("Trainer", "fit_loop.epoch_loop.val_loop._logged_outputs")
+VAL_RELOAD_EPOCH = Private("Trainer", "fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch")
+VAL_RESULTS = Private("Trainer", "fit_loop.epoch_loop.val_loop._results")
 
-# Of a `LightningModule`.
-ATTACHED_TRAINER = Private("_trainer")
-COMPILER_CONTEXT = Private("_compiler_ctx")
-METRIC_ATTRIBUTES = Private("_metric_attributes")
-HPARAMS = Private("_hparams")
-HPARAMS_INITIAL = Private("_hparams_initial")
+ATTACHED_TRAINER = Private("LightningModule", "_trainer")
+COMPILER_CONTEXT = Private("LightningModule", "_compiler_ctx")
+METRIC_ATTRIBUTES = Private("LightningModule", "_metric_attributes")
+HPARAMS = Private("LightningModule", "_hparams")
+HPARAMS_INITIAL = Private("LightningModule", "_hparams_initial")
 
-# Of a `ModelCheckpoint`, of a logged value, and of a metric of torchmetrics.
-EVERY_N_TRAIN_STEPS = Private("_every_n_train_steps")
-TRAIN_TIME_INTERVAL = Private("_train_time_interval")
-FORWARD_CACHE = Private("_forward_cache")
-UPDATE_COUNT = Private("_update_count")
+EVERY_N_TRAIN_STEPS = Private("ModelCheckpoint", "_every_n_train_steps")
+TRAIN_TIME_INTERVAL = Private("ModelCheckpoint", "_train_time_interval")
+FORWARD_CACHE = Private("_ResultMetric", "_forward_cache")
+UPDATE_COUNT = Private("Metric", "_update_count")
 
-_LAUNCHERS = (Private("_SubprocessScriptLauncher"), Private("_MultiProcessingLauncher"))
+LAUNCH_SCRIPT = Private("launchers", "_SubprocessScriptLauncher.launch")
+LAUNCH_FUNCTION = Private("launchers", "_MultiProcessingLauncher.launch")
 
 
 def before_launch(check: Callable[[pl.Trainer, Any], None]) -> None:
@@ -120,9 +119,8 @@ def before_launch(check: Callable[[pl.Trainer, Any], None]) -> None:
     Raises:
         IncompatibleLightning: If Lightning starts processes in another way.
     """
-    for each in _LAUNCHERS:
-        launcher = each.get(launchers)
-        launcher.launch = _checked(Private("launch").get(launcher), check)
+    for launch in (LAUNCH_SCRIPT, LAUNCH_FUNCTION):
+        launch.set(launchers, _checked(launch.get(launchers), check))
 
 
 def _checked(launch: Any, check: Callable[[pl.Trainer, Any], None]) -> Any:

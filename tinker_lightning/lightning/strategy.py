@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
@@ -141,7 +141,7 @@ class TinkerStrategy(SingleDeviceStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _Path, storage_options: Any | None = None) -> None:
         """Writes a checkpoint with the random numbers and the position in the loops.
 
-        The remote states of a file that it overwrites are deleted.
+        The remote states of a file that it overwrites are deleted, or the new ones if the file cannot be written.
         """
         module = self.lightning_module
         new: frozenset[str] = frozenset()
@@ -158,7 +158,13 @@ class TinkerStrategy(SingleDeviceStrategy):
                 each.save()  # what was logged before a checkpoint is not logged again after a resume
             new = contents.states_in(checkpoint, module)
         old = self._retention.states_of(filepath) if self.release_states else frozenset()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        try:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        except BaseException:
+            # An asynchronous plugin raises the error of an earlier file, and still writes this one.
+            if self.release_states and not isinstance(self.checkpoint_io, AsyncCheckpointIO):
+                self._retention.replaced(filepath, new)
+            raise
         if self.release_states:
             self._retention.replaced(filepath, old, new)
 

@@ -7,11 +7,13 @@ import logging
 import pathlib
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import fsspec  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
@@ -314,7 +316,7 @@ def test_a_state_that_cannot_be_deleted_is_a_warning(
     assert len(server.states()) == 2
 
 
-def test_a_save_that_fails_releases_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_releases_its_own_state_only(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = server.fit()
     file = server.folder / "a.ckpt"
     trainer.save_checkpoint(file)
@@ -325,10 +327,64 @@ def test_a_save_that_fails_releases_nothing(server: Server, monkeypatch: pytest.
         raise OSError("no space left on device")
 
     monkeypatch.setattr(io, "save_checkpoint", full)
+    for path in (file, server.folder / "new.ckpt"):
+        with pytest.raises(OSError, match="no space left"):
+            trainer.save_checkpoint(path)
+        assert server.states() == server.named() == before
+
+
+def test_a_save_that_fails_raises_its_own_error_if_the_state_cannot_be_released(
+    server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = server.fit()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(trainer.strategy.checkpoint_io, "save_checkpoint", fail)
+    monkeypatch.setattr(StateRetention, "_named_near", fail)
     with pytest.raises(OSError, match="no space left"):
-        trainer.save_checkpoint(file)
-    assert server.named() == before
-    assert set(before) <= set(server.states())
+        trainer.save_checkpoint(server.folder / "a.ckpt")
+    assert "could not be deleted: no space left" in caplog.text
+
+
+class Counted(MemoryFileSystem):  # type: ignore[misc]
+    """A store where every request takes a while."""
+
+    protocol = "counted"
+    store: ClassVar[dict[str, Any]] = {}
+    requests: ClassVar[list[str]] = []
+
+    def info(self, path: str, **kwargs: Any) -> Any:
+        self.requests.append("info")
+        return super().info(path, **kwargs)
+
+    def ls(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        self.requests.append("ls")
+        return super().ls(path, *args, **kwargs)
+
+    def _open(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        self.requests.append("open")
+        return super()._open(path, *args, **kwargs)
+
+
+def test_a_release_lists_a_folder_and_reads_no_file_twice() -> None:
+    fsspec.register_implementation("counted", Counted, clobber=True)
+    for i in range(20):
+        record = SavedState(f"tinker://{i}", "tiny", 4, 1).to_tensor()
+        with fsspec.open(f"counted://files/{i}.ckpt", "wb") as file:
+            torch.save({"state_dict": {"lm._extra_state": record}}, file)
+    deleted: list[str] = []
+    retention = StateRetention(deleted.append, list)
+    counts = []
+    for i in range(3):
+        Counted.requests.clear()
+        retention.replaced(f"counted://files/gone-{i}.ckpt", frozenset({f"tinker://gone-{i}", f"tinker://{i}"}))
+        counts.append({kind: Counted.requests.count(kind) for kind in ("info", "open")})
+        assert Counted.requests.count("ls") <= 2
+    assert deleted == ["tinker://gone-0", "tinker://gone-1", "tinker://gone-2"]
+    assert counts[0]["open"] == 20
+    assert counts[1:] == [{"info": 0, "open": 0}] * 2
 
 
 def test_only_folders_of_checkpoints_are_searched_through(tmp_path: Path) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
+import posixpath
 import zipfile
 from typing import TYPE_CHECKING
 
-from lightning.fabric.utilities.cloud_io import get_filesystem
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
 from tinker_lightning.remote.saved_state import RECORD_PREFIX, SavedState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    import os
+    from collections.abc import Callable, Iterable
 
     from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
 
@@ -62,36 +63,43 @@ class StateRetention:
         Args:
             all_written: Whether nothing is being written any more, wherever a plugin may have put its files.
         """
-        unwritten = {file: states for file, states in self._unwritten.items() if not states <= self._named_by(file)}
-        self._unwritten = unwritten
-        if unwritten and not all_written:
+        written = [file for file, states in self._unwritten.items() if not states or states <= self._named_by(file)]
+        for file in written:
+            del self._unwritten[file]
+        if self._unwritten and not all_written:
             return
         replaced, self._replaced = self._replaced, {}
         for state, file in replaced.items():
-            if any(self._named_by(other) & {state, _UNREADABLE} for other in self._files(file)):
-                continue
             try:
-                self._delete(state)
+                if not self._named_near(file) & {state, _UNREADABLE}:
+                    self._delete(state)
             except Exception as error:  # costs space on the server and nothing else
                 logger.warning("%s is named by no checkpoint file any more, but could not be deleted: %s", state, error)
 
-    def _files(self, file: str) -> Iterator[str]:
-        """Yields the files that may be copies of a file: in its folder, and in those of checkpoint callbacks."""
-        siblings = (os.path.dirname(file) or ".", 1, os.path.splitext(file)[1])
-        for folder, depth, suffix in (siblings, *((each, None, ".ckpt") for each in self._folders())):
-            fs = get_filesystem(folder)
-            yield from (fs.unstrip_protocol(found) for found in fs.find(folder, depth) if found.endswith(suffix))
+    def _named_near(self, file: str) -> frozenset[str]:
+        """Returns what possible copies of a file name: in its folder, and in those of checkpoint callbacks."""
+        fs, path = url_to_fs(file)
+        named = self._named_in(fs, posixpath.dirname(path), 1, posixpath.splitext(path)[1])
+        for folder in self._folders():
+            fs, path = url_to_fs(folder)
+            named |= self._named_in(fs, path, None, ".ckpt")
+        return named
 
     def _named_by(self, file: str) -> frozenset[str]:
-        fs = get_filesystem(file)
-        try:
-            fs.invalidate_cache(file)  # another process may have written it
-            version = fs.ukey(file)
-        except FileNotFoundError:
-            return _NONE
-        if self._read.get(file, ("",))[0] != version:
-            self._read[file] = version, _read_states(fs, file)
-        return self._read[file][1]
+        fs, path = url_to_fs(file)
+        return self._named_in(fs, posixpath.dirname(path), 1, f"/{posixpath.basename(path)}")
+
+    def _named_in(self, fs: AbstractFileSystem, folder: str, depth: int | None, ending: str) -> frozenset[str]:
+        """Returns what the files of a folder name. One request lists them, and only new and changed ones are read."""
+        fs.invalidate_cache(folder)  # another process may have written a file
+        named: set[str] = set()
+        for path, info in fs.find(folder, depth, detail=True).items():
+            if path.endswith(ending):
+                file, version = fs.unstrip_protocol(path), str(info)
+                if self._read.get(file, ("",))[0] != version:
+                    self._read[file] = version, _read_states(fs, file)
+                named |= self._read[file][1]
+        return frozenset(named)
 
 
 def _read_states(fs: AbstractFileSystem, file: str) -> frozenset[str]:
@@ -103,6 +111,8 @@ def _read_states(fs: AbstractFileSystem, file: str) -> frozenset[str]:
                 with archive.open(entry) as content:
                     if (start := content.read(len(RECORD_PREFIX))) == RECORD_PREFIX:
                         states.add(SavedState.from_bytes(start + content.read()).path)
+    except FileNotFoundError:  # removed since it was listed, or a link to a removed file
+        return _NONE
     except Exception as error:
         reason = str(error).partition("\n")[0]
         logger.warning("%s could not be read; remote states are kept while it may name one: %s", file, reason)
