@@ -16,9 +16,8 @@ import torch
 
 from tests.helpers.traced_losses import optional
 from tinker_lightning import losses
-from tinker_lightning.lossgraph.datum_loss import trace_datum_loss
 from tinker_lightning.lossgraph.graphs.functions import FUNCTIONS, METHODS
-from tinker_lightning.lossgraph.tracing.batch import trace_batch_loss
+from tinker_lightning.lossgraph.tracing.trace import trace_batch_loss, trace_datum_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,7 +78,7 @@ def seeds() -> list[tuple[str, dict[str, Any]]]:
     bodies: list[tuple[str, dict[str, Any]]] = []
     for fn in (clipped, shaped):
         loss = trace_datum_loss(fn, ranks)
-        inputs = [{"name": each.name, "rank": each.rank} for each in loss.inputs]
+        inputs = [{"name": name, "rank": rank} for name, rank in loss.inputs.items()]
         graph = loss.program.graph.encode()
         bodies.append(("create_custom_loss", {"name": fn.__name__, "inputs": inputs, "graph": graph}))
     bodies += [

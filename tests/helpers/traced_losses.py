@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from tinker_lightning import LossFnOutput
-from tinker_lightning.lossgraph.batch_loss import BatchLoss
-from tinker_lightning.lossgraph.datum_loss import DatumLoss, trace_datum_loss
-from tinker_lightning.lossgraph.graphs.limits import Limits
+from tinker_lightning.lossgraph.graph_loss import GraphLoss
+from tinker_lightning.lossgraph.tracing.trace import trace_datum_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,17 +17,18 @@ if TYPE_CHECKING:
 B, T, V = 3, 5, 11
 
 
-def assert_same(fn: Callable[..., Any], ranks: dict[str, int] | None = None) -> DatumLoss:
+def assert_same(fn: Callable[..., Any], ranks: dict[str, int] | None = None) -> GraphLoss:
     """The graph of a loss of one datum has its value, gradient and metrics, to the bit."""
     ranks = ranks or {"logprobs": 1, "weights": 1}
     traced = trace_datum_loss(fn, ranks)
     torch.manual_seed(0)
     shapes: list[tuple[int, ...]] = [(), (T,), (T, 4)]
-    inputs = [torch.randn(shapes[rank], dtype=torch.float64) for name, rank in ranks.items() if name != "logprobs"]
+    inputs = {n: torch.randn(shapes[rank], dtype=torch.float64) for n, rank in ranks.items() if n != "logprobs"}
     leaves = [torch.randn(shapes[ranks["logprobs"]], dtype=torch.float64).requires_grad_() for _ in range(2)]
     leaves[1].data = leaves[0].data.clone()
-    loss, metrics = traced(leaves[0], [each.clone() for each in inputs])
-    expected, named = fn(leaves[1], *(each.clone() for each in inputs))
+    output = traced({"logprobs": leaves[0]}, {name: each.clone() for name, each in inputs.items()})
+    loss, metrics = output.loss, output.diagnostics
+    expected, named = fn(leaves[1], *(each.clone() for each in inputs.values()))
     assert torch.equal(loss, expected)
     assert {name: value.item() for name, value in metrics.items()} == {k: v.item() for k, v in named.items()}
     gradients = [torch.autograd.grad(*pair)[0] for pair in zip((loss, expected), leaves, strict=True)]
@@ -36,12 +36,12 @@ def assert_same(fn: Callable[..., Any], ranks: dict[str, int] | None = None) -> 
     return traced
 
 
-def run(loss: BatchLoss, inputs: dict[str, Tensor], **settings: Any) -> tuple[LossFnOutput, Tensor]:
+def run(loss: GraphLoss, inputs: dict[str, Tensor], **settings: Any) -> tuple[LossFnOutput, Tensor]:
     torch.manual_seed(0)
     leaf = torch.randn(B, T, V, dtype=torch.float64, requires_grad=True)
     mask = (torch.arange(T) < torch.tensor([[5], [3], [1]])).double()
     sources = {"model_outputs": leaf, "attention_mask": mask}
-    output = BatchLoss.decode(loss.encode())(sources, inputs, loss.settings(settings), Limits())
+    output = GraphLoss.decode(loss.encode())(sources, inputs, loss.settings(settings))
     return output, torch.autograd.grad(output.loss, leaf)[0]
 
 

@@ -195,12 +195,12 @@ def test_what_a_loss_returns_is_counted_too(api: Api, monkeypatch: pytest.Monkey
 def registered(api: Api, session: str, name: str, values: int) -> Any:
     """The answer to the registration of a loss with constants."""
     calls = [node("x", "torch.tensor", [1] * values), SUM]
-    output: Any = {"tuple": [ref("loss"), None, {"dict": {}}]}
+    output: Any = {"tuple": [ref("loss"), {"dict": {}}]}
     loss = {
         "name": name,
         "source": "logprobs",
         "hyperparameters": {},
-        "inputs": [],
+        "inputs": {},
         "graph": graph(*calls, output=output),
     }
     return api.post(f"{EXT}/losses", {"session_id": session, "loss": loss})
@@ -284,7 +284,7 @@ def test_a_graph_cannot_write_to_what_the_model_returns(api: Api) -> None:  # R3
     assert written["metrics"]["custom/total:sum"] == 70
     expected = api.run("forward_backward", api.train(other, 1))
     assert written["loss_fn_outputs"] == expected["loss_fn_outputs"]
-    output: Any = {"tuple": [ref("loss"), None, {"dict": {}}]}
+    output: Any = {"tuple": [ref("loss"), {"dict": {}}]}
     loss: dict[str, Any] = {
         "name": "writer",
         "source": "logprobs",
@@ -329,7 +329,7 @@ def test_a_loss_of_a_batch_has_a_limit_that_no_batch_raises(api: Api, monkeypatc
     def chain(name: str, target: str, *args: Any) -> Any:
         calls = [node("x0", target, ref("logprobs"), *args, op="call_method")]
         calls += [node(f"x{i}", target, ref(f"x{i - 1}"), *args, op="call_method") for i in range(1, 30)]
-        output: Any = {"tuple": [ref("loss"), None, {"dict": {}}]}
+        output: Any = {"tuple": [ref("loss"), {"dict": {}}]}
         calls.append(node("loss", "sum", ref("x29"), op="call_method"))
         loss = {"name": name, "source": "logprobs", "graph": graph(*calls, output=output)}
         assert api.post(f"{EXT}/losses", {"session_id": session, "loss": loss}).status_code == 200
@@ -359,7 +359,7 @@ def test_no_diagnostic_takes_the_place_of_another(api: Api, names: list[str], be
 
 
 def test_diagnostics_that_would_be_one_metric_are_refused_at_once(api: Api) -> None:
-    output = {"tuple": [ref("loss"), None, {"dict": {"a": ref("loss"), "a:unique": ref("loss")}}]}
+    output = {"tuple": [ref("loss"), {"dict": {"a": ref("loss"), "a:unique": ref("loss")}}]}
     loss = {"name": "mine", "source": "logprobs", "graph": graph(SUM, output=output)}
     refused = api.post(f"{EXT}/losses", {"session_id": api.session(), "loss": loss})
     assert refused.status_code == 400

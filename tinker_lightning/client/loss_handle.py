@@ -11,7 +11,8 @@ from torch import Tensor
 from tinker_lightning.client.sdk.inputs import to_datum
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import surrogate
-from tinker_lightning.lossgraph.datum_loss import DatumLoss
+from tinker_lightning.lossgraph.datum_inputs import combine_metrics, dense_tensors, select_inputs
+from tinker_lightning.lossgraph.graph_loss import GraphLoss
 from tinker_lightning.lossgraph.graphs.graph import places_of
 from tinker_lightning.types import Datum, ForwardBackwardOutput
 
@@ -31,7 +32,7 @@ class LossHandle:
 
     name: str
     session_id: str
-    loss: DatumLoss = field(repr=False)
+    loss: GraphLoss = field(repr=False)
     loss_id: str | None = None
     number: int = 0  # of its upload in the session, by which the server recognizes a repeated upload
     by_input: bool = False  # the factor is sent as an input of each datum, because the server has none for a pass
@@ -46,15 +47,15 @@ class LossHandle:
         sums: dict[str, float] = {}
         for i, (datum, each) in enumerate(zip(data, logprobs, strict=True)):
             try:
-                selected = self.loss.select(to_datum(datum).loss_fn_inputs)
-                term, metrics = self.loss(each, self.loss.tensors(selected, each.dtype))
+                selected = select_inputs(self.loss, to_datum(datum).loss_fn_inputs)
+                output = self.loss({"logprobs": each}, dense_tensors(selected, each.dtype))
+                surrogate.check_scalar(output.loss)
             except InvalidInput as error:
                 raise located(type(error)(f"datum {i}: {self.name}: {error}"), [self.loss.program.graph]) from error
-            terms.append(term)
-            for name, value in metrics.items():
+            terms.append(output.loss)
+            for name, value in output.diagnostics.items():
                 sums[name] = sums.get(name, 0.0) + float(value.detach())
-        means = {name: value / len(terms) if name.endswith(":mean") else value for name, value in sums.items()}
-        return torch.stack(terms).sum(), means
+        return torch.stack(terms).sum(), combine_metrics(sums, len(terms))
 
 
 def located(error: BaseException, graphs: Sequence[Graph]) -> BaseException:

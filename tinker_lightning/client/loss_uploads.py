@@ -12,7 +12,8 @@ from tinker_lightning.client.loss_handle import LossHandle
 from tinker_lightning.client.operations import Operation, perform
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses.builtin import LOSSES
-from tinker_lightning.lossgraph.datum_loss import trace_datum_loss
+from tinker_lightning.lossgraph.datum_inputs import scale_by_input
+from tinker_lightning.lossgraph.tracing.trace import trace_datum_loss
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 from tinker_lightning.wire import json as wire_json
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from tinker_lightning.client.channel import Channel
-    from tinker_lightning.lossgraph.batch_loss import BatchLoss, Source
+    from tinker_lightning.lossgraph.graph_loss import GraphLoss, Source
     from tinker_lightning.lossgraph.server_loss import ServerLoss
 
 T = TypeVar("T")
@@ -56,7 +57,7 @@ class Losses:
             LossNotTraceable: If the function cannot be traced; names the line.
         """
         loss, session = trace_datum_loss(fn, input_ranks), self._channel.session
-        key = repr((loss.inputs, loss.program.graph.encode()))
+        key = loss.digest
         made = self._handles.get(key)
         if made is not None and not made.failed:
             self._handles.move_to_end(key)
@@ -86,12 +87,12 @@ class Losses:
 
     def _upload(self, handle: LossHandle) -> TinkerFuture[rs.CreateCustomLossResponse]:
         session = self._channel.session
-        sent = handle.loss.scaled() if handle.by_input else handle.loss
+        sent = scale_by_input(handle.loss) if handle.by_input else handle.loss
         request = rq.CreateCustomLossRequest(
             session.session_id,
             handle.number,
             handle.name,
-            [rq.CustomLossInput(each.name, each.rank) for each in sent.inputs],
+            [rq.CustomLossInput(name, rank or 0) for name, rank in sent.inputs.items()],
             sent.program.graph.encode(),
         )
         operation = Operation(
@@ -104,7 +105,7 @@ class Losses:
         """Whether the server accepts whole-batch losses."""
         return self._channel.session.extensions.server_losses
 
-    def register(self, loss: BatchLoss) -> str:
+    def register(self, loss: GraphLoss) -> str:
         """Uploads the graphs of a whole-batch loss; returns its id."""
         return self._register(loss.name, rq.RegisterLossRequest(self._channel.session.session_id, loss.encode()))
 

@@ -19,8 +19,8 @@ from tinker_lightning.client.sdk.inputs import loss_name
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.losses.scaling import scaled
-from tinker_lightning.lossgraph.batch_loss import check_given
-from tinker_lightning.lossgraph.datum_loss import SCALE
+from tinker_lightning.lossgraph.datum_inputs import SCALE, select_inputs
+from tinker_lightning.lossgraph.graph_loss import check_given
 from tinker_lightning.lossgraph.graphs.graph import Graph
 from tinker_lightning.lossgraph.server_loss import ServerLoss
 from tinker_lightning.types import Datum, ForwardBackwardOutput, TensorData
@@ -191,11 +191,11 @@ def _handle_pass(
         raise InvalidInput(f"{handle.name} is a per-datum loss without settings; pass {setting} with each datum")
     if handle.session_id != session.session_id:
         raise InvalidLoss(f"{handle.name} was created in another session; create it with this client too")
-    check_given(handle.name, inputs or {}, {*(each.name for each in handle.loss.inputs[1:]), _TARGETS})
+    check_given(handle.name, inputs or {}, {*handle.loss.inputs, _TARGETS} - {"logprobs"})
     data = spread(data, inputs or {})
     for i, datum in enumerate(data):
         try:
-            handle.loss.select(datum.loss_fn_inputs)
+            select_inputs(handle.loss, datum.loss_fn_inputs)
         except InvalidDatum as error:
             raise InvalidDatum(f"datum {i}: {error}") from error
     if handle.loss_id is None:

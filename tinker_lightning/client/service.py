@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.client.loss_handle import LossHandle
     from tinker_lightning.client.session import Session
-    from tinker_lightning.lossgraph.batch_loss import Source
+    from tinker_lightning.lossgraph.graph_loss import Source
 
 
 class ServiceClient:

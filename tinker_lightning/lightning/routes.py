@@ -21,7 +21,7 @@ from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
 from tinker_lightning.losses.library import check_settings, is_of_library, known_settings, unwrapped
 from tinker_lightning.losses.reduction import TOKEN_COUNTS, weighted_tokens
 from tinker_lightning.losses.surrogate import LossFn, function_name
-from tinker_lightning.lossgraph.batch_loss import OF_LIBRARY, OF_OWN
+from tinker_lightning.lossgraph.graph_loss import OF_LIBRARY, OF_OWN
 from tinker_lightning.lossgraph.server_loss import ServerLoss
 
 if TYPE_CHECKING:

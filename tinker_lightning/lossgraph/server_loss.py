@@ -9,22 +9,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.losses.library import checked, is_of_library
 from tinker_lightning.losses.surrogate import function_name
-from tinker_lightning.lossgraph.batch_loss import (
-    SOURCES,
-    BatchLoss,
+from tinker_lightning.lossgraph.graph_loss import BATCH_SOURCES, GraphLoss, LossFnOutput, check_name
+from tinker_lightning.lossgraph.settings import (
     Hyperparameter,
-    LossFnOutput,
-    check_name,
-    converted,
-    settings,
+    check_settings,
+    unknown_setting,
+    with_types_of_defaults,
 )
-from tinker_lightning.lossgraph.tracing.batch import read_hyperparameters, takes_others, trace_batch_loss
+from tinker_lightning.lossgraph.tracing.trace import read_hyperparameters, takes_others, trace_batch_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from tinker_lightning.lossgraph.batch_loss import Setting, Source
+    from tinker_lightning.lossgraph.graph_loss import Source
     from tinker_lightning.lossgraph.graphs.graph import Graph
+    from tinker_lightning.lossgraph.settings import Setting
     from tinker_lightning.types import Datum
 
 __all__ = ["LossFnOutput", "ServerLoss", "custom_loss"]
@@ -39,7 +38,7 @@ class LossServer(Protocol):
 
     by_name: dict[str, ServerLoss]
 
-    def register(self, loss: BatchLoss) -> str:
+    def register(self, loss: GraphLoss) -> str:
         """Uploads a graph; returns the loss's id."""
 
     def register_function(self, name: str, function: Callable[..., Any], source: Source) -> str:
@@ -48,7 +47,7 @@ class LossServer(Protocol):
 
 @dataclass(slots=True)
 class _Upload:
-    loss: BatchLoss
+    loss: GraphLoss
     loss_id: str = ""
     is_there: bool = False
 
@@ -119,12 +118,11 @@ class ServerLoss:
         if not self._trace:
             return self._function_id or self._register_function(), dict(config)
         if not self._takes_others and (unknown := [name for name in config if name not in self._known]):
-            known = ", ".join(self._known) or "no settings at all"
-            raise InvalidInput(f"loss_fn_config: {self.name} does not know {unknown[0]!r}; it takes {known}")
-        upload = self._uploaded(converted(self._known, config), frozenset(present))
+            raise InvalidInput(unknown_setting(self.name, unknown[0], self._known))
+        upload = self._uploaded(with_types_of_defaults(self._known, config), frozenset(present))
         known_there = upload.loss.hyperparameters
         carried = {name: value for name, value in config.items() if not known_there[name].fixed}
-        settings(self.name, known_there, carried)
+        check_settings(self.name, known_there, carried)
         return upload.loss_id, carried
 
     def lose(self, loss_id: str) -> None:
@@ -146,7 +144,7 @@ class ServerLoss:
     @property
     def diagnostics(self) -> frozenset[str]:
         """Returns the names of its diagnostics, as far as they are known from graphs."""
-        return frozenset(name for upload in self._uploads for name in upload.loss.program.graph.output[2])
+        return frozenset(name for upload in self._uploads for name in upload.loss.metrics)
 
     @property
     def is_of_library(self) -> bool:
@@ -232,8 +230,8 @@ def custom_loss(
             f"custom_loss takes the client that connect() returns, got {type(client).__name__}: "
             "client = connect(url); @custom_loss(client, name='my_loss')"
         )
-    if on not in SOURCES:
-        raise InvalidInput(f"on must be one of {', '.join(SOURCES)}, got {on!r}")
+    if on not in BATCH_SOURCES:
+        raise InvalidInput(f"on must be one of {', '.join(BATCH_SOURCES)}, got {on!r}")
 
     def decorate(function: Callable[..., Any]) -> ServerLoss:
         if not callable(function):

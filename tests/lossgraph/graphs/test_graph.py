@@ -23,14 +23,14 @@ from tinker_lightning.lossgraph.graphs.run import Program
 def refused(message: Any, because: str) -> None:
     """It is refused, in a moment and without taking memory."""
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.thread_time()
     try:
         with pytest.raises(InvalidLoss, match=because):
             Graph.decode(message)
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
-    assert time.perf_counter() - started < 2
+    assert time.thread_time() - started < 2
 
 
 def test_what_is_written_is_read_back() -> None:
@@ -57,7 +57,7 @@ def test_what_is_written_is_read_back() -> None:
         ),
     ]
     built = Graph(("logprobs", "advantages"), tuple(calls), (Ref(3), {"custom/x:sum": Ref(2)}))
-    read = Graph.decode(json.loads(json.dumps(built.encode())), ["logprobs", "advantages"])
+    read = Graph.decode(json.loads(json.dumps(built.encode())))
     assert read == built
     assert read.encode() == built.encode()
     nan = Graph.decode(graph(node("a", "torch.exp", {"float": "nan"})))
@@ -228,11 +228,6 @@ def test_arguments_without_end() -> None:
         for _ in range(2000):
             deep = {kind: {"k": deep} if kind == "dict" else [deep, None, None]}
         refused(graph(node("a", "torch.tensor", deep)), "nested 8 deep|is not known")
-
-
-def test_placeholders_must_be_those_that_the_request_names() -> None:
-    with pytest.raises(InvalidLoss, match="the placeholders are logprobs, but should be logprobs, weights"):
-        Graph.decode(graph(node("a", "torch.exp", ref("logprobs"))), ["logprobs", "weights"])
 
 
 def test_reading_does_not_change_what_is_read() -> None:

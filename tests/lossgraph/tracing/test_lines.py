@@ -17,10 +17,9 @@ import torch
 
 from tinker_lightning import LossFnOutput, losses
 from tinker_lightning.errors import LossNotTraceable
-from tinker_lightning.lossgraph.datum_loss import trace_datum_loss
 from tinker_lightning.lossgraph.graphs.graph import places_of
 from tinker_lightning.lossgraph.tracing import lines
-from tinker_lightning.lossgraph.tracing.batch import trace_batch_loss
+from tinker_lightning.lossgraph.tracing.trace import trace_batch_loss, trace_datum_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,15 +189,15 @@ def test_what_a_function_calls_its_numbers_is_told_with_its_line() -> None:
     with pytest.raises(LossNotTraceable) as raised:
         trace_batch_loss(function, "mine", "logits")
     assert str(raised.value).startswith(f"{__file__}:{line + 1}: def plain(outputs: Any, inputs: Any, mask: Any)")
-    assert "a diagnostic cannot be called 1; use a short string" in str(raised.value)
-    with pytest.raises(LossNotTraceable, match=rf"{__file__}:\d+: .*\n    a metric cannot be called 1; use a text"):
+    assert "a metric cannot be called 1; use a string" in str(raised.value)
+    with pytest.raises(LossNotTraceable, match=rf"{__file__}:\d+: .*\n    a metric cannot be called 1; use a string"):
         trace_datum_loss(lambda logprobs: (logprobs.sum(), {1: logprobs.sum()}), {"logprobs": 1})
 
 
 def test_no_diagnostics_may_be_none() -> None:
     nothing: Any = None
     traced = trace_batch_loss(lambda o, i, m: LossFnOutput(o.sum(), diagnostics=nothing), "mine", "logits")
-    assert traced.program.graph.output[2] == {}
+    assert traced.metrics == {}
 
 
 def test_the_frames_behind_the_tracing_are_not_the_functions() -> None:

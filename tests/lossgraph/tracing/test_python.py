@@ -17,17 +17,16 @@ from torch import Tensor
 from tests.helpers.traced_losses import B, T, assert_same, expected, run
 from tinker_lightning import LossFnOutput
 from tinker_lightning.errors import InvalidLoss, LossNotTraceable
-from tinker_lightning.lossgraph.datum_loss import trace_datum_loss
 from tinker_lightning.lossgraph.graphs.graph import Graph
-from tinker_lightning.lossgraph.tracing.batch import trace_batch_loss
+from tinker_lightning.lossgraph.tracing.trace import trace_batch_loss, trace_datum_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tinker_lightning.lossgraph.batch_loss import BatchLoss
+    from tinker_lightning.lossgraph.graph_loss import GraphLoss
 
 
-def assert_batch_same(fn: Callable[..., Any], **settings: Any) -> BatchLoss:
+def assert_batch_same(fn: Callable[..., Any], **settings: Any) -> GraphLoss:
     """The graph of a loss on logits has the function's value and gradient, to the bit."""
     traced = trace_batch_loss(fn, "mine", "logits")
     if changed := {name: value for name, value in settings.items() if traced.hyperparameters[name].fixed}:

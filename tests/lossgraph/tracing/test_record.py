@@ -19,9 +19,9 @@ from torch.nn import functional as F  # noqa: N812
 from tests.helpers.traced_losses import B, T, assert_same, expected, optional, run
 from tinker_lightning import LossFnOutput
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
-from tinker_lightning.lossgraph.batch_loss import BatchLoss
-from tinker_lightning.lossgraph.datum_loss import SCALE, trace_datum_loss
-from tinker_lightning.lossgraph.tracing.batch import trace_batch_loss
+from tinker_lightning.lossgraph.datum_inputs import SCALE, scale_by_input
+from tinker_lightning.lossgraph.graph_loss import GraphLoss
+from tinker_lightning.lossgraph.tracing.trace import trace_batch_loss, trace_datum_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,9 +131,9 @@ def test_two_dimensions_and_functional_losses() -> None:
 
 def test_a_loss_may_be_all_that_is_returned() -> None:
     alone = trace_datum_loss(lambda logprobs: logprobs.sum(), {"logprobs": 1})
-    assert alone(torch.tensor([1.0, 2.0]), []) == (torch.tensor(3.0), {})
+    assert alone({"logprobs": torch.tensor([1.0, 2.0])}, {}) == LossFnOutput(torch.tensor(3.0))
     batch = trace_batch_loss(lambda data, logprobs: logprobs.sum() * data["weights"].sum(), "mine", "logprobs")
-    assert batch.program.graph.output[2] == {}
+    assert batch.metrics == {}
 
 
 class Likelihood(torch.nn.Module):
@@ -184,12 +184,13 @@ def test_a_scale_can_be_an_input() -> None:
         return -(logprobs * weights)[1:].sum(), {"custom/sum:sum": logprobs.sum()}
 
     plain = assert_same(loss)
-    scaled = plain.scaled()
-    assert [each.name for each in scaled.inputs] == ["logprobs", "weights", SCALE]
+    scaled = scale_by_input(plain)
+    assert scaled.inputs == {"logprobs": 1, "weights": 1, SCALE: 0}
     x, weights = torch.randn(4), torch.randn(4)
-    value, metrics = scaled(x, [weights, torch.tensor(0.25)])
-    assert value == plain(x, [weights])[0] * 0.25
-    assert metrics == plain(x, [weights])[1]
+    output = scaled({"logprobs": x}, {"weights": weights, SCALE: torch.tensor(0.25)})
+    unscaled = plain({"logprobs": x}, {"weights": weights})
+    assert output.loss == unscaled.loss * 0.25
+    assert output.diagnostics == unscaled.diagnostics
 
 
 def branches(logprobs: Tensor, weights: Tensor) -> Any:
@@ -293,14 +294,14 @@ def test_what_cannot_be_traced(fn: Callable[..., Any], line: str, because: str) 
         (
             lambda logprobs: (logprobs.sum(), {"custom/x:sum": 1.0}),
             {"logprobs": 1},
-            "metric 'custom/x:sum' as a tensor",
+            "metric 'custom/x:sum' must be a tensor",
         ),
         (lambda logprobs: (logprobs.sum(), {"x": logprobs.sum()}), {"logprobs": 1}, "custom/<name>:sum"),
         (lambda logprobs: (logprobs.sum(), {}), {}, "input_ranks must give the number of dimensions of logprobs"),
         (lambda logprobs: (logprobs.sum(), {}), {"logprobs": 0}, r"logprobs, with 1 dimension \(\[T\]\) or 2"),
         (lambda logprobs: (logprobs.sum(), {}), {"logprobs": 3}, "logprobs, with 1 dimension"),
         (lambda weights: (weights.sum(), {}), {"weights": 1}, "the first input must be logprobs"),
-        (lambda logprobs, X: (logprobs.sum(), {}), {"logprobs": 1, "X": 1}, "use small letters"),
+        (lambda logprobs, X: (logprobs.sum(), {}), {"logprobs": 1, "X": 1}, "use lowercase letters"),
         (lambda logprobs, w=1: (logprobs.sum(), {}), {"logprobs": 1, "w": 1}, "a plain one without a default"),
         (lambda logprobs, *rest: (logprobs.sum(), {}), {"logprobs": 1}, "a plain one without a default"),
     ],
@@ -405,7 +406,7 @@ def test_a_missing_input_is_named() -> None:  # R3.6
         (lambda o, i, m: o.sum(), "must return a LossFnOutput"),
         (lambda o, i, m: LossFnOutput(1.0), "its loss as a tensor computed from what it is given"),
         (lambda o, i, m: LossFnOutput(o.sum(), [1]), "its logprobs as a tensor or None"),
-        (lambda o, i, m: LossFnOutput(o.sum(), None, {"x": "y"}), "the diagnostic 'x' as a number"),
+        (lambda o, i, m: LossFnOutput(o.sum(), None, {"x": "y"}), "the metric 'x' must be a number"),
         (lambda o, i, m: LossFnOutput(o.sum(), None, {"a:b:c": 1.0}), "a diagnostic cannot be called 'a:b:c'"),
         (lambda o, i, m: LossFnOutput(sum(v.sum() for v in i.values())), "loops over all of its inputs"),
         (lambda o, i, m: LossFnOutput(o.sum() * len(i)), "counts its inputs"),
@@ -435,5 +436,5 @@ def test_what_python_draws_is_drawn_once() -> None:
 
 def test_the_same_function_has_the_same_digest() -> None:
     first, second = (trace_batch_loss(optional, "optional", "logits") for _ in range(2))
-    assert first.digest == second.digest == BatchLoss.decode(first.encode()).digest
+    assert first.digest == second.digest == GraphLoss.decode(first.encode()).digest
     assert first.digest != trace_batch_loss(optional, "optional", "logits", {"power": 3}).digest

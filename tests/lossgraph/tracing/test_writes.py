@@ -15,10 +15,10 @@ from torch import Tensor
 
 from tests.helpers.traced_losses import T, assert_same
 from tinker_lightning.errors import InvalidLoss, LossNotTraceable
-from tinker_lightning.lossgraph.datum_loss import trace_datum_loss
 from tinker_lightning.lossgraph.graphs.functions import FUNCTIONS, METHODS, check_arguments
 from tinker_lightning.lossgraph.tracing.kinds import SHARING
 from tinker_lightning.lossgraph.tracing.record import IN_PLACE
+from tinker_lightning.lossgraph.tracing.trace import trace_datum_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,7 +124,7 @@ def test_shape_and_dtype_stay() -> None:
     assert_same(loss)
     grown = trace_datum_loss(lambda logprobs, weights: _grown(logprobs, weights), {"logprobs": 1, "weights": 1})
     with pytest.raises(InvalidLoss, match="expand_as failed"):
-        grown(torch.ones(3), [torch.ones(3)])
+        grown({"logprobs": torch.ones(3)}, {"weights": torch.ones(3)})
 
 
 def _grown(logprobs: Tensor, weights: Tensor) -> Any:
@@ -165,7 +165,7 @@ def test_what_is_given_is_not_changed() -> None:
 
     x, weights = torch.ones(3, requires_grad=True), torch.ones(3)
     traced = trace_datum_loss(loss, {"logprobs": 1, "weights": 1})
-    assert traced(x, [weights])[0] == 18
+    assert traced({"logprobs": x}, {"weights": weights}).loss == 18
     assert (x._version, weights._version) == (0, 0)
 
 

@@ -69,12 +69,8 @@ class Graph:
         return {"format": FORMAT, "nodes": encoded}
 
     @classmethod
-    def decode(cls, message: Any, inputs: Sequence[str] | None = None) -> Graph:
-        """Returns the graph that JSON describes.
-
-        Args:
-            message: The JSON, already parsed.
-            inputs: The placeholders that it must have, in order; None accepts any.
+    def decode(cls, message: Any) -> Graph:
+        """Returns the graph that parsed JSON describes.
 
         Raises:
             InvalidLoss: If it is malformed, calls a function that is not on the list, or is too large; names the node.
@@ -94,9 +90,6 @@ class Graph:
                 raise InvalidLoss(f"node {name if isinstance(name, str) else i!r:.140}: {error}") from error
         if reader.output is None:
             raise InvalidLoss("the last node of a graph must be its output")
-        if inputs is not None and reader.inputs != list(inputs):
-            found, wanted = (", ".join(names)[:400] or "none" for names in (reader.inputs, inputs))
-            raise InvalidLoss(f"the placeholders are {found}, but should be {wanted}")
         return cls(tuple(reader.inputs), tuple(reader.calls), reader.output[0])
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,12 +28,14 @@ class Limits:
         total: The elements that all calls together read and write, which also bounds the cost of the backward.
         seconds: The time until the last call must have started.
         memory: The bytes of one value, and of all new values together, because a backward may keep all of them.
+        deadline: The time of `time.monotonic` at which the run is stopped, even before `seconds` have passed.
     """
 
     elements: int = 1 << 23
     total: int = 1 << 27
     seconds: float = 20.0
     memory: int = 4 << 30
+    deadline: float = field(default=math.inf, compare=False)
 
 
 class Meter:

@@ -7,7 +7,6 @@ on values (`x[mask]`), the calls after it are checked one by one while they run.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from tinker_lightning.lossgraph.graphs.functions import Function
     from tinker_lightning.lossgraph.graphs.graph import Graph
 
-_DEFAULT = Limits()
+DEFAULT_LIMITS = Limits()
 _META = torch.device("meta")
 _KEPT_PLANS = 4096  # one for each length that datums have
 # Sequences are handled item by item; each takes as long as this many elements of a tensor.
@@ -45,18 +44,18 @@ class Program:
         self._plans: OrderedDict[Any, int] = OrderedDict()
         self._last_use = _last_uses(graph)
 
-    def __call__(self, values: Sequence[Any], limits: Limits = _DEFAULT, deadline: float = math.inf) -> Any:
-        """Returns the result of the graph for these values: tensors and numbers. Takes the arguments of `check`.
+    def __call__(self, values: Sequence[Any], limits: Limits = DEFAULT_LIMITS) -> Any:
+        """Returns the result of the graph for these values: tensors and numbers.
 
         Raises:
             InvalidLoss: If a call fails, or takes more than the limits; names the node.
         """
-        checked = self.check(values, limits, deadline)
+        checked = self.check(values, limits)
         devices = {value.device for value in values if isinstance(value, Tensor)}
         device = devices.pop() if devices else torch.device("cpu")
         environment: list[Any] = [*values, *(None for _ in self.graph.calls)]
         meter = Meter(limits)
-        for i, node, function in self._calls("the loss has run for", limits, deadline):
+        for i, node, function in self._calls("the loss has run for", limits):
             if i >= checked:
                 _count_parts(node, environment, meter)
             args, kwargs = _resolve(node, function, environment, device)
@@ -67,16 +66,11 @@ class Program:
                 environment[place] = None
         return _fill(self.graph.output, environment)
 
-    def check(self, values: Sequence[Any], limits: Limits = _DEFAULT, deadline: float = math.inf) -> int:
-        """Runs the graph on the shapes of these values, up to the first call that depends on values.
-
-        Args:
-            values: One for each input.
-            limits: The limits of the run.
-            deadline: A time of `time.monotonic` at which it has to end, even if the limits would allow more.
+    def check(self, values: Sequence[Any], limits: Limits = DEFAULT_LIMITS) -> int:
+        """Runs the graph on the shapes of these values, up to the first call whose result has an unknown size.
 
         Returns:
-            How many calls from the start are known to stay within the limits for values of these shapes.
+            The number of calls, from the first, that stay within the limits for all values of these shapes.
 
         Raises:
             InvalidLoss: If a call cannot take its arguments, or takes more than the limits; names the node.
@@ -90,7 +84,7 @@ class Program:
         for target, value in zip(self.graph.inputs, values, strict=True):
             meter.size(Node("placeholder", target, target), value)
         checked = 0
-        for i, node, function in self._calls("checking the loss took", limits, deadline):
+        for i, node, function in self._calls("checking the loss took", limits):
             _count_parts(node, environment, meter)
             args, kwargs = _resolve(node, function, environment, _META)
             if _check_dynamic(node, function, args, kwargs, meter):
@@ -102,8 +96,8 @@ class Program:
             self._plans.popitem(last=False)
         return checked
 
-    def _calls(self, doing: str, limits: Limits, deadline: float) -> Iterator[tuple[int, Node, Function]]:
-        deadline = min(deadline, time.monotonic() + limits.seconds)
+    def _calls(self, doing: str, limits: Limits) -> Iterator[tuple[int, Node, Function]]:
+        deadline = min(limits.deadline, time.monotonic() + limits.seconds)
         for i, node in enumerate(self.graph.calls):
             if time.monotonic() > deadline:
                 raise InvalidLoss(f"node {node.name!r}: {doing} {limits.seconds:g} s and was stopped")

@@ -7,15 +7,16 @@ import inspect
 import linecache
 import types
 from collections.abc import Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import fx, nn
 
-from tinker_lightning.errors import LossNotTraceable
+from tinker_lightning.errors import InvalidLoss, LossNotTraceable
 from tinker_lightning.lossgraph.tracing.lines import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
@@ -56,13 +57,26 @@ def loss_and_metrics(fn: Callable[..., Any], returned: Any) -> tuple[fx.Proxy, d
         wrong_output(fn, "its loss as a tensor computed from what it is given", loss)
     if not isinstance(metrics, Mapping):
         wrong_output(fn, "its metrics as a dict", metrics)
+    if unnamed := [name for name in metrics if not isinstance(name, str)]:
+        with blaming_function(fn):
+            raise InvalidLoss(f"a metric cannot be called {unnamed[0]!r:.100}; use a string")
     return loss, dict(metrics)
+
+
+@contextmanager
+def blaming_function(fn: Callable[..., Any]) -> Iterator[None]:
+    """Adds the line of a function to an error about it."""
+    try:
+        yield
+    except InvalidLoss as error:
+        raise LossNotTraceable(f"{place_of_function(fn)}{error}") from None
 
 
 def wrong_output(fn: Callable[..., Any], wanted: str, got: Any) -> NoReturn:
     """Raises an error that says what a function must return."""
     name = getattr(fn, "__name__", type(fn).__name__)
-    raise LossNotTraceable(f"{place_of_function(fn)}{name} must return {wanted}, but returned {type(got).__name__}")
+    with blaming_function(fn):
+        raise InvalidLoss(f"{name} must return {wanted}, but returned {type(got).__name__}")
 
 
 def _called(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.losses.builtin import LOSSES
-from tinker_lightning.lossgraph.batch_loss import UNLISTED, BatchLoss
-from tinker_lightning.lossgraph.datum_loss import DatumLoss, LossInput
+from tinker_lightning.lossgraph.graph_loss import UNLISTED, GraphLoss
 from tinker_lightning.server.engine.python_loss import PythonLoss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tinker_lightning.lossgraph.batch_loss import Source
+    from tinker_lightning.lossgraph.graph_loss import Source
     from tinker_lightning.types import requests as rq
 
-    Loss: TypeAlias = DatumLoss | BatchLoss | PythonLoss
+    Loss: TypeAlias = GraphLoss | PythonLoss
 
 # Limits for the number of nodes and arguments in the graphs of a session, about a hundred megabytes, and of all
 # sessions. A session evicts its own least recently used losses, never those of another session.
@@ -70,8 +69,9 @@ class LossRegistry:
         with self._lock:
             if loss_id in self._sessions.get(request.session_id, _SessionLosses()).entries:
                 return loss_id
-        inputs = [LossInput(each.name, each.rank) for each in request.inputs]
-        loss = DatumLoss.decode(request.name, inputs, request.graph)
+        inputs = {each.name: each.rank for each in request.inputs}
+        message = {"name": request.name, "source": "datum", "inputs": inputs, "graph": request.graph}
+        loss = GraphLoss.decode(message, ("datum",))
         self._keep(request.session_id, loss_id, loss, loss.program.graph.size)
         return loss_id
 
@@ -87,11 +87,10 @@ class LossRegistry:
             loss_id = f"{python.name}@{hashlib.sha256(request.pickled).hexdigest()[:16]}"
             self._keep(request.session_id, loss_id, python, 1 + len(request.pickled) // 64, python.name)
         else:
-            graphs = BatchLoss.decode(request.loss)
-            loss_id = f"{graphs.name}@{graphs.digest}"
-            size = graphs.program.graph.size
-            self._check_name(graphs.name)
-            self._keep(request.session_id, loss_id, graphs, size, graphs.name)
+            loss = GraphLoss.decode(request.loss)
+            loss_id = f"{loss.name}@{loss.digest}"
+            self._check_name(loss.name)
+            self._keep(request.session_id, loss_id, loss, loss.program.graph.size, loss.name)
         return loss_id
 
     def register_function(
@@ -153,9 +152,8 @@ class LossRegistry:
             listed |= {name: function.description for name, function in self._functions.items()}
             session = self._sessions.get(session_id or "", _SessionLosses())
             for name, loss_id in session.latest.items():
-                loss = session.entries[loss_id].loss
-                if not isinstance(loss, DatumLoss) and not name.startswith(UNLISTED):
-                    listed[name] = loss.description
+                if not name.startswith(UNLISTED):
+                    listed[name] = session.entries[loss_id].loss.description
         return listed
 
     def free(self, session_id: str) -> None:
@@ -211,10 +209,7 @@ class LossRegistry:
             function = pickle.loads(pickled)  # noqa: S301  # allowed by --allow-pickled-losses
         except Exception as error:
             raise InvalidLoss(f"{name}: the pickled function cannot be loaded here: {error}") from error
-        source = message.get("source", "logits")
-        if source not in ("logits", "logprobs"):
-            raise InvalidLoss(f"source must be logits or logprobs, got {source!r:.40}")
-        return PythonLoss.of(str(name), source, function)
+        return PythonLoss.of(str(name), message.get("source", "logits"), function)
 
     @staticmethod
     def _check_name(name: str) -> None:

@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lossgraph.batch_loss import BatchLoss
 from tinker_lightning.server.core.checkpoint_store import CheckpointStore, CheckpointSummary, TinkerPath
 from tinker_lightning.server.core.loss_registry import CUSTOM, LossRegistry
 from tinker_lightning.server.core.registry import Model, Registry, Sampler
@@ -90,7 +89,7 @@ class Training:
         def run(base: BaseModel, adapter: Adapter) -> ForwardBackwardOutput:
             loss = found()
             options: Any = {"forward_only": request.forward_only, "scale": request.scale}
-            if isinstance(loss, BatchLoss | PythonLoss):
+            if isinstance(loss, PythonLoss) or (loss is not None and loss.source != "datum"):
                 return run_batch_pass(base, adapter, request.data, loss, config, request.loss_fn_inputs, **options)
             if request.loss_fn_inputs:
                 raise InvalidInput(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses.surrogate import check_finite, check_scalar, number
-from tinker_lightning.lossgraph.batch_loss import check_given, metric_names
+from tinker_lightning.lossgraph.graph_loss import check_given, metric_names
 from tinker_lightning.lossgraph.graphs.limits import Limits
 from tinker_lightning.server.engine.batching import group_by_length
 from tinker_lightning.server.engine.bound_loss import blaming, loss_gradient
@@ -25,11 +25,12 @@ from tinker_lightning.server.engine.passes import TOKEN_BUDGET, read_targets, re
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from tinker_lightning.lossgraph.batch_loss import LossFnOutput, Setting, Source
+    from tinker_lightning.lossgraph.graph_loss import GraphLoss, Source
     from tinker_lightning.server.engine.adapter import Adapter
     from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.python_loss import PythonLoss
     from tinker_lightning.types import Datum
 
 # A loss on logits gets the logits of the whole batch and keeps several tensors of this size, up to a gigabyte each.
@@ -46,51 +47,11 @@ MAX_WORK = 1 << 32
 KEPT_BYTES = 2 << 30
 
 
-class StackedLoss(Protocol):
-    """A batch-level loss: an uploaded graph or a Python function in this process."""
-
-    @property
-    def name(self) -> str:
-        """Name of the loss."""
-
-    @property
-    def source(self) -> Source:
-        """Model output that the loss is computed from."""
-
-    @property
-    def reads(self) -> frozenset[str] | None:
-        """Names of all inputs that the loss can read, or None if unknown."""
-
-    def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
-        """Returns all settings: the defaults, overridden by `given`."""
-
-    def select(self, present: Iterable[str]) -> tuple[str, ...]:
-        """Returns the names of the inputs to pass to the loss."""
-
-    def check(
-        self,
-        sources: Mapping[str, Tensor],
-        inputs: Mapping[str, Tensor],
-        hyperparameters: Mapping[str, Setting],
-        limits: Limits,
-    ) -> None:
-        """Raises if the shapes alone show that the loss cannot be computed."""
-
-    def __call__(
-        self,
-        sources: Mapping[str, Tensor],
-        inputs: Mapping[str, Tensor],
-        hyperparameters: Mapping[str, Setting],
-        limits: Limits,
-    ) -> LossFnOutput:
-        """Computes the loss."""
-
-
 def run_batch_pass(
     base: BaseModel,
     adapter: Adapter,
     data: Sequence[Datum],
-    loss: StackedLoss,
+    loss: GraphLoss | PythonLoss,
     loss_fn_config: Mapping[str, float | str],
     loss_fn_inputs: Mapping[str, TensorData],
     *,

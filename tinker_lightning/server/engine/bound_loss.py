@@ -15,13 +15,15 @@ from torch import Tensor
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss, LossNotFinite
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES, threshold_fault
-from tinker_lightning.losses.surrogate import check_differentiable, check_finite, check_gradient
+from tinker_lightning.losses.surrogate import check_differentiable, check_finite, check_gradient, check_scalar
+from tinker_lightning.lossgraph.datum_inputs import dense_tensors, meta_tensors, select_inputs
+from tinker_lightning.lossgraph.graphs.limits import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from tinker_lightning.lossgraph.datum_loss import DatumLoss
-    from tinker_lightning.types import Datum
+    from tinker_lightning.lossgraph.graph_loss import GraphLoss
+    from tinker_lightning.types import Datum, TensorData
 
 
 # Time limit for an uploaded loss over all datums of a request, without the time spent in the model.
@@ -123,10 +125,6 @@ class BoundLoss:
             "advantage is 0), for advantages that are huge, or a learning rate so high that the model has come apart."
         )
 
-    def reduce(self, metrics: Mapping[str, float], _: int) -> dict[str, float]:
-        """Computes the metrics of a batch from their sums over its datums."""
-        return dict(metrics)
-
     def _metrics(self, logprobs: Tensor, arguments: list[Any]) -> dict[str, float]:
         """Returns the metrics of one datum as sums, to be added up over datums."""
         if self.name == "cross_entropy":
@@ -146,43 +144,45 @@ class BoundLoss:
 class BoundGraph:
     """An uploaded per-datum loss, for the datums of one request."""
 
-    def __init__(self, loss: DatumLoss) -> None:
+    def __init__(self, loss: GraphLoss) -> None:
         self.name = loss.name
         self._loss = loss
         self._spent = 0.0  # seconds in the loss, not in the model
 
-    def read(self, datum: Datum, *, dtype: torch.dtype) -> list[Any]:
-        """Returns the inputs that follow the log-probabilities, still sparse because dense ones could have any size.
+    def read(self, datum: Datum, *, dtype: torch.dtype) -> dict[str, TensorData]:
+        """Returns the inputs that the loss reads, still sparse because dense ones could have any size.
 
         Raises:
             InvalidInput: If an input is missing or invalid.
         """
-        selected = self._loss.select(datum.loss_fn_inputs)
+        selected = select_inputs(self._loss, datum.loss_fn_inputs)
         # Checks the shapes alone, so that invalid inputs raise before the model runs.
-        with self._clock() as deadline:
-            self._loss.check(datum.loss_fn_inputs["target_tokens"].shape, selected, dtype, deadline=deadline)
+        outputs = {"logprobs": torch.empty(datum.loss_fn_inputs["target_tokens"].shape, dtype=dtype, device="meta")}
+        with self._clock() as limits:
+            self._loss.check(outputs, meta_tensors(selected, dtype), limits=limits)
         return selected
 
-    def evaluate(self, logprobs: Tensor, arguments: list[Any]) -> Evaluated:
+    def evaluate(self, logprobs: Tensor, inputs: dict[str, TensorData]) -> Evaluated:
         """Computes the loss of a datum and frees its autograd graph; the returned term is linear in the logprobs.
 
         Raises:
             InvalidLoss: If the graph fails, exceeds its limits or has no gradient.
         """
         leaf = logprobs.detach().requires_grad_(torch.is_grad_enabled())
-        with self._clock() as deadline:
-            loss, metrics = self._loss(leaf, self._loss.tensors(arguments, logprobs.dtype), deadline=deadline)
-            check_finite(loss)
-            value, numbers = loss.item(), surrogate.numbers(metrics)
+        with self._clock() as limits:
+            output = self._loss({"logprobs": leaf}, dense_tensors(inputs, logprobs.dtype), limits=limits)
+            check_scalar(output.loss)
+            check_finite(output.loss)
+            value, numbers = output.loss.item(), surrogate.numbers(output.diagnostics)
             if not torch.is_grad_enabled():
-                return Evaluated(value, loss, numbers)
-            gradient = loss_gradient(loss, leaf)
+                return Evaluated(value, output.loss, numbers)
+            gradient = loss_gradient(output.loss, leaf)
         # A linear loss with the same gradient, as for custom losses that run on the client.
         return Evaluated(value, (gradient * logprobs).sum(), numbers)
 
     @contextmanager
-    def _clock(self) -> Iterator[float]:
-        """Measures the time spent in the loss; yields the deadline, in `time.monotonic` time."""
+    def _clock(self) -> Iterator[Limits]:
+        """Measures the time spent in the loss; yields limits with the time that is left."""
         started = time.monotonic()
         if self._spent > REQUEST_SECONDS:
             raise InvalidLoss(
@@ -190,13 +190,9 @@ class BoundGraph:
                 f"{REQUEST_SECONDS:g} s are taken. Send fewer datums at once."
             )
         try:
-            yield started + REQUEST_SECONDS - self._spent
+            yield Limits(deadline=started + REQUEST_SECONDS - self._spent)
         finally:
             self._spent += time.monotonic() - started
-
-    def reduce(self, metrics: Mapping[str, float], datums: int) -> dict[str, float]:
-        """Computes the metrics of a batch from their sums over its datums."""
-        return {name: value / datums if name.endswith(":mean") else value for name, value in metrics.items()}
 
 
 @contextmanager

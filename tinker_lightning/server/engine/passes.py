@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
+from tinker_lightning.lossgraph.datum_inputs import combine_metrics
 from tinker_lightning.server.engine.batching import group_by_length
 from tinker_lightning.server.engine.bound_loss import BoundGraph, BoundLoss, blaming
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
@@ -38,7 +39,7 @@ class _Example:
     tokens_T: Tensor
     targets_TK: Tensor
     shape: list[int]
-    arguments: list[Any]
+    arguments: Any  # as `read` of the loss returns them
 
 
 def run_pass(
@@ -86,8 +87,8 @@ def run_pass(
         if not forward_only:
             adapter.add_gradient(parameters)
     tokens = sum(len(example.tokens_T) for example in examples)
-    reduced = loss.reduce(metrics, len(examples))
-    return ForwardBackwardOutput(outputs, {"loss:sum": total, **reduced, "tokens:sum": tokens})
+    combined = combine_metrics(metrics, len(examples))
+    return ForwardBackwardOutput(outputs, {"loss:sum": total, **combined, "tokens:sum": tokens})
 
 
 def _logprobs(base: BaseModel, examples: Sequence[_Example]) -> list[Tensor]:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss, TinkerLightningError
-from tinker_lightning.lossgraph.batch_loss import Hyperparameter, LossFnOutput, Setting, Source, check_name, settings
-from tinker_lightning.lossgraph.tracing.batch import read_hyperparameters, takes_others
+from tinker_lightning.lossgraph.graph_loss import BATCH_SOURCES, LossFnOutput, Source, check_name
+from tinker_lightning.lossgraph.settings import Hyperparameter, Setting, check_settings
+from tinker_lightning.lossgraph.tracing.trace import read_hyperparameters, takes_others
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,6 +38,8 @@ class PythonLoss:
             InvalidLoss: If the function does not have the parameters of a loss.
         """
         check_name(name)
+        if source not in BATCH_SOURCES:
+            raise InvalidLoss(f"source must be one of {', '.join(BATCH_SOURCES)}, got {source!r:.40}")
         if not callable(function):
             raise InvalidLoss(f"{name} must be a function, got {type(function).__name__}")
         description = (inspect.getdoc(function) or "").partition("\n")[0]
@@ -49,7 +52,7 @@ class PythonLoss:
             InvalidInput: If a setting is unknown or has an invalid value.
         """
         known = {name: Hyperparameter(default) for name, default in self.defaults.items()}
-        return settings(self.name, known, given, takes_others=takes_others(self.function))
+        return check_settings(self.name, known, given, takes_others=takes_others(self.function))
 
     @property
     def reads(self) -> None:
@@ -64,9 +67,9 @@ class PythonLoss:
 
     def __call__(
         self,
-        sources: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor],
         inputs: Mapping[str, Tensor],
-        hyperparameters: Mapping[str, Setting],
+        settings: Mapping[str, Setting],
         limits: Limits,
     ) -> LossFnOutput:
         """Calls the function.
@@ -77,13 +80,13 @@ class PythonLoss:
         """
         del limits
         # Copied because the function may modify its arguments, and the model's backward needs the originals.
-        sources = {name: tensor.clone() for name, tensor in sources.items()}
+        outputs = {name: tensor.clone() for name, tensor in outputs.items()}
         try:
             if self.source == "logits":
-                given = (sources["model_outputs"], dict(inputs), sources["attention_mask"])
-                returned = self.function(*given, **hyperparameters)
+                given = (outputs["model_outputs"], dict(inputs), outputs["attention_mask"])
+                returned = self.function(*given, **settings)
             else:
-                returned = self.function(dict(inputs), sources["logprobs"], **hyperparameters)
+                returned = self.function(dict(inputs), outputs["logprobs"], **settings)
         except KeyError as error:
             raise InvalidInput(f"loss_fn_inputs: {error.args[0]}: missing; {self.name} reads it") from error
         except TinkerLightningError:

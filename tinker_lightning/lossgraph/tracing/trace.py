@@ -1,4 +1,4 @@
-"""Traces a loss on a whole batch."""
+"""Traces losses: a Python function becomes a `GraphLoss`."""
 
 from __future__ import annotations
 
@@ -7,25 +7,15 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch import fx
-
-from tinker_lightning.errors import InvalidLoss, LossNotTraceable
-from tinker_lightning.lossgraph.batch_loss import (
-    SOURCES,
-    BatchLoss,
-    Hyperparameter,
-    LossFnOutput,
-    Setting,
-    Source,
-    check_diagnostic,
-    check_name,
-    plain,
-)
+from tinker_lightning.errors import InvalidLoss
+from tinker_lightning.losses.surrogate import function_name
+from tinker_lightning.lossgraph.graph_loss import OUTPUTS, GraphLoss, LossFnOutput, Source, check_name
 from tinker_lightning.lossgraph.graphs.run import Program
+from tinker_lightning.lossgraph.settings import Hyperparameter, Setting, to_python
 from tinker_lightning.lossgraph.tracing.record import Recorder, record
 from tinker_lightning.lossgraph.tracing.signatures import (
+    blaming_function,
     loss_and_metrics,
-    place_of_function,
     signature_of,
     wrong_output,
 )
@@ -39,6 +29,7 @@ _SIGNATURES = {
     "logits": "(model_outputs, loss_fn_inputs, attention_mask, **hyperparameters)",
     "logprobs": "(data, logprobs, **hyperparameters)",
 }
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def trace_batch_loss(
@@ -50,7 +41,7 @@ def trace_batch_loss(
     settings: Mapping[str, Setting] | None = None,
     present: Iterable[str] | None = None,
     of_lists: bool = False,
-) -> BatchLoss:
+) -> GraphLoss:
     """Traces a function of a batch.
 
     Args:
@@ -69,11 +60,9 @@ def trace_batch_loss(
         LossNotTraceable: If a graph cannot express it; names the line.
     """
     check_name(name)
-    fixed = {key: plain(value) for key, value in (fixed or {}).items()}
-    given = {**fixed, **{key: plain(value) for key, value in (settings or {}).items()}}
+    fixed = {key: to_python(value) for key, value in (fixed or {}).items()}
+    given = {**fixed, **{key: to_python(value) for key, value in (settings or {}).items()}}
     defaults = read_hyperparameters(fn, source)
-    if not takes_others(fn) and (unknown := [key for key in given if key not in defaults]):
-        raise InvalidLoss(f"{name} has no hyperparameter {unknown[0]!r}; it has {', '.join(defaults) or 'none'}")
     values = {**defaults, **given}
     must_fix = {key for key, value in values.items() if key in fixed or not _is_number(value)}
     while True:
@@ -87,8 +76,46 @@ def trace_batch_loss(
             break
         except NeedsSettings as needed:  # what Python decides by settings is decided now, by their values
             must_fix |= needed.names
-    description = (inspect.getdoc(fn) or "").partition("\n")[0]
-    return BatchLoss(name, source, hyperparameters, inputs.names, Program(graph), description[:200], inputs.asked)
+    description = (inspect.getdoc(fn) or "").partition("\n")[0][:200]
+    with blaming_function(fn):
+        names = dict.fromkeys(inputs.names)
+        return GraphLoss(name, source, names, Program(graph), hyperparameters, description, inputs.asked)
+
+
+def trace_datum_loss(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> GraphLoss:
+    """Traces a function of one datum, in the form of the protocol's `create_custom_loss`.
+
+    The loss of a batch is the sum over its datums.
+
+    Args:
+        fn: `fn(logprobs, *inputs)`. Its parameters name the inputs of each datum. It returns `(loss, metrics)`, or the
+            loss alone; metrics are named `custom/<name>:sum` or `custom/<name>:mean`.
+        input_ranks: The number of dimensions of `logprobs` and of each input.
+
+    Raises:
+        LossNotTraceable: If a graph cannot express it; names the line.
+    """
+    parameters, name = signature_of(fn).parameters, function_name(fn)
+    for each in parameters.values():
+        if each.kind not in _POSITIONAL or each.default is not each.empty:
+            raise InvalidLoss(
+                f"{name}: the parameter {each.name} must be a plain one without a default: it names an input of each "
+                "datum"
+            )
+    if set(input_ranks) != set(parameters):
+        raise InvalidLoss(
+            f"{name}: input_ranks must give the number of dimensions of {', '.join(parameters)}, got "
+            f"{', '.join(map(str, input_ranks)) or 'none'}"
+        )
+    inputs = {each: input_ranks[each] for each in parameters}
+
+    def body(recorder: Recorder) -> Any:
+        given = (recorder.input(each, rank, has_grad=each == "logprobs") for each, rank in inputs.items())
+        return loss_and_metrics(fn, fn(*given))
+
+    graph = record(fn, body)
+    with blaming_function(fn):
+        return GraphLoss(name, "datum", inputs, Program(graph))
 
 
 def read_hyperparameters(fn: Callable[..., Any], source: Source) -> dict[str, Setting]:
@@ -99,15 +126,14 @@ def read_hyperparameters(fn: Callable[..., Any], source: Source) -> dict[str, Se
     """
     signature = signature_of(fn)
     parameters = list(signature.parameters.values())
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     count = 3 if source == "logits" else 2
-    if len(parameters) < count or any(each.kind not in positional for each in parameters[:count]):
+    if len(parameters) < count or any(each.kind not in _POSITIONAL for each in parameters[:count]):
         raise InvalidLoss(f"a loss on {source} takes {_SIGNATURES[source]}, but this one {signature}")
     settings: dict[str, Setting] = {}
     for each in parameters[count:]:
         if each.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
             continue
-        default = plain(each.default)
+        default = to_python(each.default)
         if default is each.empty or not (default is None or isinstance(default, float | int | str)):
             raise InvalidLoss(f"the hyperparameter {each.name} needs a default that is a number, a string or None")
         settings[each.name] = default
@@ -126,35 +152,23 @@ def _call(
     inputs: _Inputs,
     of_lists: bool,
     recorder: Recorder,
-) -> tuple[Any, Any, dict[str, Any]]:
+) -> tuple[Any, ...]:
     given = {
-        name: recorder.input(name, _RANKS.get(name), has_grad=name != "attention_mask") for name in SOURCES[source]
+        name: recorder.input(name, _RANKS.get(name), has_grad=name != "attention_mask") for name in OUTPUTS[source]
     }
     settings = {
         name: each.default if each.fixed else recorder.input(f"{SETTING}{name}")
         for name, each in hyperparameters.items()
     }
     inputs.recorder = recorder
-    if source == "logits":
-        output = fn(given["model_outputs"], inputs, given["attention_mask"], **settings)
-        if not isinstance(output, LossFnOutput):
-            wrong_output(fn, "a LossFnOutput(loss, logprobs, diagnostics)", output)
-        logprobs = output.logprobs
-        returned: Any = output.loss, {} if output.diagnostics is None else output.diagnostics
-    else:
-        stacked, logprobs = given["logprobs"], None
-        returned = fn(inputs, ListValue(stacked.node, recorder) if of_lists else stacked, **settings)
-    loss, diagnostics = loss_and_metrics(fn, returned)
-    if not (logprobs is None or isinstance(logprobs, fx.Proxy)):
-        wrong_output(fn, "its logprobs as a tensor or None", logprobs)
-    for name, value in diagnostics.items():
-        try:
-            check_diagnostic(name)
-        except InvalidLoss as error:
-            raise LossNotTraceable(f"{place_of_function(fn)}{error}") from None
-        if not isinstance(value, fx.Proxy | int | float):
-            wrong_output(fn, f"the diagnostic {name!r} as a number", value)
-    return loss, logprobs, diagnostics
+    if source == "logprobs":
+        stacked = given["logprobs"]
+        return loss_and_metrics(fn, fn(inputs, ListValue(stacked.node, recorder) if of_lists else stacked, **settings))
+    output = fn(given["model_outputs"], inputs, given["attention_mask"], **settings)
+    if not isinstance(output, LossFnOutput):
+        wrong_output(fn, "a LossFnOutput(loss, logprobs, diagnostics)", output)
+    diagnostics = {} if output.diagnostics is None else output.diagnostics
+    return *loss_and_metrics(fn, (output.loss, diagnostics)), output.logprobs
 
 
 class _Inputs(Mapping[str, Value]):

@@ -1,0 +1,304 @@
+"""A traced loss: its inputs, its settings and its graph, for a whole batch or for each datum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from tinker_lightning.errors import InvalidInput, InvalidLoss
+from tinker_lightning.lossgraph.graphs.graph import Graph
+from tinker_lightning.lossgraph.graphs.json import Ref
+from tinker_lightning.lossgraph.graphs.run import DEFAULT_LIMITS, Program
+from tinker_lightning.lossgraph.settings import Hyperparameter, Setting, check_settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tinker_lightning.lossgraph.graphs.limits import Limits
+
+# What a loss is computed from: the logits of a batch, or the log-probabilities of the targets of a batch or a datum.
+Source: TypeAlias = Literal["logits", "logprobs", "datum"]
+BATCH_SOURCES: tuple[Source, ...] = ("logits", "logprobs")
+# The model outputs that a graph can read; the mask is 0 on padding.
+OUTPUTS: dict[Source, tuple[str, ...]] = {
+    "logits": ("model_outputs", "attention_mask"),
+    "logprobs": ("logprobs",),
+    "datum": ("logprobs",),
+}
+_Tensors: TypeAlias = Mapping[str, "Tensor"]
+
+# Prefixes of losses that are uploaded without being registered: nobody uses their names, and lists omit them.
+OF_LIBRARY, OF_OWN = UNLISTED = ("library.", "own.")
+
+MAX_INPUTS = 64
+MAX_DATUM_INPUTS = 16  # of the protocol
+MAX_SETTINGS = 32
+MAX_METRICS = 256
+_NO_SETTINGS: Mapping[str, Setting] = {}
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+_INPUT = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_DIAGNOSTIC = re.compile(r"[^\x00-\x1f:]{1,100}(:[a-z0-9_]{1,20})?")
+_DATUM_METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
+
+
+@dataclass(frozen=True, slots=True)
+class LossFnOutput:
+    """The result of a loss on logits.
+
+    Args:
+        loss: The scalar to train on.
+        logprobs: Log-probabilities to return for each datum, usually `[B, T]`.
+        diagnostics: Numbers to log, by name.
+    """
+
+    loss: Any
+    logprobs: Any = None
+    diagnostics: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLoss:
+    """A loss as a graph, checked when it is created.
+
+    Args:
+        name: The name of the loss.
+        source: What it is computed from.
+        inputs: The inputs that it requires, and the number of dimensions of each for a loss of a datum, where
+            `logprobs` is the first.
+        program: The graph. It reads model outputs, `loss_fn_inputs.*` and `hyperparameters.*`; for a datum, `inputs`.
+            It returns the loss, its metrics and, optionally, log-probabilities.
+        hyperparameters: Its settings.
+        description: A line for listings.
+        asked: The inputs that the function asked for while it was traced, and the answers. Not sent to a server.
+
+    Raises:
+        InvalidLoss: If the inputs, or what the graph reads or returns, are invalid.
+    """
+
+    name: str
+    source: Source
+    inputs: Mapping[str, int | None]
+    program: Program
+    hyperparameters: Mapping[str, Hyperparameter] = field(default_factory=dict)
+    description: str = ""
+    asked: Mapping[str, bool] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_inputs(self)
+        _check_output(self)
+
+    @property
+    def input_prefix(self) -> str:
+        """The prefix of inputs in the graph."""
+        return "" if self.source == "datum" else "loss_fn_inputs."
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """The metrics that the graph returns."""
+        metrics: Mapping[str, Any] = self.program.graph.output[1]
+        return metrics
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The names of all inputs that the loss looks at."""
+        return frozenset((*self.inputs, *self.asked))
+
+    def fits(self, settings: Mapping[str, Any], present: Iterable[str] | None) -> bool:
+        """Returns whether tracing with these settings and inputs would give the same graph."""
+        if settings.keys() != self.hyperparameters.keys():
+            return False
+        fixed = ((settings[name], each.default) for name, each in self.hyperparameters.items() if each.fixed)
+        if any(type(value) is not type(default) or value != default for value, default in fixed):
+            return False
+        return present is None or all((name in present) == there for name, there in self.asked.items())
+
+    def select(self, present: Iterable[str]) -> tuple[str, ...]:
+        """Returns the names of the inputs to pass to a loss on a batch.
+
+        Raises:
+            InvalidInput: If one is not present.
+        """
+        present = set(present)
+        if missing := [name for name in self.inputs if name not in present]:
+            raise InvalidInput(
+                f"loss_fn_inputs: {', '.join(missing)}: missing; {self.name} reads it. Give it with each datum, "
+                f"Datum.from_targets(..., {missing[0]}=...), or once for the batch, "
+                f"loss_fn_inputs={{{missing[0]!r}: ...}}."
+            )
+        return tuple(self.inputs)
+
+    def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
+        """Returns all settings: the defaults, overridden by `given`.
+
+        Raises:
+            InvalidInput: If a setting is unknown, fixed to another value, or has an invalid value.
+        """
+        return check_settings(self.name, self.hyperparameters, given)
+
+    def __call__(
+        self,
+        outputs: _Tensors,
+        inputs: _Tensors,
+        settings: Mapping[str, Setting] = _NO_SETTINGS,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> LossFnOutput:
+        """Computes the loss from model outputs, inputs and settings by name.
+
+        Raises:
+            InvalidLoss: If a call of the graph fails, or exceeds the limits.
+        """
+        loss, metrics, *logprobs = self.program(self._values(outputs, inputs, settings), limits)
+        return LossFnOutput(loss, logprobs[0] if logprobs else None, metrics)
+
+    def check(
+        self,
+        outputs: _Tensors,
+        inputs: _Tensors,
+        settings: Mapping[str, Setting] = _NO_SETTINGS,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
+        """Runs the graph on shapes alone, which finds most errors before the model runs."""
+        self.program.check(self._values(outputs, inputs, settings), limits)
+
+    def _values(self, outputs: _Tensors, inputs: _Tensors, settings: Mapping[str, Setting]) -> list[Any]:
+        given = dict[str, Any](outputs)
+        given |= {f"{self.input_prefix}{name}": each for name, each in inputs.items()}
+        given |= {f"hyperparameters.{name}": each for name, each in settings.items()}
+        return [given[target] for target in self.program.graph.inputs]
+
+    def encode(self) -> dict[str, Any]:
+        """Returns the loss as JSON."""
+        return {
+            "name": self.name,
+            "source": self.source,
+            "description": self.description,
+            "hyperparameters": {
+                name: {"default": each.default, "fixed": each.fixed} for name, each in self.hyperparameters.items()
+            },
+            "inputs": dict(self.inputs),
+            "graph": self.program.graph.encode(),
+        }
+
+    @property
+    def digest(self) -> str:
+        """A hash of the contents."""
+        return hashlib.sha256(json.dumps(self.encode(), sort_keys=True).encode()).hexdigest()[:16]
+
+    @classmethod
+    def decode(cls, message: Mapping[str, Any], sources: Iterable[Source] = BATCH_SOURCES) -> GraphLoss:
+        """Returns the loss that JSON describes; its source must be one of `sources`.
+
+        Raises:
+            InvalidLoss: If the JSON does not describe a loss. The message says where.
+        """
+        name, inputs, description = message.get("name"), message.get("inputs", {}), message.get("description", "")
+        source = next((each for each in sources if each == message.get("source")), None)
+        if source is None:
+            raise InvalidLoss(f"source must be one of {', '.join(sources)}, got {message.get('source')!r:.40}")
+        if source != "datum":
+            check_name(name)
+        if not isinstance(inputs, dict):
+            raise InvalidLoss("inputs must be an object")
+        if not isinstance(description, str):
+            raise InvalidLoss("description must be a string")
+        program = Program(Graph.decode(message.get("graph")))
+        hyperparameters = _decode_hyperparameters(message.get("hyperparameters", {}))
+        return cls(str(name)[:200], source, inputs, program, hyperparameters, description[:200])
+
+
+def check_given(loss: str, given: Iterable[str], reads: Iterable[str]) -> None:
+    """Checks that a loss reads the inputs that were given once for the batch, and therefore for this loss.
+
+    Raises:
+        InvalidInput: If it does not read one. The message lists those that it reads.
+    """
+    if unread := [name for name in given if name not in reads]:
+        raise InvalidInput(
+            f"loss_fn_inputs: {loss} does not read {unread[0]!r:.80}; it reads {', '.join(sorted(reads)) or 'none'}"
+        )
+
+
+def check_name(name: Any) -> None:
+    """Raises `InvalidLoss` if a loss cannot have this name."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidLoss(
+            f"a loss cannot be called {name!r:.80}: a name has up to 64 letters, digits, '_', '-' and '.', and begins "
+            "with a letter or '_'"
+        )
+
+
+def metric_names(diagnostics: Iterable[Any]) -> dict[str, str]:
+    """Returns the metric that each diagnostic becomes: the suffix tells clients how to combine chunks.
+
+    Raises:
+        InvalidLoss: If a name is invalid, or two diagnostics become the same metric.
+    """
+    names: dict[str, str] = {}
+    for name in diagnostics:
+        if not isinstance(name, str) or not _DIAGNOSTIC.fullmatch(name):
+            raise InvalidLoss(f"a diagnostic cannot be called {name!r:.120}; use a short string with at most one colon")
+        names[name] = name if ":" in name else f"{name}:unique"
+    if twice := [name for name, metric in names.items() if metric != name and metric in names]:
+        raise InvalidLoss(f"the diagnostics {twice[0]!r} and {names[twice[0]]!r} would be the same metric; rename one")
+    return names
+
+
+def _decode_hyperparameters(message: Any) -> dict[str, Hyperparameter]:
+    if not isinstance(message, dict) or len(message) > MAX_SETTINGS:
+        raise InvalidLoss(f"hyperparameters must be an object of at most {MAX_SETTINGS} entries")
+    decoded = {}
+    for name, entry in message.items():
+        if not _INPUT.fullmatch(name) or not isinstance(entry, dict):
+            raise InvalidLoss(f"hyperparameters: {name!r:.80} must be a valid name, and its value an object")
+        default, fixed = entry.get("default"), entry.get("fixed", False)
+        if not isinstance(fixed, bool) or not (default is None or isinstance(default, bool | int | float | str)):
+            raise InvalidLoss(f"hyperparameters: {name}: default must be a number or string, and fixed true or false")
+        if not fixed and (isinstance(default, bool) or not isinstance(default, int | float)):
+            raise InvalidLoss(f"hyperparameters: {name}: only a number can change with each call; fix it")
+        decoded[name] = Hyperparameter(default[:200] if isinstance(default, str) else default, fixed)
+    return decoded
+
+
+def _check_inputs(loss: GraphLoss) -> None:
+    is_datum = loss.source == "datum"
+    if is_datum and ([*loss.inputs][:1] != ["logprobs"] or loss.inputs["logprobs"] not in (1, 2)):
+        raise InvalidLoss("the first input must be logprobs, with 1 dimension ([T]) or 2 ([T, K])")
+    if len(loss.inputs) > (most := MAX_DATUM_INPUTS if is_datum else MAX_INPUTS):
+        raise InvalidLoss(f"a loss takes at most {most} inputs, got {len(loss.inputs)}")
+    for name, rank in loss.inputs.items():
+        if not _INPUT.fullmatch(name) or (is_datum and name != name.lower()):
+            letters = "lowercase letters" if is_datum else "letters"
+            raise InvalidLoss(f"an input cannot be called {name!r:.80}; use {letters}, digits and '_'")
+        if rank not in ((0, 1, 2) if is_datum else (None,)):
+            wanted = "0, 1 or 2" if is_datum else "null"
+            raise InvalidLoss(f"{name}: the number of dimensions of an input must be {wanted}, not {rank!r:.20}")
+    known = {*OUTPUTS[loss.source], *(f"{loss.input_prefix}{name}" for name in loss.inputs)}
+    known |= {f"hyperparameters.{name}" for name, each in loss.hyperparameters.items() if not each.fixed}
+    if unknown := [target for target in loss.program.graph.inputs if target not in known]:
+        raise InvalidLoss(f"the graph reads {unknown[0]!r:.140}, which is not one of its inputs")
+
+
+def _check_output(loss: GraphLoss) -> None:
+    output, is_datum = loss.program.graph.output, loss.source == "datum"
+    if not (isinstance(output, tuple | list) and len(output) in (2, 3) and isinstance(output[0], Ref)):
+        raise InvalidLoss("a loss must return (loss, metrics)")
+    if not isinstance(output[1], dict):
+        raise InvalidLoss("a loss must return its metrics as a dict")
+    if len(output) == 3 and not isinstance(output[2], Ref | None):
+        raise InvalidLoss("a loss must return its logprobs as a tensor or None")
+    if len(output[1]) > MAX_METRICS:
+        raise InvalidLoss(f"a loss returns at most {MAX_METRICS} metrics, got {len(output[1])}")
+    if not is_datum:
+        metric_names(output[1])
+    for name, value in output[1].items():
+        if is_datum and not _DATUM_METRIC.fullmatch(name):
+            raise InvalidLoss(
+                f"the metric {name!r:.100} must be called custom/<name>:sum or custom/<name>:mean, in lowercase "
+                "letters; the suffix says how it is combined over datums"
+            )
+        if not isinstance(value, Ref if is_datum else Ref | int | float):
+            raise InvalidLoss(f"the metric {name!r} must be {'a tensor' if is_datum else 'a number or a tensor'}")

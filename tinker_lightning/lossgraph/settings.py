@@ -1,0 +1,81 @@
+"""The settings of a loss: what a call may change, and what the graph has fixed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from tinker_lightning.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Setting: TypeAlias = float | int | str | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameter:
+    """A setting of a loss. A fixed one has shaped the graph, so a call cannot change it."""
+
+    default: Setting
+    fixed: bool = False
+
+
+def check_settings(
+    loss: str, known: Mapping[str, Hyperparameter], given: Mapping[str, Any], *, takes_others: bool = False
+) -> dict[str, Setting]:
+    """Returns all settings of a loss: the defaults, overridden by those of a call.
+
+    Args:
+        loss: The name of the loss.
+        known: Its settings.
+        given: The settings of a call.
+        takes_others: Whether the loss has `**kwargs`, so that it accepts settings of any name.
+
+    Raises:
+        InvalidInput: If a setting is unknown, fixed to another value, or has an invalid value.
+    """
+    values = {name: each.default for name, each in known.items()}
+    for name, value in with_types_of_defaults(known, given).items():
+        if name not in known:
+            if takes_others:
+                values[name] = value
+                continue
+            raise InvalidInput(unknown_setting(loss, name, known))
+        default = known[name].default
+        if known[name].fixed and value != default:
+            raise InvalidInput(
+                f"loss_fn_config: {name} of {loss} is fixed to {default!r}, because the function decides by it what to "
+                f"compute. Register it again, under another name, with {name}={value!r}."
+            )
+        is_number = isinstance(value, int | float)
+        is_wrong = not math.isfinite(value) if is_number else isinstance(default, int | float)
+        if is_wrong and not known[name].fixed:
+            raise InvalidInput(f"loss_fn_config: {name} must be a finite number, got {value!r}")
+        values[name] = value
+    return values
+
+
+def unknown_setting(loss: str, name: str, known: Mapping[str, Any]) -> str:
+    """Returns the message for a setting that a loss does not have."""
+    return f"loss_fn_config: {loss} does not know {name!r}; it takes {', '.join(known) or 'no settings at all'}"
+
+
+def with_types_of_defaults(known: Mapping[str, Hyperparameter], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings with the types of their defaults, because all numbers on the wire are floats."""
+    values = {name: to_python(value) for name, value in given.items()}
+    for name in known.keys() & values.keys():
+        value, default = values[name], known[name].default
+        if isinstance(value, float) and isinstance(default, int) and value.is_integer():
+            values[name] = type(default)(value)
+        elif isinstance(value, int) and isinstance(default, float):
+            values[name] = float(value)  # the function may depend on the type
+    return values
+
+
+def to_python(value: Any) -> Any:
+    """Converts a numpy scalar to a Python number; returns anything else unchanged."""
+    return value.item() if isinstance(value, np.generic) else value
