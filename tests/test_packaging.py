@@ -1,7 +1,8 @@
-"""The lower bounds that are promised are those that `tox -e lowest` tests."""
+"""What `pyproject.toml` and `CONTRIBUTING.md` promise is true of this tree."""
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -24,3 +25,14 @@ def test_every_lower_bound_is_pinned() -> None:
             continue
         (lower,) = (each.version for each in requirement.specifier if each.operator == ">=")
         assert pinned[requirement.name].contains(lower), requirement
+
+
+def test_contributing_names_files_that_exist() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where to make a change")[2].partition("\n\nTests")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 12
+    for change, files in rows:
+        named = [path for path in re.findall(r"`([a-z_/]+(?:\.py|/))`", files) if f"a new folder `{path}`" not in files]
+        assert len(named) <= 3, change
+        for path in named:
+            assert (ROOT / "tinker_lightning" / path).exists(), f"{change}: {path}"

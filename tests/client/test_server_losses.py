@@ -582,7 +582,7 @@ def test_an_unreachable_server_is_named() -> None:  # R3.6
 
 def test_what_is_no_client_and_no_function(service: ServiceClient, model: TrainingClient) -> None:
     with pytest.raises(InvalidInput, match=r"custom_loss takes the client that connect\(\) returns, got str"):
-        custom_loss("http://localhost", name="mine")
+        custom_loss("http://localhost", name="mine")  # type: ignore[arg-type]
     custom_loss(model, name="by_a_model")(minimal)
     assert "by_a_model" in service.list_loss_functions()["available_loss_functions"]
     with pytest.raises(InvalidInput, match="on must be one of logits, logprobs, got 'tokens'"):

@@ -18,8 +18,8 @@ from tinker_lightning.client.server_pass import spread
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
-from tinker_lightning.losses.library import check_settings, is_of_library, known_settings, unwrapped
-from tinker_lightning.losses.reduction import TOKEN_COUNTS, weighted_tokens
+from tinker_lightning.losses.library import TOKEN_COUNTS, check_settings, is_of_library, known_settings, unwrapped
+from tinker_lightning.losses.reduction import weighted_tokens
 from tinker_lightning.losses.surrogate import LossFn, function_name
 from tinker_lightning.lossgraph.graph_loss import OF_LIBRARY, OF_OWN
 from tinker_lightning.lossgraph.server_loss import ServerLoss

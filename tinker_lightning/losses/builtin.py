@@ -15,6 +15,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from tinker_lightning.losses.reduction import TokenCount, action_tokens, total_weight
+
 Threshold: TypeAlias = float | Tensor
 
 LOW, HIGH, BETA = 0.8, 1.2, 0.05
@@ -139,6 +141,7 @@ class BuiltIn:
         scaled_by: Inputs and settings that, multiplied together by a factor, multiply the loss by it.
         has_negative: Whether that also holds for negative factors.
         is_of_sequence: Whether the values of a datum are one sequence, so that `[T, K]` targets have no meaning.
+        token_count: Returns the number of tokens that the loss sums over, by which `reduction="mean"` divides it.
     """
 
     formula: Callable[..., Tensor]
@@ -148,6 +151,7 @@ class BuiltIn:
     scaled_by: tuple[str, ...] = ("advantages",)
     has_negative: bool = True
     is_of_sequence: bool = False
+    token_count: TokenCount = action_tokens
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -169,6 +173,7 @@ LOSSES: Mapping[str, BuiltIn] = {
         "-Σ w·p: the weighted negative log-likelihood of the targets",
         ("weights",),
         scaled_by=("weights",),
+        token_count=total_weight,
     ),
     "importance_sampling": BuiltIn(
         importance_sampling, "-Σ r·A: the policy gradient, corrected for the policy that sampled", _POLICY

@@ -20,11 +20,20 @@ import torch
 from tinker_lightning import losses
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses.batch import EmptyBatch, Rehearsal
+from tinker_lightning.losses.builtin import LOSSES
+from tinker_lightning.losses.reduction import TokenCount, total_weight, weighted_positions
 from tinker_lightning.losses.surrogate import forward_datums
 from tinker_lightning.types import Datum, TensorData
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+# The losses that are sums over tokens, by name. All others are means already.
+TOKEN_COUNTS: dict[str, TokenCount] = {
+    **{name: loss.token_count for name, loss in LOSSES.items()},
+    "kl_regularized": total_weight,
+    "topk_distillation": weighted_positions,
+}
 
 
 def unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidDatum
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+TokenCount: TypeAlias = Callable[[Sequence[Any]], float]
 
 
 def weights_of(datum: Any) -> Tensor:
@@ -37,12 +37,12 @@ def weighted_tokens(data: Sequence[Any]) -> float:
     return _sum(weights_of(datum) != 0 for datum in data)
 
 
-def _weighted_positions(data: Sequence[Any]) -> float:
+def weighted_positions(data: Sequence[Any]) -> float:
     """Returns the sum over positions of the largest weight of each position's alternatives, `[T, K]`."""
     return _positive(_sum(weights_of(datum).amax(-1) for datum in data), len(data))
 
 
-def _action_tokens(data: Sequence[Any]) -> float:
+def action_tokens(data: Sequence[Any]) -> float:
     """Returns how many tokens have an advantage; 1 if none has: a group of equal rewards is no mistake."""
     advantages = [datum.loss_fn_inputs.get("advantages") for datum in data]
     return max(_sum(each.to_torch() != 0 for each in advantages if each is not None), 1.0)
@@ -61,12 +61,3 @@ def _positive(total: float, datums: int) -> float:
             'batches without a weighted token, or set reduction = "sum" on the module.'
         )
     return total
-
-
-# The losses that are sums over tokens, by name. All others are means already.
-TOKEN_COUNTS: dict[str, Callable[[Sequence[Any]], float]] = {
-    "cross_entropy": total_weight,
-    "kl_regularized": total_weight,
-    "topk_distillation": _weighted_positions,
-    **dict.fromkeys(("importance_sampling", "ppo", "cispo", "dro", "gspo"), _action_tokens),
-}

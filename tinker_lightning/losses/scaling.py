@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 
     from tinker_lightning.types import Datum
 
+LINEAR_ONLY = (
+    "Its value is NaN until the server has computed it: it can be multiplied by a number other than 0 and added to "
+    "other losses, but no other function of it has a gradient. For those, write the loss in Python."
+)
+
 
 def scaled(
     data: Sequence[Datum], loss: str, config: Mapping[str, float | str], factor: float
@@ -25,11 +30,7 @@ def scaled(
         InvalidDatum: If a datum does not have that input.
     """
     if not math.isfinite(factor) or factor == 0:
-        raise InvalidLoss(
-            f"a gradient of {factor} reached the server-side loss {loss!r}. Its value is NaN until the server has "
-            "computed it: it can be multiplied by a number other than 0 and added to other losses, but no other "
-            "function of it has a gradient. For those, write the loss in Python."
-        )
+        raise InvalidLoss(f"a gradient of {factor} reached the server-side loss {loss!r}. {LINEAR_ONLY}")
     settings = dict(config)
     if factor == 1:
         return list(data), settings

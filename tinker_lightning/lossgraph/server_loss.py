@@ -45,6 +45,14 @@ class LossServer(Protocol):
         """Hands over the function itself; returns the loss's id."""
 
 
+class LossClient(Protocol):
+    """A client that losses can be registered with."""
+
+    @property
+    def losses(self) -> LossServer | None:
+        """The losses of the server; None if it accepts none."""
+
+
 @dataclass(slots=True)
 class _Upload:
     loss: GraphLoss
@@ -194,7 +202,7 @@ class ServerLoss:
 
 
 def custom_loss(
-    client: Any,
+    client: LossClient,
     name: str | None = None,
     *,
     on: Source = "logits",
@@ -224,7 +232,10 @@ def custom_loss(
         InvalidLoss: If the server does not accept it.
         ServerUnreachable: If there is no server.
     """
-    server: LossServer | None = getattr(client, "losses", None)
+    try:
+        server = client.losses
+    except AttributeError:
+        server = None
     if server is None:
         raise InvalidInput(
             f"custom_loss takes the client that connect() returns, got {type(client).__name__}: "

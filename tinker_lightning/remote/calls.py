@@ -11,7 +11,7 @@ from torch import Tensor
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses import surrogate
-from tinker_lightning.remote.deferred_loss import LINEAR_ONLY
+from tinker_lightning.losses.scaling import LINEAR_ONLY
 from tinker_lightning.types import Datum, ForwardBackwardOutput, OptimStepResponse, TensorData
 
 if TYPE_CHECKING:

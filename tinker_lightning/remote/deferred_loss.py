@@ -10,14 +10,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tinker_lightning.errors import InvalidLoss
+from tinker_lightning.losses.scaling import LINEAR_ONLY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-LINEAR_ONLY = (
-    "Its value is NaN until the server has computed it: it can be multiplied by a number other than 0 and added to "
-    "other losses, but no other function of it has a gradient. For those, write the loss in Python."
-)
 _LARGE = 3e4  # beyond most bounds that a value is clamped to, within float16
 
 

@@ -16,8 +16,8 @@ from tinker_lightning.client.adapters import as_backend
 from tinker_lightning.client.futures import UnreadFailures
 from tinker_lightning.errors import InvalidInput, LossNotFinite, ResultTimeout, TinkerLightningError
 from tinker_lightning.losses import surrogate
+from tinker_lightning.losses.scaling import LINEAR_ONLY
 from tinker_lightning.remote.calls import Call, ServerCall, Step
-from tinker_lightning.remote.deferred_loss import LINEAR_ONLY
 from tinker_lightning.remote.saved_state import SavedState
 
 if TYPE_CHECKING:

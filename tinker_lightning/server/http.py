@@ -71,7 +71,7 @@ def content_type(request: Request, *accepted: str) -> str:
     """
     given = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if given not in accepted:
-        raise UnsupportedMediaType(f"content type {given or 'none'} is not taken here; send {' or '.join(accepted)}")
+        raise UnsupportedMediaType(f"content type {given or 'none'} is not supported; send {' or '.join(accepted)}")
     return given
 
 
@@ -88,18 +88,18 @@ async def read_body(request: Request, limit: int | None = None) -> bytes:
         InvalidMessage: If the connection is closed before the end of the body.
     """
     is_json = JSON in request.headers.get("content-type", "").lower()
-    mend = "split the batch" if limit is None else "send less"
+    fix = "split the batch" if limit is None else "send less"
     limit = limit or (min(MAX_JSON_BYTES, MAX_BODY_BYTES) if is_json else MAX_BODY_BYTES)
     encoding = request.headers.get("content-encoding", "").strip().lower() or "identity"
     if encoding not in ("identity", "zstd"):
-        raise UnsupportedMediaType(f"content encoding {encoding} is not taken here; send zstd or none")
+        raise UnsupportedMediaType(f"content encoding {encoding} is not supported; send zstd or none")
     parts: list[bytes] = []
     size = 0
     try:
         async for part in request.stream():
             size += len(part)
             if size > limit:
-                raise MessageTooLarge(f"the body has more than the {limit} bytes that are taken; {mend}")
+                raise MessageTooLarge(f"the body has more than the {limit} bytes that are accepted; {fix}")
             parts.append(part)
     except ClientDisconnect as error:
         raise InvalidMessage(f"the connection was closed after {size} bytes of the body; send it again") from error

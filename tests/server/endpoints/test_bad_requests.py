@@ -78,7 +78,7 @@ def test_what_is_no_json_object_is_refused(shared_api: Api, path: str, content: 
 def test_other_content_types_are_refused(shared_api: Api, content_type: str) -> None:
     response = shared_api.request("POST", "create_session", content=b"{}", headers={"content-type": content_type})
     assert response.status_code == 415
-    assert "is not taken here; send application/json" in response.json()["detail"]
+    assert "is not supported; send application/json" in response.json()["detail"]
 
 
 def test_a_charset_in_the_content_type_is_fine(shared_api: Api) -> None:
@@ -91,7 +91,7 @@ def test_other_encodings_are_refused(shared_api: Api, encoding: str) -> None:
     headers = {"content-type": JSON, "content-encoding": encoding}
     response = shared_api.request("POST", "create_session", content=b"{}", headers=headers)
     assert response.status_code == 415
-    assert f"content encoding {encoding} is not taken here" in response.json()["detail"]
+    assert f"content encoding {encoding} is not supported" in response.json()["detail"]
 
 
 def test_zstd_bodies_are_read_and_damaged_ones_refused(shared_api: Api) -> None:
@@ -122,7 +122,7 @@ def test_large_bodies_are_refused_with_or_without_a_length(shared_api: Api, chun
     content: Any = parts() if chunked else b" " * 2000
     response = shared_api.request("POST", "create_session", content=content, headers={"content-type": JSON})
     assert response.status_code == 413
-    assert "more than the 1000 bytes that are taken; split the batch" in response.json()["detail"]
+    assert "more than the 1000 bytes that are accepted; split the batch" in response.json()["detail"]
     assert (
         shared_api.request("POST", "create_session", content=b"{}", headers={"content-type": JSON}).status_code == 200
     )

@@ -150,7 +150,7 @@ def test_a_body_of_megabytes_is_not_read(shared_api: Api) -> None:
     body = upload(shared_api.session(), graph={"nodes": [node("a", "x" * 100)] * 100_000})
     answer = shared_api.post("create_custom_loss", body)
     assert answer.status_code == 413
-    assert f"more than the {routes.MAX_BYTES} bytes that are taken; send less" in answer.json()["detail"]
+    assert f"more than the {routes.MAX_BYTES} bytes that are accepted; send less" in answer.json()["detail"]
     assert len(str(node("a", "x" * 100))) * MAX_NODES < routes.MAX_BYTES
 
 

@@ -179,7 +179,7 @@ class Training:
 
         return self._submit(request, "save_weights_external", run)
 
-    def refuse(self, model_id: str, number: int) -> None:
+    def skip_number(self, model_id: str, number: int) -> None:
         """Marks the number of a rejected request as skipped, because the client continues with the next one."""
         if self._registry.has_model(model_id):
             self._scheduler.free(model_id, number)

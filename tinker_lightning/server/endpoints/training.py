@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.routing import Route
 
 from tinker_lightning.errors import TinkerLightningError
+from tinker_lightning.server.core.training_service import Training
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.endpoints.futures import Submission, answer_receipt, finished, pending
 from tinker_lightning.server.http import JSON, PROTOBUF, answer, content_type, parse_body, read, read_body
@@ -16,7 +18,7 @@ from tinker_lightning.wire import json as wire_json
 from tinker_lightning.wire import protobuf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from starlette.requests import Request
     from starlette.responses import Response
@@ -50,48 +52,26 @@ async def get_info(request: Request) -> Response:
 
 async def forward(request: Request) -> Submission:
     content_type(request, JSON)
-
-    def parse(body: bytes) -> rq.ForwardBackwardRequest:
-        return wire_json.parse_forward_backward(body, forward_only=True)
-
+    parse = functools.partial(wire_json.parse_forward_backward, forward_only=True)
     return await _submit(request, parse, trainer_of(request).training.forward_backward)
 
 
 async def forward_backward(request: Request) -> Submission:
     parse: Callable[[bytes], rq.ForwardBackwardRequest] = protobuf.decode_forward_backward
     if content_type(request, JSON, PROTOBUF) == JSON:
-
-        def parse(body: bytes) -> rq.ForwardBackwardRequest:
-            return wire_json.parse_forward_backward(body, forward_only=False)
-
+        parse = functools.partial(wire_json.parse_forward_backward, forward_only=False)
     return await _submit(request, parse, trainer_of(request).training.forward_backward)
 
 
-async def optim_step(request: Request) -> Submission:
-    return await _submit_json(request, rq.OptimStepRequest, trainer_of(request).training.optim_step)
+def _numbered(cls: type[T], submit: Callable[[Training, T], Job]) -> Callable[[Request], Awaitable[Submission]]:
+    """Returns the endpoint of a numbered job whose request is JSON."""
 
+    async def endpoint(request: Request) -> Submission:
+        content_type(request, JSON)
+        training = trainer_of(request).training
+        return await _submit(request, lambda body: wire_json.parse(cls, body), lambda body: submit(training, body))
 
-async def save_weights(request: Request) -> Submission:
-    return await _submit_json(request, rq.SaveWeightsRequest, trainer_of(request).training.save_weights)
-
-
-async def load_weights(request: Request) -> Submission:
-    return await _submit_json(request, rq.LoadWeightsRequest, trainer_of(request).training.load_weights)
-
-
-async def save_weights_for_sampler(request: Request) -> Submission:
-    submit = trainer_of(request).training.save_weights_for_sampler
-    return await _submit_json(request, rq.SaveWeightsForSamplerRequest, submit)
-
-
-async def save_weights_external(request: Request) -> Submission:
-    submit = trainer_of(request).training.save_weights_external
-    return await _submit_json(request, rq.SaveWeightsExternalRequest, submit)
-
-
-async def _submit_json(request: Request, cls: type[T], submit: Callable[[T], Job]) -> Submission:
-    content_type(request, JSON)
-    return await _submit(request, lambda body: wire_json.parse(cls, body), submit)
+    return endpoint
 
 
 async def _submit(request: Request, parse: Callable[[bytes], T], submit: Callable[[T], Job]) -> Submission:
@@ -102,7 +82,7 @@ async def _submit(request: Request, parse: Callable[[bytes], T], submit: Callabl
         job = submit(message)
     except Exception:
         number = protobuf.number_of if content_type(request, JSON, PROTOBUF) == PROTOBUF else _number
-        trainer_of(request).training.refuse(*await parse_body(number, body))
+        trainer_of(request).training.skip_number(*await parse_body(number, body))
         raise
     return _submission(job, message.model_id)
 
@@ -126,11 +106,11 @@ submissions = {
     "/unload_model": unload_model,
     "/forward": forward,
     "/forward_backward": forward_backward,
-    "/optim_step": optim_step,
-    "/save_weights": save_weights,
-    "/load_weights": load_weights,
-    "/save_weights_for_sampler": save_weights_for_sampler,
-    "/save_weights_external": save_weights_external,
+    "/optim_step": _numbered(rq.OptimStepRequest, Training.optim_step),
+    "/save_weights": _numbered(rq.SaveWeightsRequest, Training.save_weights),
+    "/load_weights": _numbered(rq.LoadWeightsRequest, Training.load_weights),
+    "/save_weights_for_sampler": _numbered(rq.SaveWeightsForSamplerRequest, Training.save_weights_for_sampler),
+    "/save_weights_external": _numbered(rq.SaveWeightsExternalRequest, Training.save_weights_external),
 }
 routes = [
     Route("/get_info", get_info, methods=["POST"]),

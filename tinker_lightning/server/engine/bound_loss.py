@@ -113,16 +113,17 @@ class BoundLoss:
         """
         value = self.spec.formula(logprobs, *arguments).sum()
         if not math.isfinite(value.item()):
-            raise LossNotFinite(f"the loss is {value.item()}; nothing of the batch was added. {self._mend}")
+            raise LossNotFinite(f"the loss is {value.item()}; no gradient was accumulated. {self._hint}")
         return Evaluated(value.item(), value, self._metrics(logprobs.detach(), arguments))
 
     @property
-    def _mend(self) -> str:
+    def _hint(self) -> str:
+        diverged = "a learning rate so high that training has diverged."
         if self.name == "cross_entropy":
-            return "Look for weights that are huge, or a learning rate so high that the model has come apart."
+            return f"Look for huge weights, or {diverged}"
         return (
             "Look for tokens whose logprobs are far below the model's, so that their ratio overflows (also where the "
-            "advantage is 0), for advantages that are huge, or a learning rate so high that the model has come apart."
+            f"advantage is 0), for huge advantages, or {diverged}"
         )
 
     def _metrics(self, logprobs: Tensor, arguments: list[Any]) -> dict[str, float]:

@@ -180,7 +180,7 @@ def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
     if len(wrong):
         at = wrong[0].tolist()
         token = int(tokens[tuple(at)])
-        mend = "Mask it by a weight or advantage of 0." if token < 0 else "Was it tokenized for another model?"
+        fix = "Mask it by a weight or advantage of 0." if token < 0 else "Was it tokenized for another model?"
         raise InvalidDatum(
-            f"{name}: the token at {at} is {token}, but the vocabulary has ids 0..{vocab_size - 1}. {mend}"
+            f"{name}: the token at {at} is {token}, but the vocabulary has ids 0..{vocab_size - 1}. {fix}"
         )

@@ -94,13 +94,13 @@ class PythonLoss:
         except Exception as error:
             raise InvalidLoss(f"it raised {type(error).__name__}: {error}") from error
         if self.source == "logprobs" and isinstance(returned, Tensor):
-            returned = returned, {}
-        if self.source == "logprobs" and isinstance(returned, tuple) and len(returned) == 2:
+            return LossFnOutput(returned)
+        diagnostics: Any
+        if isinstance(returned, LossFnOutput):
+            loss, logprobs = returned.loss, returned.logprobs
+            diagnostics = {} if returned.diagnostics is None else returned.diagnostics
+        elif self.source == "logprobs" and isinstance(returned, tuple) and len(returned) == 2:
             loss, logprobs, diagnostics = returned[0], None, returned[1]
-        # Duck-typed, because a function that was pickled elsewhere may return its own class.
-        elif all(hasattr(returned, field) for field in ("loss", "logprobs", "diagnostics")):
-            loss, logprobs, diagnostics = returned.loss, returned.logprobs, returned.diagnostics
-            diagnostics = {} if diagnostics is None else diagnostics
         else:
             wanted = "a LossFnOutput" if self.source == "logits" else "(loss, metrics)"
             raise InvalidLoss(f"it must return {wanted}, but returned {type(returned).__name__}")
