@@ -1,0 +1,40 @@
+"""Imitated servers around one trainer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.helpers.imitated import Peer
+from tinker_lightning.server import EmbeddedTrainer
+from tinker_lightning.testing import imitate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tinker_lightning.testing.imitations.serving import Kind
+
+
+@pytest.fixture(scope="session")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTrainer]:
+    """One for all imitations, in float64, where gradients can be compared to many digits."""
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path_factory.mktemp("imitations"), dtype=torch.float64)
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture
+def peer(trainer: EmbeddedTrainer) -> Iterator[Callable[..., Peer]]:
+    """Starts imitations that end with the test."""
+    peers: list[Peer] = []
+
+    def start(kind: Kind, **changes: Any) -> Peer:
+        peers.append(Peer(imitate(kind, trainer=trainer, **changes), trainer))
+        return peers[-1]
+
+    yield start
+    for each in peers:
+        each.http.close()
+        each.server.close()
