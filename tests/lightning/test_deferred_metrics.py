@@ -29,11 +29,13 @@ def ran(
         ("ratio:min", {"ratio:min": 2.0}),
         ("ratio:max", {"ratio:max": 6.0}),
         ("clock:unique", {"clock:unique": 2.0, "clock:unique_1": 6.0}),
+        ("tokens", {"tokens": 8.0}),
+        ("action_tokens", {"action_tokens": 8.0}),
         ("kl", {"kl": 4.0}),
         ("kl:of a kind", {"kl:of a kind": 4.0}),
     ],
 )
-def test_metrics_are_combined_as_their_endings_say_and_are_means_over_micro_batches_without_one(
+def test_counts_are_summed_and_others_are_combined_as_their_suffixes_say_or_averaged(
     name: str, expected: dict[str, float]
 ) -> None:
     window = [ran({"loss:sum": 10.0, name: 2.0}, 1), ran({"loss:sum": 20.0, name: 6.0}, 3)]

@@ -67,6 +67,7 @@ def test_a_mean_over_tokens_is_one_over_all_tokens(service: ServiceClient, loss:
     assert scores["val_loss"] == pytest.approx(expected, rel=1e-5)
     assert scores["val_nll"] == pytest.approx(expected, rel=1e-5)
     assert scores.keys() == {"val_loss", "val_nll", "val_perplexity", "val_tokens"}
+    assert scores["val_tokens"] == sum(datum.model_input.length for datum in TEXTS)
 
 
 @pytest.mark.parametrize("route", ["auto", "two-pass"])
@@ -75,7 +76,7 @@ def test_action_tokens_weigh_the_batches_of_a_policy_loss(service: ServiceClient
     scores = validated(module, DATA)
     total, metrics = losses.ppo(DATA, logprobs_of(module, DATA))
     assert scores["val_loss"] == pytest.approx(total.item() / int(metrics["action_tokens"]), rel=1e-4)
-    for name in ("ratio", "kl_old_new", "clip_fraction"):
+    for name in ("ratio", "kl_old_new", "clip_fraction", "action_tokens"):
         assert scores[f"val_{name}"] == pytest.approx(metrics[name].item(), rel=1e-4), name
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from tests.helpers.trainers import DATA, SMALL, loader, new, quiet
+from tests.helpers.trainers import SMALL, loader, new, quiet
 from tinker_lightning import LossFnOutput, Regularizer, RemoteModule, custom_loss, losses
 from tinker_lightning.losses import regularizers
 from tinker_lightning.testing import embedded_service
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = SMALL
 
-NAMES = ["train_loss", "grad_norm", "learning_rate", "epoch", "step"]
+NAMES = ["train_loss", "loss", "nll", "perplexity", "grad_norm", "learning_rate", "epoch", "step"]
 
 
 @pytest.fixture(scope="module")
@@ -100,23 +100,27 @@ def test_a_base_loss_has_a_prefix_of_its_own(service: ServiceClient, route: str)
         assert found[logged] == pytest.approx(float(found["base_loss/value"]), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["loss", "nll", "perplexity"])
-def test_a_metric_with_a_name_that_validation_has_is_logged_under_the_loss(service: ServiceClient, name: str) -> None:
+@pytest.mark.parametrize("name", [*NAMES, "mine"])
+def test_validation_names_a_metric_as_training_does(service: ServiceClient, name: str) -> None:
     (found,) = quiet().validate(made(service, loss=telling(name)), loader(), verbose=False)
-    assert found[f"val_loss/{name}"] == pytest.approx(found["val_loss"])
+    assert found["val_mine" if name == "mine" else f"val_loss/{name}"] == pytest.approx(found["val_loss"])
     assert found["val_perplexity"] == pytest.approx(math.exp(found["val_nll"]), rel=1e-5)
 
 
 @pytest.mark.parametrize("route", ["two-pass", "server"])
 @pytest.mark.parametrize("name", ["loss:sum", "tokens:sum"])
-def test_a_metric_with_a_name_of_the_protocol_is_logged(service: ServiceClient, name: str, route: str) -> None:
+def test_a_metric_with_a_name_of_the_protocol_does_not_replace_the_loss(
+    service: ServiceClient, name: str, route: str
+) -> None:
     def told(data: Any, logprobs: Any) -> Any:
         batch = losses.Batch(data, logprobs)
         loss = -(batch.tokens("weights") * batch.logprobs).sum()
-        return loss, {name: loss if name == "loss:sum" else (batch.tokens("weights") != 0).sum()}
+        return loss, {name: 3 * loss}
 
     trainer = quiet(max_steps=1)
-    trainer.fit(made(service, loss=told, route=route), loader())
+    module = made(service, loss=told, route=route)
+    (scores,) = trainer.validate(module, loader(), verbose=False)
+    assert scores[f"val_loss/{name}"] == pytest.approx(4 * 3 * scores["val_loss"], rel=1e-5)  # a sum, and a mean
+    trainer.fit(module, loader())
     found = trainer.callback_metrics
-    expected = float(found["train_loss"]) if name == "loss:sum" else sum(d.model_input.length for d in DATA[:2])
-    assert found[name] == pytest.approx(expected, rel=1e-5)
+    assert found[f"loss/{name}"] == pytest.approx(3 * float(found["train_loss"]), rel=1e-5)

@@ -239,19 +239,21 @@ def test_a_gradient_of_zero_everywhere_warns_with_the_name_of_the_loss() -> None
     assert [str(each.message)[:50] for each in caught] == ["the gradient of the loss rounded is zero for every"]
 
 
-def test_a_metric_that_the_user_calls_like_one_of_the_protocol_is_kept() -> None:
+def test_a_metric_with_a_name_of_the_protocol_is_returned_next_to_it() -> None:
     backward = ForwardBackwardOutput([{}], {"loss:sum": 4.0, "tokens:sum": 9.0}, "kind")
     evaluation = surrogate.Evaluation(1.5, {"loss:sum": 3.0, "tokens:sum": 7.0}, [])
     metrics = surrogate.with_metrics(backward, evaluation).metrics
-    assert metrics == {"loss:sum": 3.0, "tokens:sum": 7.0, "surrogate_loss:sum": 4.0}
+    server = {"loss:sum": 1.5, "tokens:sum": 9.0, "surrogate_loss:sum": 4.0}
+    assert metrics == server | {"loss/loss:sum": 3.0, "loss/tokens:sum": 7.0}
 
 
 def test_the_result_has_the_losss_value_and_metrics() -> None:  # R1.6, R1.7
     backward = ForwardBackwardOutput([{}], {"loss:sum": 4.0, "tokens:sum": 9.0}, "kind")
     evaluation = surrogate.Evaluation(1.5, {"mine": 2.0, "tokens:sum": 7.0}, [])
     result = surrogate.with_metrics(backward, evaluation)
-    assert result.metrics == {"loss:sum": 1.5, "surrogate_loss:sum": 4.0, "tokens:sum": 7.0, "mine": 2.0}
+    expected = {"loss:sum": 1.5, "loss/tokens:sum": 7.0, "mine": 2.0}
+    assert result.metrics == expected | {"surrogate_loss:sum": 4.0, "tokens:sum": 9.0}
     assert result.loss_fn_output_type == "kind"
     assert backward.metrics == {"loss:sum": 4.0, "tokens:sum": 9.0}
     bare = surrogate.with_metrics(ForwardBackwardOutput([{}]), evaluation)  # servers may give no metrics at all
-    assert bare.metrics == {"loss:sum": 1.5, "tokens:sum": 7.0, "mine": 2.0}
+    assert bare.metrics == expected

@@ -342,20 +342,24 @@ def test_a_loss_of_a_batch_has_a_limit_that_no_batch_raises(api: Api, monkeypatc
     assert batch_pass._limits(1 << 28).total <= 1 << 32
 
 
-@pytest.mark.parametrize(
-    ("names", "because"),
-    [
-        (["loss:sum"], "'loss:sum' is 1, but every pass has a metric of this name"),
-        (["tokens:sum"], "'tokens:sum' is 1, but every pass has a metric of this name"),
-        (["a", "a:unique"], "'a' and 'a:unique' would be the same metric"),
-    ],
-)
-def test_no_diagnostic_takes_the_place_of_another(api: Api, names: list[str], because: str) -> None:
-    def plain(outputs: Any, inputs: Any, mask: Any) -> LossFnOutput:
+def plain(api: Api, names: list[str]) -> Any:
+    def loss(outputs: Any, inputs: Any, mask: Any) -> LossFnOutput:
         return LossFnOutput(outputs.sum(), None, dict.fromkeys(names, 1.0))
 
-    api.trainer.losses.register_function("plain", plain)
-    assert because in api.run("forward_backward", named(api, api.model(), "plain"))["error"]
+    api.trainer.losses.register_function("plain", loss)
+    return api.run("forward_backward", named(api, api.model(), "plain"))
+
+
+def test_no_diagnostic_takes_the_place_of_another(api: Api) -> None:
+    assert "'a' and 'a:unique' would be the same metric" in plain(api, ["a", "a:unique"])["error"]
+
+
+@pytest.mark.parametrize("name", ["loss:sum", "tokens:sum"])
+def test_a_diagnostic_with_a_name_of_the_protocol_is_returned_next_to_it(api: Api, name: str) -> None:
+    metrics = plain(api, [name])["metrics"]
+    assert metrics[f"loss/{name}"] == 1.0
+    assert metrics["loss:sum"] != 1.0
+    assert metrics["tokens:sum"] > 1.0
 
 
 def test_diagnostics_that_would_be_one_metric_are_refused_at_once(api: Api) -> None:

@@ -73,7 +73,8 @@ def with_loss(output: ForwardBackwardOutput, data: list[Datum], handle: LossHand
     """Adds the locally computed loss to the result of a forward pass."""
     with torch.no_grad():
         loss, metrics = handle(data, [leaf.detach() for leaf in surrogate.leaves(output, data)])
-    metrics = {**output.metrics, **metrics, "loss:sum": float(loss)}
+    own = {**output.metrics, "loss:sum": float(loss)}
+    metrics = {**surrogate.set_apart(metrics, own, "loss"), **own}
     return ForwardBackwardOutput(output.loss_fn_outputs, metrics, output.loss_fn_output_type)
 
 

@@ -19,6 +19,7 @@ from tinker_lightning.lightning.metric_names import LOSS, TOTAL, VALUE
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
 from tinker_lightning.losses.library import known_settings
+from tinker_lightning.losses.surrogate import OF_PASSES
 from tinker_lightning.lossgraph.server_loss import ServerLoss
 from tinker_lightning.remote.calls import PendingBackward, Step
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     _Ran: TypeAlias = tuple[ForwardBackwardOutput, PendingBackward]
 
 _SUM = "loss:sum"
+# Metrics of a loss that the server has renamed, as this module would.
+_SET_APART = frozenset(f"loss/{name}" for name in OF_PASSES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,11 @@ def of_losses(ran: Sequence[_Ran], share: float = 1.0) -> dict[str, float]:
             prefix += f"{name}/" if names[name] == 1 else f"{name}_{names[name]}/"
         window = [(of_pass(output, call.loss, call.datums, call.config), len(call.datums)) for output, call in alike]
         metrics = combined(window)
-        found |= metric_names.of_part(metrics, prefix) if prefix else metric_names.of_step(metrics)
+        found |= (
+            metric_names.of_part(metrics, prefix)
+            if prefix
+            else metric_names.of_loss(metrics, is_of_library=_is_of_library(alike[0][1].loss))
+        )
         value = share * sum(call.scale * float(output.metrics.get(_SUM, 0.0)) for output, call in alike)
         total = value + share * sum(call.scale * (call.added or 0.0) for _, call in alike)
         if prefix:
@@ -174,8 +181,8 @@ def of_pass(
     here, from the log-probabilities in the result.
     """
     if not isinstance(loss, str) or loss not in BUILT_IN:
-        own = loss.diagnostics if isinstance(loss, ServerLoss) else frozenset()
-        return metric_names.without_counts(output.metrics, own)
+        metrics = {name: float(number) for name, number in output.metrics.items() if name not in OF_PASSES}
+        return {name.removeprefix("loss/") if name in _SET_APART else name: each for name, each in metrics.items()}
     function = getattr(losses, loss)
     with torch.no_grad():
         try:
@@ -186,7 +193,7 @@ def of_pass(
 
 
 def combined(window: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
-    """Returns the metrics of a window: reduced as their names say (`tokens:sum`), else the mean over micro-batches.
+    """Returns the metrics of a window: counts are summed, others reduced as their suffixes say, or averaged.
 
     Args:
         window: The metrics of each micro-batch, and the number of its datums.
@@ -195,8 +202,13 @@ def combined(window: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, flo
     for name in {name: None for metrics, _ in window for name in metrics}:
         values = [metrics[name] for metrics, _ in window if name in metrics]
         counts = [count for metrics, count in window if name in metrics]
-        if len(values) == 1:
-            found[name] = values[0]
+        total = math.fsum(values)
+        if len(values) == 1 or metric_names.reduction(name) == "sum":
+            found[name] = total
         else:
-            found |= reduced(name, values, counts) or {name: math.fsum(values) / len(values)}
+            found |= reduced(name, values, counts) or {name: total / len(values)}
     return found
+
+
+def _is_of_library(loss: Any) -> bool:
+    return loss.is_of_library if isinstance(loss, ServerLoss) else loss in BUILT_IN

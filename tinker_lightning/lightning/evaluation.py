@@ -40,7 +40,7 @@ def own_loss(
         output = module.lm.handle.remote.wait(backend.send(request, forward_only=True))
         value, flat = float(output.metrics["loss:sum"]), of_pass(output, chosen.loss, data, chosen.config)
         if not chosen.regularized:
-            return value, metric_names.of_stage(flat)
+            return value, metric_names.of_loss(flat, is_of_library=False)
         flat = {f"base_loss/{VALUE}": value, **metric_names.of_part(flat, "base_loss/")}
     total, telemetry = composition.evaluate(
         data,
@@ -56,5 +56,5 @@ def own_loss(
     if chosen.regularized:
         return value, flat | {TOTAL: value}
     if chosen.is_of_library:  # whose nll and perplexity are those of all tokens
-        flat = {name: number for name, number in flat.items() if name not in ("nll", "perplexity")}
-    return value, metric_names.of_stage(flat)
+        flat = {name: number for name, number in flat.items() if name not in metric_names.SCORES}
+    return value, metric_names.of_loss(flat, is_of_library=chosen.is_of_library)

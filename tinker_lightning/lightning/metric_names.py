@@ -1,10 +1,10 @@
-"""The names under which a `RemoteModule` logs the loss, and how metrics of the same names are renamed."""
+"""The names of the metrics that a `RemoteModule` logs, and how their values are combined over batches."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from tinker_lightning.losses.regularizers.composition import set_apart
+from tinker_lightning.losses.surrogate import OF_PASSES, set_apart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -12,28 +12,30 @@ if TYPE_CHECKING:
 LOSS = "train_loss"
 VALUE = "value"
 TOTAL = "loss_total"
-# Logged with every step, by the server or by Lightning; "step" would even set the step of the row.
-_OF_STEPS = frozenset({LOSS, "grad_norm", "learning_rate", "epoch", "step"})
-_OF_STAGES = frozenset({"loss", "nll", "perplexity"})
-# What the protocol counts in every pass.
-_OF_PASSES = frozenset({"loss:sum", "tokens:sum"})
+SCORES = frozenset({"nll", "perplexity"})
+COUNTS = frozenset({"tokens", "action_tokens"})
+# Logged by the module, the server or Lightning in some stage; "step" would even set the step of a logger's row.
+_RESERVED = OF_PASSES | SCORES | {LOSS, "loss", "grad_norm", "learning_rate", "epoch", "step"}
 
 
-def of_step(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Names the metrics of a loss in training; one called `grad_norm`, for example, is logged as `loss/grad_norm`."""
-    return set_apart(metrics, _OF_STEPS, "loss")
+def of_loss(metrics: Mapping[str, float], *, is_of_library: bool) -> dict[str, float]:
+    """Returns the metrics of a loss as they are named in every stage, before `val_` or `test_` is prepended.
+
+    A metric with a reserved name, `grad_norm` for example, becomes `loss/grad_norm`. The library's `nll` and
+    `perplexity` are the module's own.
+    """
+    return set_apart(metrics, _RESERVED - SCORES if is_of_library else _RESERVED, "loss")
 
 
 def of_part(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """Names the metrics of one of several losses, which are logged next to its value."""
+    """Returns the metrics of one of several losses, which are logged next to its value."""
     return {prefix + name: number for name, number in set_apart(metrics, {VALUE}, "custom").items()}
 
 
-def of_stage(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Names the metrics of a loss in validation and test, before `val_` or `test_` is put in front of them."""
-    return set_apart(metrics, _OF_STAGES, "loss")
-
-
-def without_counts(metrics: Mapping[str, float], own: frozenset[str]) -> dict[str, float]:
-    """Leaves out what the protocol counts in every pass, unless the loss itself returns a metric of that name."""
-    return {name: float(number) for name, number in metrics.items() if name in own or name not in _OF_PASSES}
+def reduction(name: str) -> Literal["sum", "min", "max", "mean"]:
+    """Returns how a metric is combined over batches: counts are summed, and others as the suffix of the name says."""
+    if name.rpartition("/")[2] in COUNTS or name.endswith(":sum"):
+        return "sum"
+    if name.endswith(":min"):
+        return "min"
+    return "max" if name.endswith(":max") else "mean"

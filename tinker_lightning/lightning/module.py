@@ -93,7 +93,8 @@ class RemoteModule(RemoteBase):
                 timeout=self.regularizer_timeout,
             )
         if chosen.runs_locally:
-            logged = metric_names.of_step(composition.flatten(metrics)) | {LOSS: loss.item()}
+            own = metric_names.of_loss(composition.flatten(metrics), is_of_library=chosen.is_of_library)
+            logged = own | {LOSS: loss.item()}
         else:
             added = metrics.pop(TOTAL)  # without the base loss; the total is logged when the server has computed that
             loss = loss + self._server_loss(data, chosen, inputs, added)
@@ -208,7 +209,8 @@ class RemoteModule(RemoteBase):
             return
         weight = self.chosen_route().weight(data)
         for name, number in {"loss": value, **metrics}.items():
-            self.log(f"{stage}_{name}", number, prog_bar=name == "loss", batch_size=weight)
+            reduce = metric_names.reduction(name)
+            self.log(f"{stage}_{name}", number, prog_bar=name == "loss", batch_size=weight, reduce_fx=reduce)
 
 
 def _check_launch(trainer: pl.Trainer, module: Any) -> None:

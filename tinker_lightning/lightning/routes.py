@@ -186,7 +186,7 @@ def _choose(
         local = functools.partial(own, **config) if is_the_same_here else None
         if route != "two-pass" and not (beside and is_the_same_here):
             return Chosen("server", loss, config, local), asked or "it was registered there"
-        if isinstance(own, str) or getattr(own, "source", "logprobs") != "logprobs":
+        if isinstance(own, str) or (isinstance(own, ServerLoss) and own.source != "logprobs"):
             raise InvalidInput(
                 f"{_name(own)} runs on the server only, because it is not computed from log-probabilities. Write it "
                 "as a function of datums and log-probabilities."

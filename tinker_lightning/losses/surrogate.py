@@ -10,8 +10,9 @@ import contextlib
 import functools
 import inspect
 import math
+import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -33,6 +34,8 @@ from tinker_lightning.types import Datum, ForwardBackwardOutput, TensorData
 LossFn: TypeAlias = Callable[[list[Any], list[Tensor]], "tuple[Tensor, Mapping[Any, Any]] | Tensor"]
 
 SURROGATE = "cross_entropy"
+# The metrics that every pass has in the protocol.
+OF_PASSES = frozenset({"loss:sum", "tokens:sum"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +142,25 @@ def linear_datums(data: Sequence[Datum], gradients: Sequence[Tensor]) -> list[Da
 def with_metrics(output: ForwardBackwardOutput, evaluation: Evaluation) -> ForwardBackwardOutput:
     """Returns the result of a backward with the value and the metrics of the custom loss it belongs to.
 
-    The user's metrics take precedence over the server's, as in the official SDK; `loss:sum` is the value of the custom
-    loss unless it returns a metric of that name.
+    A metric of the loss whose name the server uses, too, is returned as `loss/<name>`.
     """
     metrics: dict[str, Any] = dict(output.metrics)
     if "loss:sum" in metrics:
         metrics["surrogate_loss:sum"] = metrics.pop("loss:sum")
-    metrics |= {"loss:sum": evaluation.value, **evaluation.metrics}
+    own = set_apart(evaluation.metrics, OF_PASSES | metrics.keys(), "loss")
+    metrics |= {"loss:sum": evaluation.value, **own}
     return ForwardBackwardOutput(output.loss_fn_outputs, metrics, output.loss_fn_output_type)
+
+
+def set_apart(metrics: Mapping[str, Any], taken: Container[str], under: str) -> dict[str, Any]:
+    """Moves metrics whose names are `taken` under another name; no two metrics end up with the same one.
+
+    >>> set_apart({"nll": 2.0, "value": 1.0, "custom/value": 3.0}, {"value"}, "custom")
+    {'nll': 2.0, 'custom/value': 1.0, 'custom/custom/value': 3.0}
+    """
+    prefix = f"{under}/"
+    bare = {name: re.sub(f"^({re.escape(prefix)})+", "", name) for name in metrics}
+    return {prefix + name if bare[name] in taken else name: value for name, value in metrics.items()}
 
 
 # What a loss must fulfil, wherever it runs.

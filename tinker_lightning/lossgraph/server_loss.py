@@ -150,11 +150,6 @@ class ServerLoss:
         return frozenset(name for upload in self._uploads for name in upload.loss.reads)
 
     @property
-    def diagnostics(self) -> frozenset[str]:
-        """Returns the names of its diagnostics, as far as they are known from graphs."""
-        return frozenset(name for upload in self._uploads for name in upload.loss.metrics)
-
-    @property
     def is_of_library(self) -> bool:
         """Returns whether it is a loss of `tinker_lightning.losses`, whose inputs can be checked locally."""
         return self.source == "logprobs" and is_of_library(self.function)

@@ -23,7 +23,7 @@ from tinker_lightning.losses.regularizers.background import blocker, on_loop, on
 from tinker_lightning.losses.regularizers.regularizer import as_regularizers
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -87,7 +87,7 @@ def evaluate(
     _check_total(total, terms)
     nested: dict[str, Any] = {"loss_total": total.item(), "regularizer_total": regularizer_total.item()}
     if base_loss is not None:
-        nested["base_loss"] = {"value": base_loss[0].item(), **set_apart(base_loss[1], {"value"}, "custom")}
+        nested["base_loss"] = {"value": base_loss[0].item(), **surrogate.set_apart(base_loss[1], {"value"}, "custom")}
     return total, nested | {"regularizers": telemetry}
 
 
@@ -95,18 +95,6 @@ def check_timeout(name: str, timeout: float | None) -> None:
     """Raises `InvalidInput` if a timeout, called `name`, is not None or a number above 0."""
     if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
         raise InvalidInput(f"{name} must be a number of seconds above 0, or None, got {timeout!r}")
-
-
-def set_apart(metrics: Mapping[str, float], taken: Container[str], under: str) -> dict[str, float]:
-    """Moves metrics whose names are `taken` under another name; no two metrics end up with the same one.
-
-    >>> set_apart({"nll": 2.0, "value": 1.0}, {"value"}, "custom")
-    {'nll': 2.0, 'custom/value': 1.0}
-    """
-    return {
-        f"{under}/{name}" if name in taken or name.startswith(f"{under}/") else name: number
-        for name, number in metrics.items()
-    }
 
 
 def flatten(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
-from tinker_lightning.losses.surrogate import check_finite, check_scalar, number
+from tinker_lightning.losses.surrogate import check_finite, check_scalar, number, set_apart
 from tinker_lightning.lossgraph.graph_loss import check_given, metric_names
 from tinker_lightning.lossgraph.graphs.limits import Limits
 from tinker_lightning.server.engine.batching import group_by_length
@@ -99,7 +99,7 @@ def run_batch_pass(
             check_scalar(output.loss)
             check_finite(output.loss, hint=_PADDING[loss.source])
             own = {"loss:sum": output.loss.item(), "tokens:sum": float(sum(lengths))}
-            metrics = {**_numbers(output.diagnostics, own), **own}
+            metrics = {**set_apart(_numbers(output.diagnostics), own, "loss"), **own}
             returned = model_output if output.logprobs is None and loss.source == "logprobs" else output.logprobs
             by_datum = _per_datum(returned, lengths)
             gradient = None if forward_only else loss_gradient(output.loss, leaf)
@@ -168,17 +168,9 @@ def _target_logprobs(base: BaseModel, hidden_B: Sequence[Tensor], targets_B: Seq
     )
 
 
-def _numbers(diagnostics: Mapping[str, Any], own: Mapping[str, float]) -> dict[str, float]:
-    """Converts diagnostics to metrics; raises if one contradicts a metric that every pass returns."""
+def _numbers(diagnostics: Mapping[str, Any]) -> dict[str, float]:
     names = metric_names(diagnostics)
-    numbers = {names[name]: number(name, value) for name, value in diagnostics.items()}
-    for name, value in own.items():
-        if not math.isclose(numbers.get(name, value), value, rel_tol=1e-6):
-            raise InvalidLoss(
-                f"the diagnostic {name!r} is {numbers[name]:g}, but every pass has a metric of this name, which is "
-                f"{value:g}; rename it"
-            )
-    return numbers
+    return {names[name]: number(name, value) for name, value in diagnostics.items()}
 
 
 def _per_datum(logprobs: Any, lengths: Sequence[int]) -> list[dict[str, TensorData]]:

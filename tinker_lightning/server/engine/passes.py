@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
+from tinker_lightning.losses.surrogate import set_apart
 from tinker_lightning.lossgraph.datum_inputs import combine_metrics
 from tinker_lightning.server.engine.batching import group_by_length
 from tinker_lightning.server.engine.bound_loss import BoundGraph, BoundLoss, blaming
@@ -87,8 +88,9 @@ def run_pass(
         if not forward_only:
             adapter.add_gradient(parameters)
     tokens = sum(len(example.tokens_T) for example in examples)
+    own = {"loss:sum": total, "tokens:sum": tokens}
     combined = combine_metrics(metrics, len(examples))
-    return ForwardBackwardOutput(outputs, {"loss:sum": total, **combined, "tokens:sum": tokens})
+    return ForwardBackwardOutput(outputs, {**set_apart(combined, own, "loss"), **own})
 
 
 def _logprobs(base: BaseModel, examples: Sequence[_Example]) -> list[Tensor]:
