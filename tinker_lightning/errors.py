@@ -6,6 +6,7 @@ Each class also derives from the matching builtin, so that `except ValueError` w
     ├── InvalidInput (ValueError)          an argument is invalid
     │   ├── InvalidTensor                  a tensor whose data, dtype, shape or indices disagree
     │   ├── InvalidDatum                   a datum whose fields are inconsistent
+    │   │   └── MissingInput               a datum without an input that the loss reads
     │   ├── InvalidLoss                    a custom loss that cannot be trained on
     │   │   ├── LossNotTensor (TypeError)  it did not return a tensor
     │   │   ├── LossNotScalar              it returned a tensor with more than one element
@@ -49,6 +50,7 @@ __all__ = [
     "LossNotTraceable",
     "LossWithoutGradient",
     "MessageTooLarge",
+    "MissingInput",
     "ModelNotFound",
     "NotATinkerServer",
     "NotAnApi",
@@ -92,6 +94,10 @@ class InvalidDatum(InvalidInput):
     """A datum whose fields are inconsistent."""
 
 
+class MissingInput(InvalidDatum):
+    """A datum lacks an input that the loss reads."""
+
+
 class InvalidLoss(InvalidInput):
     """A custom loss that cannot be trained on."""
 
@@ -122,6 +128,7 @@ _TOLD_BY_NAME: dict[str, type[InvalidInput]] = {
     for cls in (
         InvalidTensor,
         InvalidDatum,
+        MissingInput,
         InvalidLoss,
         LossNotTensor,
         LossNotScalar,

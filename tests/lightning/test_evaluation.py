@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from tests.helpers.loss_cases import batch
 from tests.helpers.trainers import SMALL, new, quiet
 from tinker_lightning import Datum, LossFnOutput, Regularizer, RemoteModule, collate, custom_loss, losses
-from tinker_lightning.errors import LossNotFinite
+from tinker_lightning.errors import InvalidLoss, LossNotFinite
 from tinker_lightning.losses import regularizers
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.testing import embedded_service
@@ -134,22 +134,92 @@ def test_a_loss_on_logits_is_evaluated_on_the_server(service: ServiceClient, reg
     assert scores["val_base_loss/total" if regularized else "val_total"] == pytest.approx(base, rel=1e-5)
 
 
-def by_hand(_: Any, data: Any, logprobs: Any) -> Any:
+def by_key(_: Any, data: Any, logprobs: Any) -> Any:
     references = [datum.loss_fn_inputs["reference_logprobs"].to_torch() for datum in data]
     return (torch.cat(references) - torch.cat(logprobs)).sum()
 
 
-@pytest.mark.parametrize("loss", ["ppo", losses.dpo, by_hand, "unknown_loss"])
-def test_data_without_what_the_loss_needs_have_no_val_loss_and_one_warning(service: ServiceClient, loss: Any) -> None:
-    module = made(service, loss=loss)
+def by_get(_: Any, data: Any, logprobs: Any) -> Any:
+    references = [datum.loss_fn_inputs.get("reference_logprobs").to_torch() for datum in data]
+    return (torch.cat(references) - torch.cat(logprobs)).sum()
+
+
+def by_attribute(_: Any, data: Any, logprobs: Any) -> Any:
+    return torch.stack([datum.reward * each.sum() for datum, each in zip(data, logprobs, strict=True)]).sum()
+
+
+def of_batch(_: Any, batch: Any) -> Any:
+    return {"advantages": torch.stack([datum.advantages for datum in batch])}
+
+
+MISSING: dict[str, dict[str, Any]] = {
+    "by name": {"loss": "ppo"},
+    "library": {"loss": losses.dpo},
+    "key": {"loss": by_key},
+    "get": {"loss": by_get},
+    "attribute": {"loss": by_attribute},
+    "regularizer": {"regularizers": (Regularizer(lambda data, lp: by_key(None, data, lp), 0.1, "kl"),)},
+    "batch": {"loss": "ppo", "loss_fn_inputs": of_batch},
+    "unknown to the server": {"loss": "unknown_loss"},
+}
+
+
+@pytest.mark.parametrize("kind", MISSING)
+def test_data_without_an_input_of_the_loss_have_no_val_loss_and_one_warning(service: ServiceClient, kind: str) -> None:
+    module = made(service, **MISSING[kind])
     loader: Any = DataLoader(TEXTS, batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match="val_loss leaves out batches on which the loss cannot be evaluated") as caught:
+    with pytest.warns(UserWarning, match="val_loss is not logged, because the loss cannot be evaluated on") as caught:
         (scores,) = quiet().validate(module, loader, verbose=False)
     assert len([each for each in caught if "val_loss" in str(each.message)]) == 1
     assert scores.keys() == {"val_nll", "val_perplexity"}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         quiet().validate(module, loader, verbose=False)
+
+
+BUGS: dict[str, Any] = {
+    "KeyError": lambda _, logprobs: {"nll": torch.cat(logprobs).sum()}["loss"],
+    "AttributeError": lambda _, logprobs: torch.cat(logprobs).summ(),  # type: ignore[attr-defined]
+    "TypeError": lambda _, logprobs: torch.cat(logprobs) * [None],
+    "InvalidInput": lambda _, logprobs: losses.kl_estimate(logprobs[0], logprobs[0], "k4"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("optional", [False, True])
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_of_the_loss_raises(service: ServiceClient, name: str, optional: bool) -> None:
+    def loss(_: Any, data: Any, logprobs: Any) -> Any:
+        if optional:
+            assert data[0].loss_fn_inputs.get("reference_logprobs") is None
+        return BUGS[name](data, logprobs)
+
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        validated(made(service, loss=loss), TEXTS)
+    assert type(caught.value).__name__ == name
+
+
+def test_a_bug_of_a_loss_on_the_server_raises(service: ServiceClient) -> None:
+    @custom_loss(service, name="broken", trace=False)
+    def broken(model_outputs: Any, loss_fn_inputs: Any, attention_mask: Any) -> LossFnOutput:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(InvalidLoss, match="it raised RuntimeError: a bug"):
+        validated(made(service, loss=broken), TEXTS)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_single_batch_without_an_input_leaves_out_val_loss(service: ServiceClient, first: bool) -> None:
+    mixed = [*TEXTS[:2], *DATA[:2]] if first else [*DATA[:2], *TEXTS[:2]]
+    module = made(service, loss=by_key)
+    others: Any = DataLoader(DATA[:4], batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+    loader: Any = DataLoader(mixed, batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+    trainer = quiet()
+    with pytest.warns(UserWarning, match="val_loss is not logged"):
+        (scores,) = trainer.validate(module, loader, verbose=False)
+    assert scores.keys() == trainer.callback_metrics.keys() == {"val_nll", "val_perplexity"}
+    (_, scores) = quiet().validate(module, [loader, others], verbose=False)
+    assert {"val_loss/dataloader_idx_1", "val_nll/dataloader_idx_1"} <= scores.keys()
+    assert "val_loss" in quiet().validate(module, others, verbose=False)[0]
 
 
 def test_a_loss_that_is_not_finite_raises_in_validation_too(service: ServiceClient) -> None:

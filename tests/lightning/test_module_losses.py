@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import math
+import warnings
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 from tests.helpers.counting import count_passes
 from tinker_lightning import Datum, Regularizer, RemoteModule, losses
 from tinker_lightning.errors import InvalidInput, InvalidLoss, ResultTimeout
-from tinker_lightning.losses import regularizers
+from tinker_lightning.losses import regularizers, surrogate
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
 
@@ -410,6 +411,62 @@ def test_diagnostics_of_the_server_are_those_of_the_whole_window(
     assert float(row["tokens"]) == sum(metrics["tokens"] for metrics in told)
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("skipped", [{0}, {1}, {2, 3}, {0, 4}])
+@pytest.mark.parametrize("route", ["builtin", "two-pass"])
+def test_a_step_that_returns_none_is_not_part_of_the_mean(
+    stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path, route: Any, skipped: set[int]
+) -> None:
+    class Skips(RemoteModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx in skipped else super().training_step(batch, batch_idx)
+
+    Skips.loss, Skips.route = "cross_entropy", route  # type: ignore[assignment]
+    client = stage[1].create_lora_training_client("tiny", rank=4, seed=1)
+    outputs = client.forward(DATA, "cross_entropy").result().loss_fn_outputs
+    means = [-output["logprobs"].to_torch().mean().item() for output in outputs]
+    # Learns next to nothing, so that the second window has the same weights.
+    rows = fit(Skips(client, learning_rate=1e-12), tmp_path, n=4, size=1)
+    for step in range(2):
+        trained = [means[i] for i in range(4 * step, 4 * step + 4) if i not in skipped]
+        assert float(rows[step]["train_loss"]) == pytest.approx(sum(trained) / len(trained), rel=1e-5)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("route", ["two-pass", "server"])
+def test_a_zero_gradient_warns_once_with_the_name_of_the_loss(
+    stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path, route: str, strict: bool
+) -> None:
+    def rounded(data: Any, logprobs: Any) -> Any:
+        return losses.Batch(data, logprobs).logprobs.round().sum()
+
+    rounded.__name__ = name = f"rounded_{route}_{strict}".replace("-", "_")
+    kind: type[RemoteModule] = type("Module", (RemoteModule,), {"loss": staticmethod(rounded), "route": route})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always" if strict else "default")
+        fit(kind(stage[1].create_lora_training_client("tiny", rank=4, seed=1)), tmp_path)
+    messages = [str(each.message) for each in caught if "the gradient of the loss" in str(each.message)]
+    assert len(messages) == 1
+    assert messages[0].startswith(f"the gradient of the loss {name} is zero")
+
+
+@pytest.mark.parametrize("route", ["two-pass", "builtin"])
+def test_a_zero_gradient_of_a_built_in_loss_warns_with_its_name(
+    stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(surrogate, "_WARNED_OF_ZERO", set())
+
+    class Policy(RemoteModule):
+        loss = "importance_sampling"  # type: ignore[assignment]
+
+        def datums(self, batch: Any) -> Any:
+            return [_sampled(datum).with_inputs(advantages=torch.zeros(datum.model_input.length)) for datum in batch]
+
+    Policy.route = route  # type: ignore[assignment]
+    with pytest.warns(UserWarning, match="the gradient of the loss importance_sampling is zero"):
+        fit(Policy(stage[1].create_lora_training_client("tiny", rank=4, seed=1)), tmp_path)
+
+
 class Mixed(RemoteModule):
     """Three losses of the server in each step, two of them one with other settings."""
 
@@ -427,7 +484,7 @@ def test_different_losses_of_a_step_keep_their_diagnostics_apart(
     assert sum(float(row[f"{kind}/value"]) for kind in kinds) == pytest.approx(float(row["train_loss"]))
     lengths = sum(datum.model_input.length for datum in DATA[:4])
     assert [float(row[f"{kind}/action_tokens"]) for kind in kinds[1:]] == [lengths] * 2
-    assert float(row["cross_entropy/tokens"]) == lengths / 2
+    assert float(row["cross_entropy/tokens"]) == lengths
     assert float(row["ppo/clip_fraction"]) < float(row["ppo_2/clip_fraction"])
     assert not [name for name in row if ":" in name or name == "loss_total"]
 

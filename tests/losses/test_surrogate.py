@@ -228,12 +228,12 @@ def test_an_awaitable_that_a_loss_returns_is_named() -> None:
         evaluate(lambda data, lp: _async_loss(data, lp))
 
 
-def test_a_gradient_of_zero_everywhere_warns_with_the_name_of_the_loss() -> None:
+def test_a_gradient_of_zero_everywhere_warns_once_with_the_name_of_the_loss() -> None:
     def rounded(_: list[Any], lp: list[Tensor]) -> Tensor:
         return torch.cat(lp).round().sum()
 
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
+        warnings.simplefilter("always")
         for _ in range(3):
             assert not any(gradient.any() for gradient in evaluate(rounded).gradients)
     assert [str(each.message)[:50] for each in caught] == ["the gradient of the loss rounded is zero for every"]

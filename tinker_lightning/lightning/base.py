@@ -26,7 +26,6 @@ from tinker_lightning.lightning.lazy_client import LazyClient
 from tinker_lightning.lightning.metrics import Scores
 from tinker_lightning.lightning.predict import Samples
 from tinker_lightning.lightning.secret import Secret
-from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.likelihood import likelihood_metrics
 from tinker_lightning.losses.reduction import total_weight, weights_of
 from tinker_lightning.remote import group
@@ -112,9 +111,13 @@ class RemoteBase(pl.LightningModule):
         remote.max_steps_in_flight = max_steps_in_flight
         remote.load_state = functools.partial(self._session.load, remote)
         self._chosen: tuple[Any, Chosen] | None = None
+        # The metrics of the micro-batches that have given the window a gradient, and of the present one.
         self._window_metrics: list[tuple[dict[str, float], int]] = []
+        self._batch_metrics: tuple[dict[str, float], int] = ({}, 0)
         self._logged: set[str] = set()
         self._warned: set[str] = set()
+        # What each stage and loader has logged of the loss in this epoch; None where the data lack an input of it.
+        self._evaluated: dict[tuple[str, int], set[str] | None] = {}
         self._waiting: dict[str, Any] | None = None
         self._samples = Samples(self.lm)
 
@@ -290,7 +293,7 @@ class RemoteBase(pl.LightningModule):
                 weight = routes.once if self.reduction == "sum" else total_weight
                 chosen = replace(chosen, weight=weight, is_of_library=True)
             self._chosen = (key, chosen)
-            self.lm.handle.remote.loss_name = surrogate.function_name(loss)
+            self.lm.handle.remote.loss_name = routes.loss_name(loss)
         return self._chosen[1]
 
     def settle(self, timeout: float, error: BaseException) -> None:
@@ -341,4 +344,6 @@ class RemoteBase(pl.LightningModule):
 
     def _stepped(self, sent: Step) -> None:
         if self.has_trainer and self.trainer.lightning_module is self:  # within another it has no hooks to log
-            self._late.add(sent, self.trainer)
+            trained = max(1, len(self._window_metrics))
+            share = self.trainer.accumulate_grad_batches / trained if self.automatic_optimization else 1.0
+            self._late.add(sent, self.trainer, share)

@@ -20,6 +20,7 @@ from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
 from tinker_lightning.losses.library import known_settings
 from tinker_lightning.losses.surrogate import OF_PASSES
+from tinker_lightning.lossgraph.graph_loss import OF_LIBRARY, OF_OWN
 from tinker_lightning.lossgraph.server_loss import ServerLoss
 from tinker_lightning.remote.calls import PendingBackward, Step
 
@@ -47,7 +48,7 @@ class _Entry:
     step: int
     epoch: int
     to_loggers: bool
-    share: float  # turns the sum over a window, divided by the full window size, into its mean
+    share: float
 
 
 class DeferredMetrics:
@@ -77,12 +78,16 @@ class DeferredMetrics:
         monitored = {getattr(one, "monitor", None) for one in looking} - {None}
         return bool(monitored & self._names if self._names else monitored)
 
-    def add(self, sent: Step, trainer: pl.Trainer) -> None:
-        """Adds a step that was sent; its metrics belong to the step that loggers would write now."""
+    def add(self, sent: Step, trainer: pl.Trainer, share: float) -> None:
+        """Adds a step that was sent; its metrics belong to the step that loggers would write now.
+
+        Args:
+            sent: The requests of the step.
+            trainer: The trainer.
+            share: Turns the sum over a window, divided by the full window size, into its mean.
+        """
         step, every = _compat.BATCHES_THAT_STEPPED.get(trainer), _compat.LOG_EVERY_N_STEPS.get(trainer)
         to_loggers = bool(every) and (step + 1) % every == 0
-        size = window_size(trainer)
-        share = size / (trainer.fit_loop.epoch_loop.batch_idx % size + 1)
         self._waiting.append(_Entry(sent, trainer, step, trainer.current_epoch, to_loggers, share))
 
     def log(self, *, wait: bool) -> None:
@@ -98,6 +103,9 @@ class DeferredMetrics:
             if any(future.failed for future in futures):
                 continue
             metrics = _metrics(entry.sent, entry.share)
+            if metrics.get("grad_norm") == 0:
+                for _, call in entry.sent.losses:
+                    surrogate.warn_of_zero(call.name.removeprefix(OF_LIBRARY).removeprefix(OF_OWN))
             self._names.update(metrics)
             if entry.to_loggers and metrics:
                 # `self.log` cannot log under another step, and raises after the last one. Lightning adds the epoch to
@@ -121,11 +129,6 @@ def _is_due(scheduler: LRSchedulerConfig, trainer: pl.Trainer) -> bool:
     """Returns whether a scheduler reads its metric after this step; Lightning counts batches for that."""
     batches = trainer.fit_loop.epoch_loop.batch_idx + 1
     return scheduler.interval == "step" and batches % scheduler.frequency == 0
-
-
-def window_size(trainer: pl.Trainer) -> int:
-    """Returns how many micro-batches a full accumulation window has."""
-    return trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
 
 
 def _metrics(sent: Step, share: float) -> dict[str, float]:

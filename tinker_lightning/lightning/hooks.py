@@ -85,6 +85,14 @@ class RemoteHooks(pl.Callback):
         module._waiting = None
         self._received = module.lm.handle.remote.received
 
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Starts a new accumulation window where Lightning does."""
+        module = self._module
+        module._batch_metrics = ({}, 0)
+        is_first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        if is_first or not module.automatic_optimization:
+            module._window_metrics = []
+
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Rejects a loss that has no gradient or is not finite, and drops the accumulation window with it.
 
@@ -109,6 +117,7 @@ class RemoteHooks(pl.Callback):
         if module.automatic_optimization and module.lm.handle.requires_grad and received == self._received:
             with module._dropping():
                 raise LossWithoutGradient(surrogate.without_gradient())
+        module._window_metrics.append(module._batch_metrics)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Acts on a Ctrl-C that had to wait until the step was counted, and logs the metrics that have arrived.

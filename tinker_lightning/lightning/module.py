@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 
-from tinker_lightning.errors import InvalidInput, LossNotFinite
+from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning import _compat, checks, evaluation, hooks, metric_names
 from tinker_lightning.lightning.base import RemoteBase
 from tinker_lightning.lightning.batches import as_list
-from tinker_lightning.lightning.deferred_metrics import combined, window_size
+from tinker_lightning.lightning.deferred_metrics import combined
 from tinker_lightning.lightning.metric_names import LOSS, TOTAL
 from tinker_lightning.lightning.resume import rng
 from tinker_lightning.losses.reduction import weights_of
@@ -71,7 +71,7 @@ class RemoteModule(RemoteBase):
                 hooks.attach(trainer, self)
                 checks.check(trainer, self)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: ARG002
         """Runs a forward pass and evaluates the loss; a loss that runs on the server is sent with the optimizer step.
 
         Metrics that are known here are logged as means over the accumulation window so far.
@@ -99,21 +99,17 @@ class RemoteModule(RemoteBase):
             added = metrics.pop(TOTAL)  # without the base loss; the total is logged when the server has computed that
             loss = loss + self._server_loss(data, chosen, inputs, added)
             logged = composition.flatten(metrics)
-        if batch_idx % window_size(self.trainer) == 0:
-            self._window_metrics = []
-        self._window_metrics.append((logged, len(data)))
-        self._log_present(combined(self._window_metrics), len(data))
+        self._batch_metrics = (logged, len(data))  # which the window gets with the gradient
+        self._log_present(combined([*self._window_metrics, self._batch_metrics]), len(data))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Logs `val_loss`, the module's loss with its metrics, and `val_nll` and `val_perplexity` by token."""
-        del batch_idx
-        self._evaluate("val", batch, dataloader_idx)
+        self._evaluate("val", batch, batch_idx, dataloader_idx)
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Logs `test_loss`, the module's loss with its metrics, and `test_nll` and `test_perplexity` by token."""
-        del batch_idx
-        self._evaluate("test", batch, dataloader_idx)
+        self._evaluate("test", batch, batch_idx, dataloader_idx)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
         """Samples a continuation of each prompt of a batch: inputs, datums, strings or rows of tokens.
@@ -184,33 +180,47 @@ class RemoteModule(RemoteBase):
         for name, value in metrics.items():
             self.log(name, value, prog_bar=name == LOSS, batch_size=batch_size)
 
-    def _evaluate(self, stage: str, batch: Any, loader: int) -> None:
+    def _evaluate(self, stage: str, batch: Any, batch_idx: int, loader: int) -> None:
         data = as_list(self.datums(batch))
         logprobs = self.lm(data)
         scores = self._scores.updated(stage, loader, zip(logprobs, map(weights_of, data), strict=True))
         _compat.METRIC_ATTRIBUTES.set(self, None)  # Lightning looks for the names of new metrics again
         for name, metric in scores.items():
             self.log(f"{stage}_{name}", metric, batch_size=len(data))
+        if batch_idx == 0:
+            self._evaluated[stage, loader] = set()
+        logged = self._evaluated.get((stage, loader))
+        if logged is None:
+            return  # an earlier batch lacks an input of the loss
         try:
-            inputs = self.loss_fn_inputs(batch)
-            data = self.chosen_route().with_inputs(data, inputs)
             with rng.kept():  # a validation that is repeated after a resume must not change what training draws
-                value, metrics = evaluation.own_loss(self, data, logprobs, inputs)
-        except LossNotFinite:
-            raise
-        except evaluation.NOT_HERE as error:
-            if stage not in self._warned:
-                self._warned.add(stage)
-                warnings.warn(
-                    f"{stage}_loss leaves out batches on which the loss cannot be evaluated, here because of "
-                    f"{type(error).__name__}: {str(error).rstrip('.')}. {stage}_nll counts them.",
-                    stacklevel=2,
-                )
+                value, metrics, weight = evaluation.own_loss(self, batch, data, logprobs)
+        except evaluation.LossUnavailable as error:
+            self._drop_loss(stage, loader, logged, str(error))
             return
-        weight = self.chosen_route().weight(data)
         for name, number in {"loss": value, **metrics}.items():
+            logged.add(name)
             reduce = metric_names.reduction(name)
             self.log(f"{stage}_{name}", number, prog_bar=name == "loss", batch_size=weight, reduce_fx=reduce)
+
+    def _drop_loss(self, stage: str, loader: int, logged: set[str], reason: str) -> None:
+        """Removes the loss from the scores of a loader: the mean of the other batches would be misleading."""
+        self._evaluated[stage, loader] = None
+        results = _compat.CURRENT_RESULTS.get(self.trainer)
+        several = results.dataloader_idx is not None
+        step = "validation_step" if stage == "val" else "test_step"
+        for name in {"loss", *logged}:
+            results.pop(f"{step}.{stage}_{name}" + (f".{loader}" if several else ""), None)
+            self.trainer.callback_metrics.pop(
+                f"{stage}_{name}" + (f"/dataloader_idx_{loader}" if several else ""), None
+            )
+        if stage not in self._warned:
+            self._warned.add(stage)
+            warnings.warn(
+                f"{stage}_loss is not logged, because the loss cannot be evaluated on this data: {reason}. "
+                f"{stage}_nll is logged.",
+                stacklevel=2,
+            )
 
 
 def _check_launch(trainer: pl.Trainer, module: Any) -> None:

@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tinker_lightning import losses
@@ -125,7 +125,7 @@ def choose(
     if loss is None:
         return Chosen("two-pass", None, {}, regularized=regularized)
     chosen, why = _choose(loss, dict(config), route, backend, regularized)
-    logger.info("loss %s: route %s (%s)", _name(loss), chosen.route, why)
+    logger.info("loss %s: route %s (%s)", loss_name(loss), chosen.route, why)
     return _reduced(replace(chosen, regularized=regularized), _registered(loss, backend) or loss, reduction)
 
 
@@ -178,7 +178,7 @@ def _choose(
             return Chosen("builtin", loss, config, local), "the server, which is asked for, knows it by name"
         return Chosen("builtin", loss, config, local), asked or "the server knows it by name"
     if route == "builtin":
-        raise InvalidInput(f"{_name(loss)} is not built into servers, which know {', '.join(BUILT_IN)}")
+        raise InvalidInput(f"{loss_name(loss)} is not built into servers, which know {', '.join(BUILT_IN)}")
     if isinstance(loss, str | ServerLoss | LossHandle):
         own: Any = _registered(loss, backend) or loss
         # Another registered function may take the batch only in the form that a server gives it.
@@ -188,8 +188,8 @@ def _choose(
             return Chosen("server", loss, config, local), asked or "it was registered there"
         if isinstance(own, str) or (isinstance(own, ServerLoss) and own.source != "logprobs"):
             raise InvalidInput(
-                f"{_name(own)} runs on the server only, because it is not computed from log-probabilities. Write it "
-                "as a function of datums and log-probabilities."
+                f"{loss_name(own)} runs on the server only, because it is not computed from log-probabilities. Write "
+                "it as a function of datums and log-probabilities."
             )
         local = functools.partial(own, **config)
         return Chosen("two-pass", local, {}, local), asked or beside
@@ -218,7 +218,7 @@ def _uploaded(loss: Any, config: Mapping[str, Any], backend: TrainingBackend) ->
     if backend.losses is None:
         raise InvalidInput(f"{type(backend).__name__} does not take custom losses; use route='two-pass'")
     # Nobody uses this name, so it must not clash with the names of built-in and registered losses.
-    name = f"{OF_LIBRARY if is_of_library(loss) else OF_OWN}{_NOT_IN_NAMES.sub('', _name(loss))[:50]}"
+    name = f"{OF_LIBRARY if is_of_library(loss) else OF_OWN}{_NOT_IN_NAMES.sub('', loss_name(loss))[:50]}"
     return ServerLoss(backend.losses, name, function, "logprobs", {**settings, **config}, trace=True, of_lists=True)
 
 
@@ -226,7 +226,12 @@ def _takes_losses(backend: TrainingBackend) -> bool:
     return backend.losses is not None and backend.losses.are_taken
 
 
-def _name(loss: Any) -> str:
+def loss_name(loss: Any) -> str:
+    """Returns the name of a loss for messages; a method has that of its class in front, `Focal.loss`."""
+    if loss is None:
+        return "regularizers"
     if isinstance(loss, ServerLoss | LossHandle):
         return loss.name
+    if isinstance(loss, MethodType):
+        return f"{type(loss.__self__).__name__}.{loss.__name__}"
     return loss if isinstance(loss, str) else function_name(loss)

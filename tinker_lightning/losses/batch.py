@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.utils.rnn import pad_sequence
 
-from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.errors import InvalidDatum, InvalidInput, MissingInput
 
 # Datums with one tensor of log-probabilities each, or stacked inputs by name with stacked log-probabilities, `[B, T]`.
 Data: TypeAlias = Sequence[Any] | Mapping[str, Tensor]
@@ -185,7 +185,7 @@ class Batch:
     def _entry(self, i: int, name: str, *, one: bool = False) -> Tensor:
         inputs, logprobs = self._datums[i].loss_fn_inputs, self._each[i]
         if name not in inputs:
-            raise InvalidDatum(f"datum {i}: {name}: missing; {_fix(name)}")
+            raise MissingInput(f"datum {i}: {name}: missing; {_fix(name)}")
         tensor: Tensor = inputs[name].to_torch()
         if tensor.numel() != 1 if one else tensor.shape != logprobs.shape:
             wanted = "one number" if one else f"the shape of the log-probabilities, {list(logprobs.shape)}"
@@ -210,7 +210,7 @@ def _of_rank(logprobs: Tensor, rank: int | None) -> Tensor:
 
 def _required(inputs: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in inputs:
-        raise InvalidInput(f"{name}: missing; {_fix(name)}")
+        raise MissingInput(f"{name}: missing; {_fix(name)}")
     return inputs[name]
 
 

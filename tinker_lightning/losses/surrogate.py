@@ -34,6 +34,7 @@ from tinker_lightning.types import Datum, ForwardBackwardOutput, TensorData
 LossFn: TypeAlias = Callable[[list[Any], list[Tensor]], "tuple[Tensor, Mapping[Any, Any]] | Tensor"]
 
 SURROGATE = "cross_entropy"
+_WARNED_OF_ZERO: set[str] = set()
 # The metrics that every pass has in the protocol.
 OF_PASSES = frozenset({"loss:sum", "tokens:sum"})
 
@@ -267,6 +268,13 @@ def check_gradient(loss: Tensor, gradient: Tensor, where: str = "") -> None:
 def warn_if_zero(gradients: Sequence[Tensor], name: str) -> None:
     """Warns, once for each loss, if its gradient is zero for every token of a batch."""
     if not any(gradient.any() for gradient in gradients):
+        warn_of_zero(name)
+
+
+def warn_of_zero(name: str) -> None:
+    """Warns, once for each loss, that its gradient is zero."""
+    if name not in _WARNED_OF_ZERO:
+        _WARNED_OF_ZERO.add(name)
         warnings.warn(
             f"the gradient of the loss {name} is zero for every token of a batch, which therefore trains nothing. "
             "Rounding, comparisons and argmax have no gradient; a batch in which every advantage or weight is 0 has "

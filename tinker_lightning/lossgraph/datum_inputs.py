@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tinker_lightning.errors import InvalidDatum
+from tinker_lightning.errors import InvalidDatum, MissingInput
 from tinker_lightning.lossgraph.graphs.graph import Graph
 from tinker_lightning.lossgraph.graphs.json import Node, Ref, mapped
 from tinker_lightning.lossgraph.graphs.run import Program
@@ -33,7 +33,7 @@ def select_inputs(loss: GraphLoss, given: Mapping[str, TensorData]) -> dict[str,
     for input_name, rank in loss.inputs.items():
         name = "target_tokens" if input_name == "logprobs" else input_name
         if name not in given:
-            raise InvalidDatum(f"{name}: missing; {loss.name} reads it")
+            raise MissingInput(f"{name}: missing; {loss.name} reads it")
         tensor = given[name]
         if rank == 0 and tensor.shape == [1]:  # protobuf does not distinguish a scalar from a vector of length 1
             tensor = TensorData(tensor.to_numpy().reshape(()))
