@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import pytest
 import pytorch_lightning as other
 import torch
@@ -20,14 +21,12 @@ from packaging.version import Version
 from torch.utils.data import DataLoader
 
 from tests.helpers.trainers import DATA, LIGHTNING, SMALL, Hybrid, OnServer, loader, logprobs_of, new, quiet
-from tinker_lightning import Datum, RemoteAdamW, RemoteModule, collate
+from tinker_lightning import Datum, RemoteAdamW, RemoteLM, RemoteModule, collate
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import lightning.pytorch as pl
 
     from tinker_lightning.client import ServiceClient
 
@@ -336,33 +335,84 @@ def test_hyperparameters_are_read_by_a_safe_loader(service: ServiceClient, tmp_p
     assert yaml.safe_load(file.read_text())["betas"] == [0.8, 0.9]
 
 
-@pytest.mark.parametrize("strategy", ["tinker", "auto"])
-@pytest.mark.parametrize("shape", [list, tuple, lambda batch: {"pairs": batch}])
-def test_datums_of_the_official_sdk(strategy: str, shape: Any, service: ServiceClient) -> None:  # R5.4
+def official(datum: Datum) -> Any:
     import tinker
 
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(datum.model_input.to_ints()),
+        loss_fn_inputs={
+            name: tinker.TensorData.from_torch(tensor.to_torch()) for name, tensor in datum.loss_fn_inputs.items()
+        },
+    )
+
+
+def official_loader(shape: Any = None) -> Any:
+    return DataLoader([official(datum) for datum in DATA], 2, collate_fn=shape)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+@pytest.mark.parametrize("shape", [None, list, tuple, lambda batch: {"pairs": batch}])
+def test_datums_of_the_official_sdk(strategy: str, shape: Any, service: ServiceClient) -> None:  # R5.4
     class Unpacks(RemoteModule):
         def datums(self, batch: Any) -> list[Any]:
             return list(batch["pairs"] if isinstance(batch, dict) else batch)
 
-    def official(datum: Datum) -> tinker.Datum:
-        return tinker.Datum(
-            model_input=tinker.ModelInput.from_ints(datum.model_input.to_ints()),
-            loss_fn_inputs={
-                name: tinker.TensorData.from_torch(tensor.to_torch()) for name, tensor in datum.loss_fn_inputs.items()
-            },
-        )
-
     plain = {"strategy": strategy, "accelerator": "cpu", "devices": 1, "accumulate_grad_batches": 2, "max_epochs": 1}
-    theirs: Any = DataLoader([official(datum) for datum in DATA], 2, collate_fn=shape)  # type: ignore[arg-type]
     modules = [new(service, Unpacks), new(service, Unpacks)]
     scores = []
-    for module, data in zip(modules, (loader(), theirs), strict=True):
+    for module, data in zip(modules, (loader(), official_loader(shape)), strict=True):
         trainer = quiet(**plain)
         trainer.fit(module, data, data)
         scores.append([*trainer.validate(module, data, verbose=False), *trainer.test(module, data, verbose=False)])
     assert scores[0] == scores[1]
     assert torch.equal(*map(logprobs_of, modules))
+
+
+class Plain(pl.LightningModule):
+    """A module of the user's own that holds a remote model."""
+
+    def __init__(self, client: Any) -> None:
+        super().__init__()
+        self.lm = RemoteLM(client)
+        self.transferred: list[Any] = []
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        del dataloader_idx
+        self.transferred.append(batch)
+        return batch
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        data, factor = batch if isinstance(batch, tuple) else (batch, 1.0)
+        loss: torch.Tensor = -torch.cat(self.lm(data)).mean() * factor
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return RemoteAdamW(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+@pytest.mark.filterwarnings(
+    "ignore:You passed `Trainer.*precision='16-mixed'. but AMP with fp16 is not supported on CPU"
+)
+def test_datums_of_the_official_sdk_in_every_precision(strategy: str, precision: Any, service: ServiceClient) -> None:
+    module = new(service, RemoteModule)
+    trainer = quiet(precision=precision, strategy=strategy, accelerator="cpu", devices=1)
+    trainer.fit(module, official_loader(), official_loader())
+    trainer.predict(module, official_loader())
+    assert module.lm.handle.remote.steps == 3
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
+@pytest.mark.parametrize("shape", [None, lambda batch: (batch, torch.ones(()))])
+def test_datums_of_the_official_sdk_in_a_plain_module(shape: Any, precision: Any, service: ServiceClient) -> None:
+    module = Plain(service.create_lora_training_client("tiny", rank=4, seed=1))
+    quiet(precision=precision).fit(module, official_loader(shape))
+    assert module.lm.handle.remote.steps == 3
+    data, factor = module.transferred[0] if shape else (module.transferred[0], None)
+    assert type(data[0]) is type(official(DATA[0]))
+    if factor is not None:
+        assert factor.dtype == (torch.float64 if precision == "64-true" else torch.float32)
 
 
 @pytest.mark.parametrize("strategy", ["tinker", "auto"])

@@ -101,6 +101,7 @@ VAL_RESULTS = Private("Trainer", "fit_loop.epoch_loop.val_loop._results")
 ATTACHED_TRAINER = Private("LightningModule", "_trainer")
 COMPILER_CONTEXT = Private("LightningModule", "_compiler_ctx")
 METRIC_ATTRIBUTES = Private("LightningModule", "_metric_attributes")
+CALL_BATCH_HOOK = Private("LightningModule", "_call_batch_hook")
 HPARAMS = Private("LightningModule", "_hparams")
 HPARAMS_INITIAL = Private("LightningModule", "_hparams_initial")
 

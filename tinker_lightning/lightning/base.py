@@ -18,7 +18,7 @@ from torch import Tensor
 from tinker_lightning.client.export import export_adapter
 from tinker_lightning.errors import InvalidInput, InvalidLoss, TinkerLightningError
 from tinker_lightning.lightning import _compat, routes
-from tinker_lightning.lightning.batches import count_datums, datums_of, is_datum
+from tinker_lightning.lightning.batches import count_datums, datums_of, except_datums
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.deferred_metrics import DeferredMetrics
 from tinker_lightning.lightning.hyperparameters import API_KEY, fixed, for_files, not_plain
@@ -156,13 +156,8 @@ class RemoteBase(pl.LightningModule):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Moves the tensors of a batch to a device, but not datums and prompts, which are sent to the server."""
-        if is_datum(batch) or hasattr(batch, "chunks"):
-            return batch
-        if type(batch) is dict:
-            return {key: self.transfer_batch_to_device(each, device, dataloader_idx) for key, each in batch.items()}
-        if type(batch) in (list, tuple):
-            return type(batch)(self.transfer_batch_to_device(each, device, dataloader_idx) for each in batch)
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        move = super().transfer_batch_to_device
+        return except_datums(batch, lambda part: move(part, device, dataloader_idx))
 
     # So that Lightning does not count it as an override, about which it warns users of data modules.
     transfer_batch_to_device.__wrapped__ = pl.LightningModule.transfer_batch_to_device  # type: ignore[attr-defined]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -11,7 +12,25 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tinker_lightning.client.sdk.inputs import check_not_mapped, to_model_input
 from tinker_lightning.errors import InvalidDatum, InvalidInput
-from tinker_lightning.types import Datum, ModelInput
+from tinker_lightning.types import ModelInput
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins import Precision
+
+
+@runtime_checkable
+class DatumLike(Protocol):
+    """A datum, ours or the official SDK's."""
+
+    model_input: Any
+    loss_fn_inputs: Any
+
+
+@runtime_checkable
+class PromptLike(Protocol):
+    """An input of the model, ours or the official SDK's."""
+
+    chunks: Any
 
 
 def datums_of(batch: Any) -> list[Any]:
@@ -20,14 +39,14 @@ def datums_of(batch: Any) -> list[Any]:
     Raises:
         InvalidDatum: If the batch is empty or not a list of datums.
     """
-    if is_datum(batch):
+    if isinstance(batch, DatumLike):
         return [batch]
-    if not isinstance(batch, Sequence) or not all(is_datum(datum) for datum in batch):
+    if not isinstance(batch, Sequence) or not all(isinstance(datum, DatumLike) for datum in batch):
         for each in batch if isinstance(batch, list | tuple) else [batch]:
             check_not_mapped(each)
         got = type(batch).__name__
         if isinstance(batch, list | tuple):
-            got += f" of {type(next(item for item in batch if not is_datum(item))).__name__}"
+            got += f" of {type(next(item for item in batch if not isinstance(item, DatumLike))).__name__}"
         raise InvalidDatum(
             f"a batch must be a list of datums, got {got}. Pass collate_fn=tinker_lightning.collate to the DataLoader, "
             "or override datums(self, batch) to build them."
@@ -45,16 +64,11 @@ def as_list(given: Any) -> list[Any]:
     """
     if isinstance(given, list):
         return given
-    if is_datum(given):
+    if isinstance(given, DatumLike):
         return [given]
     if not isinstance(given, Iterable):
         raise InvalidDatum(f"datums(batch) must return a list of datums, but returned {type(given).__name__}")
     return list(given)
-
-
-def is_datum(value: Any) -> bool:
-    """Returns whether a value is a datum, ours or the official SDK's."""
-    return hasattr(value, "model_input") and hasattr(value, "loss_fn_inputs")
 
 
 def count_datums(batch: Any) -> int:
@@ -63,7 +77,7 @@ def count_datums(batch: Any) -> int:
     >>> count_datums({"pairs": [(Datum.from_tokens([1, 2]), Datum.from_tokens([1, 3]))], "names": ["first"]})
     2
     """
-    if is_datum(batch):
+    if isinstance(batch, DatumLike):
         return 1
     if isinstance(batch, dict):
         return sum(map(count_datums, batch.values()))
@@ -89,12 +103,32 @@ def prompts_of(batch: Any, tokenizer: Any) -> list[ModelInput]:
 
 
 def _prompt(item: Any, tokenizer: Any) -> ModelInput:
-    if is_datum(item):
+    if isinstance(item, DatumLike):
         return to_model_input(item.model_input)
     if isinstance(item, str):
         return ModelInput.from_ints(tokenizer.encode(item))
-    return to_model_input(item) if hasattr(item, "chunks") else ModelInput.from_ints(item)
+    return to_model_input(item) if isinstance(item, PromptLike) else ModelInput.from_ints(item)
+
+
+def except_datums(batch: Any, convert: Callable[[Any], Any]) -> Any:
+    """Converts the parts of a batch that are not datums or prompts, which are sent to the server as they are.
+
+    Lightning cannot rebuild the official SDK's, which are frozen dataclasses.
+    """
+    if isinstance(batch, DatumLike | PromptLike):
+        return batch
+    if type(batch) is dict:
+        return {key: except_datums(each, convert) for key, each in batch.items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(except_datums(each, convert) for each in batch)
+    return convert(batch)
+
+
+def keep_datums(plugin: Precision) -> None:
+    """Makes a precision plugin leave datums and prompts as they are."""
+    convert = functools.partial(type(plugin).convert_input, plugin)
+    plugin.convert_input = functools.partial(except_datums, convert=convert)  # type: ignore[method-assign]
 
 
 # With this, a loader without a collate_fn also yields lists of datums.
-default_collate_fn_map[Datum] = lambda batch, *, collate_fn_map=None: list(batch)  # noqa: ARG005
+default_collate_fn_map[DatumLike] = lambda batch, *, collate_fn_map=None: list(batch)  # noqa: ARG005

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning import _compat, checks, evaluation, hooks, metric_names
 from tinker_lightning.lightning.base import RemoteBase
-from tinker_lightning.lightning.batches import as_list
+from tinker_lightning.lightning.batches import as_list, keep_datums
 from tinker_lightning.lightning.deferred_metrics import combined
 from tinker_lightning.lightning.metric_names import LOSS, TOTAL
 from tinker_lightning.lightning.resume import rng
@@ -69,6 +69,7 @@ class RemoteModule(RemoteBase):
             pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
             if trainer is not None and trainer.lightning_module is self:
                 hooks.attach(trainer, self)
+                keep_datums(trainer.precision_plugin)
                 checks.check(trainer, self)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: ARG002

@@ -9,10 +9,12 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning import _compat, checks
 from tinker_lightning.lightning.base import LAST_WAIT
+from tinker_lightning.lightning.batches import count_datums, except_datums, keep_datums
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.checkpoint.retention import StateRetention
 from tinker_lightning.lightning.lookahead import LookAhead
@@ -25,6 +27,7 @@ from tinker_lightning.remote.saved_state import check_keys
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
     from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins import Precision
@@ -83,9 +86,20 @@ class TinkerStrategy(SingleDeviceStrategy):
             checks.check_processes(self.lightning_module.trainer)
         if isinstance(self.precision_plugin, MixedPrecision):
             self.precision_plugin.device = "cpu"
+        keep_datums(self.precision_plugin)
         super().setup_environment()
 
     # Data.
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves the tensors of a batch, but not its datums; a module's own `transfer_batch_to_device` gets it whole."""
+        module = self.lightning_module
+        if module is None or not count_datums(batch) or is_overridden("transfer_batch_to_device", module):
+            return super().batch_to_device(batch, device, dataloader_idx)
+        hook = _compat.CALL_BATCH_HOOK.get(module)
+        to = device or module.device
+        moved = except_datums(batch, lambda part: hook("transfer_batch_to_device", part, to, dataloader_idx))
+        return hook("on_after_batch_transfer", moved, dataloader_idx)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Wraps loaders: that of training for look-ahead and resume, others to keep its random numbers unchanged."""
