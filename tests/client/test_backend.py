@@ -17,6 +17,7 @@ from tests.helpers.trainers import SMALL
 from tinker_lightning import Datum, ModelInput, RemoteAdamW, RemoteLM, RemoteModule, collate
 from tinker_lightning.client import as_backend
 from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.losses import surrogate
 from tinker_lightning.server.engine.bound_loss import BoundLoss
 
 if TYPE_CHECKING:
@@ -139,7 +140,10 @@ class Rounding(RemoteModule):
         return torch.cat(logprobs).round().sum()
 
 
-def test_a_zero_gradient_warns_with_the_name_of_the_loss(service: ServiceClient) -> None:
+def test_a_zero_gradient_warns_with_the_name_of_the_loss(
+    service: ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(surrogate, "_WARNED_OF_ZERO", set())  # it warns once in a process
     module = Rounding(service.create_lora_training_client("tiny", rank=4))
     module.chosen_route()
     optimizer = RemoteAdamW(module.lm.parameters())

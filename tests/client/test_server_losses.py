@@ -28,7 +28,6 @@ from tinker_lightning.errors import (
     LossNotScalar,
     LossNotTraceable,
     LossWithoutGradient,
-    MissingInput,
     ServerUnreachable,
 )
 from tinker_lightning.lossgraph.tracing.trace import trace_batch_loss
@@ -780,9 +779,9 @@ def test_a_built_in_loss_that_is_not_finite(model: TrainingClient) -> None:  # R
 
 
 def test_what_is_wrong_with_a_datum_keeps_its_class(model: TrainingClient) -> None:
-    with pytest.raises(MissingInput, match="datum 0: advantages: missing") as raised:
+    with pytest.raises(InvalidDatum, match="datum 0: advantages: missing") as raised:
         model.forward_backward(texts(logprobs=reference), "ppo").result()
-    assert type(raised.value) is MissingInput
+    assert type(raised.value) is InvalidDatum
 
 
 def test_an_upload_that_is_refused_keeps_its_class(service: ServiceClient) -> None:

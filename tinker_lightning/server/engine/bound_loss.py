@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss, LossNotFinite, MissingInput
+from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss, LossNotFinite
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES, threshold_fault
 from tinker_lightning.losses.surrogate import check_differentiable, check_finite, check_gradient, check_scalar
@@ -86,7 +86,7 @@ class BoundLoss:
             elif name == "weights":
                 arguments.append(torch.ones(shape, dtype=dtype))
             else:
-                raise MissingInput(f"{name}: missing; {self.name} needs target_tokens, {', '.join(self.spec.inputs)}")
+                raise InvalidDatum(f"{name}: missing; {self.name} needs target_tokens, {', '.join(self.spec.inputs)}")
         for name, value in self.config.items():
             per_token = name in datum.loss_fn_inputs
             arguments.append(self._tensor(datum, name, shape, dtype) if per_token else value)
