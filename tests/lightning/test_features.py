@@ -392,9 +392,7 @@ class Plain(pl.LightningModule):
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("strategy", ["tinker", "auto"])
-@pytest.mark.filterwarnings(
-    "ignore:You passed `Trainer.*precision='16-mixed'. but AMP with fp16 is not supported on CPU"
-)
+@pytest.mark.filterwarnings("ignore:.*but AMP with fp16 is not supported on CPU")
 def test_datums_of_the_official_sdk_in_every_precision(strategy: str, precision: Any, service: ServiceClient) -> None:
     module = new(service, RemoteModule)
     trainer = quiet(precision=precision, strategy=strategy, accelerator="cpu", devices=1)
