@@ -228,15 +228,18 @@ def test_a_server_that_does_not_answer_does_not_keep_a_run_alive(
     action, raised, _ = WAYS[way]
     signals = threading.Timer(0.5, action)
 
+    started = 0.0
+
     def stall(*_: Any) -> None:
+        nonlocal started
+        started = time.monotonic()
         transport.stalls = True
         signals.start()
 
-    started = time.monotonic()
     looks = ModelCheckpoint(tmp_path, monitor="grad_norm", every_n_train_steps=1)
     with pytest.raises(raised or ()), Interrupted("tiny", at, stall) as module:
         fit(module, strategy, callbacks=[looks], enable_checkpointing=True)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60  # and not for ever, also on a busy machine
     transport.stalls = False
     trainer.close()
 

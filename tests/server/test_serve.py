@@ -17,6 +17,7 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
+from tinker_lightning import cli
 from tinker_lightning.errors import InvalidInput, ModelNotFound
 from tinker_lightning.server import serve
 from tinker_lightning.server.http import LocalHost, is_loopback
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-SOON = 30.0
+SOON = 120.0  # on a busy machine
 
 
 class Server:
@@ -106,7 +107,7 @@ def test_it_says_where_it_listens_logs_a_line_for_each_operation_and_needs_no_li
         code, seconds = server.stop(signal.SIGTERM)
         log = server.log
     assert code == 0
-    assert seconds < 5
+    assert seconds < 30  # a moment, also on a busy machine
     (passed,) = re.findall(r"op=forward_backward .*", log)
     assert re.fullmatch(rf"op=forward_backward model={model} seq=1 datums=2 tokens=6 ms=\d+\.\d ok", passed)
     (failed,) = re.findall(r"op=load_weights .*", log)
@@ -163,19 +164,18 @@ def test_it_stops_while_it_computes_and_clients_wait(tmp_path: Path, how: signal
             for thread in polls:
                 thread.join(SOON)
         assert code == 0
-        assert seconds < 15
+        assert seconds < 60  # and not the minutes that the samples take
         assert answers == [408, 408]
         assert "Traceback" not in server.log
         assert "tml-secret" not in server.log
 
 
-def test_a_refusal_is_an_exit_code_and_a_line() -> None:
-    command = [sys.executable, "-m", "tinker_lightning", "serve", "--model", "tiny", "--host", "0.0.0.0"]  # noqa: S104
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=SOON)
-    assert answer.returncode == 2
-    assert answer.stderr.startswith("tinker-lightning: --host 0.0.0.0 can be reached from other machines")
-    assert "pass --api-key KEY" in answer.stderr
-    assert "Traceback" not in answer.stderr
+def test_an_address_that_others_can_reach_needs_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--model", "tiny", "--host", "0.0.0.0"]) == 2  # noqa: S104
+    printed = capsys.readouterr().err
+    assert printed.startswith("tinker-lightning: --host 0.0.0.0 can be reached from other machines")
+    assert "pass --api-key KEY" in printed
+    assert "Traceback" not in printed
 
 
 def test_a_port_that_is_taken_is_named_before_any_model_is_loaded(tmp_path: Path) -> None:
