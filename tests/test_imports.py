@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-import pytest
-
 import tinker_lightning
+from tests.helpers.scripts import run_scripts
 
 LIGHTNING = {"RemoteModule", "TinkerStrategy"}
 TRAINER = "print(type(pl.Trainer(strategy='tinker', logger=False).strategy).__name__)"
 
 
-def run(program: str) -> str:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+def test_the_strategy_is_registered_if_lightning_is_imported_first() -> None:
+    imports = "import warnings; warnings.simplefilter('ignore'); import lightning.pytorch as pl"
+    names = ("RemoteLM", "RemoteAdamW")
+    for ended in run_scripts(imports, *(f"from tinker_lightning import {name}\n{TRAINER}" for name in names)):
+        assert ended.stdout.strip() == "TinkerStrategy", ended.stderr
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "from tinker_lightning import RemoteModule\nimport lightning.pytorch as pl",
-        "from tinker_lightning import TinkerStrategy\nimport lightning.pytorch as pl",
-        "import lightning.pytorch as pl\nfrom tinker_lightning import RemoteLM",
-        "import lightning.pytorch as pl\nfrom tinker_lightning import RemoteAdamW",
-    ],
-)
-def test_the_strategy_is_registered_where_lightning_is_used(imports: str) -> None:
-    assert run(f"{imports}\n{TRAINER}") == "TinkerStrategy"
-
-
-def test_everything_else_does_not_import_lightning() -> None:
-    names = ", ".join(sorted(set(tinker_lightning.__all__) - LIGHTNING))
-    assert run(f"from tinker_lightning import {names}\nimport sys\nprint('lightning' in sys.modules)") == "False"
+def test_the_strategy_is_registered_by_the_classes_that_need_lightning_and_by_no_other() -> None:
+    others = ", ".join(sorted(set(tinker_lightning.__all__) - LIGHTNING))
+    without, *registered = run_scripts(
+        "import sys, torch, torchmetrics, warnings; warnings.simplefilter('ignore')",
+        f"from tinker_lightning import {others}\nprint('lightning' in sys.modules)",
+        *(
+            f"from tinker_lightning import {name}\nimport lightning.pytorch as pl\n{TRAINER}"
+            for name in sorted(LIGHTNING)
+        ),
+    )
+    assert without.stdout.strip() == "False", without.stderr
+    for ended in registered:
+        assert ended.stdout.strip() == "TinkerStrategy", ended.stderr

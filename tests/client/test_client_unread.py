@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
 from tests.helpers.client_data import DATA
+from tests.helpers.scripts import run_scripts
 from tinker_lightning import AdamParams, ModelInput, SamplingParams
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.errors import ClientClosed, InvalidInput, LossWithoutGradient, NotFound, TinkerLightningError
@@ -191,33 +190,23 @@ def test_close_raises_the_failure_of_a_custom_loss_that_nobody_has_read(shared: 
         model.get_info()
 
 
+IMPORTS = "from tinker_lightning import Datum; from tinker_lightning.client import connect; import transformers"
 UNCLOSED = """
-from tinker_lightning import Datum
-from tinker_lightning.client import connect
-
 data = [Datum.from_tokens([1, 2, 3])]
 model = connect("embedded").create_lora_training_client("tiny", rank=2)
 """
 
 
-@pytest.mark.parametrize(
-    ("call", "expected"),
-    [
-        ("forward(data, 'no_such_loss')", r"a failure that nobody has read: InvalidInput: forward 1 of .*no_such_loss"),
-        (
-            "forward_backward_custom(data, lambda _, lp: lp[0].sum())",
-            "custom of .* was never evaluated, so nothing",
-        ),
-    ],
-)
-def test_a_script_that_ends_without_close_prints_what_nobody_has_read(call: str, expected: str) -> None:
-    script = f"{UNCLOSED}model.{call}\n"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0
-    assert len(re.findall(expected, done.stderr)) == 1, done.stderr
-
-
-def test_a_script_that_has_read_everything_prints_nothing() -> None:
-    script = f"{UNCLOSED}model.forward_backward(data, 'cross_entropy')\nmodel.optim_step().result()\n"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_a_script_that_ends_without_close_prints_the_failures_that_it_did_not_read() -> None:
+    failed, never_evaluated, read = run_scripts(
+        IMPORTS,
+        f"{UNCLOSED}model.forward(data, 'no_such_loss')",
+        f"{UNCLOSED}model.forward_backward_custom(data, lambda _, lp: lp[0].sum())",
+        f"{UNCLOSED}model.forward_backward(data, 'cross_entropy')\nmodel.optim_step().result()",
+    )
+    assert (failed.returncode, never_evaluated.returncode, read.returncode) == (0, 0, 0)
+    message = "a failure that nobody has read: InvalidInput: forward 1 of .*no_such_loss"
+    assert len(re.findall(message, failed.stderr)) == 1, failed.stderr
+    message = "custom of .* was never evaluated, so nothing"
+    assert len(re.findall(message, never_evaluated.stderr)) == 1, never_evaluated.stderr
+    assert read.stderr == ""
