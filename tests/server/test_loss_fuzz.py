@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 def test_damaged_graphs_harm_nobody(api: Api) -> None:  # R3.7
     before = memory()
-    counts = fuzz(api, 0, 300)
-    assert counts["upload 400"] > 50, counts
-    assert counts["trained"] > 10, counts
-    assert counts["failed"] > 30, counts
+    counts = fuzz(api, 0, 150)  # ten thousand in tox -e soak
+    assert counts["upload 400"] > 25, counts
+    assert counts["trained"] > 5, counts
+    assert counts["failed"] > 15, counts
     assert memory() - before < 1 << 30
 
 

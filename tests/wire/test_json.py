@@ -213,6 +213,7 @@ requests = st.builds(
 )
 
 
+@examples(40, 1000)
 @given(requests)
 def test_a_pass_comes_back_equal(request: ForwardBackwardRequest) -> None:
     assert parse_forward_backward(forward_backward_body(request), forward_only=request.forward_only) == request

@@ -294,6 +294,7 @@ requests = st.builds(
 )
 
 
+@examples(40, 1000)
 @given(requests)
 def test_a_request_comes_back_equal(request: ForwardBackwardRequest) -> None:
     decoded = decode_forward_backward(encode_forward_backward(request))

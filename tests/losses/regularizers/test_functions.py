@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import tinker
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.helpers.fuzzing import examples
 from tinker_lightning import Datum, ModelInput, Regularizer
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.losses import regularizers
@@ -251,7 +252,7 @@ def test_topology_is_the_persistence_of_the_surprisals(curve: list[float]) -> No
     assert loss.item() * len(curve) == pytest.approx(lives(curve), abs=1e-9)
 
 
-@settings(deadline=None)
+@examples(30, 1000)
 @given(st.lists(st.floats(0, 10, width=16), min_size=2, max_size=20, unique=True))
 def test_topologys_gradient_is_that_of_its_value(curve: list[float]) -> None:
     p = -torch.tensor(curve, dtype=torch.float64)
