@@ -325,7 +325,7 @@ class RemoteBase(pl.LightningModule):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._session.__exit__(kind, error, traceback)
+        self._session.close(kind, error, traceback)
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:

@@ -55,17 +55,15 @@ class RemoteHooks(pl.Callback):
         self._connect()
 
     def on_fit_start(self, *_: Any) -> None:
-        """Checks the regularizers, which `RemoteModule.setup` may have made."""
+        """Checks the regularizers, which `RemoteModule.setup` may have created."""
         as_regularizers(self._module.regularizers)
         self._connect()
 
     def on_validation_start(self, *_: Any) -> None:
-        """Connects to remote models that `RemoteModule.setup` has made."""
+        """Connects to remote models that `RemoteModule.setup` has created."""
         self._connect()
 
-    def on_test_start(self, *_: Any) -> None:
-        """Connects to remote models that `RemoteModule.setup` has made."""
-        self._connect()
+    on_test_start = on_validation_start
 
     def on_predict_start(self, *_: Any) -> None:
         """Takes samples from the weights as they are now."""

@@ -11,7 +11,6 @@ from tinker_lightning.errors import InvalidInput, NotFound, TinkerLightningError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
     from tinker_lightning.client import ServiceClient
     from tinker_lightning.remote.saved_state import SavedState
@@ -91,18 +90,15 @@ class LazyClient:
             self.base_model = self.base_model or state.base_model or ""
             self.resumes_from = state.path
 
-    def close(self) -> None:
-        """Closes the session, unless the training client was given."""
-        service, self._service = self._service, None
-        if service is not None:
-            service.close()
+    def close(self, *failure: Any) -> None:
+        """Closes the session, unless the training client was given; does not wait for requests after a failure.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+        Args:
+            failure: The arguments of `__exit__`, if it ends a `with` block.
+        """
         service, self._service = self._service, None
         if service is not None:
-            service.__exit__(kind, error, traceback)  # does not wait for requests after an error
+            service.__exit__(*(failure or (None, None, None)))
 
 
 def _check_adapter(path: str, info: WeightsInfoResponse, settings: dict[str, Any]) -> None:

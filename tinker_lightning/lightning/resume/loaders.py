@@ -141,12 +141,8 @@ class IsolatedRngLoader(_Wrapper):
 
     def __iter__(self) -> Iterator[Any]:
         with rng.kept():
-            source = _Source(self.loader, _seed(_start(self.loader)))
-        try:
-            while True:
-                yield source.draw()
-        except StopIteration:
-            return
+            seed, iterator = _seed(_start(self.loader)), iter(self.loader)
+        return _seeded(iterator, seed)
 
 
 class Run:
@@ -158,7 +154,7 @@ class Run:
         self.inner: Any = resume and resume["inner"]
         self._before = resume and resume.get("before")
         self._loader = loader
-        self._source: _Source | None = None
+        self._source: Iterator[Any] | None = None
         self._given: deque[tuple[int, Any]] = deque(maxlen=4)
         self._ahead: deque[tuple[Any, Any]] = deque()
         self._failure: Exception | None = None
@@ -197,68 +193,36 @@ class Run:
             self._source = self._begin()
             if self._ahead:
                 return
-        self._keep(self._source.draw())
+        self._keep(next(self._source))
 
-    def _begin(self) -> _Source:
+    def _begin(self) -> Iterator[Any]:
         """Draws the first batch, as a plain loop would, or after a resume those that were trained before."""
         if self.start is None:
             if self._before is not None:
                 _end_pass(self._loader, self._before, self.inner)
             self.start = _start(self._loader)
-            source = _Source(self._loader, _seed(self.start))
-            self._keep(source.first())
+            source = _pass(self._loader, _seed(self.start))
+            self._keep(next(source))
             return source
         with rng.kept():
             if self.inner is not None:
                 self._loader.load_state_dict(self.inner)  # type: ignore[attr-defined]
-                return _Source(self._loader, _seed(self.start), self.count)
+                return _seeded(iter(self._loader), _seed(self.start), self.count)
             _warm(self._loader, self.start)
             rng.restore(self.start["rng"])
             _set_generators(self._loader, self.start)
-            source = _Source(self._loader, _seed(self.start))
+            source = _pass(self._loader, _seed(self.start))
             if self.count == 0:
-                self._keep(source.first())
-            for number in range(self.count):
-                self._draw_again(source, number)
+                self._keep(next(source))
+            if (drawn := sum(1 for _ in islice(source, self.count))) < self.count:
+                raise InvalidInput(
+                    f"the checkpoint was saved after {self.count} batches of an epoch, but the training loader has "
+                    f"only {drawn}. Resume with the data that it was trained on."
+                )
             return source
-
-    def _draw_again(self, source: _Source, number: int) -> None:
-        try:
-            source.draw() if number else source.first()
-        except StopIteration:
-            raise InvalidInput(
-                f"the checkpoint was saved after {self.count} batches of an epoch, but the training loader has only "
-                f"{number}. Resume with the data that it was trained on."
-            ) from None
 
     def _keep(self, batch: Any) -> None:
         self._ahead.append((batch, self._loader.state_dict() if _is_stateful(self._loader) else None))  # type: ignore[attr-defined]
-
-
-class _Source:
-    """Draws each batch with its own seed, because how far ahead it is drawn must not change what training draws.
-
-    A batch can be drawn again without those before it.
-    """
-
-    def __init__(self, loader: Iterable[Any], seed: int, count: int = 0) -> None:
-        self._iterator = iter(loader)
-        self._seed = seed
-        self._count = count
-
-    def first(self) -> Any:
-        """Returns the first batch, with the current generators: a loader draws its order from them."""
-        self._count += 1
-        return next(self._iterator)
-
-    def draw(self) -> Any:
-        """Returns the next batch."""
-        self._count += 1
-        with rng.seeded(self._seed + self._count):
-            batch = next(self._iterator, _END)
-        if batch is _END:
-            raise StopIteration
-        return batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +233,32 @@ class _Mark:
     run: Run
     count: int
     inner: Any
+
+
+def _pass(loader: Iterable[Any], seed: int) -> Iterator[Any]:
+    """Yields the batches of a pass, the first with the current generators: a loader draws its order from them."""
+    iterator = iter(loader)
+    first = next(iterator, _END)
+    if first is not _END:
+        yield first
+        yield from _seeded(iterator, seed, 1)
+
+
+def _seeded(iterator: Iterator[Any], seed: int, count: int = 0) -> Iterator[Any]:
+    """Yields batches, each drawn with its own seed: how far ahead it is drawn must not change what training draws.
+
+    Args:
+        iterator: The iterator of a loader.
+        seed: The seed of the pass.
+        count: How many batches of the pass were drawn before.
+    """
+    while True:
+        count += 1
+        with rng.seeded(seed + count):
+            batch = next(iterator, _END)
+        if batch is _END:
+            return
+        yield batch
 
 
 def _is_stateful(loader: Any) -> bool:
