@@ -89,7 +89,7 @@ def test_a_step_that_asks_for_other_datums_ends_look_ahead(
     calls = counted(module)
     quiet(accumulate_grad_batches=4).fit(module, loader())
     assert calls["forward"] == len(DATA) + 4  # the first window's, which nobody used
-    assert "without look-ahead: its training_step asks for other datums" in caplog.text
+    assert "without look-ahead: its training_step uses other datums" in caplog.text
 
 
 class Skips(Mean):

@@ -1,7 +1,7 @@
-"""Every private name of Lightning that this package uses; no other file uses one.
+"""All private names of Lightning that this package uses.
 
-A name is looked up when it is used, and also before it is set, so that with a Lightning release that has renamed it an
-error is raised instead of training on silently. To support such a release, change the path here.
+A name is looked up when it is used, and before it is set. A Lightning release that has renamed it therefore raises an
+error, and does not train on silently. To support such a release, change the path here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Private:
     since: str = "0"
 
     def get(self, root: Any) -> Any:
-        """Returns the value that the attribute has now.
+        """Returns the current value of the attribute.
 
         Raises:
             IncompatibleLightning: If there is no such attribute.
@@ -52,7 +52,7 @@ class Private:
             ) from error
 
     def set(self, root: Any, value: Any) -> None:
-        """Sets an attribute that exists.
+        """Sets the attribute, which must exist.
 
         Raises:
             IncompatibleLightning: If there is no such attribute.
@@ -115,7 +115,7 @@ LAUNCH_FUNCTION = Private("launchers", "_MultiProcessingLauncher.launch")
 
 
 def before_launch(check: Callable[[pl.Trainer, Any], None]) -> None:
-    """Calls `check(trainer, module)` before Lightning starts processes, where it calls no hook.
+    """Calls `check(trainer, module)` before Lightning starts processes; Lightning itself calls no hook there.
 
     Raises:
         IncompatibleLightning: If Lightning starts processes in another way.

@@ -1,4 +1,4 @@
-"""What a `RemoteModule` is made of besides Lightning's steps: the model, its session, its loss and its data."""
+"""The parts of a `RemoteModule` that are not Lightning steps: the model, its session, its loss and its data."""
 
 from __future__ import annotations
 
@@ -42,31 +42,31 @@ if TYPE_CHECKING:
     from tinker_lightning.remote.calls import Pass, Step
     from tinker_lightning.remote.window import Remote
 
-# How long a run that is ending waits for the server, in seconds.
+# How many seconds a run that is ending waits for the server.
 LAST_WAIT = 5.0
 
 
 class RemoteBase(pl.LightningModule):
-    """A remote model with its session, its loss and the datums of its batches; `RemoteModule` lists the arguments."""
+    """A remote model with its session, loss and data; see `RemoteModule` for the arguments."""
 
     loss_config: Mapping[str, float | str] = MappingProxyType({})
-    """The settings of a loss by name or from the library, for example `{"clip_low_threshold": 0.9}`."""
+    """Settings of a loss that is given by name or from the library, for example `{"clip_low_threshold": 0.9}`."""
 
     reduction: Reduction = "mean"
-    """How losses that sum over tokens, by name or from the library, are reduced: `mean` divides by the sum of the
-    micro-batch's weights, or by its action tokens for policy losses; `sum` leaves them as they are."""
+    """How losses by name or from the library are reduced over tokens: `mean` divides by the sum of the micro-batch's
+    weights, or by its number of action tokens for policy losses; `sum` does not divide."""
 
     route: Route = "auto"
-    """Where the loss runs: `builtin`, `server` or `two-pass`; `auto` is the cheapest that is exact."""
+    """Where the loss runs: `builtin`, `server` or `two-pass`; `auto` chooses the cheapest exact route."""
 
     regularizers: Sequence[Regularizer | Mapping[str, Any]] = ()
-    """Terms added to the loss, each with its own weight and telemetry; with `loss = None` only they count."""
+    """Terms added to the loss, each with its own weight and telemetry; with `loss = None` they are the loss."""
 
     grad_norms: bool = True
     """Whether to log the gradient norm of each regularizer; costs a backward through the term, not the model."""
 
     regularizer_timeout: float | None = None
-    """How many seconds async regularizers and those on other threads may take."""
+    """How many seconds regularizers that are async or run on other threads may take."""
 
     _api_key: Secret | None = None
 
@@ -101,7 +101,7 @@ class RemoteBase(pl.LightningModule):
             "train_unembed": train_unembed,
         }
         self._session = LazyClient(model, adapter, base_url, self._api_key)
-        self.learning_rate = learning_rate  # where Lightning's LearningRateFinder puts what it has found
+        self.learning_rate = learning_rate  # set by Lightning's LearningRateFinder
         self._adam: dict[str, Any] = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         self.lm = RemoteLM(self._session.client if model is None or isinstance(model, str) else model)
         self._scores = Scores()
@@ -139,7 +139,7 @@ class RemoteBase(pl.LightningModule):
     def save_hyperparameters(
         self, *args: Any, ignore: Sequence[str] | str | None = None, frame: Any = None, logger: bool = True
     ) -> None:
-        """Saves plain data only. Clients, callables and API keys are left out, and are passed again on load."""
+        """Saves plain data only. Clients, callables and API keys must be passed again on load."""
         ignored = [ignore] if isinstance(ignore, str) else list(ignore or ())
         frame = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
         super().save_hyperparameters(*args, ignore=[*ignored, API_KEY, *not_plain(self)], frame=frame, logger=logger)
@@ -155,21 +155,21 @@ class RemoteBase(pl.LightningModule):
         super().log(*args, **kwargs)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Moves the tensors of a batch to a device, but not datums and prompts, which are sent to the server."""
+        """Moves tensors to a device, but not datums and prompts, which are sent to the server."""
         move = super().transfer_batch_to_device
         return except_datums(batch, lambda part: move(part, device, dataloader_idx))
 
-    # So that Lightning does not count it as an override, about which it warns users of data modules.
+    # Lightning must not count it as an override: it warns about those if there is a data module.
     transfer_batch_to_device.__wrapped__ = pl.LightningModule.transfer_batch_to_device  # type: ignore[attr-defined]
 
-    # What to override.
+    # Methods to override.
 
     def loss(self, data: list[Any], logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, Any]] | Tensor:
         """Returns the loss of a batch, a scalar tensor, and metrics to log. Override it; the default is cross-entropy.
 
-        It may also be the name of a loss that servers know, `loss = "cross_entropy"`, one that `custom_loss` has
-        registered, or a function of the library, `loss = losses.dpo`; with `loss_config` for its settings. A loss that
-        runs on the server takes one pass instead of two and is not waited for; its value is logged when it arrives.
+        `loss` may also be the name of a built-in loss (`loss = "cross_entropy"`) or of one registered with
+        `custom_loss`, or a function of the library (`loss = losses.dpo`), with its settings in `loss_config`. A loss
+        that runs on the server takes one pass instead of two; its value is logged when it arrives.
         """
         weights = torch.cat([weights_of(datum).flatten() for datum in data])
         logp = torch.cat([each.flatten() for each in logprobs])
@@ -177,10 +177,9 @@ class RemoteBase(pl.LightningModule):
         return -(logp * weights).sum() / total, likelihood_metrics(logp, weights)
 
     def datums(self, batch: Any) -> list[Any]:
-        """Returns the datums of a batch. Override it for loaders that yield something other than lists of datums.
+        """Returns the datums of a batch, as any iterable. Override it for loaders that yield something else.
 
-        It is called once per batch; look-ahead may call it before the steps of earlier batches. An override may return
-        any iterable, also a generator.
+        It is called once per batch; look-ahead may call it before earlier batches are trained.
 
         Raises:
             InvalidDatum: If the batch is empty or not a list of datums.
@@ -188,10 +187,10 @@ class RemoteBase(pl.LightningModule):
         return datums_of(batch)
 
     def loss_fn_inputs(self, batch: Any) -> Mapping[str, Any]:
-        """Returns inputs of the loss that are given once for a batch, by name; none by default. Override it.
+        """Returns inputs of the loss for a whole batch by name; none by default. Override it.
 
-        An input has one row per datum, which is cut to the datum's length: a `[B, T]` tensor of `advantages`, for
-        example. A loss that was registered with `custom_loss` gets it as it is.
+        An input has one row per datum, which is cut to the datum's length, for example a `[B, T]` tensor of
+        `advantages`. A loss registered with `custom_loss` gets the tensor unchanged.
         """
         del batch
         return {}
@@ -199,9 +198,9 @@ class RemoteBase(pl.LightningModule):
     # Checkpoints.
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Saves the model on the server, and returns the state dict, which names it.
+        """Saves the model on the server and returns a state dict that names the saved state.
 
-        While a trainer runs, a model that was not used yet is created: the run may go on from this.
+        While a trainer runs, a model that was not used yet is created, so that the run can resume from it.
         """
         trainer = self.trainer if self.has_trainer else None
         if trainer and trainer.lightning_module is self and trainer.state.status == TrainerStatus.RUNNING:
@@ -209,11 +208,11 @@ class RemoteBase(pl.LightningModule):
         return super().state_dict(*args, **kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the accumulation window; the state dict names the remote states."""
+        """Adds the accumulation window. The state dict names the remote states."""
         if contents.SECTION in checkpoint:
             return  # the hooks have added them already
         kept = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY)
-        if isinstance(kept, dict) and "_instantiator" not in kept:  # those of a command line are its own
+        if isinstance(kept, dict) and "_instantiator" not in kept:  # which `LightningCLI` adds
             given = {name: value for name, value in kept.items() if name not in self._fixed}
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = given
         self.drain()
@@ -244,10 +243,7 @@ class RemoteBase(pl.LightningModule):
     # The session.
 
     def drain(self) -> None:
-        """Waits for everything that was sent, logs it, and raises what has failed and nobody has read, as one error.
-
-        Of all remote models of the module, for it may have more than `lm`.
-        """
+        """Waits for all requests of the module's remote models, logs them, and raises unread failures as one error."""
         if self.has_trainer and self.trainer.received_sigterm:
             group.wait_for_all(self, LAST_WAIT)
             self._late.log(wait=False)
@@ -257,23 +253,23 @@ class RemoteBase(pl.LightningModule):
         group.raise_first(self)
 
     def export_adapter(self, path: str | PathLike[str], *, overwrite: bool = False) -> Path:
-        """The trained adapter as a PEFT folder on this machine, as transformers and vLLM load it."""
+        """Downloads the trained adapter as a PEFT folder, which transformers and vLLM load, and returns its path."""
         self.drain()
         return export_adapter(self.lm.backend, path, overwrite=overwrite)
 
     def local_gradients(self) -> dict[str, Tensor]:
-        """The gradients of local parameters that wait for a step, by name."""
+        """Returns the gradients of local parameters that wait for an optimizer step, by name."""
         waits = any(remote.window for remote in group.remotes_of(self))
         if not waits and self.lm.handle.requires_grad and self.automatic_optimization:
-            return {}  # those that are left over from the last step
+            return {}  # what is left are gradients of the last step
         return contents.local_gradients(self)
 
     def chosen_route(self) -> Chosen:
-        """Returns where the loss runs and how it is averaged; decided once for each loss."""
-        loss: Any = self._modules.get("loss", self.loss)  # torch keeps a module where the method hides it
+        """Returns where the loss runs and how it is averaged, which is decided once per loss."""
+        loss: Any = self._modules.get("loss", self.loss)  # a loss that is an nn.Module
         regularized = bool(self.regularizers)
         if routes.is_plain_function(getattr(loss, "__func__", None)):
-            loss = loss.__func__  # a function, which the class has made a method of
+            loss = loss.__func__  # a plain function, which the class has bound
         key = (loss, self.route, self.reduction, repr(self.loss_config), regularized)
         if self._chosen is None or self._chosen[0] != key:
             chosen = routes.choose(
@@ -292,18 +288,18 @@ class RemoteBase(pl.LightningModule):
         return self._chosen[1]
 
     def settle(self, timeout: float, error: BaseException) -> None:
-        """Waits a while for what was sent before an error, and logs it; the error's notes tell what has failed."""
+        """Waits a while for requests sent before an error, logs them, and adds their failures to the error as notes."""
         group.settle(self, timeout, error)
         with contextlib.suppress(TinkerLightningError):
             self._late.log(wait=False)
 
     def delete_state(self, path: str) -> None:
-        """Deletes a state that was saved on the server; one that is gone already is no error."""
+        """Deletes a saved state on the server, if it exists."""
         group.delete_state(self, path)
 
     @contextmanager
     def asked_ahead(self, trained: Any, data: list[Any], asked: Pass | None) -> Iterator[Remote]:
-        """Within the block, `datums(trained)` returns `data`, and its forward pass is the one that was sent."""
+        """Makes `datums(trained)` return `data` inside the `with` block, with the forward pass that was sent for it."""
         remote, datums, own = self.lm.handle.remote, self.datums, vars(self).get("datums")
         remote.expected, remote.missed = asked, False
         self.datums = lambda batch: data if batch is trained else datums(batch)  # type: ignore[method-assign]
@@ -316,7 +312,7 @@ class RemoteBase(pl.LightningModule):
                 self.datums = own  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """Ends the session with the server, if this module has opened it."""
+        """Ends the session with the server if this module has opened it."""
         self._session.close()
 
     def __enter__(self) -> Self:
@@ -329,7 +325,7 @@ class RemoteBase(pl.LightningModule):
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
-        """A loss that is refused takes the window with it, which could not be stepped on without it."""
+        """Drops the accumulation window if a loss inside the `with` block is rejected."""
         try:
             yield
         except InvalidLoss:
@@ -338,7 +334,7 @@ class RemoteBase(pl.LightningModule):
             raise
 
     def _stepped(self, sent: Step) -> None:
-        if self.has_trainer and self.trainer.lightning_module is self:  # within another it has no hooks to log
+        if self.has_trainer and self.trainer.lightning_module is self:  # otherwise no hooks log
             trained = max(1, len(self._window_metrics))
             share = self.trainer.accumulate_grad_batches / trained if self.automatic_optimization else 1.0
             self._late.add(sent, self.trainer, share)

@@ -22,7 +22,7 @@ def check(trainer: pl.Trainer, module: RemoteBase) -> None:
     """Rejects a trainer that cannot train a remote model correctly.
 
     Raises:
-        InvalidInput: If its processes, precision, callbacks or objects of other packages are not supported.
+        InvalidInput: If its processes, precision or callbacks, or objects of other packages, are not supported.
     """
     check_processes(trainer)
     _check_precision(trainer)
@@ -37,9 +37,9 @@ def check(trainer: pl.Trainer, module: RemoteBase) -> None:
 
 
 def check_free(module: RemoteBase, trainer: pl.Trainer | None) -> None:
-    """Rejects a second trainer for a module that is being run by another one, without disturbing that one.
+    """Rejects a second trainer while another one runs the module.
 
-    A failing trainer calls hooks of its module, so the module is taken from it.
+    The module is detached from the second one, which would call its hooks when it fails.
 
     Raises:
         InvalidInput: If another trainer runs the module.

@@ -1,4 +1,4 @@
-"""What has to happen around Lightning's hooks, whether or not the hooks of a user's module call `super()`."""
+"""Work that every fit of a remote model needs, whether or not the hooks of a user's module call `super()`."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 
 def attach(trainer: pl.Trainer, module: RemoteBase) -> None:
-    """Makes the hooks of a module the first callback of its trainer, in place of those of an earlier run."""
+    """Adds the hooks of a module as the first callback of its trainer, replacing those of an earlier run."""
     detach(trainer)
     _compat.CALLBACKS.get(trainer).insert(0, RemoteHooks(module))
 
 
 def detach(trainer: pl.Trainer) -> None:
-    """Removes the hooks from a trainer; a loop over its callbacks that is running is not disturbed."""
+    """Removes the hooks from a trainer, without changing the list that it may be iterating over."""
     callbacks = [one for one in _compat.CALLBACKS.get(trainer) if not isinstance(one, RemoteHooks)]
     _compat.CALLBACKS.set(trainer, callbacks)
 
 
 class RemoteHooks(pl.Callback):
-    """Checks losses, logs deferred metrics and waits for the server, before any other callback runs.
+    """Checks losses, logs deferred metrics and waits for the server before any other callback runs.
 
     Args:
         module: The module that the trainer runs.
@@ -49,7 +49,7 @@ class RemoteHooks(pl.Callback):
         self._terminated: float | None = None
 
     def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Checks the callbacks of `configure_callbacks`, too, and hides the API key from those that write files."""
+        """Checks the trainer with the callbacks of `configure_callbacks`, and hides the API key from them."""
         checks.check(trainer, self._module)
         hide_in_configs(_compat.CALLBACKS.get(trainer), self._module._api_key)
         self._connect()
@@ -63,10 +63,12 @@ class RemoteHooks(pl.Callback):
         """Connects to remote models that `RemoteModule.setup` has created."""
         self._connect()
 
-    on_test_start = on_validation_start
+    def on_test_start(self, *_: Any) -> None:
+        """Connects to remote models that `RemoteModule.setup` has created."""
+        self._connect()
 
     def on_predict_start(self, *_: Any) -> None:
-        """Takes samples from the weights as they are now."""
+        """Drops samplers of earlier weights."""
         self._module._samples.forget()
         self._connect()
 
@@ -92,7 +94,7 @@ class RemoteHooks(pl.Callback):
             module._window_metrics = []
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        """Rejects a loss that has no gradient or is not finite, and drops the accumulation window with it.
+        """Rejects a loss that has no gradient or is not finite, and drops the accumulation window.
 
         Raises:
             InvalidLoss: If the loss cannot be trained on.
@@ -105,10 +107,10 @@ class RemoteHooks(pl.Callback):
                 surrogate.check_finite(loss)
 
     def on_after_backward(self, *_: Any) -> None:
-        """Rejects a loss whose gradient does not reach the remote model, which would silently train nothing.
+        """Rejects a loss whose gradient does not reach the remote model, because it would train nothing.
 
         Raises:
-            LossWithoutGradient: If nothing has reached the remote model.
+            LossWithoutGradient: If no gradient has reached the remote model.
         """
         module = self._module
         received, self._received = self._received, module.lm.handle.remote.received
@@ -118,16 +120,16 @@ class RemoteHooks(pl.Callback):
         module._window_metrics.append(module._batch_metrics)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Acts on a Ctrl-C that had to wait until the step was counted, and logs the metrics that have arrived.
+        """Raises a Ctrl-C that was held until the step was counted, and logs the metrics that have arrived.
 
-        Waits for those of this step if a callback or scheduler is about to read them.
+        Waits for the metrics of this step if a callback or scheduler is about to read them.
         """
         self._hold.end()
         deferred = self._module._late
         is_monitored = deferred.are_monitored(trainer, by_step=True)
         deferred.log(wait=is_monitored)
         if is_monitored:
-            group.raise_first(self._module)  # who monitors the metric would only report that it is missing
+            group.raise_first(self._module)  # a callback that monitors the metric would only report it missing
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Waits for the metrics of the last step if callbacks or schedulers monitor them."""
@@ -139,20 +141,20 @@ class RemoteHooks(pl.Callback):
         self._module._late.log(wait=not trainer.received_sigterm)
 
     def on_train_end(self, *_: Any) -> None:
-        """Waits for the last steps, and logs them."""
+        """Waits for the last steps and logs them."""
         self._module.drain()
 
     def on_exception(self, *_: Any, **__: Any) -> None:
-        """Drops a Ctrl-C that was held: the run ends anyway."""
+        """Drops a Ctrl-C that was held, because the run ends anyway."""
         self._hold.end(act=False)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Saves gradients, in case the module overrides `on_save_checkpoint` without calling `super()`."""
+        """Saves the window, in case the module overrides `on_save_checkpoint` without calling `super()`."""
         del trainer, pl_module
         RemoteBase.on_save_checkpoint(self._module, checkpoint)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Restores gradients, in case the module overrides `on_load_checkpoint` without calling `super()`."""
+        """Reads the window, in case the module overrides `on_load_checkpoint` without calling `super()`."""
         del trainer, pl_module
         self._module._waiting = contents.read_window(checkpoint, self._module.checkpoint_file)
 
@@ -164,12 +166,12 @@ class RemoteHooks(pl.Callback):
     def _connect(self) -> None:
         for remote in group.remotes_of(self._module):
             remote.while_waiting = self._check_sigterm
-            # From a step's submission until Lightning has counted it, a Ctrl-C is held: a run that stopped between
-            # them would take the step a second time when it is resumed.
+            # Ctrl-C is held from a step's submission until Lightning has counted it: a run that stopped in between
+            # would repeat the step after a resume.
             remote.on_sent = self._hold.begin if self._module.automatic_optimization else None
 
     def _check_sigterm(self) -> None:
-        """Ends a wait that outlasts a SIGTERM by some seconds; Lightning itself looks only between batches."""
+        """Ends a wait some seconds after a SIGTERM; Lightning checks for it only between batches."""
         if not self._module.trainer.received_sigterm:
             self._terminated = None
         elif self._terminated is None:

@@ -1,4 +1,4 @@
-"""The session of a module with its server: opened at the first use, closed with the module."""
+"""The session of a module with its server, which is opened at the first use and closed with the module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tinker_lightning.remote.window import Remote
     from tinker_lightning.types import WeightsInfoResponse
 
-# The settings that choose which layers have an adapter.
+# Settings that choose which layers have an adapter.
 _LAYERS = ("train_mlp", "train_attn", "train_unembed")
 
 
@@ -32,7 +32,7 @@ class LazyClient:
     """
 
     def __init__(self, model: Any, settings: dict[str, Any], base_url: str | None, api_key: str | None) -> None:
-        # Empty for a training client, which has its own model whatever the environment names.
+        # Empty for a training client, which has a model already.
         named = os.environ.get("TINKER_BASE_MODEL", "") if model is None else model
         self.base_model = named if isinstance(named, str) else ""
         self.is_given = not isinstance(named, str)
@@ -46,7 +46,7 @@ class LazyClient:
         """Creates a training client, with the state that was loaded before, if any.
 
         Raises:
-            InvalidInput: If that state is of another adapter.
+            InvalidInput: If the adapter of that state has other settings.
             NotFound: If that state is not on the server.
         """
         if self._service is None:
@@ -102,7 +102,7 @@ class LazyClient:
 
 
 def _check_adapter(path: str, info: WeightsInfoResponse, settings: dict[str, Any]) -> None:
-    """Rejects a state of another adapter, as far as the server reports its settings.
+    """Rejects a state whose adapter has other settings, as far as the server reports them.
 
     Raises:
         InvalidInput: If a setting differs.

@@ -25,7 +25,7 @@ _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batc
 
 
 class LookAhead:
-    """Holds the forward passes of a fit that were sent before the step that uses them."""
+    """Holds forward passes that were sent before the steps that use them."""
 
     def __init__(self) -> None:
         self._sent: dict[int, tuple[list[Any], Pass | None]] = {}
@@ -33,7 +33,7 @@ class LookAhead:
 
     @contextmanager
     def step(self, module: RemoteBase, batch: Any) -> Iterator[None]:
-        """Sends the forward passes of a window at its first micro-batch; the step inside uses the one of its batch."""
+        """Sends the forward passes of a window at its first micro-batch; a step inside the block uses its own."""
         number = module.trainer.fit_loop.epoch_loop.total_batch_idx
         if number not in self._sent and not self._is_off:
             self._sent = dict(enumerate(self._send(module, batch), number))
@@ -44,10 +44,10 @@ class LookAhead:
         with module.asked_ahead(batch, data, sent) as remote:
             yield
             if sent is not None and remote.missed:
-                self._turn_off(module, "its training_step asks for other datums than datums(batch) gives")
+                self._turn_off(module, "its training_step uses other datums than datums(batch) returns")
 
     def _send(self, module: RemoteBase, batch: Any) -> list[tuple[list[Any], Pass | None]]:
-        """Sends the forward passes of the rest of this window; of its last batch, only the datums are made."""
+        """Sends the forward passes of the rest of this window, unless only one batch is left."""
         trainer: Any = module.trainer
         loader = trainer.train_dataloader
         if (
@@ -59,12 +59,12 @@ class LookAhead:
             return []
         data = trainer.datamodule
         if hooks := [name for name in _HOOKS if is_overridden(name, module, RemoteBase) or is_overridden(name, data)]:
-            self._turn_off(module, f"its {hooks[0]} changes batches when they are trained; do that in datums")
+            self._turn_off(module, f"its {hooks[0]} changes batches before they are trained; do that in datums")
             return []
         index, size = trainer.fit_loop.batch_idx, trainer.accumulate_grad_batches
         left = int(min((index // size + 1) * size, trainer.num_training_batches)) - index
         sent: list[tuple[list[Any], Pass | None]] = []
-        # Earlier failures are raised here, and not by a request whose own failure can wait for its step.
+        # Earlier failures are raised here, not by a request whose own failure can wait for its step.
         with module.lm.handle.remote.failures_held():
             for number, following in enumerate([batch, *loader.peek(index, left - 1)], index):
                 try:

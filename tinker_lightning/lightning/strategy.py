@@ -69,15 +69,15 @@ class TinkerStrategy(SingleDeviceStrategy):
 
     @property
     def accelerator(self) -> Accelerator:
-        """Returns the CPU accelerator on every machine, because the passes run on the server."""
+        """The CPU accelerator on every machine, because the passes run on the server."""
         return CPUAccelerator()
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator | None) -> None:
-        del accelerator  # what Lightning has found on this machine
+        del accelerator  # which Lightning has detected on this machine
 
     def setup_environment(self) -> None:
-        """Keeps local parameters on the CPU, also if Lightning has found a GPU.
+        """Keeps local parameters on the CPU, even if Lightning has detected a GPU.
 
         Raises:
             InvalidInput: If the trainer would run several processes.
@@ -102,7 +102,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         return hook("on_after_batch_transfer", moved, dataloader_idx)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Wraps loaders: that of training for look-ahead and resume, others to keep its random numbers unchanged."""
+        """Wraps training loaders for look-ahead and resume, and others so that they leave its random numbers alone."""
         module = self.lightning_module
         if module is None or isinstance(dataloader, ResumableLoader | IsolatedRngLoader):
             return dataloader
@@ -116,7 +116,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         )
 
     def on_train_start(self) -> None:
-        """Restores loops and random number generators, after everything before training has drawn from them."""
+        """Restores loops and random number generators, after all code that runs before training has drawn from them."""
         self._ahead = LookAhead()
         resumed, self._resumed = self._resumed, None
         module = self.lightning_module
@@ -126,8 +126,8 @@ class TinkerStrategy(SingleDeviceStrategy):
         loop_position.restore_limits(trainer, resumed)
         loaders: Any = CombinedLoader(trainer.train_dataloader, "max_size_cycle").flattened
         for loader, state in zip(loaders, resumed["loaders"], strict=False):
-            if state["start"] is None:
-                loader.load_state_dict(state)  # its pass has not started in the checkpoint
+            if state["start"] is None:  # its pass had not started when the file was written
+                loader.load_state_dict(state)
         rng.restore(resumed["rng"])
         loop_position.restore_loops(trainer, resumed["loop_position"])
 
@@ -147,7 +147,7 @@ class TinkerStrategy(SingleDeviceStrategy):
     # Checkpoints.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the module's state dict for a file, which names remote states of its own."""
+        """Returns the module's state dict with new remote states, which no other file names."""
         assert self.lightning_module is not None  # noqa: S101 for the type checker
         with group.fresh_states(self.lightning_module):
             return super().lightning_module_state_dict()
@@ -164,12 +164,12 @@ class TinkerStrategy(SingleDeviceStrategy):
             section = contents.section_of(checkpoint)
             section["strategy"] = {"rng": rng.capture(), "loop_position": loop_position.capture(trainer)}
             if self._begun is not None and self._begun.is_under_way(trainer):
-                # The batch is trained again: what it has drawn, logged and gathered must not count twice.
+                # The batch is trained again after a resume: its draws, logs and gradients must not count twice.
                 section["strategy"]["rng"] = rng.capture(self._begun.rng)
                 section["strategy"]["loop_position"]["epoch_metrics"] = self._begun.epoch_metrics
                 section.update(self._begun.window())
             for each in trainer.loggers:
-                each.save()  # what was logged before a checkpoint is not logged again after a resume
+                each.save()  # rows before the checkpoint are not logged again after a resume
             new = contents.states_in(checkpoint, module)
         old = self._retention.states_of(filepath) if self.release_states else frozenset()
         try:
@@ -183,7 +183,7 @@ class TinkerStrategy(SingleDeviceStrategy):
             self._retention.replaced(filepath, old, new)
 
     def remove_checkpoint(self, filepath: _Path) -> None:
-        """Removes a checkpoint, and the remote states that no other file names."""
+        """Removes a checkpoint and the remote states that no other file names."""
         old = self._retention.states_of(filepath) if self.release_states else frozenset()
         super().remove_checkpoint(filepath)
         if self.release_states:
@@ -199,7 +199,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         chosen = {} if weights_only is None else {"weights_only": weights_only}
         try:
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, **chosen)
-        except Exception as error:  # of any kind: torch reads a damaged file as far as it can
+        except Exception as error:  # the kind depends on where the file is damaged
             if isinstance(error, OSError) and str(checkpoint_path) in str(error):
                 raise
             raise InvalidInput(
@@ -253,7 +253,7 @@ class TinkerStrategy(SingleDeviceStrategy):
     # The end.
 
     def on_train_end(self) -> None:
-        """Waits for the last steps of remote models in a module of another kind; a `RemoteModule` does so itself."""
+        """Waits for the last steps of remote models in other modules; a `RemoteModule` does so itself."""
         super().on_train_end()
         module = self.lightning_module
         if module is not None and not isinstance(module, RemoteModule):
@@ -261,7 +261,7 @@ class TinkerStrategy(SingleDeviceStrategy):
             group.raise_first(module)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Waits a few seconds for what was sent, and logs it; loggers write their files when this is done."""
+        """Waits a few seconds for requests in flight and logs them, before loggers write their files."""
         super().on_exception(exception)
         module = self.lightning_module
         if isinstance(module, RemoteModule):
@@ -270,15 +270,17 @@ class TinkerStrategy(SingleDeviceStrategy):
             group.settle(module, LAST_WAIT, exception)
 
     def teardown(self) -> None:
-        """Forgets what was looked up ahead, and releases states when the last file has been written."""
+        """Drops forward passes that were sent ahead, and releases states after the last file has been written."""
         self._ahead = LookAhead()
         if self._resumed is not None and self.lightning_module is not None:  # training did not begin
             loop_position.restore_limits(self.lightning_module.trainer, self._resumed)
-            # Or Lightning would load it again in a fit without a checkpoint.
+            # Otherwise Lightning would load it in the next fit, even without ckpt_path.
             _compat.LOADED_CHECKPOINT.set(self.lightning_module.trainer, {})
         self._resumed = None
         super().teardown()
         self._retention.release(all_written=True)
 
 
-StrategyRegistry.register(TinkerStrategy.strategy_name, TinkerStrategy, "a model on a server, over the Tinker API")
+StrategyRegistry.register(
+    TinkerStrategy.strategy_name, TinkerStrategy, "Trains a model on a server over the Tinker API"
+)

@@ -1,7 +1,7 @@
-"""What a checkpoint file keeps of remote models.
+"""The content of checkpoint files that concerns remote models.
 
-The state of each model on the server is named by the record in its `_extra_state`, an entry of the file's state dict,
-and nowhere else. Everything else is in one section of the file.
+Only the record in the `_extra_state` of a model, an entry of the file's state dict, names its state on the server.
+Everything else is in one section of the file.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def entry(checkpoint: Mapping[str, Any], file: object, path: str) -> Any:
 
 
 def load_states(checkpoint: dict[str, Any], module: nn.Module) -> None:
-    """Loads the remote states that a checkpoint names, before anything local has changed.
+    """Loads the remote states that a checkpoint names, before anything local changes.
 
-    `load_state_dict` finds nothing left to load.
+    The records are removed, so that `load_state_dict` does not load the states again.
 
     Raises:
         InvalidInput: If the checkpoint does not name a state of each remote model in this version's format, or a state
@@ -110,12 +110,12 @@ def states_in(checkpoint: Mapping[str, Any], module: nn.Module) -> frozenset[str
 
 
 def windows(module: nn.Module) -> dict[str, list[dict[str, Any]]]:
-    """Returns the gradients that wait for a step of each remote model, by the names of their parameters."""
+    """Returns the accumulation window of each remote model, by the name of its parameter."""
     return {name: window_state(handle.remote.window) for name, handle in handles_of(module).items()}
 
 
 def local_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Returns copies of the gradients of local parameters by name; those of remote models are windows."""
+    """Returns copies of the gradients of local parameters, by name."""
     local = [(name, one) for name, one in module.named_parameters() if not isinstance(one, RemoteHandle)]
     return {name: one.grad.clone() for name, one in local if one.grad is not None}
 
@@ -136,22 +136,19 @@ def _keys(module: nn.Module) -> dict[str, RemoteLM]:
 
 
 def window_state(window: Sequence[Call | ServerCall]) -> list[dict[str, Any]]:
-    """Returns a window as tensors and plain data, which load without running code."""
-    return [
-        {
-            "loss": _loss_name(call) if isinstance(call, ServerCall) else None,
-            "config": dict(call.config) if isinstance(call, ServerCall) else {},
-            "datums": [_datum_state(datum) for datum in call.datums],
-            "gradients": call.gradients,
-            "added": call.added if isinstance(call, ServerCall) else None,
-            "inputs": _tensors(call.inputs) if isinstance(call, ServerCall) else {},
-        }
-        for call in window
-    ]
+    """Returns a window as tensors and plain data, which load with `weights_only=True`."""
+    states: list[dict[str, Any]] = []
+    for call in window:
+        datums = [_datum_state(datum) for datum in call.datums]
+        states.append({"loss": None, "datums": datums, "gradients": call.gradients})
+        if isinstance(call, ServerCall):
+            own = {"config": dict(call.config), "added": call.added, "inputs": _tensors(call.inputs)}
+            states[-1].update(own, loss=_loss_name(call))
+    return states
 
 
 def window_from(state: Sequence[dict[str, Any]]) -> list[Call | ServerCall]:
-    """Returns the window that `window_state` took apart."""
+    """Returns the window that `window_state` converted."""
     window: list[Call | ServerCall] = []
     for entry in state:
         datums = [_datum_from(datum) for datum in entry["datums"]]

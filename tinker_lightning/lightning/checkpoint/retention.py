@@ -26,8 +26,8 @@ _UNREADABLE = "?"
 class StateRetention:
     """Deletes a remote state when no checkpoint file names it any more.
 
-    Every file names states of its own, but may be copied or linked. What a file names is read from the file, because
-    the process that wrote it may be gone.
+    No two files are written with the same state, but a file may be copied or linked. What a file names is read from
+    the file, because the process that wrote it may have ended.
 
     Args:
         delete: Deletes a state on the server.
@@ -38,7 +38,7 @@ class StateRetention:
         self._delete = delete
         self._folders = folders
         self._read: dict[str, tuple[str, frozenset[str]]] = {}
-        self._unwritten: dict[str, frozenset[str]] = {}  # what files will name that a plugin writes in the background
+        self._unwritten: dict[str, frozenset[str]] = {}  # what files that are still being written will name
         self._replaced: dict[str, str] = {}  # states to delete, and the files that named them
 
     def states_of(self, file: str | os.PathLike[str]) -> frozenset[str]:
@@ -46,7 +46,7 @@ class StateRetention:
         return self._named_by(str(file)) | self._unwritten.get(str(file), _NONE)
 
     def replaced(self, file: str | os.PathLike[str], old: frozenset[str], new: frozenset[str] = _NONE) -> None:
-        """Deletes the states of a file that was overwritten or removed, as soon as nothing names them.
+        """Deletes the states of a file that was overwritten or removed, once no file names them.
 
         Args:
             file: The file.
@@ -61,7 +61,7 @@ class StateRetention:
         """Deletes replaced states; none while a file that replaces one is still being written.
 
         Args:
-            all_written: Whether nothing is being written any more, wherever a plugin may have put its files.
+            all_written: Whether all files have been written, even if a plugin has put them elsewhere.
         """
         written = [file for file, states in self._unwritten.items() if not states or states <= self._named_by(file)]
         for file in written:

@@ -1,4 +1,4 @@
-"""Saves what an unfinished epoch has logged, so that its means cover the whole epoch after a resume."""
+"""Saves the logged values of an unfinished epoch, so that its means cover the whole epoch after a resume."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def capture(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
-    """Restores them, before anything is logged."""
+    """Restores what `capture` returned, before anything is logged."""
     metrics = _metrics(trainer)
     for name, saved in state["metrics"].items():
         if name in metrics:
@@ -84,5 +84,5 @@ def _state(metric: Metric) -> dict[str, Any]:
 
 
 def _copy(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
-    """Copies a state: a metric changes its tensors in place, and only appends to its lists."""
+    """Copies a state. A metric changes its tensors in place, but only appends to its lists."""
     return state.clone() if isinstance(state, Tensor) else list(state)

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 
 _END = object()
+_SET_BY_LIGHTNING = ("worker_init_fn", "_iterator")
 
 
 def check_state(state: dict[str, Any], what: str) -> None:
-    """Rejects the state of a loader in a file that lacks a key; `what` names it.
+    """Rejects the state of a loader that lacks a key; `what` names the state in the error.
 
     Raises:
         InvalidInput: If a key is missing.
@@ -37,7 +38,7 @@ def check_state(state: dict[str, Any], what: str) -> None:
 
 
 class _Wrapper:
-    """Wraps a loader and passes on its other attributes (`dataset`, `sampler`, ...)."""
+    """Wraps a loader and forwards its attributes (`dataset`, `sampler`, ...)."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -50,31 +51,17 @@ class _Wrapper:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    @property
-    def worker_init_fn(self) -> Any:
-        """The `worker_init_fn` of the loader, which Lightning sets."""
-        return self.loader.worker_init_fn  # type: ignore[attr-defined]
-
-    @worker_init_fn.setter
-    def worker_init_fn(self, function: Any) -> None:
-        self.loader.worker_init_fn = function  # type: ignore[attr-defined]
-
-    @property
-    def _iterator(self) -> Any:
-        """The iterator of the loader, which Lightning sets to None at the end of a fit to stop the workers."""
-        return self.loader._iterator  # type: ignore[attr-defined]
-
-    @_iterator.setter
-    def _iterator(self, iterator: Any) -> None:
-        self._end()
-        self.loader._iterator = iterator  # type: ignore[attr-defined]
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_iterator":  # which Lightning sets to None at the end of a fit, to stop the workers
+            self._end()
+        super().__setattr__(name, value) if name not in _SET_BY_LIGHTNING else setattr(self.loader, name, value)
 
     def _end(self) -> None:
         """Ends the last pass."""
 
 
 class ResumableLoader(_Wrapper):
-    """Loads training batches; its state is that of the last batch trained, not of the last one drawn.
+    """Loads training batches. Its state is the position after the last batch trained, not after the last one drawn.
 
     Args:
         loader: Any iterable of batches that can be iterated once per epoch.
@@ -127,7 +114,7 @@ class ResumableLoader(_Wrapper):
         return {"drawn": mark.drawn, "count": mark.count, "start": mark.run.start, "inner": mark.inner}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from a position at the next `iter`."""
+        """Sets the position at which the next `iter` starts."""
         self._resume = state
 
     def _end(self) -> None:
@@ -137,7 +124,7 @@ class ResumableLoader(_Wrapper):
 
 
 class IsolatedRngLoader(_Wrapper):
-    """Loads batches without changing the random number generators of the training."""
+    """Loads batches without changing the random number generators of training."""
 
     def __iter__(self) -> Iterator[Any]:
         with rng.kept():
@@ -178,7 +165,7 @@ class Run:
         while len(given) + len(self._ahead) < count and self._failure is None:
             try:
                 self._pull()
-            except Exception as failure:  # raised in its turn: the batches before it are trained first
+            except Exception as failure:  # raised after the batches before it have been trained
                 self._failure = failure
         return [*given, *(batch for batch, _ in islice(self._ahead, max(0, count - len(given))))][:count]
 
@@ -196,7 +183,7 @@ class Run:
         self._keep(next(self._source))
 
     def _begin(self) -> Iterator[Any]:
-        """Draws the first batch, as a plain loop would, or after a resume those that were trained before."""
+        """Draws the first batch, or, after a resume, all that were trained before."""
         if self.start is None:
             if self._before is not None:
                 _end_pass(self._loader, self._before, self.inner)
@@ -276,7 +263,7 @@ def _start(loader: Any) -> dict[str, Any]:
 
 
 def _own(loader: Any) -> dict[str, Any]:
-    """Returns what the next pass of a loader depends on besides the global generators."""
+    """Returns what the next pass of a loader depends on, apart from the global generators."""
     return {
         "generators": [generator.get_state() for generator in _generators(loader)],
         "is_warm": getattr(loader, "_iterator", None) is not None,
@@ -284,7 +271,7 @@ def _own(loader: Any) -> dict[str, Any]:
 
 
 def _end_pass(loader: Any, own: dict[str, Any], inner: Any) -> None:
-    """Brings a loader to its state at the end of its last pass."""
+    """Puts a loader into the state that it had at the end of its last pass."""
     with rng.kept():
         if inner is not None:
             loader.load_state_dict(inner)
@@ -294,7 +281,7 @@ def _end_pass(loader: Any, own: dict[str, Any], inner: Any) -> None:
 
 
 def _warm(loader: Any, own: dict[str, Any]) -> None:
-    """Starts persistent workers if they ran: a pass that finds them draws fewer random numbers than the first."""
+    """Starts persistent workers if they were running, because then a pass draws fewer random numbers."""
     if own["is_warm"] and getattr(loader, "persistent_workers", False) and loader._iterator is None:
         iter(loader)
 
@@ -304,14 +291,14 @@ def _set_generators(loader: Any, own: dict[str, Any]) -> None:
     if len(generators) != len(states):
         raise InvalidInput(
             f"the checkpoint was saved with {len(states)} generators of random numbers in the training loader, but "
-            f"this one has {len(generators)}. Resume with a loader that is made as the one it was trained with."
+            f"this one has {len(generators)}. Resume with a loader of the same configuration."
         )
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
 
 
 def _seed(start: dict[str, Any]) -> int:
-    """Returns a seed for a pass, from all generators at its start."""
+    """Returns the seed of a pass, computed from all generators at its start."""
     seed = rng.digest(start["rng"])
     for state in start["generators"]:
         seed = zlib.crc32(state.numpy().tobytes(), seed)

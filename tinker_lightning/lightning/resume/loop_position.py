@@ -1,8 +1,8 @@
-"""Resumes Lightning's loops at exactly the position where a checkpoint was written.
+"""Resumes Lightning's loops exactly where a checkpoint was written.
 
-Lightning infers the position from its counters, and skips some of what was still to be done there: the row of a step,
-a validation that is due, the end of the epoch, a scheduler that waits for a metric. Here the position is stored, and
-what is left of it runs before training resumes.
+Lightning infers the position from its counters and skips some of the work that is still due there: logging a step's
+row, a validation, the end of the epoch, a scheduler that waits for a metric. Here the position is stored, and the
+remaining work runs before training resumes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from tinker_lightning.lightning.base import RemoteBase
 
 # What was running when a file was written.
-EPOCH_START = "epoch start"  # nothing, or the hooks of an epoch's start, which run again
+EPOCH_START = "epoch start"  # nothing, or the start hooks of an epoch, which run again
 BATCH_START = "batch start"  # a batch, which is trained again, or nothing between two batches
-BATCH_END = "batch end"  # the hooks of a batch's end; its row and a validation that is due follow
+BATCH_END = "batch end"  # the end hooks of a batch; its row and a validation that is due follow
 VALIDATION = "validation"  # a validation, which starts again
-VALIDATION_END = "validation end"  # the hooks of a validation's end
-EPOCH_END = "epoch end"  # the hooks of an epoch's end; its row follows
+VALIDATION_END = "validation end"  # the end hooks of a validation
+EPOCH_END = "epoch end"  # the end hooks of an epoch; its row follows
 
-# What `capture` returns.
+# The keys of what `capture` returns.
 KEYS = (
     *("where", "is_cut", "epochs", "batches", "is_last_batch", "logged_steps", "accumulate", "reloaded"),
     *("callback_metrics", "row", "epoch_metrics"),
@@ -62,12 +62,7 @@ def capture(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 class BatchSnapshot:
-    """The state at the start of a batch, in case a file is written before the batch ends.
-
-    Args:
-        trainer: The trainer.
-        module: The module.
-    """
+    """The state at the start of a batch, in case a file is written before the batch ends."""
 
     def __init__(self, trainer: pl.Trainer, module: RemoteBase) -> None:
         self.rng = rng.snapshot()
@@ -84,11 +79,8 @@ class BatchSnapshot:
     def window(self) -> dict[str, Any]:
         """Returns the accumulation window as a checkpoint keeps it."""
         windows = {name: contents.window_state(window) for name, window in self._windows.items()}
-        return {
-            "windows": windows,
-            "local_gradients": self._local_gradients,
-            "window_metrics": self._window_metrics,
-        }
+        own = {"local_gradients": self._local_gradients, "window_metrics": self._window_metrics}
+        return {"windows": windows, **own}
 
     def is_under_way(self, trainer: pl.Trainer) -> bool:
         """Returns whether the batch is still being trained; after a resume it starts again."""
@@ -98,7 +90,7 @@ class BatchSnapshot:
 
 
 def raise_limits(trainer: pl.Trainer, checkpoint: dict[str, Any], resumed: dict[str, Any]) -> None:
-    """Raises the limits of a run that has reached them, if its loops have something left to do."""
+    """Raises the limits of a run that has reached them but has work left, so that Lightning enters its loops."""
     loop = trainer.fit_loop.epoch_loop
     resumed["max_steps"] = loop.max_steps
     place = resumed["loop_position"]
@@ -109,13 +101,13 @@ def raise_limits(trainer: pl.Trainer, checkpoint: dict[str, Any], resumed: dict[
 
 
 def restore_limits(trainer: pl.Trainer, resumed: dict[str, Any]) -> None:
-    """Restores the limit."""
+    """Restores the limit of steps that `raise_limits` may have raised."""
     loop = trainer.fit_loop.epoch_loop
     loop.max_steps = resumed.get("max_steps", loop.max_steps)
 
 
 def restore_loops(trainer: pl.Trainer, place: dict[str, Any]) -> None:
-    """Restores the position of the loops, and runs what was left to do there."""
+    """Restores the position of the loops and runs the remaining work there."""
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     where = place["where"]
     _count(fit.epoch_progress, place["epochs"], is_under_way=where != EPOCH_START)
@@ -130,23 +122,23 @@ def restore_loops(trainer: pl.Trainer, place: dict[str, Any]) -> None:
     _compat.EPOCH_RESTART_STAGE.set(trainer, EpochStage.NONE)
     callbacks = _compat.CALLBACKS.get(trainer)
     if where != EPOCH_START and any(isinstance(one, GradientAccumulationScheduler) for one in callbacks):
-        trainer.accumulate_grad_batches = place["accumulate"]  # which it sets at the start of an epoch
+        trainer.accumulate_grad_batches = place["accumulate"]  # the scheduler sets it only at epoch starts
     if where not in (EPOCH_START, EPOCH_END):
         epoch_metrics.restore(trainer, place["epoch_metrics"])
         if place["batches"][0]:
-            _compat.FIRST_LOOP_ITER.set(trainer, True)  # or the next batch, taken for the first, would drop them
+            _compat.FIRST_LOOP_ITER.set(trainer, True)  # otherwise the next batch would reset them
     if where in (BATCH_END, VALIDATION, VALIDATION_END):
         where = _end_batch(trainer, place)
     elif where == EPOCH_END:
         where = _end_epoch(trainer, place)
     if where == EPOCH_START:
         _compat.FIT_RESTART_STAGE.set(trainer, FitStage.NONE)
-        _compat.FIT_RESUMING.set(trainer, False)  # a new epoch begins with a new pass over the data
+        _compat.FIT_RESUMING.set(trainer, False)  # a new epoch starts a new pass over the data
     else:
         _compat.FIT_RESTART_STAGE.set(trainer, FitStage.RESTARTED_MID_EPOCH)
         _compat.EPOCH_RESTARTING.set(trainer, True)  # keeps the counters
         if not _compat.SHOULD_ACCUMULATE.get(trainer)():
-            _count_logged_steps(trainer, -1)  # which a loop that restarts counts again
+            _count_logged_steps(trainer, -1)  # a loop that restarts counts it again
 
 
 def _end_batch(trainer: pl.Trainer, place: dict[str, Any]) -> str:
@@ -195,7 +187,7 @@ def _has_validated(trainer: pl.Trainer) -> bool:
 
 
 def _is_cut(trainer: pl.Trainer) -> bool:
-    """Returns whether the last epoch ended before its data, by a limit of steps or because it was stopped.
+    """Returns whether the last epoch ended before its data, because of a limit of steps or a stop.
 
     If the limit is higher after a resume, the epoch continues.
     """
@@ -209,7 +201,7 @@ def _is_cut(trainer: pl.Trainer) -> bool:
 
 
 def _row(trainer: pl.Trainer, where: str) -> dict[str, Any] | None:
-    """Returns what Lightning would log after this position, without what `on_train_batch_end` may still log."""
+    """Returns the row that Lightning would log next, without values that `on_train_batch_end` may still log."""
     if where == BATCH_END:
         is_step = not _compat.SHOULD_ACCUMULATE.get(trainer)() or not trainer.lightning_module.automatic_optimization
         if not is_step or not (_compat.SHOULD_UPDATE_LOGS.get(trainer) or trainer.fast_dev_run):  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ KEYS = ("torch", "numpy", "python")
 
 
 def capture(of: Snapshot | None = None) -> dict[str, Any]:
-    """Returns the states of all three as tensors and plain data, which load with `weights_only=True`.
+    """Returns the states of all three generators as tensors and plain data, which load with `weights_only=True`.
 
     Args:
         of: An earlier snapshot; the current states if not given.
@@ -34,7 +34,7 @@ def capture(of: Snapshot | None = None) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Restores all three."""
+    """Restores what `capture` returned."""
     kind, keys, position, has_gauss, gauss = state["numpy"]
     version, words, next_gauss = state["python"]
     numpy_state = (kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss)
@@ -42,7 +42,7 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def digest(state: dict[str, Any]) -> int:
-    """Returns a number that depends on all three states."""
+    """Returns a hash of what `capture` returned."""
     _, keys, position, *_ = state["numpy"]
     digest = zlib.crc32(str(position).encode())
     for part in (state["torch"], keys, state["python"][1]):
