@@ -18,6 +18,7 @@ import uvicorn
 from tests.helpers.api import Api, Served
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.server.engine.catalog import Catalog
+from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from starlette.applications import Starlette
 
+    from tinker_lightning.client import ServiceClient
     from tinker_lightning.server.engine.base import BaseModel
 
 
@@ -72,6 +74,13 @@ def trainer(tmp_path: Path) -> Iterator[EmbeddedTrainer]:
     trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
     yield trainer
     trainer.close()
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[ServiceClient]:
+    """A client of a trainer in this process, for the tests of one file."""
+    with embedded_service() as service:
+        yield service
 
 
 @contextlib.contextmanager

@@ -17,20 +17,11 @@ from torch.utils.data import DataLoader
 from tests.helpers.trainers import SMALL, Hybrid, loader, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tinker_lightning.client import ServiceClient
 
 pytestmark = [*SMALL, pytest.mark.filterwarnings("ignore:GPU available but not used")]
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[ServiceClient]:
-    with embedded_service() as service:
-        yield service
 
 
 @pytest.fixture

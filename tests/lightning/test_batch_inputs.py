@@ -12,10 +12,9 @@ from torch.utils.data import DataLoader
 from tests.helpers.trainers import SMALL, logprobs_of, new, quiet
 from tinker_lightning import Datum, LossFnOutput, Regularizer, RemoteModule, custom_loss, losses
 from tinker_lightning.losses import regularizers
-from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from tinker_lightning.client import ServiceClient
@@ -38,12 +37,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "two-pass": {"loss": "ppo", "route": "two-pass"},
     "regularized": {"loss": "ppo", "route": "builtin", "regularizers": TERMS},
 }
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[ServiceClient]:
-    with embedded_service() as service:
-        yield service
 
 
 class OncePerBatch(RemoteModule):

@@ -38,10 +38,8 @@ from tests.helpers.checkpoints import state_in
 from tests.helpers.trainers import LIGHTNING, SMALL, Hybrid, OnServer, loader, logprobs_of, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tinker_lightning.client import ServiceClient
@@ -49,12 +47,6 @@ if TYPE_CHECKING:
 pytestmark = SMALL
 
 OLD = "this Lightning does not know the rich of today"
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[ServiceClient]:
-    with embedded_service() as service:
-        yield service
 
 
 def rows_of(logger: CSVLogger) -> list[dict[str, str]]:

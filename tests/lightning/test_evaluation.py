@@ -15,11 +15,8 @@ from tinker_lightning import Datum, LossFnOutput, Regularizer, RemoteModule, col
 from tinker_lightning.errors import InvalidLoss, LossNotFinite
 from tinker_lightning.losses import regularizers
 from tinker_lightning.losses.regularizers import composition
-from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tinker_lightning.client import ServiceClient
 
 pytestmark = SMALL
@@ -27,12 +24,6 @@ pytestmark = SMALL
 # Datums of different lengths; two to a batch, and one batch of two pairs.
 DATA = [*batch(0)[0], *batch(1)[0]][:6]
 TEXTS = [Datum.from_tokens(list(f"text {i}: {'hello ' * (3 * i)}".encode())) for i in range(3)]
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[ServiceClient]:
-    with embedded_service() as service:
-        yield service
 
 
 def made(service: ServiceClient, **attributes: Any) -> RemoteModule:

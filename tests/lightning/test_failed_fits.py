@@ -14,11 +14,8 @@ from tests.helpers.trainers import SMALL, loader, logprobs_of, new, quiet
 from tinker_lightning import Datum, RemoteAdamW, RemoteLM, RemoteModule, collate
 from tinker_lightning.errors import InvalidDatum, LossNotFinite
 from tinker_lightning.server.engine.passes import run_pass
-from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tinker_lightning.client import ServiceClient
 
 pytestmark = SMALL
@@ -28,12 +25,6 @@ N = 4
 
 class Policy(RemoteModule):
     loss = "importance_sampling"  # type: ignore[assignment]
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[ServiceClient]:
-    with embedded_service() as service:
-        yield service
 
 
 def sampled(count: int, logprob: float = -1.0) -> DataLoader[Datum]:

@@ -23,11 +23,8 @@ from torch.utils.data import DataLoader
 from tests.helpers.trainers import DATA, LIGHTNING, SMALL, Hybrid, OnServer, loader, logprobs_of, new, quiet
 from tinker_lightning import Datum, RemoteAdamW, RemoteLM, RemoteModule, collate
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tinker_lightning.client import ServiceClient
 
 pytestmark = SMALL
@@ -41,12 +38,6 @@ FILES = (
     "lightning/test_accelerators",
     "lightning/test_features",
 )
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[ServiceClient]:
-    with embedded_service() as service:
-        yield service
 
 
 class Manual(RemoteModule):

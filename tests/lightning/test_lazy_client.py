@@ -11,21 +11,13 @@ from tests.helpers.checkpoints import state_in
 from tests.helpers.trainers import SMALL, loader, logprobs_of, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.errors import InvalidInput, NotFound, TinkerLightningError
-from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tinker_lightning.client import ServiceClient
 
 pytestmark = SMALL
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[ServiceClient]:
-    with embedded_service() as service:
-        yield service
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,6 @@ from tests.helpers.wandb_log import history
 from tinker_lightning import Regularizer, RemoteModule
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import regularizers
-from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,12 +31,6 @@ Table = dict[str, list[tuple[int, float]]]
 """Of each metric the steps and values, in the order in which they were written."""
 
 STEPS, VALIDATED = [0, 1, 2, 3, 4, 5], [3]  # four batches an epoch
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[ServiceClient]:
-    with embedded_service() as service:
-        yield service
 
 
 @pytest.fixture

@@ -13,10 +13,9 @@ from lightning.pytorch.loggers import CSVLogger
 from tests.helpers.trainers import SMALL, loader, new, quiet
 from tinker_lightning import LossFnOutput, Regularizer, RemoteModule, custom_loss, losses
 from tinker_lightning.losses import regularizers
-from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from tinker_lightning.client import ServiceClient
@@ -24,12 +23,6 @@ if TYPE_CHECKING:
 pytestmark = SMALL
 
 NAMES = ["train_loss", "loss", "nll", "perplexity", "grad_norm", "learning_rate", "epoch", "step"]
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[ServiceClient]:
-    with embedded_service() as service:
-        yield service
 
 
 def telling(name: str) -> Callable[..., Any]:

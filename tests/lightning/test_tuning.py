@@ -13,21 +13,13 @@ from packaging.version import Version
 from tests.helpers.trainers import LIGHTNING, SMALL, OnServer, loader, logprobs_of, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tinker_lightning.client import ServiceClient
 
 pytestmark = SMALL
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[ServiceClient]:
-    with embedded_service() as service:
-        yield service
 
 
 @pytest.mark.parametrize("strategy", ["tinker", "auto"])

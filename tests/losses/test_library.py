@@ -228,12 +228,6 @@ def test_the_official_sdk_trains_with_a_loss_of_the_library(served: Any) -> None
     assert 0 <= float(done.metrics["reward_accuracy"]) <= 1
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[ServiceClient]:
-    with embedded_service() as service:
-        yield service
-
-
 # CISPO's value says nothing of progress, for its weights change with the model; its gradient is that of this one.
 OBJECTIVES: dict[str, Callable[..., Any]] = {"cispo": losses.importance_sampling}
 

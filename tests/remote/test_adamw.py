@@ -12,20 +12,11 @@ from tinker_lightning import Datum
 from tinker_lightning.errors import InvalidInput, TinkerLightningError
 from tinker_lightning.remote.adamw import RemoteAdamW
 from tinker_lightning.remote.lm import RemoteLM
-from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tinker_lightning.client import ServiceClient
 
 DATA = [Datum.from_tokens(list(text)) for text in (b"hello world, this is a text", b"a short one")]
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[ServiceClient]:
-    with embedded_service() as service:
-        yield service
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from tinker_lightning import Datum, RemoteAdamW, RemoteLM, collate
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,12 +22,6 @@ if TYPE_CHECKING:
 
 DATA: Any = [Datum.from_tokens(list(text)) for text in (b"hello world, this is a text", b"a short one")]
 FRAMEWORKS = ["plain torch", "Fabric", "Accelerate"]
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[ServiceClient]:
-    with embedded_service() as service:
-        yield service
 
 
 @pytest.fixture(autouse=True)
