@@ -50,7 +50,7 @@ def test_serve_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("error", "code", "said"),
-    [(InvalidInput("what, where, mend"), 2, "tinker-lightning: what, where, mend\n"), (KeyboardInterrupt(), 130, "")],
+    [(InvalidInput("what, where, fix"), 2, "tinker-lightning: what, where, fix\n"), (KeyboardInterrupt(), 130, "")],
 )
 def test_errors_become_a_line_and_an_exit_code(
     error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -1,6 +1,6 @@
 """The mistakes that users make, and what they are told. The table in `docs/errors.md` is made from this list.
 
-`UPDATE_DOCS=1 pytest tests/test_mistakes.py` writes it anew.
+`UPDATE_DOCS=1 pytest tests/test_mistakes.py` regenerates it.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def test_results_that_are_none(
     assert f"forward 1 of {model.model_id}, request {error.request_id}: " in str(error)
 
 
-def test_a_sample_whose_result_is_gone_is_asked_for_anew(shared: EmbeddedTrainer) -> None:
+def test_a_sample_whose_result_is_gone_is_requested_again(shared: EmbeddedTrainer) -> None:
     meddler = Meddler(httpx.ASGITransport(create_app(shared, extended=False)))
     with ServiceClient("http://embedded", transport=meddler, retry_policy=QUICK) as service:
         sampler = service.create_sampling_client(base_model="tiny")

@@ -255,7 +255,7 @@ def test_a_loss_may_use_the_client(recorded: Recorded, model: TrainingClient) ->
     assert passes(recorded) == ["forward", "forward", "backward", "optim_step"]
 
 
-def test_local_parameters_train_beside_the_model(model: TrainingClient) -> None:  # R5.2
+def test_local_parameters_train_with_the_model(model: TrainingClient) -> None:  # R5.2
     temperature = torch.nn.Parameter(torch.tensor(1.0))
     for _ in range(2):
         model.forward_backward_custom(DATA, lambda _, lp: (-(torch.cat(lp) * temperature).mean(), {}))

@@ -1,4 +1,4 @@
-"""Everything that can be wrong between a client and a server has its own exception, with the mend in its text."""
+"""Everything that can be wrong between a client and a server has its own exception, with the fix in its text."""
 
 from __future__ import annotations
 

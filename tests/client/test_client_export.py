@@ -89,7 +89,7 @@ def test_what_waits_to_be_evaluated_is_part_of_it_and_training_goes_on(backend: 
     assert backend.kinds(model).count("save_weights_external") == 2
 
 
-def test_a_folder_with_something_in_it_is_left_alone_unless_told(model: TrainingClient, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_is_left_alone_by_default(model: TrainingClient, tmp_path: Path) -> None:
     trained(model)
     folder = tmp_path / "adapter"
     folder.mkdir()
@@ -259,7 +259,7 @@ def test_over_the_network_with_a_key(shared: EmbeddedTrainer, running: Running, 
         assert names(model.export_adapter(tmp_path / "adapter")) == FILES
 
 
-def test_addresses_that_have_become_stale_are_asked_for_anew(
+def test_stale_addresses_are_requested_again(
     shared: EmbeddedTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tinker_lightning.server.core.signing.VALID_SECONDS", 30)

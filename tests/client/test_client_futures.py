@@ -79,7 +79,7 @@ def test_cancelling_an_await_cancels_nothing_else(model: TrainingClient, held: t
 def test_closing_with_an_error_does_not_wait(
     trainer: EmbeddedTrainer, held: threading.Event, reached: threading.Event
 ) -> None:
-    """What is still under way then can no longer be had, and says so."""
+    """What is still under way then raises when it is read."""
     # A trainer of its own: what another test has left to do must not be taken for what this one asks.
     service = ServiceClient("http://embedded", transport=httpx.ASGITransport(create_app(trainer)))
     model = service.create_lora_training_client("tiny", rank=4)

@@ -1,4 +1,4 @@
-"""Mistakes that users make: the same exception on every backend, with the mend, and nothing is lost."""
+"""Mistakes that users make: the same exception on every backend, with the fix, and nothing is lost."""
 
 from __future__ import annotations
 

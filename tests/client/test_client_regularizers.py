@@ -53,7 +53,7 @@ def model(recorded: Recorded) -> TrainingClient:
     return recorded.service.create_lora_training_client("tiny", rank=4, seed=1)
 
 
-def test_three_regularizers_train_as_their_sum_and_are_told_apart(backend: Backend) -> None:  # R2.1, R2.4, R2.7
+def test_three_regularizers_train_as_their_sum_and_are_logged_separately(backend: Backend) -> None:  # R2.1, R2.4, R2.7
     composed, single = backend.model(), backend.model()
     result = composed.forward_backward_custom(DATA, nll, THREE).result()
     expected = single.forward_backward_custom(DATA, sum_of_three).result()

@@ -29,7 +29,7 @@ FAST = AdamParams(learning_rate=1e-2)
 
 
 class Script(httpx.AsyncBaseTransport):
-    """Answers an endpoint with what it is told, one after the other, and then passes requests on."""
+    """Answers an endpoint with the given responses, one after the other, and then passes requests on."""
 
     def __init__(self, inner: httpx.AsyncBaseTransport) -> None:
         self.answers: dict[str, list[httpx.Response | Exception]] = {}

@@ -77,7 +77,7 @@ def losses() -> st.SearchStrategy[Scalar]:
 
 
 class Double:
-    """A model of a float64 trainer, and plain autograd through the Hugging Face model beside it."""
+    """A model of a float64 trainer, and plain autograd through the Hugging Face model to compare with."""
 
     def __init__(self, trainer: EmbeddedTrainer, model: TrainingClient) -> None:
         self.model = model

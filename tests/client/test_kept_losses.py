@@ -143,7 +143,7 @@ def test_a_setting_that_decides_and_changes_with_each_step_fills_no_memory(
         value(model, annealed, {"weakness": 1.0})
 
 
-def test_a_setting_that_decides_only_beside_another_is_taken(
+def test_a_setting_that_decides_only_with_another_is_taken(
     trainer: EmbeddedTrainer, service: ServiceClient, model: TrainingClient
 ) -> None:
     @custom_loss(service, name="clipped")

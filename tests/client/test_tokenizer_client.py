@@ -45,7 +45,7 @@ def test_a_folder_is_read_once(shared: EmbeddedTrainer) -> None:
     assert tokenizer.load(folder) is tokenizer.load(folder)
 
 
-def test_a_tokenizer_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelNotFound, match="is neither a folder here nor to be had from the hub"):
         tokenizer.load(str(tmp_path / "nothing"))

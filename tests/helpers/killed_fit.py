@@ -48,8 +48,8 @@ class Noting(RemoteModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class InTheMidst(pl.Callback):
-    """Saves in the midst of windows, too."""
+class InTheMiddle(pl.Callback):
+    """Saves in the middle of accumulation windows, too."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         assert isinstance(module, Noting)
@@ -106,7 +106,7 @@ def fit(folder: Path, kind: str, killer: Killer) -> None:
         val_check_interval=4,
         logger=CSVLogger(folder, name="logs", version=len(list(folder.glob("logs/*")))),
         log_every_n_steps=1,
-        callbacks=[files, InTheMidst()],
+        callbacks=[files, InTheMiddle()],
         enable_progress_bar=False,
         enable_model_summary=False,
     )

@@ -81,7 +81,7 @@ class Mean(RemoteModule):
         super().__init__(*args, **kwargs)
         self.seen: list[tuple[int, int, list[bytes]]] = []
         self.train_mean = MeanMetric()
-        self.temperature = torch.nn.Parameter(torch.zeros(()))  # local, trained beside the remote model
+        self.temperature = torch.nn.Parameter(torch.zeros(()))  # local, trained with the remote model
 
     def datums(self, batch: Any) -> list[Any]:
         return [datum for part in batch.values() for datum in part] if isinstance(batch, dict) else batch

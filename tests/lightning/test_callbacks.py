@@ -105,12 +105,12 @@ def test_on_exception_checkpoint(service: ServiceClient, tmp_path: Path) -> None
     class Fails(RemoteModule):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             if batch_idx == 2:
-                raise ValueError("a fault of one's own")
+                raise ValueError("a fault in user code")
             return super().training_step(batch, batch_idx)
 
     logger = CSVLogger(tmp_path)
     kept = OnExceptionCheckpoint(tmp_path)
-    with pytest.raises(ValueError, match="a fault of one's own"):
+    with pytest.raises(ValueError, match="a fault in user code"):
         quiet(enable_checkpointing=True, callbacks=[kept], logger=logger).fit(new(service, Fails), loader())
     assert torch.load(kept.ckpt_path, weights_only=True)["global_step"] == 2
     assert [int(row["step"]) for row in rows_of(logger) if row["grad_norm"]] == [0, 1]

@@ -78,7 +78,7 @@ def test_what_is_added_here_is_part_of_the_total_and_the_loss_its_base() -> None
     assert of_losses(window) == {"train_loss": 15.0, "loss_total": 15.0, "base_loss/value": 10.0, "base_loss/kl": 2.0}
 
 
-def test_different_losses_are_told_apart_whatever_their_order() -> None:
+def test_different_losses_are_distinguished_in_any_order() -> None:
     window = [ran(TOLD, 1, low=0.9), ran(TOLD, 1, "pairs", 4.0), ran(TOLD, 1, low=0.1), ran(TOLD, 2, low=0.1)]
     expected = {
         "train_loss": 22.0,

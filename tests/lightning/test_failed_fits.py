@@ -56,9 +56,7 @@ def test_the_failures_of_a_fit_are_one_error(service: ServiceClient, windows: in
     assert_trains(module, sampled(N), strategy)
 
 
-def test_forward_passes_that_were_asked_for_ahead_are_told_of_too(
-    service: ServiceClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_look_ahead_passes_are_reported_too(service: ServiceClient, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = threading.Event()
 
     def held(*args: Any, **options: Any) -> Any:
@@ -88,7 +86,7 @@ class FailsItself(Policy):
         return super().training_step(batch, batch_idx)
 
 
-def test_an_error_of_ones_own_tells_of_what_failed_with_it(service: ServiceClient) -> None:
+def test_a_user_error_reports_what_failed_with_it(service: ServiceClient) -> None:
     module = new(service, FailsItself)
     with pytest.raises(ZeroDivisionError) as caught:
         trainer().fit(module, sampled(2 * N, -1e6))

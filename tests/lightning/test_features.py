@@ -97,7 +97,7 @@ class OfTensors(Measures):
     ],
     ids=["datums", "pairs in a dict", "tensors, which Lightning counts"],
 )
-def test_values_of_ones_own_are_weighted_by_datums(
+def test_custom_values_are_weighted_by_datums(
     service: ServiceClient, kind: type[RemoteModule], collate_fn: Any
 ) -> None:
     batches: DataLoader[Any] = DataLoader(DATA, batch_size=3, collate_fn=collate_fn)  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def test_values_of_ones_own_are_weighted_by_datums(
     assert trainer.callback_metrics["size_epoch"] == pytest.approx(expected)
 
 
-def test_a_batch_size_of_ones_own_counts(service: ServiceClient) -> None:
+def test_a_custom_batch_size_counts(service: ServiceClient) -> None:
     class ByBatch(Measures):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             del batch_idx, dataloader_idx

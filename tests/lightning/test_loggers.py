@@ -155,7 +155,7 @@ def test_regularizers_in_every_logger(service: ServiceClient, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("offline")
 def test_loggers_after_a_resume(service: ServiceClient, tmp_path: Path) -> None:
-    """The rows of a step that was taken again stand beside the first; the last row of each step counts."""
+    """The rows of a step that was taken again follow the first; the last row of each step counts."""
     whole = CSVLogger(tmp_path, name="whole")
     fit(service, whole)
     files = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
@@ -183,11 +183,11 @@ def test_what_an_exception_leaves_behind(service: ServiceClient, tmp_path: Path)
     class Fails(RemoteModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 2:
-                raise RuntimeError("a fault of one's own")
+                raise RuntimeError("a fault in user code")
             return super().training_step(batch, batch_idx)
 
     logger, run = CSVLogger(tmp_path), WandbLogger(save_dir=tmp_path, offline=True)
-    with pytest.raises(RuntimeError, match="a fault of one's own"):
+    with pytest.raises(RuntimeError, match="a fault in user code"):
         fit(service, [logger, run], kind=Fails)
     wandb.finish()
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")

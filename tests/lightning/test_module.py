@@ -269,7 +269,7 @@ def test_a_loss_that_cannot_be_trained_on_is_refused_and_changes_nothing(
 
 
 class Own(Faulty):
-    """The same in a step of one's own."""
+    """The same in a custom step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.fault(self.lm(batch))
@@ -285,7 +285,7 @@ class Own(Faulty):
     ],
 )
 @pytest.mark.parametrize("manual", [False, True])
-def test_a_step_of_ones_own_is_checked_and_what_waited_is_dropped(
+def test_a_custom_step_is_checked_and_its_window_is_dropped(
     service: ServiceClient, fault: Any, error: type[Exception], manual: bool
 ) -> None:  # R1.9
     class ByHand(Own):

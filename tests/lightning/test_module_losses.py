@@ -1,4 +1,4 @@
-"""What a `RemoteModule` can train on: its own loss, one of the server's, regularizers beside either."""
+"""What a `RemoteModule` can train on: a custom loss, a server-side loss, and regularizers with either."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_without_a_loss_only_regularizers_count(stage: tuple[EmbeddedTrainer, Se
     assert float(rows[1]["train_loss"]) == pytest.approx(float(rows[1]["regularizers/sparsity/contribution"]))
 
 
-def test_regularizers_stand_beside_a_loss_of_the_server(
+def test_regularizers_are_added_to_a_server_side_loss(
     stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path
 ) -> None:
     class Both(ByName):
@@ -350,7 +350,7 @@ def test_every_route_logs_the_same_names_and_values(
             assert float(there[step][name]) == pytest.approx(float(value), rel=1e-5), name
 
 
-def test_the_total_beside_a_loss_of_the_server_is_the_mean_over_the_window(
+def test_the_total_with_a_server_side_loss_is_the_mean_over_the_window(
     stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path
 ) -> None:
     seen: list[float] = []
@@ -384,13 +384,13 @@ def test_the_total_of_a_window_that_a_file_has_kept_is_whole(
         route = where
         regularizers = (Regularizer(regularizers.sparsity, 5.0, "sparsity"),)
 
-    class SavesInTheMidst(pl.Callback):
+    class SavesInTheMiddle(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.fit_loop.total_batch_idx == 0:
                 trainer.save_checkpoint(tmp_path / "midst.ckpt")
 
     whole, resumed = (Both(stage[1].create_lora_training_client("tiny", rank=4, seed=1)) for _ in range(2))
-    rows = fit(whole, tmp_path / "whole", callbacks=[SavesInTheMidst()])
+    rows = fit(whole, tmp_path / "whole", callbacks=[SavesInTheMiddle()])
     assert fit(resumed, tmp_path / "resumed", ckpt_path=tmp_path / "midst.ckpt") == rows
 
 

@@ -108,7 +108,7 @@ def test_a_step_that_skips_its_batch_does_not_end_look_ahead(
 
 
 class Drawing:
-    """A mixin whose datums are made anew at each call."""
+    """A mixin that makes new datums at each call."""
 
     def datums(self, batch: Any) -> list[Datum]:
         return [Datum.from_tokens(list(bytes([65 + int(torch.randint(20, ()))]) * 8)) for _ in batch]
@@ -174,7 +174,7 @@ def test_datums_that_return_nothing_are_refused(service: ServiceClient) -> None:
         quiet().fit(made(service, Forgets), loader())
 
 
-class SavesInTheMidst(pl.Callback):
+class SavesInTheMiddle(pl.Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -185,7 +185,7 @@ class SavesInTheMidst(pl.Callback):
 def test_datums_that_draw_random_numbers_resume_exactly(service: ServiceClient, tmp_path: Path) -> None:
     whole, resumed = made(service, DrawingMean), made(service, DrawingMean)
     torch.manual_seed(3)
-    quiet(accumulate_grad_batches=4, callbacks=[SavesInTheMidst(tmp_path)]).fit(whole, loader())
+    quiet(accumulate_grad_batches=4, callbacks=[SavesInTheMiddle(tmp_path)]).fit(whole, loader())
     torch.manual_seed(4)
     quiet(accumulate_grad_batches=4).fit(resumed, loader(), ckpt_path=tmp_path / "1.ckpt")
     with torch.no_grad():
@@ -452,7 +452,7 @@ def test_a_number_of_steps_is_at_least_one() -> None:
         RemoteModule("tiny", max_steps_in_flight=0)
 
 
-def test_a_file_of_ones_own_keeps_its_state(service: ServiceClient, tmp_path: Path) -> None:
+def test_a_file_saved_by_the_user_keeps_its_state(service: ServiceClient, tmp_path: Path) -> None:
     """`last.ckpt` is overwritten by a later run, which does not know of `final.ckpt`."""
     first = made(service)
     trainer = quiet(callbacks=[ModelCheckpoint(tmp_path / "runs", save_last=True)], enable_checkpointing=True)

@@ -101,7 +101,7 @@ def test_every_route_gives_the_same_weights(
     assert (there - here).norm() <= 1e-5 * here.norm()  # four backwards of float32 numbers, through Adam
 
 
-def test_a_function_of_ones_own_stays_here_unless_the_server_is_asked_for(
+def test_a_custom_function_stays_here_unless_the_server_is_asked_for(
     stage: tuple[EmbeddedTrainer, ServiceClient], caplog: pytest.LogCaptureFixture
 ) -> None:
     def loss(_: Any, data: Any, logprobs: Any) -> Any:
@@ -151,7 +151,7 @@ def test_a_loss_of_other_arguments_is_refused_before_anything_is_sent(
         module.chosen_route()
 
 
-def test_methods_of_other_objects_are_told_apart(stage: tuple[EmbeddedTrainer, ServiceClient]) -> None:
+def test_methods_of_other_objects_are_distinguished(stage: tuple[EmbeddedTrainer, ServiceClient]) -> None:
     class Scaled:
         def __init__(self, factor: float) -> None:
             self.factor = factor
@@ -305,7 +305,7 @@ REGULARIZERS = (Regularizer(regularizers.sparsity, 0.1, "sparsity"),)
     [("cross_entropy", {}), ("ppo", {"clip_low_threshold": 0.9}), (losses.dpo, {"beta": 0.3})],
     ids=["cross_entropy", "ppo", "dpo"],
 )
-def test_beside_regularizers_a_loss_is_computed_from_the_same_log_probabilities(
+def test_with_regularizers_a_loss_is_computed_from_the_same_log_probabilities(
     stage: tuple[EmbeddedTrainer, ServiceClient], loss: Any, config: dict[str, float], caplog: pytest.LogCaptureFixture
 ) -> None:  # R2.1
     caplog.set_level(logging.INFO, "tinker_lightning")
@@ -317,7 +317,7 @@ def test_beside_regularizers_a_loss_is_computed_from_the_same_log_probabilities(
 
 
 @pytest.mark.parametrize("kind", ["a handle", "of the library"])
-def test_beside_regularizers_a_registered_loss_that_is_the_same_here_is_computed_here(
+def test_with_regularizers_a_registered_loss_that_is_the_same_here_is_computed_here(
     stage: tuple[EmbeddedTrainer, ServiceClient], kind: str
 ) -> None:
     def of_datum(logprobs: Any, weights: Any) -> Any:
@@ -336,7 +336,7 @@ def test_beside_regularizers_a_registered_loss_that_is_the_same_here_is_computed
     assert (there - auto).norm() <= 1e-5 * auto.norm()  # four backwards of float32 numbers, through Adam
 
 
-def test_what_only_the_server_has_stays_there_beside_regularizers(
+def test_what_only_the_server_has_stays_there_with_regularizers(
     stage: tuple[EmbeddedTrainer, ServiceClient],
 ) -> None:
     @custom_loss(stage[1], name="likely")
@@ -424,7 +424,7 @@ def test_the_settings_of_a_built_in_loss_are_looked_at_too(stage: tuple[Embedded
     assert routes.choose("ppo", {"clip": 1.0}, "auto", lambda: client).config == {"clip": 1.0}
 
 
-def test_a_traced_function_that_gives_the_library_a_wrong_setting_is_told_so(
+def test_a_traced_function_that_gives_the_library_a_wrong_setting_raises(
     stage: tuple[EmbeddedTrainer, ServiceClient],
 ) -> None:
     def mine(data: Any, logprobs: Any) -> Any:

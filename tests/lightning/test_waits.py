@@ -1,4 +1,4 @@
-"""How often a step waits: once for a loss of one's own, however many micro-batches; never for one of the server's."""
+"""How often a step waits: once for a custom loss, for any number of micro-batches; never for a server-side loss."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_the_official_sdks_datums_are_read_as_ours() -> None:  # R5.4
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_named_with_datum_field_and_mend(mistake: str) -> None:  # R1.9, R4.5
+def test_a_mistake_is_named_with_datum_field_and_fix(mistake: str) -> None:  # R1.9, R4.5
     loss, data, message = MISTAKES[mistake]
     logprobs = [torch.full(datum.loss_fn_inputs["target_tokens"].shape, -1.0) for datum in data]
     with pytest.raises(InvalidInput, match=re.escape(message)) as caught:

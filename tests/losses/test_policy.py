@@ -238,7 +238,7 @@ def test_reinforce_does_not_care_for_rewards_that_all_have(shift: float, baselin
     assert_same(value_and_gradient(loss, shifted, logprobs), value_and_gradient(loss, data, logprobs), tolerance=1e-5)
 
 
-def test_reinforce_with_a_baseline_of_ones_own() -> None:
+def test_reinforce_with_a_custom_baseline() -> None:
     data, logprobs = batch()
     loss, metrics = reinforce(data, logprobs, baseline=0.5)
     rewards = [entry(d, "reward").item() for d in data]

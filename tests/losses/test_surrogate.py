@@ -129,7 +129,7 @@ BAD: dict[str, tuple[Callable[[list[Any], list[Tensor]], Any], type[InvalidLoss]
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_cannot_be_trained_on_is_refused_with_the_mend(what: str) -> None:  # R1.9
+def test_what_cannot_be_trained_on_raises_with_the_fix(what: str) -> None:  # R1.9
     loss, kind, message = BAD[what]
     with pytest.raises(InvalidLoss, match=message) as caught:
         evaluate(loss)

@@ -29,7 +29,7 @@ pytestmark = [*SMALL, pytest.mark.filterwarnings("ignore:Be aware that when usin
 
 
 class Second(RemoteModule):
-    """A second model beside its own."""
+    """A second model next to its own."""
 
     def __init__(self, client: Any, other: Any) -> None:
         super().__init__(client, learning_rate=1e-2)
@@ -110,7 +110,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("strategy", ["tinker", "auto"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_with_all_its_models(kind: Any, strategy: str, server: Server, tmp_path: Path) -> None:
+def test_a_run_resumes_with_all_its_models(kind: Any, strategy: str, server: Server, tmp_path: Path) -> None:
     options: dict[str, Any] = {"strategy": strategy, "accelerator": "cpu"}
     whole = server.module(kind)
     saves = ModelCheckpoint(tmp_path, "{epoch}", every_n_epochs=1, save_top_k=-1)
@@ -137,7 +137,9 @@ class Saves(pl.Callback):
 
 
 @pytest.mark.parametrize("kind", [Second, Nested])
-def test_a_run_goes_on_in_the_midst_of_the_windows_of_all_its_models(kind: Any, server: Server, tmp_path: Path) -> None:
+def test_a_run_resumes_in_the_middle_of_the_windows_of_all_its_models(
+    kind: Any, server: Server, tmp_path: Path
+) -> None:
     whole = server.module(kind)
     quiet(max_epochs=1, accumulate_grad_batches=3, callbacks=[Saves(tmp_path, 0)]).fit(whole, loader())
     for file in ("after.ckpt", "within.ckpt"):
@@ -169,7 +171,7 @@ def test_after_a_run_exactly_the_states_that_files_name_exist(kind: Any, server:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_of_ones_own_shares_no_state(kind: Any, server: Server, tmp_path: Path) -> None:
+def test_a_file_saved_by_the_user_shares_no_state(kind: Any, server: Server, tmp_path: Path) -> None:
     saves = ModelCheckpoint(tmp_path / "callback", "{step}", every_n_train_steps=1, save_top_k=1)
     trainer = quiet(callbacks=[saves], enable_checkpointing=True)
     module = server.module(kind)

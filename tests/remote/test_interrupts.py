@@ -29,7 +29,7 @@ def test_it_waits_for_the_end_of_the_block() -> None:
         ctrl_c()
 
 
-def test_a_handler_of_ones_own_is_called_once_and_stays() -> None:
+def test_a_custom_handler_is_called_once_and_stays() -> None:
     came: list[Any] = []
     before = signal.signal(signal.SIGINT, lambda *_: came.append(signal.getsignal(signal.SIGINT)))
     mine = signal.getsignal(signal.SIGINT)

@@ -167,7 +167,7 @@ def test_linear_functions_of_it_scale_its_gradient(
     assert call.prepare(lm.backend).scale == factor
 
 
-def test_it_adds_to_losses_of_ones_own(double: tuple[EmbeddedTrainer, ServiceClient]) -> None:
+def test_it_adds_to_custom_losses(double: tuple[EmbeddedTrainer, ServiceClient]) -> None:
     trainer, service = double
     both, apart = (service.create_lora_training_client("tiny", rank=4, seed=1) for _ in range(2))
     data = DATA["ppo"]
@@ -273,7 +273,7 @@ def test_a_backward_that_fails_while_a_window_is_sent_does_not_cut_it_in_two(
         optimizer.step()
 
 
-def test_what_stops_a_window_in_its_midst_says_what_is_left_on_the_server(
+def test_what_stops_a_window_halfway_reports_what_is_left_on_the_server(
     double: tuple[EmbeddedTrainer, ServiceClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, service = double

@@ -240,7 +240,7 @@ def named(api: Api, model: str, loss: str) -> dict[str, Any]:
 
 
 def test_all_datums_of_a_request_share_one_deadline(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:  # R3.7
-    """What a datum may take cannot be had once for each of a thousand."""
+    """A thousand datums together may not take what one of them may."""
     ones = node("ones", "new_ones", ref("logprobs"), [1 << 20], op="call_method")
     session = api.session()
     model, loss_id = api.model(session), upload(api, session, ones, node("tan", "torch.tan", ref("ones")))

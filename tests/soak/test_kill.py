@@ -1,4 +1,4 @@
-"""`kill -9` at random points of a fit, in the midst of windows and of saves too: it ends in the same bits."""
+"""`kill -9` at random points of a fit, in the middle of windows and of saves too: it ends in the same bits."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _rows(folder: Path) -> dict[tuple[int, str], str]:
     for file in sorted(folder.glob("logs/version_*/metrics.csv"), key=lambda file: int(file.parent.name[8:])):
         with file.open() as lines:
             for row in csv.DictReader(lines):
-                if None not in row.values():  # not cut off in its midst
+                if None not in row.values():  # a complete row
                     rows |= {(int(row["step"]), name): value for name, value in row.items() if value and name != "step"}
     return rows
 

@@ -1,4 +1,4 @@
-"""What a model reads: tokens as one array, and chunks of other kinds beside them."""
+"""What a model reads: tokens as one array, and chunks of other kinds next to them."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_metrics_of_a_function_that_are_no_dict(
         return logprobs.sum(), metrics
 
     loss = custom_loss(service, name="odd", on=on, trace=False)(on_logits if on == "logits" else on_logprobs)
-    if on == "logits" and metrics is None:  # an output of a class of one's own may have none
+    if on == "logits" and metrics is None:  # an output of a custom class may have none
         assert model.forward(texts(), loss).result().metrics["tokens:sum"] > 0
         return
     with pytest.raises(InvalidInput, match=r"odd: it must return its \w+ as a dict, but returned \w+; "):

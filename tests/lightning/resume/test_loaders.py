@@ -171,7 +171,9 @@ def test_a_prefix_and_a_resume_are_the_whole(
     ],
     ids=["workers", "persistent workers", "workers of a stateful loader"],
 )
-def test_workers_go_on_in_the_midst_of_an_epoch_and_at_its_end(make: Callable[[], Iterable[Any]], batches: int) -> None:
+def test_workers_resume_in_the_middle_of_an_epoch_and_at_its_end(
+    make: Callable[[], Iterable[Any]], batches: int
+) -> None:
     whole = Epochs(make, seed=1, ahead=1)
     saved = whole.run(3, save_after=batches)
     resumed = Epochs(make, seed=2, ahead=1)
@@ -358,7 +360,7 @@ def test_a_dataset_with_a_state_counts_on_from_pass_to_pass(batches: int) -> Non
     assert whole[:4] == [[1, 2], [3, 4], [5, 6], [7, 8]]
 
 
-def test_a_short_loader_that_starts_over_beside_a_longer_one_goes_on_in_its_own_pass() -> None:
+def test_a_short_loader_that_starts_over_next_to_a_longer_one_resumes_in_its_own_pass() -> None:
     trained = 0
     loader = ResumableLoader(shuffled(), lambda: trained, lambda: False)
     seen = []

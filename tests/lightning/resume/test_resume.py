@@ -37,7 +37,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_loader_goes_on(bench: Bench, kind: str, tmp_path: Path) -> None:
+def test_every_kind_of_loader_resumes(bench: Bench, kind: str, tmp_path: Path) -> None:
     """From the middle of a window, and from the next epoch; from every place in `test_every_place`."""
     places = ("batch end 0.5", "validation end 0.5") if kind == "shuffled" else ()
     saver = Everywhere(tmp_path, "batch end 0.3", *places, "batch start 1.4")
@@ -66,7 +66,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_every_setting_goes_on(bench: Bench, settings: tuple[dict[str, Any], tuple[str, ...]], tmp_path: Path) -> None:
+def test_every_setting_resumes(bench: Bench, settings: tuple[dict[str, Any], tuple[str, ...]], tmp_path: Path) -> None:
     options, places = settings
     saver = Everywhere(tmp_path, *places)
     whole = bench.run("shuffled", saver, **options)
@@ -136,7 +136,7 @@ class Breaks(pl.Callback):
 @pytest.mark.parametrize(
     "hook", ["on_before_backward", "on_after_backward", "on_before_zero_grad", "on_validation_batch_start"]
 )
-def test_a_file_of_an_exception_begins_the_batch_anew(bench: Bench, hook: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_exception_repeats_the_batch(bench: Bench, hook: str, tmp_path: Path) -> None:
     """Neither its gradient nor its random numbers count twice."""
     whole = bench.run(num_sanity_val_steps=0)
     with pytest.raises(ConnectionError):

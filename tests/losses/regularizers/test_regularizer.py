@@ -156,7 +156,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_is_no_regularizer_is_refused_with_the_mend(what: str) -> None:  # R1.9
+def test_invalid_regularizers_raise_with_the_fix(what: str) -> None:  # R1.9
     make, message = BAD[what]
     with pytest.raises(InvalidLoss, match=message) as caught:
         make()

@@ -1,6 +1,6 @@
 """What a loss on a server may call. The page `docs/server-functions.md` is made from the list.
 
-`UPDATE_DOCS=1 pytest tests/losses/graphs/test_functions.py` writes it anew.
+`UPDATE_DOCS=1 pytest tests/losses/graphs/test_functions.py` regenerates it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a call takes beside what it is given and returns is counted, so that no single one runs for minutes."""
+"""The work of a call beyond its arguments and its result is counted, so that no single one runs for minutes."""
 
 from __future__ import annotations
 

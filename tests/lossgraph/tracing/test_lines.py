@@ -1,4 +1,4 @@
-"""What cannot be traced is told with the user's own line, also where it happens inside a library."""
+"""What cannot be traced is reported with the line of the user, also where it happens inside a library."""
 
 # ruff: noqa: ARG005  # a loss has parameters that it does not use
 
@@ -178,7 +178,7 @@ def test_what_a_function_returns_is_named_with_the_function() -> None:
     )
 
 
-def test_what_a_function_calls_its_numbers_is_told_with_its_line() -> None:
+def test_what_a_function_calls_its_numbers_is_reported_with_its_line() -> None:
     line = inspect.currentframe().f_lineno + 2  # type: ignore[union-attr]
 
     @functools.lru_cache  # a line that does not tell the function

@@ -109,7 +109,7 @@ def test_what_would_read_the_padding_is_refused(name: str) -> None:
         trace_batch_loss(REFUSED[name], "mine", "logprobs", of_lists=True)
 
 
-def test_the_ways_out_are_told() -> None:
+def test_the_workarounds_are_named() -> None:
     with pytest.raises(LossNotTraceable) as raised:
         trace_batch_loss(REFUSED["an index"], "mine", "logprobs", of_lists=True)
     assert "it takes the log-probabilities of datum 0, but on a server they are one tensor, [B, T]" in str(raised.value)

@@ -366,7 +366,7 @@ def test_settings_that_a_loss_cannot_take(settings: dict[str, Any], because: str
         trace_batch_loss(optional, "optional", "logits").settings(settings)
 
 
-def test_a_function_of_lists_of_datums_is_told_so() -> None:
+def test_a_function_of_lists_of_datums_raises() -> None:
     def lists(data: Any, logprobs: Any) -> Any:
         return sum((data[i].loss_fn_inputs["weights"].to_torch() * each).sum() for i, each in enumerate([logprobs])), {}
 

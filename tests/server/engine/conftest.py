@@ -1,4 +1,4 @@
-"""A second model beside the engine's, with LoRA written out as `W + 32/r·B·A`, for plain autograd to go through."""
+"""A second model to compare the engine's with: LoRA written out as `W + 32/r·B·A`, for plain autograd to go through."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_loading_takes_copies(tiny: BaseModel, make_adapter: Any) -> None:
     assert_bit_equal(everything(source), before)
 
 
-def test_loading_without_training_state_starts_the_optimizer_anew(tiny: BaseModel, make_adapter: Any) -> None:
+def test_loading_without_training_state_resets_the_optimizer(tiny: BaseModel, make_adapter: Any) -> None:
     adapter, fresh = make_adapter(tiny), make_adapter(tiny)
     adapter.add_gradient(gradients(adapter, 1))
     adapter.step(AdamParams())

@@ -143,7 +143,7 @@ def part_of(tensor_name: str) -> str:
     ],
     ids=["attention", "mlp", "both"],
 )
-def test_layers_of_one_name_in_two_places_are_told_apart(
+def test_layers_of_one_name_in_two_places_are_distinguished(
     tiny: BaseModel, tmp_path: Path, config: LoraConfig, modules: set[str]
 ) -> None:
     base = Catalog().get(save(tmp_path, GPT2, tiny.tokenizer))

@@ -1,4 +1,4 @@
-"""Which model a name means: what is refused and how to mend it, and that a model is prepared once and whole."""
+"""Which model a name means: what raises and how to fix it, and that a model is prepared once and whole."""
 
 from __future__ import annotations
 

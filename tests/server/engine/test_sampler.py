@@ -188,7 +188,7 @@ def test_frequencies_follow_the_softmax_at_the_temperature(
     assert freedom >= 5
     bound = freedom + 4 * math.sqrt(2 * freedom) + 4  # a right sampler fails this less than once in ten thousand
     assert statistic < bound
-    # The bound has teeth: a temperature a fifth off is told apart.
+    # The bound has teeth: a temperature a fifth off is detected.
     assert chi_square(counts, (logits / temperature / 1.2).softmax(-1))[0] > bound
 
 
@@ -236,7 +236,7 @@ def test_stop_strings_and_tokens(tiny: BaseModel, memory: Adapter, stop: Any, sa
 
 
 @pytest.mark.parametrize("stop", ["not said", ["not said"], [0]])
-def test_stops_of_ones_own_come_beside_the_end_of_text(tiny: BaseModel, memory: Adapter, stop: Any) -> None:
+def test_custom_stops_are_added_to_the_end_of_text(tiny: BaseModel, memory: Adapter, stop: Any) -> None:
     (sequence,) = run(tiny, memory.weights, max_tokens=100, stop=stop, **GREEDY)
     assert sequence.tokens[-1] in tiny.eos_token_ids
     assert sequence.stop_reason == "stop"
