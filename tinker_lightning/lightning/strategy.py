@@ -22,7 +22,6 @@ from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.lightning.resume import loop_position, rng
 from tinker_lightning.lightning.resume.loaders import IsolatedRngLoader, ResumableLoader, check_state
 from tinker_lightning.remote import group
-from tinker_lightning.remote.saved_state import check_keys
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -226,16 +225,14 @@ class TinkerStrategy(SingleDeviceStrategy):
         position: dict[str, Any] | None = contents.read_section(checkpoint, file, "strategy")["strategy"]
         if position is None:
             return None
-        what = f"the {contents.SECTION!r} section of {file}"
-        check_keys(position, what, ("rng", "loop_position"))
-        check_keys(position["rng"], what, rng.KEYS)
-        check_keys(position["loop_position"], what, loop_position.KEYS)
-        for path in ("global_step", "loops.fit_loop.epoch_progress.current"):
-            contents.entry(checkpoint, file, path)
-        loops = contents.entry(checkpoint, file, "loops.fit_loop.state_dict")
+        paths = ["global_step", "loops.fit_loop.epoch_progress.current", "loops.fit_loop.state_dict"]
+        paths += [f"{contents.SECTION}.strategy.rng.{key}" for key in rng.KEYS]
+        paths += [f"{contents.SECTION}.strategy.loop_position.{key}" for key in loop_position.KEYS]
+        for path in paths:
+            contents.check_entry(checkpoint, file, path)
         if position["loop_position"]["batches"][1]:  # otherwise there may have been no loader yet
-            check_keys(loops, f"'loops.fit_loop.state_dict' of {file}", ("combined_loader",))
-        position["loaders"] = loops.get("combined_loader", [])
+            contents.check_entry(checkpoint, file, "loops.fit_loop.state_dict.combined_loader")
+        position["loaders"] = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
         for state in position["loaders"]:
             check_state(state, f"'combined_loader' of {file}")
         return position

@@ -69,8 +69,8 @@ def read_window(checkpoint: Mapping[str, Any], file: object) -> dict[str, Any] |
     return read_section(checkpoint, file, *_WINDOW_KEYS)
 
 
-def entry(checkpoint: Mapping[str, Any], file: object, path: str) -> Any:
-    """Returns an entry of nested dicts, for example `loops.fit_loop`.
+def check_entry(checkpoint: Mapping[str, Any], file: object, path: str) -> None:
+    """Rejects a checkpoint that lacks an entry of its nested dicts, for example `loops.fit_loop`.
 
     Raises:
         InvalidInput: If it is missing.
@@ -79,7 +79,6 @@ def entry(checkpoint: Mapping[str, Any], file: object, path: str) -> Any:
     for key in path.split("."):
         check_keys(found, f"{path!r} of {file}", (key,))
         found = found[key]
-    return found
 
 
 def load_states(checkpoint: dict[str, Any], module: nn.Module) -> None:

@@ -6,7 +6,6 @@ its batches are drawn again up to the last one that was trained. A loader with a
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice
@@ -299,10 +298,7 @@ def _set_generators(loader: Any, own: dict[str, Any]) -> None:
 
 def _seed(start: dict[str, Any]) -> int:
     """Returns the seed of a pass, computed from all generators at its start."""
-    seed = rng.digest(start["rng"])
-    for state in start["generators"]:
-        seed = zlib.crc32(state.numpy().tobytes(), seed)
-    return seed
+    return rng.digest(start["rng"], start["generators"])
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
 
 Snapshot: TypeAlias = tuple[Any, Any, Any]
 
@@ -41,11 +43,11 @@ def restore(state: dict[str, Any]) -> None:
     _put((state["torch"], numpy_state, (version, tuple(words.tolist()), next_gauss)))
 
 
-def digest(state: dict[str, Any]) -> int:
-    """Returns a hash of what `capture` returned."""
+def digest(state: dict[str, Any], generators: Iterable[Tensor] = ()) -> int:
+    """Returns a hash of what `capture` returned, and of the states of further generators."""
     _, keys, position, *_ = state["numpy"]
     digest = zlib.crc32(str(position).encode())
-    for part in (state["torch"], keys, state["python"][1]):
+    for part in (state["torch"], keys, state["python"][1], *generators):
         digest = zlib.crc32(part.numpy().tobytes(), digest)
     return digest
 
