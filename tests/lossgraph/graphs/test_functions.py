@@ -1,4 +1,4 @@
-"""What a loss on a server may call. The page `docs/server-functions.md` is made from the list.
+"""What a server-side loss may call. The page `docs/server-functions.md` is made from the list.
 
 `UPDATE_DOCS=1 pytest tests/losses/graphs/test_functions.py` regenerates it.
 """
@@ -134,7 +134,7 @@ def test_what_losses_of_vectors_and_entropies_use(change: Callable[[Tensor], Ten
 
 @pytest.mark.parametrize("options", [{"ord": 2}, {"ord": -2.0}, {"ord": "nuc"}, {"ord": 2, "dim": (0, 1)}])
 def test_norms_of_matrices_that_need_their_singular_values(options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidLoss, match=r"of a matrix is not taken: it needs a singular value decomposition"):
+    with pytest.raises(InvalidLoss, match=r"of a matrix is not supported: it needs a singular value decomposition"):
         run(call("torch.linalg.norm", X, **options))
 
 
@@ -142,7 +142,7 @@ def test_rows_are_not_padded_one_by_one() -> None:
     with pytest.raises(InvalidLoss, match="pad_sequence takes a list of tensors, not a tensor"):
         run(call("torch._C._nn.pad_sequence", X))
     long, short = call("torch.zeros", 1 << 22), call("torch.zeros", 1)
-    with pytest.raises(InvalidLoss, match="would make a tensor of"):
+    with pytest.raises(InvalidLoss, match="would create a tensor of"):
         run(long, short, call("torch._C._nn.pad_sequence", [Ref(1), *[Ref(2)] * 63]))
 
 

@@ -178,7 +178,7 @@ def test_the_gradient_of_a_running_product_is_quick() -> None:  # R3.7
 
 
 def test_a_large_input_is_refused_too() -> None:
-    with pytest.raises(InvalidLoss, match="node 'x0': x0 would make a tensor of 1e"):
+    with pytest.raises(InvalidLoss, match="node 'x0': x0 would create a tensor of 1e"):
         program(method("sum", X))([torch.zeros(1).expand(10**9)])
 
 
@@ -211,7 +211,7 @@ def test_an_error_of_torch_names_the_node() -> None:
         run(method("sum", "text"))
     unknown = program(call("torch.exp", X))  # of which it was forgotten that its size cannot be told
     unknown._functions = [functions.Function(torch.nonzero)]
-    with pytest.raises(InvalidLoss, match=r"how large the result of torch\.exp is depends on values"):
+    with pytest.raises(InvalidLoss, match=r"the size of the result of torch\.exp depends on values"):
         unknown([torch.ones(2)])
 
 

@@ -161,7 +161,7 @@ estimate("sort by name", call("torch.ones", 10_000), call("torch.sort", input=Re
 @pytest.mark.parametrize("name", ESTIMATES)
 def test_what_a_call_takes_is_counted_before_it_is_made(name: str) -> None:  # R3.7
     calls, few, enough = ESTIMATES[name]
-    with pytest.raises(InvalidLoss, match=f"node 'bomb_{len(calls) - 1}'.* are taken"):
+    with pytest.raises(InvalidLoss, match=f"node 'bomb_{len(calls) - 1}'.* are allowed"):
         program(*calls)([torch.zeros(1)], few)
     program(*calls)([torch.zeros(1)], enough)
 
@@ -170,5 +170,5 @@ def test_a_product_that_would_take_minutes_is_refused_at_once() -> None:  # R3.7
     """Of whole numbers, within the limits of the largest batch."""
     largest = Limits(elements=1 << 29, total=1 << 32, seconds=60.0)
     product = program(call("torch.ones", [3600, 3600], dtype=torch.int64), call("torch.matmul", Ref(1), Ref(1)))
-    with pytest.raises(InvalidLoss, match="products of matrices count least in float32"):
+    with pytest.raises(InvalidLoss, match="matrix products count least in float32"):
         product.check([torch.zeros(1)], largest)

@@ -46,7 +46,7 @@ def by_statistics(outputs: Any, inputs: Any, mask: Any) -> LossFnOutput:
 @pytest.mark.parametrize(
     ("fn", "library", "because"),
     [
-        (by_numpy, "numpy", "the argument 'out' is not taken"),
+        (by_numpy, "numpy", "the argument 'out' is not supported"),
         (by_json, "json", "it asks for the type of a number, a size or a tuple"),
         (by_statistics, "statistics", "it loops over a tensor"),
     ],

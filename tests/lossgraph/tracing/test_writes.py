@@ -197,7 +197,7 @@ def without_a_gradient(logprobs: Tensor, weights: Tensor) -> Any:
 
 @pytest.mark.parametrize("fn", [flat, taken_before, behind_the_gradient])
 def test_other_views_cannot_be_used_after_a_change(fn: Callable[..., Any]) -> None:
-    shares = r"return .*shares memory with another one, which was changed in place before"
+    shares = r"return .*shares memory with another one, which was modified in place before"
     with pytest.raises(LossNotTraceable, match=rf"(?s)test_writes.py:\d+: {shares} \(.*test_writes.py:\d+: scaled"):
         trace_datum_loss(fn, {"logprobs": 1, "weights": 1})
 
@@ -255,7 +255,7 @@ def test_any_order_of_views_and_writes(seed: int) -> None:
     try:
         trace_datum_loss(fn, {"logprobs": 1, "weights": 1})
     except LossNotTraceable:
-        refused = r"(?s)test_writes.py:\d+: .*(shares memory with another one|under torch.no_grad\(\) it changes)"
+        refused = r"(?s)test_writes.py:\d+: .*(shares memory with another one|under torch.no_grad\(\) it modifies)"
         with pytest.raises(LossNotTraceable, match=refused):
             trace_datum_loss(fn, {"logprobs": 1, "weights": 1})
     else:

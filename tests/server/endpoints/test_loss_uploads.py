@@ -103,7 +103,7 @@ def test_an_upload_may_be_repeated(api: Api) -> None:
 @pytest.mark.parametrize(
     ("changes", "because"),
     [
-        ({"graph": {}}, "a graph is an object with a list of nodes"),
+        ({"graph": {}}, "a graph must be an object with a list of nodes"),
         ({"graph": graph(node("a", "os.system", "true"))}, "'os.system' is not among"),
         ({"inputs": []}, "the first input must be logprobs"),
         ({"inputs": INPUTS[:1]}, "the graph reads 'weights', which is not one of its inputs"),
@@ -221,7 +221,7 @@ def test_a_sparse_input_that_claims_to_be_huge(shared_api: Api) -> None:
     }
     body["forward_backward_input"]["data"][0]["loss_fn_inputs"]["table"] = table
     failed = shared_api.run("forward_backward", body)
-    assert "table would make a tensor of 1.34e+08 elements" in failed["error"]
+    assert "table would create a tensor of 1.34e+08 elements" in failed["error"]
 
 
 def test_inputs_of_the_batch_and_a_scale_are_only_for_those_who_know_them(shared_api: Api) -> None:
@@ -247,7 +247,7 @@ def test_inputs_of_the_batch_and_a_scale_are_only_for_those_who_know_them(shared
         ({"inputs": {f"x{i}": None for i in range(65)}}, "at most 64 inputs, got 65"),
         ({"inputs": {"__class__.x": None}}, "an input cannot be called '__class__.x'; use letters"),
         ({"inputs": {"x": 1}}, "x: the number of dimensions of an input must be null, not 1"),
-        ({"graph": None}, "a graph is an object with a list of nodes"),
+        ({"graph": None}, "a graph must be an object with a list of nodes"),
         ({"graph": graph(node("a", "torch.load", "x"))}, "'torch.load' is not among"),
         ({"hyperparameters": []}, "hyperparameters must be an object"),
         ({"hyperparameters": {"a b": {}}}, "must be a valid name, and its value an object"),

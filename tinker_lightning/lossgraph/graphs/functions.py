@@ -1,7 +1,7 @@
-"""The functions that an uploaded loss may call: an explicit list, looked up by name. No other name leads anywhere.
+"""The functions that an uploaded loss may call: an explicit list, looked up by name.
 
-It omits functions that draw random numbers (a pass must be repeatable), return uninitialized memory (`empty`), change a
-tensor, expose its memory (`storage`, `as_strided`, `out=`), or whose result can grow with the values in a tensor.
+It omits functions that draw random numbers (a pass must be repeatable), return uninitialized memory (`empty`), modify
+a tensor, expose its memory (`storage`, `as_strided`, `out=`), or whose result can grow with the values in a tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.lossgraph.graphs import guards, work
 from tinker_lightning.lossgraph.graphs.numbers import MATH, OPERATORS
 
-# Arguments that would give a function more power than its name says.
+# Arguments that would let a function do more than its name says.
 _FORBIDDEN_ARGUMENTS = frozenset({"out", "generator", "requires_grad", "pin_memory", "names"})
 
 
@@ -33,9 +33,9 @@ class Function:
         call: The function.
         is_factory: Whether it creates a tensor from numbers, so that it needs a device.
         is_dynamic: Whether the size of its result is known only after the call; it is at most that of its argument.
-        inside: Returns the elements of the largest intermediate tensor, if that can be larger than the result.
-        work: Returns the number of elements that take as long to read, if that can be more than the function reads and
-            writes.
+        inside: Returns the number of elements of the largest intermediate tensor, if it can be larger than the result.
+        work: Returns the cost of the call, in elements that take as long to read, if it can be more than reading the
+            arguments and writing the result.
     """
 
     call: Callable[..., Any]
@@ -64,7 +64,7 @@ broadcast_to clone detach diag diag_embed diagonal flatten flip gather index_add
 narrow permute ravel reshape scatter scatter_add select squeeze swapaxes t take take_along_dim tile transpose tril
 triu unflatten unsqueeze
 """
-# Only as functions: the methods do not exist, or mean something else.
+# Functions only; the methods do not exist or mean something else.
 _JOINS = """
 broadcast_tensors cat concat dstack full_like hstack ones_like outer stack std_mean var_mean vstack zeros_like
 """
@@ -79,7 +79,7 @@ gelu hardtanh hinge_embedding_loss huber_loss kl_div l1_loss layer_norm leaky_re
 margin_ranking_loss mish mse_loss nll_loss normalize pad pairwise_distance poisson_nll_loss relu relu6 selu sigmoid
 silu smooth_l1_loss soft_margin_loss softmax softmin softplus softsign tanh tanhshrink threshold triplet_margin_loss
 """
-# From `torch.special`: the others are slow series, or have no gradient.
+# From `torch.special`. The others are slow series, or have no gradient.
 _OF_SPECIAL = """
 digamma entr erf erfc erfinv exp2 expit expm1 gammaln log1p log_softmax logit logsumexp psi round sinc softmax xlog1py
 xlogy
@@ -154,7 +154,7 @@ def _methods() -> dict[str, Function]:
     allowed["to"] = Function(guards.to)
     allowed["numel"] = Function(guards.numel)
     allowed["new_tensor"] = Function(guards.new_tensor, is_factory=True)
-    for name in ("cpu", "cuda"):  # a loss runs where the model is
+    for name in ("cpu", "cuda"):  # a loss runs on the device of the model
         allowed[name] = Function(guards.same)
     return allowed
 
@@ -174,19 +174,19 @@ def find(op: str, target: str) -> Function:
         table, target = METHODS, target.removeprefix("torch.Tensor.")
     if target not in table:
         kind = "function" if op == "call_function" else "method"
-        raise InvalidLoss(f"the {kind} {target!r} is not among those that a loss on a server may call")
+        raise InvalidLoss(f"the {kind} {target!r} is not among those that a server-side loss may call")
     return table[target]
 
 
 def without_forbidden(op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns keyword arguments without the forbidden ones, which torch itself records with None or False.
+    """Returns keyword arguments without the forbidden ones, which torch itself records as None or False.
 
     Raises:
-        InvalidLoss: If one has another value, or belongs to a method: numpy calls methods that way.
+        InvalidLoss: If one has another value, or belongs to a method, which numpy calls that way.
     """
     for name in sorted(_FORBIDDEN_ARGUMENTS & arguments.keys()):
         if op == "call_method" or not (arguments[name] is None or arguments[name] is False):
-            raise InvalidLoss(f"the argument {name!r} is not taken")
+            raise InvalidLoss(f"the argument {name!r} is not supported")
     return {name: value for name, value in arguments.items() if name not in _FORBIDDEN_ARGUMENTS}
 
 
@@ -194,7 +194,7 @@ def check_arguments(target: str, function: Function, args: Sequence[Any], kwargs
     """Checks the arguments of a function that is written in Python against its parameters.
 
     Raises:
-        InvalidLoss: If there are too many, one is missing, or one tells it to write to a tensor.
+        InvalidLoss: If there are too many, one is missing, or one makes the function write to a tensor.
     """
     signature = _signature(function.call)
     if signature is None:
@@ -206,7 +206,7 @@ def check_arguments(target: str, function: Function, args: Sequence[Any], kwargs
         raise InvalidLoss(f"{target}: {error}; on a server it takes ({takes})") from None
     for name in ("inplace", "out"):
         if given.get(name) is not None and given[name] is not False:
-            raise InvalidLoss(f"{name} is not taken: a loss goes on with what {target} returns")
+            raise InvalidLoss(f"{name} is not supported; use the tensor that {target} returns")
 
 
 @functools.cache

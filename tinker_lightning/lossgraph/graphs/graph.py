@@ -1,7 +1,7 @@
-"""A loss as plain data: the nodes that a tracer recorded, on the wire in the form of the official SDK.
+"""A loss as plain data: the recorded nodes, on the wire in the format of the official SDK.
 
-Reading a graph checks its form and looks up every call in the allow-list; nothing is run or evaluated. What it may cost
-when it runs is bounded by `run`.
+Decoding a graph checks its structure and looks up every call in the allow-list. Nothing is executed or evaluated; `run`
+bounds the cost of a run.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Graph:
     Args:
         inputs: The targets of the placeholders, in the order of the values that a run takes.
         calls: The calls. Ref 0 is the first placeholder.
-        output: What is returned, with a Ref in the place of each value.
-        places: The user's line of each call, by its name, in the process that traced it. It is never sent.
+        output: The returned structure, with a Ref for each value.
+        places: The user's line of each call, by its name. Only known in the process that traced the loss.
     """
 
     inputs: Sequence[str]
@@ -42,7 +42,7 @@ class Graph:
 
     @property
     def size(self) -> int:
-        """Returns the number of values in it, to which its memory is proportional."""
+        """The number of values, to which the memory of the graph is proportional."""
         return (
             len(self.inputs) + sum(_count([node.args, dict(node.kwargs)]) for node in self.calls) + _count(self.output)
         )
@@ -73,14 +73,14 @@ class Graph:
         """Returns the graph that parsed JSON describes.
 
         Raises:
-            InvalidLoss: If it is malformed, calls a function that is not on the list, or is too large; names the node.
+            InvalidLoss: If the graph is malformed, too large, or calls a function that is not on the list.
         """
         if not isinstance(message, dict) or not isinstance(message.get("nodes"), list):
-            raise InvalidLoss("a graph is an object with a list of nodes")
+            raise InvalidLoss("a graph must be an object with a list of nodes")
         if message.get("format", FORMAT) != FORMAT:
-            raise InvalidLoss(f"format {message['format']!r} of a graph is not known here, only {FORMAT}")
+            raise InvalidLoss(f"the graph has format {message['format']!r}; only {FORMAT} is supported")
         if len(message["nodes"]) > MAX_NODES:
-            raise InvalidLoss(f"a graph of {len(message['nodes'])} nodes; at most {MAX_NODES} are taken")
+            raise InvalidLoss(f"the graph has {len(message['nodes'])} nodes; at most {MAX_NODES} are supported")
         reader = Reader()
         for i, entry in enumerate(message["nodes"]):
             try:
@@ -94,7 +94,7 @@ class Graph:
 
 
 def places_of(message: str, graphs: Iterable[Graph]) -> list[str]:
-    """Returns the user's lines of the node that an error names; several if graphs have different nodes of that name."""
+    """Returns the user's lines of the node that an error message names, in all graphs that have such a node."""
     named = _NAMED.search(message)
     found = [graph.places.get(named[1]) for graph in graphs] if named else []
     return [place for place in dict.fromkeys(found) if place]
@@ -106,7 +106,7 @@ def _count(value: Any) -> int:
 
 
 def _placeholder_names(targets: Sequence[str], taken: set[str]) -> Iterator[str]:
-    """Yields names for placeholders: their targets, if these are valid names and no call has them."""
+    """Yields names for placeholders: their targets, if these are valid and unused."""
     for i, target in enumerate(targets):
         name = target if NAME.fullmatch(target) else f"input_{i}"
         while name in taken:

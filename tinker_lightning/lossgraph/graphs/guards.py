@@ -1,9 +1,9 @@
-"""Functions of the allow-list that do what torch's functions of these names do, after a check.
+"""Functions of the allow-list that check their arguments and then call the torch function of the same name.
 
 Their parameters have the same names as in torch, because a loss may pass them by name.
 """
 
-# ruff: noqa: A002, A006, ARG005  # parameters have torch's names, also those that no check needs
+# ruff: noqa: A002, A006, ARG005  # parameters have torch's names, including those that no check needs
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from tinker_lightning.errors import InvalidLoss
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# The number of pieces that a tensor may be cut into; each is an object.
+# The number of pieces that a tensor may be split into; each is an object.
 MAX_PIECES = 1024
-_PIECES = f"a tensor can be cut into at most {MAX_PIECES} pieces here"
-_SINGULAR_VALUES = "is not taken: it needs a singular value decomposition"
-
+_PIECES = f"a tensor can be split into at most {MAX_PIECES} pieces"
+_SINGULAR_VALUES = "is not supported: it needs a singular value decomposition"
 
 _OF_TENSORS = frozenset({"T", "data", "device", "dtype", "mT", "ndim", "shape"})
-_OF_PAIRS = ("values", "indices")  # what max, sort and topk return
+_OF_PAIRS = ("values", "indices")  # of the results of max, sort and topk
 ATTRIBUTES = _OF_TENSORS | {*_OF_PAIRS}
 
 
@@ -41,14 +40,14 @@ def attribute(value: Any, name: Any) -> Any:
 
 
 def is_mask(index: Any) -> bool:
-    """Returns whether an index is a mask, so that the number of elements it picks depends on values."""
+    """Returns whether an index is a mask, so that the number of selected elements depends on values."""
     if isinstance(index, Tensor):
         return index.dtype in (torch.bool, torch.uint8)
     return isinstance(index, tuple | list) and any(is_mask(part) for part in index)
 
 
 def check_index(index: Any) -> None:
-    """Raises if a mask is combined with other index tensors: these broadcast, by the number of true values."""
+    """Raises if a mask is combined with other index tensors, which would be broadcast with its true values."""
     parts = index if isinstance(index, tuple) else (index,)
     if is_mask(index) and not all(is_mask(part) for part in parts if isinstance(part, Tensor | list | tuple)):
         raise InvalidLoss("a mask can be combined with slices and numbers in an index, not with other index tensors")
@@ -62,12 +61,12 @@ def getitem(value: Any, index: Any) -> Any:
 
 
 def setitem(value: Any, index: Any, item: Any) -> Tensor:
-    # In a copy: a graph never changes a tensor that it is given.
+    # Returns a copy, because a graph never modifies a tensor.
     if not isinstance(value, Tensor) or not isinstance(item, Tensor | int | float):
         raise InvalidLoss("only items of tensors can be set, to tensors and numbers")
     check_index(index)
     changed = value.clone()
-    if not (value.is_meta and is_mask(index)):  # what a mask picks is not known, and never more than there is
+    if not (value.is_meta and is_mask(index)):  # the elements that a mask selects are unknown
         changed[index] = item
     return changed
 
@@ -92,13 +91,13 @@ def _check_numbers(data: Any) -> None:
         for part in data:
             _check_numbers(part)
     elif not isinstance(data, int | float):
-        raise InvalidLoss(f"torch.tensor takes numbers here, not {type(data).__name__}; join tensors with torch.stack")
+        raise InvalidLoss(f"torch.tensor takes numbers, not {type(data).__name__}; join tensors with torch.stack")
 
 
 def whole(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a division without its one dangerous case: the smallest integer divided by -1 raises SIGFPE.
+    """Returns an integer division that computes `x // -1` as `-x // 1`, which wraps.
 
-    torch up to 2.8 does not catch that, so it would end the process. `x // -1` is computed as `-x // 1`, which wraps.
+    In torch up to 2.8, dividing the smallest integer by -1 raises SIGFPE, which ends the process.
     """
 
     def guarded(input: Any, other: Any, **options: Any) -> Any:
@@ -144,22 +143,22 @@ def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def check_device(device: Any) -> None:
-    """Raises if a graph chooses a device, by a string or a number."""
+    """Raises if a graph chooses a device by a string or a number."""
     if device is not None and not isinstance(device, torch.device):
         raise _device_error(device)
 
 
 def _device_error(device: Any) -> InvalidLoss:
     return InvalidLoss(
-        f"the device {device!r:.40} cannot be chosen: a loss runs where the model is. Leave it out, or use the device "
-        "of an input, x.device."
+        f"the device {device!r:.40} cannot be chosen, because a loss runs on the device of the model. Leave it out, or "
+        "use the device of an input, x.device."
     )
 
 
 def same(self: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Returns the tensor itself: a loss runs where the model is."""
+    """Returns the tensor itself, because a loss runs on the device of the model."""
     if not isinstance(self, Tensor):
-        raise InvalidLoss(f"this is a tensor's method, and {type(self).__name__} is none")
+        raise InvalidLoss(f"this is a method of tensors, and {type(self).__name__} is not a tensor")
     return self
 
 
@@ -169,10 +168,10 @@ def numel(self: Any) -> int:
     return Tensor.numel(self)
 
 
-def _guarded(function: Callable[..., Any], is_refused: Callable[..., bool], reason: str) -> Callable[..., Any]:
-    @functools.wraps(is_refused)  # whose parameters are all that a loss may give
+def _guarded(function: Callable[..., Any], is_unsafe: Callable[..., bool], reason: str) -> Callable[..., Any]:
+    @functools.wraps(is_unsafe)  # its parameters are those that a loss may pass
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        if is_refused(*args, **kwargs):
+        if is_unsafe(*args, **kwargs):
             raise InvalidLoss(reason)
         return function(*args, **kwargs)
 
@@ -181,7 +180,7 @@ def _guarded(function: Callable[..., Any], is_refused: Callable[..., bool], reas
 
 chunk = _guarded(torch.chunk, lambda input, chunks, dim=0: min(chunks, input.shape[dim]) > MAX_PIECES, _PIECES)
 unbind = _guarded(torch.unbind, lambda input, dim=0: input.shape[dim] > MAX_PIECES, _PIECES)
-where = _guarded(torch.where, lambda condition, input, other: False, "")  # not a condition alone
+where = _guarded(torch.where, lambda condition, input, other: False, "")  # requires three arguments
 norm = _guarded(
     torch.norm,
     lambda input, p="fro", dim=None, keepdim=False, *, dtype=None: p == "nuc",
@@ -194,41 +193,41 @@ linalg_norm = _guarded(
     ),
     f"this norm of a matrix {_SINGULAR_VALUES}",
 )
-# A tensor of repeats could ask for any size.
+# A tensor of repeats could request any size.
 repeat_interleave = _guarded(
     torch.repeat_interleave,
     lambda input, repeats, dim=None: not isinstance(repeats, int),
-    "repeat_interleave takes a whole number of repeats, not a tensor of them",
+    "repeat_interleave takes an integer number of repeats, not a tensor",
 )
-# Of a tensor, torch would create an object for each row.
+# For a tensor, torch would create an object per row.
 pad_sequence = _guarded(
     rnn.pad_sequence,
     lambda sequences, batch_first=False, padding_value=0.0, padding_side="right": isinstance(sequences, Tensor),
     "pad_sequence takes a list of tensors, not a tensor",
 )
-# torch runs n times, and once for each shift.
+# torch runs once per n, and once per shift.
 diff = _guarded(
     torch.diff,
     lambda input, n=1, dim=-1, prepend=None, append=None: n > 8,
-    "diff is taken up to n=8",
+    "diff is supported up to n=8",
 )
 roll = _guarded(
     torch.roll,
     lambda input, shifts, dims=(): isinstance(shifts, list | tuple) and len(shifts) > input.ndim,
-    "roll takes at most one shift for each dimension",
+    "roll takes at most one shift per dimension",
 )
-# torch would derive the number of classes from the values.
+# Otherwise torch derives the number of classes from the values.
 one_hot = _guarded(
     F.one_hot,
     lambda input, num_classes: num_classes < 0,
-    "one_hot needs num_classes here, e.g. x.shape[-1]",
+    "one_hot needs num_classes, e.g. x.shape[-1]",
 )
 
 
 def einsum(equation: str, *operands: Any) -> Tensor:
-    # The largest intermediate of one or two tensors is the result.
+    # With at most two operands, no intermediate tensor is larger than the result.
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     if not isinstance(equation, str) or len(operands) > 2:
-        raise InvalidLoss("einsum takes an equation and one or two tensors; of more, take two at a time")
+        raise InvalidLoss("einsum takes an equation and one or two tensors; combine more of them two at a time")
     return torch.einsum(equation, *operands)

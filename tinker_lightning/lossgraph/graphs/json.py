@@ -1,4 +1,4 @@
-"""The nodes of a graph, and the JSON form of their arguments: what the official SDK writes, and nothing else."""
+"""The nodes of a graph, and the JSON form of their arguments, as the official SDK writes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tinker_lightning.lossgraph.graphs import functions
 from tinker_lightning.lossgraph.graphs.guards import ATTRIBUTES
 from tinker_lightning.lossgraph.graphs.numbers import MAX_INT
 
-MAX_VALUES = 1 << 15  # arguments of all nodes together, those inside lists counted too
+MAX_VALUES = 1 << 15  # arguments of all nodes together, including those inside lists
 MAX_DEPTH = 8
 MAX_TEXT = 256
 
@@ -49,7 +49,7 @@ class Node:
 
 
 class Reader:
-    """Reads nodes one after another; a reference can only point backwards, so there are no cycles."""
+    """Reads nodes in order. References can only point backwards, so there are no cycles."""
 
     def __init__(self) -> None:
         self.inputs: list[str] = []
@@ -65,7 +65,7 @@ class Reader:
             InvalidLoss: If it is malformed, or calls a function that is not on the list.
         """
         if self.output is not None:
-            raise InvalidLoss("it stands behind the output")
+            raise InvalidLoss("a node follows the output")
         if not isinstance(entry, dict):
             raise InvalidLoss("a node is an object with op, name, target, args and kwargs")
         op, name, target = (entry.get(key) for key in ("op", "name", "target"))
@@ -73,16 +73,16 @@ class Reader:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise InvalidLoss("a name is a letter or underscore followed by letters, digits and underscores")
         if name in self._places:
-            raise InvalidLoss("there is another node of this name")
+            raise InvalidLoss("another node has this name")
         if not isinstance(target, str) or len(target) > MAX_TEXT:
-            raise InvalidLoss(f"the target must be a text of at most {MAX_TEXT} characters")
+            raise InvalidLoss(f"the target must be a string of at most {MAX_TEXT} characters")
         if not isinstance(args, list) or not isinstance(kwargs, dict):
             raise InvalidLoss("args must be a list and kwargs an object")
         if op == "placeholder":
             if self.calls:
-                raise InvalidLoss("placeholders stand before all other nodes")
+                raise InvalidLoss("placeholders must precede all other nodes")
             if args or kwargs:
-                raise InvalidLoss("a placeholder has no default")
+                raise InvalidLoss("a placeholder cannot have a default")
             if target in self.inputs:
                 raise InvalidLoss(f"there is another placeholder for {target!r}")
             self.inputs.append(target)
@@ -95,16 +95,16 @@ class Reader:
                 check_attribute(*args[1:])
         elif op == "output":
             if len(args) != 1 or kwargs:
-                raise InvalidLoss("an output has one argument: what is returned")
+                raise InvalidLoss("an output has one argument, the value to return")
             self.output = [self._decode(args[0], 0)]
         else:
-            raise InvalidLoss(f"op {op!r:.40} is not taken; a loss reads its inputs and calls functions and methods")
+            raise InvalidLoss(f"op {op!r:.40} is not supported; a loss has inputs, functions and methods")
         self._places[name] = len(self._places)
 
     def _arguments(self, op: str, args: list[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for key in kwargs:
             if not NAME.fullmatch(key):
-                raise InvalidLoss(f"the argument {key!r:.140} is not taken")
+                raise InvalidLoss(f"the argument {key!r:.140} is not supported")
         named = functions.without_forbidden(op, kwargs)
         return tuple(self._decode(arg, 0) for arg in args), {key: self._decode(arg, 0) for key, arg in named.items()}
 
@@ -115,9 +115,9 @@ class Reader:
                 f"arguments may be nested {MAX_DEPTH} deep, and all nodes together may have {MAX_VALUES} of them"
             )
         if isinstance(value, int) and not -MAX_INT <= value < MAX_INT:
-            raise InvalidLoss("a whole number that no tensor can hold")
+            raise InvalidLoss("an integer is too large for a tensor")
         if isinstance(value, str) and len(value) > MAX_TEXT:
-            raise InvalidLoss(f"a text of more than {MAX_TEXT} characters")
+            raise InvalidLoss(f"a string has more than {MAX_TEXT} characters")
         if value is None or isinstance(value, bool | float | int | str):
             return value
         if isinstance(value, list):
@@ -125,13 +125,13 @@ class Reader:
         if isinstance(value, dict) and len(value) == 1:
             ((kind, content),) = value.items()
             return self._decode_object(kind, content, depth)
-        raise InvalidLoss("an argument is a number, text, list, or an object with one key, such as {'ref': name}")
+        raise InvalidLoss("an argument must be a number, string, list or object with one key, such as {'ref': name}")
 
     def _decode_object(self, kind: str, content: Any, depth: int) -> Any:
         if kind == "ref":
             place = self._places.get(content) if isinstance(content, str) else None
             if place is None:
-                raise InvalidLoss(f"it refers to {content!r:.140}, which no node before it is called")
+                raise InvalidLoss(f"it refers to {content!r:.140}, but no earlier node has this name")
             return Ref(place)
         if kind == "tuple" and isinstance(content, list):
             return tuple(self._decode(part, depth + 1) for part in content)
@@ -142,18 +142,14 @@ class Reader:
         if kind == "ellipsis" and content is True:
             return Ellipsis
         if kind == "device" and isinstance(content, str) and _DEVICE.fullmatch(content):
-            return torch.device("cpu")  # stands for wherever the loss runs
+            return torch.device("cpu")  # replaced by the device of the run
         if isinstance(content, str) and content in _CONSTANTS.get(kind, {}):
             return _CONSTANTS[kind][content]
         raise InvalidLoss(f"the argument {{{kind!r:.40}: {content!r:.40}}} is not known")
 
 
 def check_attribute(name: Any = None, *_: Any) -> None:
-    """Checks that a graph may read an attribute.
-
-    Raises:
-        InvalidLoss: If it may not.
-    """
+    """Raises `InvalidLoss` if a graph cannot read an attribute."""
     if not isinstance(name, str) or name not in ATTRIBUTES:
         raise InvalidLoss(f"the attribute {name!r:.140} cannot be read; known are {', '.join(sorted(ATTRIBUTES))}")
 
@@ -183,11 +179,11 @@ def encode_value(value: Any, names: Sequence[str]) -> Any:
     for kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):
         if isinstance(value, kind):
             return {kind.__name__: str(value).removeprefix("torch.")}
-    raise InvalidLoss(f"{type(value).__name__} has no place in a graph; use numbers, text, tensors, and lists of them")
+    raise InvalidLoss(f"a graph cannot contain {type(value).__name__}; use numbers, strings, tensors and lists")
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns nested tuples, lists, dicts and slices with everything in them changed."""
+    """Applies a function to every item of nested tuples, lists, dicts and slices."""
     if isinstance(value, tuple):
         return tuple(mapped(part, change) for part in value)
     if isinstance(value, list):
@@ -200,7 +196,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yields everything in nested tuples, lists, dicts and slices."""
+    """Yields the items of nested tuples, lists, dicts and slices."""
     if isinstance(value, slice):
         value = (value.start, value.stop, value.step)
     if isinstance(value, tuple | list | dict):
@@ -211,5 +207,5 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def refs(value: Any) -> list[int]:
-    """Returns the positions that an argument refers to."""
+    """Returns the positions of the nodes that an argument refers to."""
     return [part.node for part in leaves(value) if isinstance(part, Ref)]

@@ -1,4 +1,4 @@
-"""The limits of one run of a graph, and the meter of what it uses."""
+"""The limits of one run of a graph, and a meter for its use of memory and time."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Limits:
     """The limits of one run of a graph.
 
     Args:
-        elements: The elements of one value.
-        total: The elements that all calls together read and write, which also bounds the cost of the backward.
-        seconds: The time until the last call must have started.
+        elements: The number of elements of one value.
+        total: The number of elements that all calls together read and write, which also bounds the backward.
+        seconds: The time in which the last call must have started.
         memory: The bytes of one value, and of all new values together, because a backward may keep all of them.
         deadline: The time of `time.monotonic` at which the run is stopped, even before `seconds` have passed.
     """
@@ -50,12 +50,12 @@ class Meter:
         """Raises if a value is too large, or of a kind that a graph cannot hold."""
         if isinstance(value, Tensor):
             if value.ndim > _MAX_RANK:
-                raise InvalidLoss(f"node {node.name!r}: a tensor of {value.ndim} dimensions; {_MAX_RANK} are taken")
+                raise InvalidLoss(f"node {node.name!r}: {value.ndim} dimensions; at most {_MAX_RANK} are allowed")
             self.elements(node, value.numel(), value.dtype.itemsize)
         elif isinstance(value, tuple | list):
-            # Flat and short, because nested sequences can hold more than there is time to look at.
+            # Flat and short, because checking nested sequences could take too long.
             if len(value) > MAX_PIECES:
-                raise InvalidLoss(f"node {node.name!r}: {len(value)} values at once; at most {MAX_PIECES} are taken")
+                raise InvalidLoss(f"node {node.name!r}: {len(value)} values at once; at most {MAX_PIECES} are allowed")
             for part in value:
                 if isinstance(part, tuple | list):
                     raise InvalidLoss(f"node {node.name!r}: {node.target} returns sequences of sequences")
@@ -70,8 +70,8 @@ class Meter:
         """Raises if a tensor has too many elements."""
         if count > (most := min(self._limits.elements, self._limits.memory // itemsize)):
             raise InvalidLoss(
-                f"node {node.name!r}: {node.target} would make a tensor of {count:.3g} elements; at most {most:.3g} "
-                "are taken"
+                f"node {node.name!r}: {node.target} would create a tensor of {count:.3g} elements; at most "
+                f"{most:.3g} are allowed"
             )
 
     def keep(self, node: Node, size: int) -> None:
@@ -80,7 +80,7 @@ class Meter:
         if self._kept > self._limits.memory:
             raise InvalidLoss(
                 f"node {node.name!r}: up to here the loss takes {self._kept / 2**30:.3g} GiB of memory; at most "
-                f"{self._limits.memory / 2**30:.3g} GiB are taken. Use a smaller batch, or fewer operations on large "
+                f"{self._limits.memory / 2**30:.3g} GiB are allowed. Use a smaller batch, or fewer operations on large "
                 "tensors."
             )
 
@@ -90,6 +90,6 @@ class Meter:
         if self._total > self._limits.total:
             raise InvalidLoss(
                 f"node {node.name!r}: up to here the loss reads and writes {self._total:.3g} elements; at most "
-                f"{self._limits.total:.3g} are taken. Use a smaller batch, or fewer operations on large tensors; "
-                "products of matrices count least in float32."
+                f"{self._limits.total:.3g} are allowed. Use a smaller batch, or fewer operations on large tensors; "
+                "matrix products count least in float32."
             )

@@ -1,6 +1,6 @@
-"""Python's operators and `math` for values of a graph: tensors as they are, numbers only while they stay small.
+"""Python's operators and `math` for the values of a graph, with a limit for the size of numbers.
 
-The originals would let a few bytes fill the memory: `10 ** 10 ** 9`, `"a" * 10 ** 9`, `"%1000000000d" % 1`.
+Without it, a few bytes could exhaust the memory: `10 ** 10 ** 9`, `"a" * 10 ** 9`, `"%1000000000d" % 1`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 def _joined(tuples: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
-    """Joins shapes. Only tuples of numbers: tuples of tuples could double with every node."""
+    """Joins tuples of numbers, such as shapes; tuples of tuples could double with every node."""
     if sum(len(each) for each in tuples) > MAX_TUPLE:
         raise InvalidLoss(f"a tuple of more than {MAX_TUPLE} values")
     parts = tuple(part for each in tuples for part in each)
@@ -54,7 +54,7 @@ def _check_growth(name: str, base: float, exponent: float) -> None:
     if isinstance(base, int) and isinstance(exponent, int) and exponent > 0:
         bits = exponent if name == "lshift" else exponent * math.log2(max(2, abs(base)))
         if bits > 63:
-            raise InvalidLoss(f"operator.{name}({base}, {exponent}) is larger than any whole number that tensors hold")
+            raise InvalidLoss(f"operator.{name}({base}, {exponent}) is larger than any integer of a tensor")
 
 
 def number(value: Any) -> Any:
@@ -65,7 +65,7 @@ def number(value: Any) -> Any:
     """
     if isinstance(value, int | float) and not (isinstance(value, int) and not -MAX_INT <= value < MAX_INT):
         return value
-    raise InvalidLoss(f"{type(value).__name__} is no number, or one that tensors cannot hold")
+    raise InvalidLoss(f"{type(value).__name__} is not a number, or is too large for a tensor")
 
 
 def _math(name: str) -> Callable[..., Any]:

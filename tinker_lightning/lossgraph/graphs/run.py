@@ -1,8 +1,8 @@
 """Runs a graph with bounded memory and time.
 
-Before a graph runs on tensors it runs on shapes: torch's `meta` device determines the shape that each call would return
-without computing values. So a call that would fill the memory raises before it is made. If the size of a value depends
-on values (`x[mask]`), the calls after it are checked one by one while they run.
+Before a graph runs on tensors, it runs on shapes: torch's `meta` device determines the shape of each result without
+computing values, so a call that would exhaust the memory raises before it is made. After a call whose result has a size
+that depends on values (`x[mask]`), each call is checked right before it runs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 DEFAULT_LIMITS = Limits()
 _META = torch.device("meta")
-_KEPT_PLANS = 4096  # one for each length that datums have
-# Sequences are handled item by item; each takes as long as this many elements of a tensor.
+_KEPT_PLANS = 4096  # one per length of datums
+# Sequences are processed item by item; each item takes as long as this many elements of a tensor.
 _MAX_PARTS = 4 * MAX_PIECES
 _PART_WORK = 1024
 
@@ -48,7 +48,7 @@ class Program:
         """Returns the result of the graph for these values: tensors and numbers.
 
         Raises:
-            InvalidLoss: If a call fails, or takes more than the limits; names the node.
+            InvalidLoss: If a call fails or exceeds the limits. The message contains the node.
         """
         checked = self.check(values, limits)
         devices = {value.device for value in values if isinstance(value, Tensor)}
@@ -73,7 +73,7 @@ class Program:
             The number of calls, from the first, that stay within the limits for all values of these shapes.
 
         Raises:
-            InvalidLoss: If a call cannot take its arguments, or takes more than the limits; names the node.
+            InvalidLoss: If a call fails or exceeds the limits. The message contains the node.
         """
         key = (limits, *(_signature(value) for value in values))
         if key in self._plans:
@@ -120,23 +120,23 @@ def _attempt(node: Node, function: Function, args: Any, kwargs: Any, meter: Mete
 
 
 def _check_dynamic(node: Node, function: Function, args: Any, kwargs: Any, meter: Meter) -> bool:
-    """Returns whether the size of a call's result depends on values; it is then bounded by its arguments."""
+    """Returns whether the size of a result depends on values; counts the largest possible result if so."""
     is_item = node.target == "operator.getitem"
     if not (function.is_dynamic or (is_item and len(args) == 2 and is_mask(args[1]))):
         return False
     given = _tensors([args, kwargs])
-    # A mask that is broadcast against a smaller tensor picks from what that becomes.
+    # A mask may be broadcast with a smaller tensor.
     picked = max((0 if is_item else broadcast(*given), *(tensor.numel() for tensor in given)))
     rank = max((tensor.ndim for tensor in given), default=0)
     meter.add(node, picked * (rank + 2))
-    # Values as they are, or the places of those that are true.
+    # The selected values, or the indices of the true ones.
     itemsize = max((tensor.dtype.itemsize for tensor in given), default=0)
     meter.keep(node, picked * (itemsize if is_item else max(itemsize, 8 * rank)))
     return True
 
 
 def _new_bytes(args: Any, kwargs: Any, result: Any) -> int:
-    """Returns the memory of a call's result that its arguments do not have already; views have none."""
+    """Returns the bytes of a result that it does not share with the arguments."""
     known = {tensor.untyped_storage()._cdata for tensor in _tensors([args, kwargs])}
     storages = (tensor.untyped_storage() for tensor in _tensors(result))
     return sum({each._cdata: each.nbytes() for each in storages if each._cdata not in known}.values())
@@ -149,8 +149,8 @@ def _call(node: Node, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         raise InvalidLoss(f"node {node.name!r}: {error}") from error
     except NotImplementedError as error:
         raise InvalidLoss(
-            f"node {node.name!r}: how large the result of {node.target} is depends on values, so that it cannot be "
-            "checked before it runs; write it with torch.where and sums"
+            f"node {node.name!r}: the size of the result of {node.target} depends on values, so it cannot be checked "
+            "before it runs; use torch.where and sums"
         ) from error
     except Exception as error:
         reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
@@ -158,19 +158,19 @@ def _call(node: Node, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _count_parts(node: Node, environment: list[Any], meter: Meter) -> None:
-    """Counts the items of the sequences that a call refers to; each reference counts, also to the same one."""
+    """Counts the items of the sequences that a call refers to, once per reference."""
     given = (environment[place] for place in refs([node.args, dict(node.kwargs)]))
     parts = sum(len(value) for value in given if isinstance(value, tuple | list))
     if parts > _MAX_PARTS:
-        raise InvalidLoss(f"node {node.name!r}: {node.target} is given {parts} values; at most {_MAX_PARTS} are taken")
-    if node.target != "operator.getitem":  # which looks at one
+        raise InvalidLoss(f"node {node.name!r}: {node.target} gets {parts} values; at most {_MAX_PARTS} are allowed")
+    if node.target != "operator.getitem":  # which reads only one
         meter.add(node, _PART_WORK * parts)
 
 
 def _resolve(
     node: Node, function: Function, environment: list[Any], device: torch.device
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Returns a call's arguments; every device becomes that of the run."""
+    """Returns the arguments of a call; every device is replaced by that of the run."""
     args = [_fill(arg, environment, device) for arg in node.args]
     kwargs = {key: _fill(arg, environment, device) for key, arg in node.kwargs.items()}
     if function.is_factory:
@@ -189,7 +189,7 @@ def _fill(value: Any, environment: list[Any], device: torch.device | None = None
 
 
 def _shape_of(value: Any) -> Any:
-    """Returns a value with the shapes and dtypes of its tensors, but none of their memory."""
+    """Returns a value with tensors on the meta device, which have no memory."""
 
     def shape(part: Any) -> Any:
         if isinstance(part, Tensor):
@@ -208,7 +208,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _last_uses(graph: Graph) -> list[list[int]]:
-    """Returns, for each call, the positions that no later call needs."""
+    """Returns, for each call, the positions of the values that no later call needs."""
     last = {place: i for i, node in enumerate(graph.calls) for place in refs([node.args, dict(node.kwargs)])}
     freed: list[list[int]] = [[] for _ in graph.calls]
     for place in last.keys() - {*refs(graph.output)}:

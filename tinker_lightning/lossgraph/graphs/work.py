@@ -1,6 +1,6 @@
-"""Estimates of the work and the memory of calls that need more than reading arguments and writing results.
+"""Estimates of the work and memory of calls that do more than read their arguments and write their results.
 
-Work is counted in elements that take as long to read.
+Work is measured in elements that take as long to read.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from tinker_lightning.lossgraph.graphs.guards import check_index, is_mask
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# The dtypes with fast matrix products. For others torch runs a plain loop, which takes a hundred times as long or more,
-# depending on the memory layout of the matrices.
+# The dtypes with fast matrix products. For others torch runs a plain loop, which is at least a hundred times slower for
+# some memory layouts.
 _QUICK = (torch.float32, torch.float64)
 # The names of torch's parameters for the operands of products: the left one, then the right one.
 _FACTORS = ("input", "other", "mat2", "vec", "tensor")
 
 
 def product_work(*args: Any, **kwargs: Any) -> int:
-    """Returns the work of a product: each element of the left meets each column of the right."""
+    """Returns the work of a product: each element on the left is multiplied with each column on the right."""
     left, right = _factors(args, kwargs)
     columns = right.shape[-1] if right.ndim > 1 else 1
     batch = int(torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]).numel())
@@ -51,10 +51,9 @@ def product_inside(*args: Any, **kwargs: Any) -> int:
 
 
 def inner_work(*args: Any, **kwargs: Any) -> int:
-    """Returns the work of `inner`: each row of the left meets each row of the right."""
+    """Returns the work of `inner`: each row on the left is multiplied with each row on the right."""
     left, right = _factors(args, kwargs)
-    meetings = left.numel() * right.numel() // max(1, right.shape[-1] if right.ndim else 1)
-    return _multiplications(meetings, left, right)
+    return _multiplications(left.numel() * right.numel() // max(1, right.shape[-1] if right.ndim else 1), left, right)
 
 
 def einsum_work(equation: str, *operands: Any) -> int:
@@ -72,7 +71,7 @@ def einsum_work(equation: str, *operands: Any) -> int:
 
 
 def sorting_work(input: Tensor, *_: Any, **__: Any) -> int:  # noqa: A002  # torch's name
-    """Returns the work of sorting: an element takes as long as reading several."""
+    """Returns the work of sorting."""
     return 16 * input.numel()
 
 
@@ -83,14 +82,14 @@ def setitem_work(value: Any, index: Any, _: Any) -> int:
 
 
 def joined(*args: Any, **kwargs: Any) -> int:
-    """Returns the number of elements of all tensors together, which are concatenated."""
+    """Returns the number of elements of all tensors, which are concatenated."""
     return sum(value.numel() for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
 
 def broadcast(*args: Any, **kwargs: Any) -> int:
-    """Returns the number of elements after broadcasting, which a reduction hides from the result."""
+    """Returns the number of elements after broadcasting, which can be more than the result after a reduction has."""
     shapes = [value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     try:
         return int(torch.broadcast_shapes(*shapes).numel())
     except RuntimeError:
-        return 0  # they do not meet element by element
+        return 0  # not an elementwise operation

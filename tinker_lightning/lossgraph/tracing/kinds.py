@@ -1,4 +1,4 @@
-"""Tells what a recorded call returns: of what kind it is, and whether it may share memory with its arguments."""
+"""Properties of the result of a recorded call: its kind, and whether it may share memory with an argument."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def kind_of(op: str, target: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def rank_of(kind: Kind, target: str, args: Sequence[Any]) -> int | None:
-    """Returns the length of a shape, if it is known: that of an input's shape, or a slice of it."""
+    """Returns the length of a shape, if it is known: the shape of an input, or a slice of it."""
     if kind != "shape" or not isinstance(args[0], Value) or args[0].node.rank is None:
         return None
     if target != "operator.getitem":
@@ -76,7 +76,7 @@ def rank_of(kind: Kind, target: str, args: Sequence[Any]) -> int | None:
 
 
 def picks_view(index: Any) -> bool:
-    """Returns whether an index picks a view: numbers, slices, None and Ellipsis do, tensors and lists do not."""
+    """Returns whether an index creates a view: numbers, slices, None and Ellipsis do, tensors and lists do not."""
     return all(
         part.node.kind == "number"
         if isinstance(part, Value)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """A line of the user's code, and the library that it calls, if any. As a string it starts a message."""
+    """A line of the user's code, and the library that it calls, if any. Its string is the start of a message."""
 
     line: str
     library: str = ""

@@ -1,11 +1,11 @@
-"""Records a loss function as a graph, by calling it once with stand-ins that record what is done to them.
+"""Records a loss function as a graph, by calling it once with stand-ins that record every operation.
 
-What Python itself does (loops, branches on settings, f-strings) happens while tracing and leaves no trace. What would
-need the value of a tensor (a branch on it, `float(x)`, numpy) is refused, with the line.
+Python itself (loops, branches on settings, f-strings) runs while tracing and is not recorded. An operation that needs
+the value of a tensor (a branch on it, `float(x)`, numpy) raises an error that names the line.
 
-A graph never changes a tensor. `x += y`, `x[i] = y` and `x.clamp_(0)` are recorded as functions that return a new
-tensor, which the stand-in has from then on, as do those that it is a part of: after `row = x[0]`, `row += 1` changes
-`x` too. A stand-in that shares memory in another way, e.g. `x.view(-1)`, cannot be used after such a change.
+A graph never modifies a tensor. `x += y`, `x[i] = y` and `x.clamp_(0)` are recorded as functions that return a new
+tensor, which replaces the value of the stand-in and of those that it is a view of: after `row = x[0]`, `row += 1`
+changes `x` too. Other stand-ins that share its memory, e.g. `x.view(-1)`, cannot be used after such a change.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tinker_lightning.lossgraph.tracing.values import (
     Value,
     needs_value,
     raised,
-    refuse,
+    reject,
     stand_ins,
 )
 
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 
 # While tracing, torch.fx replaces functions of `math`, some of torch and methods of modules for the whole process.
 _ONE_AT_A_TIME = threading.RLock()
-# Where losses find functions of torch. torch.fx replaces those by functions that look for stand-ins first: torch itself
-# would ask for the type of a number, accepts sizes one by one only if the first is a Python number, and would read the
-# memory of a stand-in in the place of a dtype.
+# Modules whose functions torch.fx replaces by functions that look for stand-ins first. The originals would ask for the
+# type of a number, accept single sizes only if the first is a Python number, and read the memory of a stand-in that is
+# passed as a dtype.
 _MODULES = (torch, torch.nn.functional, torch.special, torch.linalg, torch.nn.utils.rnn)
 _NOT_LISTED = (torch.empty, torch.rand, torch.randn, torch.finfo, torch.iinfo, torch.can_cast, torch.promote_types)
 _WRAPPED = (
@@ -75,12 +75,12 @@ def record(fn: Callable[..., Any], body: Callable[[Recorder], Any]) -> Graph:
     """Returns the graph of a function.
 
     Args:
-        fn: The function that the user wrote.
-        body: Calls it with stand-ins that it gets from the recorder, and returns what the graph is to return.
+        fn: The user's function.
+        body: Calls the function with stand-ins from the recorder, and returns the output of the graph.
 
     Raises:
-        LossNotTraceable: If a graph cannot express it; names the line.
-        InvalidInput: If it calls a loss of the library, and that raises.
+        LossNotTraceable: If the function cannot be traced. The message contains the line.
+        InvalidInput: If the function calls a loss of the library, and that raises.
         NeedsSettings: If Python needs the values of settings.
     """
     recorder = Recorder()
@@ -88,20 +88,20 @@ def record(fn: Callable[..., Any], body: Callable[[Recorder], Any]) -> Graph:
 
     def run() -> None:
         with ExitStack() as stack:
-            # Autocast around the decoration is not part of the function, and the server does not know about it.
+            # Autocast around the decorator is not part of the function.
             for device, _ in Modes.current().autocast:
                 stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(_Factories(recorder))
             stack.enter_context(torch.enable_grad())
             result = body(recorder)
-            if raised:  # and caught by the function
+            if raised:  # but caught by the function
                 raise raised[0]
             returned.append(recorder.create_arg(result))
 
     def driver() -> None:
         run()
 
-    # torch.fx looks for functions of `math` in the globals of what it traces; those have to be the user's.
+    # torch.fx replaces functions of `math` in the globals of the traced function, so these must be the user's.
     traced = types.FunctionType(driver.__code__, globals_of(fn), closure=driver.__closure__)
     with _ONE_AT_A_TIME:
         raised.clear()
@@ -111,10 +111,10 @@ def record(fn: Callable[..., Any], body: Callable[[Recorder], Any]) -> Graph:
         except (LossNotTraceable, NeedsSettings):
             raise
         except Exception as error:
-            if raised:  # and turned into another exception on the way
+            if raised:  # but converted to another exception
                 raise raised[0] from error
             if isinstance(error, InvalidInput) and not isinstance(error, InvalidLoss):
-                raise  # a loss of the library does not accept a setting, or needs an input
+                raise  # from a loss of the library: a setting is invalid, or an input is missing
             reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
             raise LossNotTraceable(f"{place_of(error)}{reason.partition(chr(10))[0][:300]}. {WAYS_OUT}") from error
 
@@ -135,7 +135,7 @@ class Recorder(fx.Tracer):
         self._detached: dict[Ref, Ref] = {}
 
     def input(self, target: str, rank: int | None = None, *, has_grad: bool = False) -> Value:
-        """Returns the stand-in for an input: a tensor of `rank` dimensions, if that is known, or a setting's number."""
+        """Returns the stand-in for a tensor with `rank` dimensions, or any number if None, or for a setting."""
         if target not in self.inputs:
             kind: Kind = "number" if target.startswith(SETTING) else "tensor"
             memories = {Memory(): 0} if kind == "tensor" else {}
@@ -160,13 +160,13 @@ class Recorder(fx.Tracer):
         ]
         try:
             graph = Graph(tuple(self.inputs), calls, mapped(output, place))
-            decoded = Graph.decode(graph.encode())  # as the server does, so that it raises here already
+            decoded = Graph.decode(graph.encode())  # as on the server, so that errors are raised here already
         except InvalidLoss as error:
             raise LossNotTraceable(f"{error}. {WAYS_OUT}") from error
         return replace(decoded, places=self._places)
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> Value:
-        """Records a call, which torch.fx and stand-ins pass on."""
+        """Records a call, on behalf of torch.fx and stand-ins."""
         name = target if kind == "call_method" else target_name(target)
         method = name.removeprefix("torch.Tensor.")
         if method in IN_PLACE and (kind == "call_method" or method != name):
@@ -179,11 +179,11 @@ class Recorder(fx.Tracer):
     def call(self, op: str, target: str, args: Any, kwargs: Any) -> Value:
         """Records a call of a function or method on the allow-list; under `torch.no_grad`, of detached tensors."""
         if not torch.is_grad_enabled() and within(torch.autograd.function.__file__, "apply"):
-            refuse("it has a custom backward, which a graph cannot hold; write it with detach()")
+            reject("it has a custom backward, which a graph cannot hold; write it with detach()")
         if Modes.current().autocast:
-            refuse("it computes under torch.autocast, which a graph does not hold; cast with x.to(torch.bfloat16)")
+            reject("it computes under torch.autocast, which a graph does not hold; cast with x.to(torch.bfloat16)")
         if target in ("torch.finfo", "torch.iinfo"):
-            refuse(
+            reject(
                 "it asks for the limits of a tensor's dtype, which is not known while tracing; name a dtype, as in "
                 "torch.finfo(torch.float32).min"
             )
@@ -198,7 +198,7 @@ class Recorder(fx.Tracer):
         except InvalidLoss as error:
             if isinstance(error, LossNotTraceable):
                 raise
-            refuse(str(error))
+            reject(str(error))
         given = stand_ins([args, kwargs])
         kind = kind_of(op, target, args, kwargs)
         traced = Traced(
@@ -208,7 +208,7 @@ class Recorder(fx.Tracer):
             rank=rank_of(kind, target, args),
         )
         if kind in ("tensor", "tuple"):
-            # Taking a part out of a tuple computes nothing, so it has its gradient also under no_grad.
+            # Indexing a tuple computes nothing, so the item keeps its gradient under no_grad.
             is_part = bool(given) and given[0].node.kind == "tuple"
             ends = target.endswith("detach") or (target in GETATTR and args[1] == "data")
             traced.has_grad = (torch.is_grad_enabled() or is_part) and not ends and any(v.node.has_grad for v in given)
@@ -230,7 +230,7 @@ class Recorder(fx.Tracer):
         return Ref(len(self._calls) - 1)
 
     def create_arg(self, a: Any) -> Any:
-        """Returns an argument with references in place of stand-ins; tensors from outside are refused."""
+        """Returns an argument with references instead of stand-ins; raises for tensors from outside."""
         return mapped(a, self._argument)
 
     def _argument(self, value: Any) -> Any:
@@ -243,14 +243,14 @@ class Recorder(fx.Tracer):
                 self._detached[traced.ref] = self._add("call_method", "detach", (traced.ref,), {})
             return self._detached[traced.ref]
         if isinstance(value, Tensor):
-            refuse(
+            reject(
                 f"it uses a tensor of shape {list(value.shape)} from outside. Give it to the loss among its inputs, or "
                 "use a number (.item()) or a list (.tolist()) in its place"
             )
         if isinstance(value, np.generic):
             return value.item()
         if isinstance(value, np.ndarray):
-            refuse("it uses a numpy array from outside. Give it to the loss among its inputs")
+            reject("it uses a numpy array from outside. Give it to the loss among its inputs")
         encode_value(value, ())
         return value
 
@@ -258,17 +258,17 @@ class Recorder(fx.Tracer):
         """Records `tensor[index] = item`."""
         view = item.node if isinstance(item, TensorValue) else None
         if view and view.base is not None and view.base.node is tensor.node and view.index is index:
-            return  # the end of `tensor[index] += y`, which has changed the tensor already
+            return  # the last step of `tensor[index] += y`, which has already changed the tensor
         self._write(tensor, self.call("call_function", "operator.setitem", (tensor, index, item), {}))
 
     def in_place(self, tensor: TensorValue, name: str, other: Any) -> TensorValue:
-        """Records `tensor += other` and the like."""
+        """Records an augmented assignment such as `tensor += other`."""
         return self._write(tensor, self.call("call_function", f"operator.{name}", (tensor, other), {}), other)
 
     def _call_in_place(self, method: str, tensor: Any, *args: Any, **kwargs: Any) -> Value:
-        """Records the call of a method that changes its tensor."""
+        """Records the call of a method that modifies its tensor."""
         if not isinstance(tensor, TensorValue):
-            refuse(f"it calls {method} on something else than a tensor")
+            reject(f"it calls {method} on something else than a tensor")
         if method == "zero_":
             return self._write(tensor, torch.zeros_like(tensor))
         if method in ("fill_", "copy_"):
@@ -278,9 +278,9 @@ class Recorder(fx.Tracer):
         return self._write(tensor, self.call("call_method", method[:-1], (tensor, *args), kwargs), args, kwargs)
 
     def _write(self, tensor: TensorValue, result: Any, *operands: Any) -> TensorValue:
-        """Gives a tensor another value, and writes it to the tensors that it is a part of."""
+        """Replaces the value of a tensor, and writes it to the tensors that it is a view of."""
         if any(each.node.kind != "number" for each in stand_ins(operands)):
-            # An operation in place keeps the shape and the dtype.
+            # In-place operations keep the shape and the dtype.
             result = result.expand_as(tensor).type_as(tensor)
         chain = [tensor]
         while chain[-1].node.base is not None:
@@ -288,8 +288,8 @@ class Recorder(fx.Tracer):
         for each in chain:
             self._refresh(each)
             if each.node.has_grad and not torch.is_grad_enabled():
-                refuse(
-                    "under torch.no_grad() it changes a tensor in place that has a gradient; write "
+                reject(
+                    "under torch.no_grad() it modifies a tensor that has a gradient; write "
                     "x = x + (changed - x).detach()"
                 )
         for memory in tensor.node.memories:
@@ -304,20 +304,16 @@ class Recorder(fx.Tracer):
         return tensor
 
     def _refresh(self, value: Value) -> None:
-        """Takes a part of a tensor again if the tensor was changed since.
-
-        Raises:
-            LossNotTraceable: If it shares the memory that was changed in another way.
-        """
+        """Updates a view of a tensor that was modified; raises `LossNotTraceable` if it is not an index of it."""
         traced = value.node
         changed = [memory for memory, version in traced.memories.items() if memory.version != version]
         if not changed:
             return
         if traced.base is None:
-            refuse(
-                "it uses a tensor that shares memory with another one, which was changed in place before "
+            reject(
+                "it uses a tensor that shares memory with another one, which was modified in place before "
                 f"({changed[0].written})",
-                "Use the tensor that was changed, or change a copy: y = x.clone().",
+                "Use the tensor that was modified, or modify a copy: y = x.clone().",
             )
         with torch.set_grad_enabled(traced.with_grad):
             again = self.call("call_function", "operator.getitem", (traced.base, traced.index), {})
@@ -325,41 +321,41 @@ class Recorder(fx.Tracer):
         traced.memories = again.node.memories
 
     def call_module(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Traces through a module; its parameters, if any, are tensors from outside."""
+        """Traces the forward of a module; its parameters are tensors from outside."""
         del m
         return forward(*args, **kwargs)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Refuses a branch."""
+        """Raises for a branch."""
         needs_value(obj, "it branches on the value or size of a tensor (if, and, or, not, max, assert)")
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         """Returns the entries of a shape whose length is known."""
         traced: Traced = obj.node  # type: ignore[assignment]
         if traced.kind != "shape":
-            needs_value(obj, "it loops over a tensor, or takes a batch that is one tensor for a list")
+            needs_value(obj, "it loops over a tensor, or over a batch that is one tensor and not a list")
         if traced.rank is None:
             needs_value(obj, "it unpacks a shape, which here needs a name for each part: batch, length = x.shape")
         return (obj[i] for i in range(traced.rank))  # type: ignore[index]
 
     def keys(self, obj: fx.Proxy) -> Any:
-        """Refuses `**x`."""
-        needs_value(obj, "it takes a tensor for a dict")
+        """Raises for `**x`."""
+        needs_value(obj, "it uses a tensor as a dict")
 
 
 def _check_kinds(target: str, args: Any, kwargs: Any) -> None:
-    """Refuses tensors where a run would need a Python number or a list."""
+    """Raises for tensors where the call needs a Python number or a list."""
     second = kwargs.get("repeats", kwargs.get("fill_value", args[1] if len(args) > 1 else None))
     is_tensor = isinstance(second, Value) and second.node.kind in ("tensor", "item")
     if target in ("torch.full", "torch.full_like") and is_tensor:
-        raise InvalidLoss(f"{target} fills with a number that is known before; write torch.ones(...) * value")
+        raise InvalidLoss(f"{target} needs a number that does not depend on a tensor; write torch.ones(...) * value")
     if target.endswith("repeat_interleave") and is_tensor:
-        raise InvalidLoss("repeat_interleave takes an integer number of repeats, not a tensor of them")
+        raise InvalidLoss("repeat_interleave takes an integer number of repeats, not a tensor")
     if target.startswith("math.") and any(each.node.kind != "number" for each in stand_ins(args)):
         raise InvalidLoss(f"{target} works on numbers, and .item() is still a tensor; use torch.{target[5:]}")
     if target.rpartition(".")[2] in _OF_LISTS and args and isinstance(args[0], TensorValue):
         raise InvalidLoss(
-            "it joins a list of tensors, but on a server the batch is one tensor already, [B, T], with zeros after the "
+            "it joins a list of tensors, but on a server the batch is already one tensor, [B, T], with zeros after the "
             "end of shorter datums"
         )
 
@@ -368,13 +364,13 @@ def _augmented(name: str) -> Callable[[Any, Any], Any]:
     return lambda self, other: self.tracer.in_place(self, name, other)
 
 
-# A number has none of these, so `n += 1` makes a new one, as in Python.
+# Not for numbers, so that `n += 1` creates a new one, as in Python.
 for _name in _OPERATORS:
     setattr(TensorValue, f"__i{_name.removesuffix('_')}__", _augmented(_name))
 
 
 class _Factories(TorchFunctionMode):
-    """Records tensors that the function makes from numbers, which would otherwise be tensors from outside."""
+    """Records tensors that the function creates from numbers; they would otherwise be tensors from outside."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -384,10 +380,10 @@ class _Factories(TorchFunctionMode):
         kwargs = kwargs or {}
         has_stand_in = bool(stand_ins([args, kwargs]))
         has_tensor = any(isinstance(part, Tensor) for part in leaves([args, kwargs]))
-        # Whether or not it is given a stand-in: torch does not dispatch on one in the place of a number.
+        # Also without a tensor stand-in among the arguments, because torch does not dispatch on stand-ins of numbers.
         if target_name(func) in FUNCTIONS and (has_stand_in or not has_tensor):
             return self._recorder.create_proxy("call_function", func, args, kwargs)
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and not has_stand_in and not has_tensor:
-            refuse(f"it calls {target_name(func)}, which is not among the functions that a server-side loss may call")
+            reject(f"it calls {target_name(func)}, which is not among the functions that a server-side loss may call")
         return result

@@ -19,7 +19,7 @@ from tinker_lightning.lossgraph.tracing.signatures import (
     signature_of,
     wrong_output,
 )
-from tinker_lightning.lossgraph.tracing.values import SETTING, ListValue, NeedsSettings, Value, refuse
+from tinker_lightning.lossgraph.tracing.values import SETTING, ListValue, NeedsSettings, Value, reject
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,19 +45,17 @@ def trace_batch_loss(
     """Traces a function of a batch.
 
     Args:
-        fn: The function. On logits it takes `(model_outputs, loss_fn_inputs, attention_mask, **hyperparameters)` and
-            returns a `LossFnOutput`; on log-probabilities `(data, logprobs, **hyperparameters)`, inputs and
-            log-probabilities stacked to `[B, T]`, and returns `(loss, metrics)`.
-        name: The loss's name.
+        fn: The function, as `custom_loss` takes it.
+        name: The name of the loss.
         source: What it is computed from.
         fixed: Settings that calls cannot change.
-        settings: Settings of a call. Those on which Python decides are fixed to these values.
-        present: The inputs of the batch, for functions that ask. By default every input that they ask for is present.
-        of_lists: Whether it also runs elsewhere, with lists of datums and of log-probabilities. What would give other
-            numbers there is refused.
+        settings: Settings of a call. Those that determine the control flow are fixed to these values.
+        present: The inputs of the batch. By default, every input that the function asks for is present.
+        of_lists: Whether the function also runs locally, with lists of datums and of log-probabilities. Operations that
+            would give other numbers there raise.
 
     Raises:
-        LossNotTraceable: If a graph cannot express it; names the line.
+        LossNotTraceable: If the function cannot be traced. The message contains the line.
     """
     check_name(name)
     fixed = {key: to_python(value) for key, value in (fixed or {}).items()}
@@ -74,7 +72,7 @@ def trace_batch_loss(
         try:
             graph = record(fn, functools.partial(_call, fn, source, hyperparameters, inputs, of_lists))
             break
-        except NeedsSettings as needed:  # what Python decides by settings is decided now, by their values
+        except NeedsSettings as needed:  # the control flow depends on these settings
             must_fix |= needed.names
     description = (inspect.getdoc(fn) or "").partition("\n")[0][:200]
     with blaming_function(fn):
@@ -93,7 +91,7 @@ def trace_datum_loss(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> 
         input_ranks: The number of dimensions of `logprobs` and of each input.
 
     Raises:
-        LossNotTraceable: If a graph cannot express it; names the line.
+        LossNotTraceable: If the function cannot be traced. The message contains the line.
     """
     parameters, name = signature_of(fn).parameters, function_name(fn)
     for each in parameters.values():
@@ -119,10 +117,10 @@ def trace_datum_loss(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> 
 
 
 def read_hyperparameters(fn: Callable[..., Any], source: Source) -> dict[str, Setting]:
-    """Returns the settings of a function with their defaults: the parameters after those that every loss has.
+    """Returns the settings of a function, which are its other parameters, with their defaults.
 
     Raises:
-        InvalidLoss: If it does not have the parameters of its kind, or a setting has no default.
+        InvalidLoss: If the function does not have the parameters of a loss, or a setting has no default.
     """
     signature = signature_of(fn)
     parameters = list(signature.parameters.values())
@@ -172,7 +170,7 @@ def _call(
 
 
 class _Inputs(Mapping[str, Value]):
-    """The inputs by name; remembers which the function reads, and which it asks for."""
+    """Inputs by name; records which of them the function reads, and which it asks for with `in` or `get`."""
 
     def __init__(self, source: Source, present: frozenset[str] | None) -> None:
         self.source = source
@@ -183,12 +181,12 @@ class _Inputs(Mapping[str, Value]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Returns those that a batch must have."""
+        """The inputs that a batch must have."""
         return tuple(self._used | {name: None for name, there in self.asked.items() if there})
 
     def __getitem__(self, name: str) -> Value:
         if not isinstance(name, str):
-            self._refuse(f"it takes datum {name!r:.40} of its data")
+            self._reject(f"it takes datum {name!r:.40} of its data")
         if not self.asked.get(name, True):
             raise KeyError(name)
         assert self.recorder is not None  # noqa: S101  # set before the function runs
@@ -201,21 +199,21 @@ class _Inputs(Mapping[str, Value]):
         return self.asked.setdefault(str(name), self._present is None or name in self._present)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns the input, or the default if the batch has none."""
+        """Returns the input, or the default if the batch does not have it."""
         return self[name] if name in self else default  # noqa: SIM401  # this is `get`
 
     def __iter__(self) -> Iterator[str]:
-        self._refuse("it loops over its data", "it loops over all of its inputs")
+        self._reject("it loops over its data", "it loops over all of its inputs")
 
     def __len__(self) -> int:
-        self._refuse("it counts its data with len()", "it counts its inputs")
+        self._reject("it counts its data with len()", "it counts its inputs")
 
-    def _refuse(self, of_datums: str, of_names: str = "") -> NoReturn:
-        """Refuses what takes it for a list of datums, or needs the names of all inputs."""
+    def _reject(self, of_datums: str, of_names: str = "") -> NoReturn:
+        """Raises for operations on a list of datums, and for those that need the names of all inputs."""
         if of_names and self.source == "logits":
-            refuse(f"{of_names}, which are not known while tracing; name those that it reads")
+            reject(f"{of_names}, which are not known while tracing; name those that it reads")
         name = "data" if self.source == "logprobs" else "loss_fn_inputs"
-        refuse(f"{of_datums}, but on a server {name} are inputs of the batch by name: {name}['weights'] is [B, T]")
+        reject(f"{of_datums}, but on a server {name} are inputs of the batch by name: {name}['weights'] is [B, T]")
 
 
 def _is_number(value: Setting) -> bool:

@@ -1,4 +1,4 @@
-"""Stand-ins for tensors and numbers: they record what is done to them, and refuse what would need their value."""
+"""Stand-ins for tensors and numbers that record operations, and raise for those that need a value."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ WAYS_OUT = (
     "Python, at the cost of a second forward pass."
 )
 SETTING = "hyperparameters."
-# Methods that leave torch. `item` is not one of them: inside a graph a number is a tensor of one element.
+# Methods that leave torch. `item` is not among them, because a graph represents a number as a tensor of one element.
 _LEAVING = ("backward", "numpy", "tolist", "__array__", "retain_grad", "register_hook", "requires_grad_")
 _RANKS = ("dim", "ndimension", "ndim")
 _PARTS = ("values", "indices")  # of what max, sort and topk return
-# Exceptions raised by stand-ins since tracing began. The function may catch one, and would then do something else.
+# Exceptions raised by stand-ins since tracing began. If the function catches one, the trace would be wrong.
 raised: list[Exception] = []
 
 
 class NeedsSettings(Exception):
-    """Python needs the value of something that depends only on these settings, so they have to be fixed."""
+    """Raised if Python needs the value of an expression of these settings, so that they have to be fixed."""
 
     def __init__(self, names: frozenset[str]) -> None:
         super().__init__(names)
@@ -53,16 +53,16 @@ class Memory:
 
 @dataclass(eq=False, slots=True)
 class Traced:
-    """What is known about a stand-in.
+    """The properties of a stand-in.
 
     Args:
-        ref: The call that has its current value.
+        ref: The call that returns its current value.
         kind: What it is in Python.
         inputs: The names of the inputs that it depends on.
         has_grad: Whether gradients flow through it.
         rank: The number of dimensions of a tensor, or the length of a shape, if known.
-        memories: The memory it may share with others, and the version of each that its value belongs to.
-        base: The tensor that it is a part of, as `base[index]`, taken with or without gradients.
+        memories: The memory that it may share with others, and the version of each that its value belongs to.
+        base: The tensor of which it is a view, `base[index]`, created with or without gradients.
         meta: Required by torch.fx.
     """
 
@@ -78,7 +78,7 @@ class Traced:
     meta: dict[str, Any] = field(default_factory=dict)
 
     def become(self, other: Traced) -> None:
-        """Takes the value of another one."""
+        """Takes over the value of another stand-in."""
         self.ref, self.has_grad, self.inputs = other.ref, other.has_grad, other.inputs
 
 
@@ -89,11 +89,11 @@ class Value(fx.Proxy):
 
     @property  # type: ignore[misc]  # read-only
     def __class__(self) -> type:
-        """Refuses `isinstance` in the user's code, whose answer is not known; torch gets the plain answer."""
+        """Raises for `isinstance` in the user's code, whose result is unknown; torch gets the class."""
         if is_outside(sys._getframe(1).f_code.co_filename):
             needs_value(
                 self,
-                "it asks for the type of a number, a size or a tuple: with isinstance, or by a function of torch that "
+                "it asks for the type of a number, a size or a tuple: with isinstance, or by a torch function that "
                 "another module imported by name (call it as torch.arange there, not as arange)",
             )
         return type(self)
@@ -120,7 +120,7 @@ class Value(fx.Proxy):
     def __repr__(self) -> str:
         return str(self) if is_outside(sys._getframe(1).f_code.co_filename) else type(self).__name__
 
-    # Makes numpy's own functions raise instead of doing something else with the stand-in.
+    # Makes functions of numpy raise instead of converting the stand-in.
     __array_ufunc__ = None
 
     @classmethod
@@ -129,7 +129,7 @@ class Value(fx.Proxy):
         return fx.Proxy.__torch_function__(orig_method, types, args, kwargs)
 
 
-def _refusing(reason: str) -> Callable[..., NoReturn]:
+def _needing_value(reason: str) -> Callable[..., NoReturn]:
     return lambda self, *_, **__: needs_value(self, reason)
 
 
@@ -143,14 +143,14 @@ for _name, _reason in {
     "__deepcopy__": "it copies a tensor with Python's copy; use x.clone()",
     "__reduce_ex__": "it copies or pickles a tensor; use x.clone()",
 }.items():
-    setattr(Value, _name, _refusing(_reason))
+    setattr(Value, _name, _needing_value(_reason))
 
 
 class TensorValue(Value, Tensor):  # type: ignore[misc]  # their operators differ in their return types
-    """The stand-in for a tensor. It is a tensor, so `isinstance` gives the right answer, but has no values."""
+    """The stand-in for a tensor. It is a `Tensor`, so that `isinstance` works, but it has no values."""
 
     def __new__(cls, *_: Any) -> Self:
-        """Creates a tensor without memory that could be read by mistake."""
+        """Creates a tensor without memory, so that its values cannot be read by mistake."""
         with torch._C.DisableTorchFunction():
             empty: Self = torch.empty((), device="meta").as_subclass(cls)
         return empty
@@ -171,7 +171,7 @@ class TensorValue(Value, Tensor):  # type: ignore[misc]  # their operators diffe
             return _read(self, k)
         if not callable(getattr(Tensor, k)):
             readable = ", ".join(sorted(ATTRIBUTES))
-            refuse(f"it reads the attribute {k!r}; a server-side loss can read {readable}, and call methods")
+            reject(f"it reads the attribute {k!r}; a server-side loss can read {readable}, and call methods")
         return _method(self, k)
 
     def __getattr__(self, k: str) -> NoReturn:
@@ -182,10 +182,10 @@ class TensorValue(Value, Tensor):  # type: ignore[misc]  # their operators diffe
 
 
 class ListValue(TensorValue):
-    """The stand-in for log-probabilities in a function that may take them for a list with one tensor per datum.
+    """The stand-in for log-probabilities in a function that may expect a list with one tensor per datum.
 
-    On a server they are one tensor. What a list can do too is refused, because it would mean something else there;
-    `logprobs[...]`, which no list has, is the tensor.
+    On a server they are one tensor. Operations that lists support as well raise, because they would mean something
+    else there; `logprobs[...]`, which lists do not support, is the tensor.
     """
 
     def __getitem__(self, index: Any) -> Any:
@@ -212,14 +212,14 @@ TensorValue.__name__ = ListValue.__name__ = "Tensor"  # the name that messages s
 
 
 def _check_index(index: Any) -> None:
-    """Refuses an index that would pick one item of a list."""
+    """Raises if an index would select one item of a list."""
     if not (index is None or index is Ellipsis or isinstance(index, slice | tuple | list)):
         which = f"datum {index}" if isinstance(index, int) else "a datum"
         _no_list(f"it takes the log-probabilities of {which}")
 
 
 def _no_list(reason: str) -> NoReturn:
-    refuse(
+    reject(
         f"{reason}, but on a server they are one tensor, [B, T], with zeros after the end of shorter datums, which a "
         "mean would count",
         "Write it with losses.Batch(data, logprobs), whose tensors are the same everywhere, and its weights; or use "
@@ -234,31 +234,32 @@ def _read(value: Value, attribute: str) -> Any:
 def _method(value: Value, name: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if name in _LEAVING:
-            refuse(f"it calls .{name}(), which leaves torch; keep every value a tensor")
+            reject(f"it calls .{name}(), which leaves torch; keep every value a tensor")
         return value.tracer.create_proxy("call_method", name, (value, *args), kwargs)
 
     return call
 
 
 def stand_ins(value: Any) -> list[Value]:
-    """Returns all stand-ins in nested arguments."""
+    """Returns the stand-ins in nested arguments."""
     return [part for part in leaves(value) if isinstance(part, Value)]
 
 
 def needs_value(value: fx.Proxy, reason: str) -> NoReturn:
-    """Refuses an operation that needs a value.
+    """Raises for an operation that needs a value.
 
     Raises:
-        NeedsSettings: If the value depends on settings only, which can be fixed.
+        NeedsSettings: If the value depends only on settings, which can be fixed.
+        LossNotTraceable: Otherwise.
     """
     inputs: frozenset[str] = value.node.inputs  # type: ignore[attr-defined]
     if inputs and all(name.startswith(SETTING) for name in inputs):
         raised.append(NeedsSettings(frozenset(name.removeprefix(SETTING) for name in inputs)))
         raise raised[-1]
-    refuse(reason)
+    reject(reason)
 
 
-def refuse(reason: str, fix: str = WAYS_OUT) -> NoReturn:
-    """Refuses what the line that is being traced does."""
+def reject(reason: str, fix: str = WAYS_OUT) -> NoReturn:
+    """Raises `LossNotTraceable` for the line that is being traced."""
     raised.append(LossNotTraceable(f"{here()}{reason}. {fix}"))
     raise raised[-1]
