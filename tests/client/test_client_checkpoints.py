@@ -89,7 +89,7 @@ def test_any_client_of_a_server_can_remove_what_another_saved(shared: EmbeddedTr
 
 
 def test_a_path_cannot_lead_to_another_address(recorded: Recorded) -> None:
-    with pytest.raises(InvalidInput, match="is no checkpoint name"):
+    with pytest.raises(InvalidInput, match="is not a valid checkpoint name"):
         recorded.service.delete_checkpoint("tinker://run?x=1#/weights/a%2F..", missing_ok=True)
     (request,) = [request for request in recorded.record.requests if request.method == "DELETE"]
     assert request.path == "/api/v1/training_runs/run?x=1#/checkpoints/weights/a%2F.."

@@ -1,4 +1,4 @@
-"""`@custom_loss`: a Python function of a batch that a server runs under a name."""
+"""`@custom_loss`: registers a Python function of a batch as a server-side loss."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 __all__ = ["LossFnOutput", "ServerLoss", "custom_loss"]
 
 
-# A setting that decides what is computed may change at each step; only the graphs used last are kept.
+# A setting that needs its own graph may change at each step, so only the most recently used graphs are kept.
 _KEPT_UPLOADS = 64
 
 
 class LossServer(Protocol):
-    """Where losses are kept: `ServiceClient.losses`."""
+    """Uploads losses to a server. `ServiceClient.losses` implements it."""
 
     by_name: dict[str, ServerLoss]
 
     def register(self, loss: GraphLoss) -> str:
-        """Uploads a graph; returns the loss's id."""
+        """Uploads a graph and returns the id of the loss."""
 
     def register_function(self, name: str, function: Callable[..., Any], source: Source) -> str:
-        """Hands over the function itself; returns the loss's id."""
+        """Registers the function itself and returns the id of the loss."""
 
 
 class LossClient(Protocol):
@@ -61,16 +61,16 @@ class _Upload:
 
 
 class ServerLoss:
-    """A loss that runs on a server. Call it to compute it locally; pass it, or its name, to `forward_backward`.
+    """A server-side loss. Pass it, or its name, to `forward_backward`; a call runs the function locally.
 
     Args:
-        server: Where it is kept.
-        name: Its name.
+        server: Uploads the loss.
+        name: The name of the loss.
         function: The function.
-        source: What it is computed from.
+        source: What the loss is computed from.
         fixed: Values of hyperparameters that calls cannot change.
-        trace: Whether to send a graph; otherwise the function itself is handed over.
-        of_lists: Whether the function was written for lists of datums and log-probabilities, as `RemoteModule.loss`.
+        trace: Whether to upload a graph instead of the function itself.
+        of_lists: Whether the function was written for lists of datums and log-probabilities, like `RemoteModule.loss`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ServerLoss:
         self._fixed = dict(fixed)
         self._trace = trace
         self._of_lists = of_lists
-        self._uploads: list[_Upload] = []  # the last used at the end
+        self._uploads: list[_Upload] = []  # least recently used first
         self._function_id: str | None = None
         defaults = read_hyperparameters(function, source)
         self._takes_others = takes_others(function)
@@ -110,17 +110,13 @@ class ServerLoss:
         return self.function(*args, **{**self._fixed, **kwargs})
 
     def resolve(self, config: Mapping[str, Any], present: Iterable[str]) -> tuple[str, dict[str, float | str]]:
-        """Returns the id of the loss for a call, and the settings that the call still has to carry.
+        """Returns the id of the loss for a call with these settings and inputs, and the settings to send with it.
 
-        A setting by which the function decides what to compute leads to another graph, as does the lack of an input
-        that the function asks for. It is traced and uploaded at its first use.
-
-        Args:
-            config: The settings of the call.
-            present: The names of the inputs that the batch has.
+        Another value of a fixed setting, or the lack of an optional input, needs another graph, which is traced and
+        uploaded when it is first used.
 
         Raises:
-            InvalidInput: If a setting is unknown, is fixed to another value, or has an invalid value.
+            InvalidInput: If a setting is unknown, fixed to another value, or has an invalid value.
         """
         self._check_fixed(config)
         if not self._trace:
@@ -134,32 +130,28 @@ class ServerLoss:
         return upload.loss_id, carried
 
     def lose(self, loss_id: str) -> None:
-        """Notes that a pass with this id has failed: the server may no longer know it, so the next one uploads it."""
+        """Uploads the loss again at the next call, because a pass failed and the server may have evicted it."""
         if self._function_id == loss_id:
             self._function_id = None
         for upload in list(self._uploads):
             upload.is_there &= upload.loss_id != loss_id
 
     def graphs(self, loss_id: str) -> list[Graph]:
-        """Returns the graph of the loss with this id, as it was traced; none if the function was handed over."""
+        """Returns the graph of the loss with this id, or an empty list if it was not traced."""
         return [upload.loss.program.graph for upload in self._uploads if upload.loss_id == loss_id]
 
     @property
     def reads(self) -> frozenset[str]:
-        """Returns the names of all inputs that it looks at, if it was traced."""
+        """The names of all inputs that the loss can read; empty if it was not traced."""
         return frozenset(name for upload in self._uploads for name in upload.loss.reads)
 
     @property
     def is_of_library(self) -> bool:
-        """Returns whether it is a loss of `tinker_lightning.losses`, whose inputs can be checked locally."""
+        """Whether it is a loss of `tinker_lightning.losses`, whose inputs can be checked locally."""
         return self.source == "logprobs" and is_of_library(self.function)
 
     def checked(self, data: Sequence[Datum], config: Mapping[str, Any]) -> list[Datum]:
-        """Returns the datums to send, if it `is_of_library`.
-
-        Raises:
-            InvalidInput: If the loss would not accept them locally.
-        """
+        """Returns the datums to send for a loss of the library; raises `InvalidInput` if it does not accept them."""
         return checked(self.function, data, {**self._fixed, **config})
 
     def _check_fixed(self, given: Mapping[str, Any]) -> None:
@@ -167,11 +159,11 @@ class ServerLoss:
             if given[name] != self._fixed[name]:
                 raise InvalidInput(
                     f"loss_fn_config: {name} of {self.name} was fixed to {self._fixed[name]!r} by custom_loss and "
-                    f"cannot be {given[name]!r} in a call. Leave it out there, to give it with each call."
+                    f"cannot be {given[name]!r} in a call. Do not pass it to custom_loss if calls should set it."
                 )
 
     def _uploaded(self, config: Mapping[str, Any], present: frozenset[str] | None) -> _Upload:
-        """Returns the graph for these settings and inputs, on the server."""
+        """Returns the graph for these settings and inputs, after uploading it if necessary."""
         values = {**{name: each.default for name, each in self._known.items()}, **config}
         upload = next((each for each in reversed(self._uploads) if each.loss.fits(values, present)), None)
         if upload is None:
@@ -204,28 +196,27 @@ def custom_loss(
     trace: bool = True,
     **fixed: Setting,
 ) -> Callable[[Callable[..., Any]], ServerLoss]:
-    """Makes a function a loss that the server runs; training refers to it by name.
+    """Registers a function as a server-side loss, which training refers to by name.
 
-    On logits it takes `(model_outputs, loss_fn_inputs, attention_mask, **hyperparameters)`: logits `[B, T, V]`, a dict
-    of tensors, a mask `[B, T]` that is 0 on padding; it returns a `LossFnOutput`. On log-probabilities it takes
-    `(data, logprobs, **hyperparameters)`, as the losses of `tinker_lightning.losses` do: a dict of tensors `[B, T]`,
-    and the log-probabilities of the targets; it returns `(loss, metrics)`.
+    On logits the function takes `(model_outputs, loss_fn_inputs, attention_mask, **hyperparameters)`: logits
+    `[B, T, V]`, a dict of tensors, and a mask `[B, T]` that is 0 on padding. It returns a `LossFnOutput`. On
+    log-probabilities it takes `(data, logprobs, **hyperparameters)`, like the losses of `tinker_lightning.losses`: a
+    dict of tensors `[B, T]`, and the log-probabilities of the targets. It returns `(loss, metrics)`.
 
-    The function is traced here and sent as data, not as code. A traced function is the same at every call: what Python
-    decides, it decides while tracing.
+    The function is traced and sent as data, not as code. Python control flow runs only while tracing.
 
     Args:
         client: The client that `connect()` returns, or a training client created by it; they share their losses.
-        name: The loss's name; by default the function's. A lambda has none.
+        name: The name of the loss, by default that of the function. Required for a lambda.
         on: What the loss is computed from.
-        trace: If False, the function itself is handed over: to a trainer in this process as it is, elsewhere pickled,
-            which a server accepts only if it was started with `--allow-pickled-losses`.
+        trace: If False, the function itself is registered in a trainer of this process, or sent pickled, which a server
+            accepts only if it was started with `--allow-pickled-losses`.
         **fixed: Values of hyperparameters that calls cannot change.
 
     Raises:
-        LossNotTraceable: If the function cannot be traced; names the line.
-        InvalidLoss: If the server does not accept it.
-        ServerUnreachable: If there is no server.
+        LossNotTraceable: If the function cannot be traced. The message contains the line.
+        InvalidLoss: If the server does not accept the loss.
+        ServerUnreachable: If the server cannot be reached.
     """
     try:
         server = client.losses

@@ -44,7 +44,7 @@ def serve(
         )
     if allow_pickled_losses and not api_key:
         raise InvalidInput(
-            "--allow-pickled-losses lets whoever reaches the server run any code on this machine, so an API key is "
+            "--allow-pickled-losses lets every client run any code on this machine, so an API key is "
             "needed: pass --api-key KEY too."
         )
     trainer = EmbeddedTrainer(models, data_dir=data_dir, allow_pickled_losses=allow_pickled_losses)

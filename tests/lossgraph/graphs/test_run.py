@@ -178,7 +178,7 @@ def test_the_gradient_of_a_running_product_is_quick() -> None:  # R3.7
 
 
 def test_a_large_input_is_refused_too() -> None:
-    with pytest.raises(InvalidLoss, match="node 'x0': x0 would create a tensor of 1e"):
+    with pytest.raises(InvalidLoss, match="node 'x0': it would create a tensor of 1e"):
         program(method("sum", X))([torch.zeros(1).expand(10**9)])
 
 
@@ -229,7 +229,7 @@ def test_values_whose_size_depends_on_values() -> None:
         call("operator.getitem", Ref(2), 0),
     )
     assert run(*places, x=x).tolist() == [0, 2]
-    with pytest.raises(InvalidLoss, match=r"node 'bomb_2': repeat would|node 'bomb_2': repeat"):
+    with pytest.raises(InvalidLoss, match=r"node 'bomb_2': it would create a tensor of 2e"):
         run(call("operator.gt", X, 0), call("operator.getitem", X, Ref(1)), method("repeat", Ref(2), 10**9), x=x)
 
 

@@ -261,7 +261,7 @@ def is_wrong(logprobs: Tensor, weights: Tensor) -> Any:
     [
         (branches, "if logprobs.sum() > 0:", "branches on the value or size of a tensor"),
         (loops, "for each in logprobs", "loops over a tensor"),
-        (joins, "torch.cat(logprobs)", r"the batch is one tensor already, \[B, T\]"),
+        (joins, "torch.cat(logprobs)", r"the batch is already one tensor, \[B, T\]"),
         (counts, "len(logprobs)", r"len\(\) of a tensor.* use x.shape\[0\]"),
         (ranges, "range(logprobs.shape[0])", "as a Python integer"),
         (captures, "logprobs * LEARNED", r"uses a tensor of shape \[\] from outside"),

@@ -67,7 +67,7 @@ def test_weights_saved_for_sampling_hold_no_optimizer(api: Api) -> None:
     path = api.run("save_weights_for_sampler", body)["path"]
     assert path == f"tinker://{model}/sampler_weights/s"
     failed = load(api, model, 4, path, optimizer=True)
-    assert "holds no optimizer state" in failed["error"]
+    assert "has no optimizer state" in failed["error"]
     assert load(api, model, 5, path, optimizer=False)["path"] == path
 
 

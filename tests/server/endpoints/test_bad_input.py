@@ -189,7 +189,7 @@ def test_nan_and_infinite_weights_are_refused_in_protobuf_too(shared_api: Api, m
         ("load_weights", {"path": "tinker://run/weights/x", "optimizer": 1}, "optimizer: must be true or false"),
         ("load_weights", {"path": "tinker://../weights/x"}, "there is no training run '..'"),
         ("load_weights", {"path": "tinker://run/../x"}, "there is no kind of checkpoint '..'"),
-        ("load_weights", {"path": "tinker://run/weights/.."}, "is no checkpoint name"),
+        ("load_weights", {"path": "tinker://run/weights/.."}, "is not a valid checkpoint name"),
         ("load_weights", {"path": "tinker://run/weights/../../../etc/passwd"}, "tinker://<run>/<kind>/<name>"),
         ("load_weights", {"path": "tinker://a\0b/weights/x"}, "there is no training run"),
     ],
@@ -206,7 +206,7 @@ def test_what_could_lead_out_of_the_folder_is_no_name(shared_api: Api, model: st
     for path in ("save_weights", "save_weights_for_sampler"):
         status, said = refusal(shared_api, path, {"model_id": model, "seq_id": seq, "path": name})
         assert status == 400
-        assert "is no checkpoint name" in said
+        assert "is not a valid checkpoint name" in said
     assert not shared_api.trainer.store.root.exists()
 
 
@@ -248,7 +248,7 @@ def test_bad_models_are_refused(shared_api: Api, body: Any, said: str) -> None:
         ({"sampling_params": {"stop": [""]}}, "sampling_params.stop holds an empty string"),
         ({"sampling_params": {"stop": 5}}, "sampling_params.stop"),
         ({"sampling_params": None}, "sampling_params: missing"),
-        ({"topk_prompt_logprobs": 5}, "topk_prompt_logprobs: this trainer does not offer it"),
+        ({"topk_prompt_logprobs": 5}, "topk_prompt_logprobs: this trainer does not support it"),
         ({"seq_id": None}, "seq_id: missing"),
     ],
 )

@@ -221,7 +221,7 @@ def test_a_sparse_input_that_claims_to_be_huge(shared_api: Api) -> None:
     }
     body["forward_backward_input"]["data"][0]["loss_fn_inputs"]["table"] = table
     failed = shared_api.run("forward_backward", body)
-    assert "table would create a tensor of 1.34e+08 elements" in failed["error"]
+    assert "it would create a tensor of 1.34e+08 elements" in failed["error"]
 
 
 def test_inputs_of_the_batch_and_a_scale_are_only_for_those_who_know_them(shared_api: Api) -> None:
@@ -239,8 +239,8 @@ def test_inputs_of_the_batch_and_a_scale_are_only_for_those_who_know_them(shared
     [
         ({"name": "a b"}, "a loss cannot be called 'a b'"),
         ({"name": None}, "a loss cannot be called None"),
-        ({"name": "cross_entropy"}, "that is the name of a built-in one"),
-        ({"name": "custom"}, "that is the name of a built-in one"),
+        ({"name": "cross_entropy"}, "which is the name of a built-in loss"),
+        ({"name": "custom"}, "which is the name of a built-in loss"),
         ({"source": "weights"}, "source must be one of logits, logprobs"),
         ({"source": "logprobs"}, "the graph reads 'model_outputs', which is not one of its inputs"),
         ({"inputs": "x"}, "inputs must be an object"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from torch import Tensor
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.lossgraph.graphs.guards import MAX_PIECES
 from tinker_lightning.lossgraph.graphs.numbers import number
-
-if TYPE_CHECKING:
-    from tinker_lightning.lossgraph.graphs.graph import Node
 
 _MAX_RANK = 12
 
@@ -46,50 +43,44 @@ class Meter:
         self._total = 0
         self._kept = 0
 
-    def size(self, node: Node, value: Any) -> None:
+    def size(self, value: Any) -> None:
         """Raises if a value is too large, or of a kind that a graph cannot hold."""
         if isinstance(value, Tensor):
             if value.ndim > _MAX_RANK:
-                raise InvalidLoss(f"node {node.name!r}: {value.ndim} dimensions; at most {_MAX_RANK} are allowed")
-            self.elements(node, value.numel(), value.dtype.itemsize)
+                raise InvalidLoss(f"a tensor of {value.ndim} dimensions; at most {_MAX_RANK} are allowed")
+            self.elements(value.numel(), value.dtype.itemsize)
         elif isinstance(value, tuple | list):
             # Flat and short, because checking nested sequences could take too long.
             if len(value) > MAX_PIECES:
-                raise InvalidLoss(f"node {node.name!r}: {len(value)} values at once; at most {MAX_PIECES} are allowed")
+                raise InvalidLoss(f"{len(value)} values at once; at most {MAX_PIECES} are allowed")
             for part in value:
                 if isinstance(part, tuple | list):
-                    raise InvalidLoss(f"node {node.name!r}: {node.target} returns sequences of sequences")
-                self.size(node, part)
+                    raise InvalidLoss("it returns sequences of sequences")
+                self.size(part)
         elif value is not None and not isinstance(value, torch.dtype | torch.device):
-            try:
-                number(value)
-            except InvalidLoss as error:
-                raise InvalidLoss(f"node {node.name!r}: {error}") from error
+            number(value)
 
-    def elements(self, node: Node, count: int, itemsize: int = 4) -> None:
+    def elements(self, count: int, itemsize: int = 4) -> None:
         """Raises if a tensor has too many elements."""
         if count > (most := min(self._limits.elements, self._limits.memory // itemsize)):
-            raise InvalidLoss(
-                f"node {node.name!r}: {node.target} would create a tensor of {count:.3g} elements; at most "
-                f"{most:.3g} are allowed"
-            )
+            raise InvalidLoss(f"it would create a tensor of {count:.3g} elements; at most {most:.3g} are allowed")
 
-    def keep(self, node: Node, size: int) -> None:
+    def keep(self, size: int) -> None:
         """Counts the bytes of new values, which may have to be kept for a backward."""
         self._kept += size
         if self._kept > self._limits.memory:
             raise InvalidLoss(
-                f"node {node.name!r}: up to here the loss takes {self._kept / 2**30:.3g} GiB of memory; at most "
+                f"up to here the loss takes {self._kept / 2**30:.3g} GiB of memory; at most "
                 f"{self._limits.memory / 2**30:.3g} GiB are allowed. Use a smaller batch, or fewer operations on large "
                 "tensors."
             )
 
-    def add(self, node: Node, work: int) -> None:
+    def add(self, work: int) -> None:
         """Counts the elements that a call reads, computes and writes."""
         self._total += work
         if self._total > self._limits.total:
             raise InvalidLoss(
-                f"node {node.name!r}: up to here the loss reads and writes {self._total:.3g} elements; at most "
-                f"{self._limits.total:.3g} are allowed. Use a smaller batch, or fewer operations on large tensors; "
-                "matrix products count least in float32."
+                f"up to here the loss reads and writes {self._total:.3g} elements; at most {self._limits.total:.3g} "
+                "are allowed. Use a smaller batch, or fewer operations on large tensors; matrix products count least "
+                "in float32."
             )

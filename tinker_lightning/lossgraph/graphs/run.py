@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from tinker_lightning.lossgraph.graphs.limits import Limits, Meter
 from tinker_lightning.lossgraph.graphs.work import broadcast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from tinker_lightning.lossgraph.graphs.functions import Function
     from tinker_lightning.lossgraph.graphs.graph import Graph
@@ -56,12 +57,13 @@ class Program:
         environment: list[Any] = [*values, *(None for _ in self.graph.calls)]
         meter = Meter(limits)
         for i, node, function in self._calls("the loss has run for", limits):
-            if i >= checked:
-                _count_parts(node, environment, meter)
-            args, kwargs = _resolve(node, function, environment, device)
-            if i >= checked and not _check_dynamic(node, function, args, kwargs, meter):
-                _attempt(node, function, _shape_of(args), _shape_of(kwargs), meter)
-            environment[len(values) + i] = _call(node, function.call, args, kwargs)
+            with _blaming(node):
+                if i >= checked:
+                    _count_parts(node, environment, meter)
+                args, kwargs = _resolve(node, function, environment, device)
+                if i >= checked and not _check_dynamic(node, function, args, kwargs, meter):
+                    _attempt(function, _shape_of(args), _shape_of(kwargs), meter)
+                environment[len(values) + i] = function.call(*args, **kwargs)
             for place in self._last_use[i]:
                 environment[place] = None
         return _fill(self.graph.output, environment)
@@ -82,14 +84,16 @@ class Program:
         environment: list[Any] = [*(_shape_of(value) for value in values), *(None for _ in self.graph.calls)]
         meter = Meter(limits)
         for target, value in zip(self.graph.inputs, values, strict=True):
-            meter.size(Node("placeholder", target, target), value)
+            with _blaming(Node("placeholder", target, target)):
+                meter.size(value)
         checked = 0
         for i, node, function in self._calls("checking the loss took", limits):
-            _count_parts(node, environment, meter)
-            args, kwargs = _resolve(node, function, environment, _META)
-            if _check_dynamic(node, function, args, kwargs, meter):
-                break
-            environment[len(values) + i] = _attempt(node, function, args, kwargs, meter)
+            with _blaming(node):
+                _count_parts(node, environment, meter)
+                args, kwargs = _resolve(node, function, environment, _META)
+                if _check_dynamic(node, function, args, kwargs, meter):
+                    break
+                environment[len(values) + i] = _attempt(function, args, kwargs, meter)
             checked += 1
         self._plans[key] = checked
         if len(self._plans) > _KEPT_PLANS:
@@ -104,18 +108,18 @@ class Program:
             yield i, node, self._functions[i]
 
 
-def _attempt(node: Node, function: Function, args: Any, kwargs: Any, meter: Meter) -> Any:
+def _attempt(function: Function, args: Any, kwargs: Any, meter: Meter) -> Any:
     """Returns the result of a call on shapes."""
     if function.inside is not None:
-        inside = _call(node, function.inside, args, kwargs)
-        meter.elements(node, inside)
-        meter.keep(node, 4 * inside)
+        inside = function.inside(*args, **kwargs)
+        meter.elements(inside)
+        meter.keep(4 * inside)
     if function.work is not None:
-        meter.add(node, _call(node, function.work, args, kwargs))
-    result = _call(node, function.call, args, kwargs)
-    meter.size(node, result)
-    meter.keep(node, _new_bytes(args, kwargs, result))
-    meter.add(node, sum(tensor.numel() for tensor in _tensors([args, kwargs, result])))
+        meter.add(function.work(*args, **kwargs))
+    result = function.call(*args, **kwargs)
+    meter.size(result)
+    meter.keep(_new_bytes(args, kwargs, result))
+    meter.add(sum(tensor.numel() for tensor in _tensors([args, kwargs, result])))
     return result
 
 
@@ -128,10 +132,10 @@ def _check_dynamic(node: Node, function: Function, args: Any, kwargs: Any, meter
     # A mask may be broadcast with a smaller tensor.
     picked = max((0 if is_item else broadcast(*given), *(tensor.numel() for tensor in given)))
     rank = max((tensor.ndim for tensor in given), default=0)
-    meter.add(node, picked * (rank + 2))
+    meter.add(picked * (rank + 2))
     # The selected values, or the indices of the true ones.
     itemsize = max((tensor.dtype.itemsize for tensor in given), default=0)
-    meter.keep(node, picked * (itemsize if is_item else max(itemsize, 8 * rank)))
+    meter.keep(picked * (itemsize if is_item else max(itemsize, 8 * rank)))
     return True
 
 
@@ -142,9 +146,11 @@ def _new_bytes(args: Any, kwargs: Any, result: Any) -> int:
     return sum({each._cdata: each.nbytes() for each in storages if each._cdata not in known}.values())
 
 
-def _call(node: Node, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+@contextmanager
+def _blaming(node: Node) -> Iterator[None]:
+    """Converts exceptions to `InvalidLoss` with the name of the node."""
     try:
-        return call(*args, **kwargs)
+        yield
     except InvalidLoss as error:
         raise InvalidLoss(f"node {node.name!r}: {error}") from error
     except NotImplementedError as error:
@@ -162,9 +168,9 @@ def _count_parts(node: Node, environment: list[Any], meter: Meter) -> None:
     given = (environment[place] for place in refs([node.args, dict(node.kwargs)]))
     parts = sum(len(value) for value in given if isinstance(value, tuple | list))
     if parts > _MAX_PARTS:
-        raise InvalidLoss(f"node {node.name!r}: {node.target} gets {parts} values; at most {_MAX_PARTS} are allowed")
+        raise InvalidLoss(f"{node.target} gets {parts} values; at most {_MAX_PARTS} are allowed")
     if node.target != "operator.getitem":  # which reads only one
-        meter.add(node, _PART_WORK * parts)
+        meter.add(_PART_WORK * parts)
 
 
 def _resolve(
@@ -176,7 +182,7 @@ def _resolve(
     if function.is_factory:
         kwargs["device"] = device
     elif "device" in kwargs:
-        _call(node, check_device, [kwargs["device"]], {})
+        check_device(kwargs["device"])
     return args, kwargs
 
 

@@ -62,8 +62,8 @@ class TinkerPath:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise InvalidInput(
-                f"path: {self.name!r} is no checkpoint name. Use up to 128 letters, digits, '.', '_' and '-', not "
-                "beginning with '.' or '-', and no folders."
+                f"path: {self.name!r} is not a valid checkpoint name. Use up to 128 letters, digits, '.', '_' and '-'. "
+                "It must not begin with '.' or '-'."
             )
         check_run(self.run)
         if self.kind not in get_args(Kind):
@@ -202,7 +202,7 @@ class CheckpointStore:
         """
         if training_state and path.kind != "weights":
             raise InvalidInput(
-                f"path: {path} holds no optimizer state. Load it without, or load one that save_state made."
+                f"path: {path} has no optimizer state. Load it without, or load a checkpoint of save_state."
             )
         folder = self._folder(path)
         for _ in range(_ATTEMPTS):
@@ -217,7 +217,7 @@ class CheckpointStore:
             else:
                 if self.summary(path) == summary:
                     return Saved(summary.base_model, weights, state)
-        raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing, or they change all the time")
+        raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing, or is overwritten continuously")
 
     def open_adapter(self, path: TinkerPath) -> dict[str, BinaryIO]:
         """Opens the files of an adapter, all from the same save; they stay readable if the checkpoint is removed.
@@ -236,7 +236,7 @@ class CheckpointStore:
                 if self.summary(path) == summary:
                     stack.pop_all()
                     return files
-        raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing, or they change all the time")
+        raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing, or is overwritten continuously")
 
     def listing(self, run: str | None = None) -> list[CheckpointSummary]:
         """Returns all checkpoints, or those of one run, oldest first.
@@ -261,7 +261,7 @@ class CheckpointStore:
             except (NotFound, OSError):
                 continue  # expired, or deleted in the meantime
             except InvalidInput as error:
-                logger.warning("%s is no checkpoint and was left out: %s", file, error)
+                logger.warning("%s is not a checkpoint and is ignored: %s", file, error)
         return sorted(found.values(), key=lambda summary: (summary.created_at, summary.tinker_path))
 
     def delete(self, path: TinkerPath) -> None:

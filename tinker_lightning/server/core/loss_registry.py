@@ -165,8 +165,8 @@ class LossRegistry:
         """Stores a loss; evicts the least recently used losses of the session if necessary."""
         if size > MAX_VALUES:
             raise InvalidLoss(
-                f"{loss.name}: its graphs have {size} values together; a session may keep {MAX_VALUES}. Give tables as "
-                "inputs instead of constants."
+                f"{loss.name}: its graph has {size} values; a session may keep {MAX_VALUES}. Pass tables as inputs "
+                "instead of constants."
             )
         with self._lock:
             session = self._sessions.setdefault(session_id, _SessionLosses())
@@ -182,8 +182,8 @@ class LossRegistry:
                     kept -= entry.size
             if self._size - session.size + kept + size > MAX_VALUES_OF_ALL:
                 raise InvalidLoss(
-                    f"{loss.name}: the sessions of this server keep as many losses as it has room for. Sessions that "
-                    "have ended make room, so try again later, or end those that you no longer need."
+                    f"{loss.name}: this server has no room for more losses. Try again after other sessions have ended, "
+                    "or end those that you no longer need."
                 )
             for each in going:
                 del session.entries[each]
@@ -200,9 +200,8 @@ class LossRegistry:
         name = message.get("name")
         if not self._allow_pickled:
             raise InvalidLoss(
-                f"{name!r:.80} is a pickled function, and to load one means to run whatever its sender likes. This "
-                "server does not; its owner can start it with --allow-pickled-losses and an --api-key. A function "
-                "that can be traced needs neither."
+                f"{name!r:.80} is a pickled function. Loading one runs arbitrary code, so this server accepts none. "
+                "Its owner can start it with --allow-pickled-losses and an --api-key. A traced function needs neither."
             )
         self._check_name(str(name))
         try:
@@ -215,5 +214,5 @@ class LossRegistry:
     def _check_name(name: str) -> None:
         if name in _RESERVED:
             raise InvalidInput(
-                f"a loss cannot be called {name!r}: that is the name of a built-in one. Give it another."
+                f"a loss cannot be called {name!r}, which is the name of a built-in loss; use another name"
             )

@@ -188,8 +188,8 @@ class Registry:
                 self._samplers[sampler_id] = sampler  # moves it to the end, as most recently used
         if sampler is None:
             raise NotFound(
-                f"sampling_session_id: there is no sampler {sampler_id!r}, or no longer: of those on weights that were "
-                f"not saved only the last {SAMPLER_BYTES >> 20} MiB are kept. Save them under a name to keep them."
+                f"sampling_session_id: there is no sampler {sampler_id!r}, or it was evicted: only the last "
+                f"{SAMPLER_BYTES >> 20} MiB of unsaved weights are kept. Save weights under a name to keep them."
             )
         return sampler
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tinker_lightning.types import requests as rq
 
 # Options of the protocol that are not supported; any value other than these defaults raises.
-_NOT_OFFERED = {
+_NOT_SUPPORTED = {
     "topk_prompt_logprobs": 0,
     "topk_sample_logprobs": 0,
     "target_prompt_logprobs": None,
@@ -50,11 +50,11 @@ class Sampling:
     def sample(self, request: rq.SampleRequest) -> Job:
         """Submits a sampling job. The jobs of a sampler may run in any order."""
         sampler = self._registry.sampler(request.sampling_session_id)
-        for name, off in _NOT_OFFERED.items():
+        for name, off in _NOT_SUPPORTED.items():
             if getattr(request, name) != off:
-                raise InvalidInput(f"{name}: this trainer does not offer it; leave it out")
+                raise InvalidInput(f"{name}: this trainer does not support it; leave it out")
         if request.num_samples > MAX_SAMPLES:
-            raise InvalidInput(f"num_samples: {request.num_samples} are more than the {MAX_SAMPLES} taken at once")
+            raise InvalidInput(f"num_samples: {request.num_samples} are more than the maximum of {MAX_SAMPLES}")
 
         def run() -> SampleResponse:
             base = self._catalog.get(sampler.base_model)

@@ -187,8 +187,8 @@ class BoundGraph:
         started = time.monotonic()
         if self._spent > REQUEST_SECONDS:
             raise InvalidLoss(
-                f"with the datums of this request the loss has run for {self._spent:.0f} s and was stopped; at most "
-                f"{REQUEST_SECONDS:g} s are taken. Send fewer datums at once."
+                f"the loss was stopped after {self._spent:.0f} s for the datums of this request; at most "
+                f"{REQUEST_SECONDS:g} s are allowed. Send fewer datums at once."
             )
         try:
             yield Limits(deadline=started + REQUEST_SECONDS - self._spent)

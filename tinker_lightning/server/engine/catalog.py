@@ -92,16 +92,16 @@ def _load(name: str, dtype: torch.dtype) -> BaseModel:
             "a hub id of the form organisation/model."
         )
     if is_folder and not (path / "config.json").is_file():  # the error of transformers would be about tokenizers
-        raise ModelNotFound(f"{name} could not be loaded: it has no config.json, so it is no Hugging Face model.")
+        raise ModelNotFound(f"{name} could not be loaded: it has no config.json, so it is not a Hugging Face model.")
     try:
         return BaseModel(name, path.absolute() if is_folder else name, dtype)
     except TinkerLightningError:
         raise
     except (OSError, ValueError) as error:  # transformers has no exception class for load failures
-        mend = "It must hold a Hugging Face causal language model and its tokenizer."
+        fix = "It must contain a Hugging Face causal language model and its tokenizer."
         if not is_folder:
-            mend = "Download it where the hub can be reached and give its folder instead."
-        raise ModelNotFound(f"{name} could not be loaded: {str(error).rstrip('.')}. {mend}") from error
+            fix = "Download it on a machine that can reach the hub, and pass its folder instead."
+        raise ModelNotFound(f"{name} could not be loaded: {str(error).rstrip('.')}. {fix}") from error
 
 
 def _build_once(folder: Path, build: Callable[[Path], None]) -> Path:

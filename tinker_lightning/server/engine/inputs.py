@@ -69,15 +69,15 @@ def _stacked(
         i = next(i for i, (shape, length) in enumerate(zip(shapes, lengths, strict=True)) if shape[:1] != [length])
         raise InvalidDatum(
             f"datum {i}: {name} has the shape {shapes[i]}, but it must have one row for each of the {lengths[i]} "
-            "tokens. Give a number for the whole datum another name."
+            "tokens. Use another name for a number of the whole datum."
         )
     # Protobuf does not distinguish a scalar from a vector with one element.
     if name not in _BY_TOKEN and all(math.prod(shape) == 1 and len(shape) < 2 for shape in shapes):
         if by_token and name not in _BY_DATUM:
             raise InvalidInput(
-                f"loss_fn_inputs: {name}: every datum has one token and one number, so that it could be a number for "
-                f"each datum, [B], or for each token, [B, T]. Give it once for the batch, loss_fn_inputs={{{name!r}: "
-                "...}, in the shape that the loss reads; or send datums of more tokens along."
+                f"loss_fn_inputs: {name}: every datum has one token and one number, so it could be a number per datum, "
+                f"[B], or per token, [B, T]. Give it once for the batch, loss_fn_inputs={{{name!r}: ...}}, with the "
+                "shape that the loss reads, or add datums with more tokens."
             )
         return torch.stack([_tensor(tensor, dtype).reshape(()) for tensor in tensors])
     trailing = [shape[1:] for shape in shapes]
@@ -87,8 +87,8 @@ def _stacked(
         return torch.stack([_tensor(tensor, dtype) for tensor in tensors])
     i = next(i for i, shape in enumerate(shapes) if shape != shapes[0])
     raise InvalidDatum(
-        f"datum {i}: {name} has the shape {shapes[i]}, but that of datum 0 {shapes[0]}. Give one row for each token, "
-        "or the same shape with every datum."
+        f"datum {i}: {name} has the shape {shapes[i]}, but datum 0 has {shapes[0]}. Give one row per token, or the "
+        "same shape in every datum."
     )
 
 
@@ -99,4 +99,4 @@ def _tensor(tensor: TensorData, dtype: torch.dtype) -> Tensor:
 
 def _check_size(name: str, elements: int, max_elements: int) -> None:
     if elements > max_elements:
-        raise InvalidInput(f"loss_fn_inputs: {name}: {elements} values are more than the {max_elements} that are taken")
+        raise InvalidInput(f"loss_fn_inputs: {name}: it has {elements} values; at most {max_elements} are allowed")
