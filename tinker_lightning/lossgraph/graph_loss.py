@@ -117,11 +117,7 @@ class GraphLoss:
         return present is None or all((name in present) == there for name, there in self.asked.items())
 
     def select(self, present: Iterable[str]) -> tuple[str, ...]:
-        """Returns the names of the inputs to pass to a loss on a batch.
-
-        Raises:
-            InvalidInput: If one is not present.
-        """
+        """Returns the names of the inputs of a loss on a batch; raises `InvalidInput` if one is not present."""
         present = set(present)
         if missing := [name for name in self.inputs if name not in present]:
             raise InvalidInput(
@@ -132,11 +128,7 @@ class GraphLoss:
         return tuple(self.inputs)
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
-        """Returns all settings: the defaults, overridden by `given`.
-
-        Raises:
-            InvalidInput: If a setting is unknown, fixed to another value, or has an invalid value.
-        """
+        """Returns all settings: the defaults, overridden by `given`; raises `InvalidInput` if one is invalid."""
         return check_settings(self.name, self.hyperparameters, given)
 
     def __call__(
@@ -190,11 +182,7 @@ class GraphLoss:
 
     @classmethod
     def decode(cls, message: Mapping[str, Any], sources: Iterable[Source] = BATCH_SOURCES) -> GraphLoss:
-        """Returns the loss that JSON describes; its source must be one of `sources`.
-
-        Raises:
-            InvalidLoss: If the JSON does not describe a loss. The message says where.
-        """
+        """Returns the loss that JSON describes, with one of these sources; raises `InvalidLoss` if it is invalid."""
         name, inputs, description = message.get("name"), message.get("inputs", {}), message.get("description", "")
         source = next((each for each in sources if each == message.get("source")), None)
         if source is None:
@@ -211,11 +199,7 @@ class GraphLoss:
 
 
 def check_given(loss: str, given: Iterable[str], reads: Iterable[str]) -> None:
-    """Checks that a loss reads the inputs that were given once for the batch, and therefore for this loss.
-
-    Raises:
-        InvalidInput: If it does not read one. The message lists those that it reads.
-    """
+    """Raises `InvalidInput` if a loss does not read an input that was given once for the batch."""
     if unread := [name for name in given if name not in reads]:
         raise InvalidInput(
             f"loss_fn_inputs: {loss} does not read {unread[0]!r:.80}; it reads {', '.join(sorted(reads)) or 'none'}"

@@ -119,15 +119,11 @@ async def read(request: Request, cls: type[T]) -> T:
     return await parse_body(functools.partial(wire_json.parse, cls), await read_body(request))
 
 
-def error_category(error: BaseException) -> str:
-    """Returns the protocol's error category: "user" for errors that the caller can fix, otherwise "server"."""
-    return "user" if isinstance(error, TinkerLightningError) and not isinstance(error, TrainerClosed) else "server"
-
-
 def error_fields(error: BaseException) -> dict[str, str]:
-    """Returns the category of an error and, as an extension of the protocol, its class."""
-    known = {"error_class": type(error).__name__} if isinstance(error, TinkerLightningError) else {}
-    return {"category": error_category(error), **known}
+    """Returns the category, "user" if the caller can fix the error, and, as an extension of the protocol, the class."""
+    if not isinstance(error, TinkerLightningError):
+        return {"category": "server"}
+    return {"category": "server" if isinstance(error, TrainerClosed) else "user", "error_class": type(error).__name__}
 
 
 def error_text(error: BaseException) -> str:

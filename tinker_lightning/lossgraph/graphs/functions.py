@@ -164,11 +164,7 @@ METHODS: dict[str, Function] = _methods()
 
 
 def find(op: str, target: str) -> Function:
-    """Returns the function that a node calls.
-
-    Raises:
-        InvalidLoss: If it is not on the list.
-    """
+    """Returns the function that a node calls; raises `InvalidLoss` if it is not on the list."""
     table = FUNCTIONS if op == "call_function" else METHODS
     if op == "call_function" and target.startswith("torch.Tensor."):
         table, target = METHODS, target.removeprefix("torch.Tensor.")

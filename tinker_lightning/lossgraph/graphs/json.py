@@ -59,11 +59,7 @@ class Reader:
         self._values = 0
 
     def read(self, entry: Any) -> None:
-        """Reads the next node.
-
-        Raises:
-            InvalidLoss: If it is malformed, or calls a function that is not on the list.
-        """
+        """Reads the next node; raises `InvalidLoss` if it is malformed or calls a function that is not on the list."""
         if self.output is not None:
             raise InvalidLoss("a node follows the output")
         if not isinstance(entry, dict):
@@ -155,11 +151,7 @@ def check_attribute(name: Any = None, *_: Any) -> None:
 
 
 def encode_value(value: Any, names: Sequence[str]) -> Any:
-    """Returns an argument as JSON; `names` are those of the nodes.
-
-    Raises:
-        InvalidLoss: If a graph cannot hold it.
-    """
+    """Returns an argument as JSON, given the names of all nodes; raises `InvalidLoss` if a graph cannot contain it."""
     if isinstance(value, Ref):
         return {"ref": names[value.node]}
     if isinstance(value, float) and not math.isfinite(value):

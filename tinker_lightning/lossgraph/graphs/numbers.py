@@ -58,11 +58,7 @@ def _check_growth(name: str, base: float, exponent: float) -> None:
 
 
 def number(value: Any) -> Any:
-    """Returns a number that a graph may hold.
-
-    Raises:
-        InvalidLoss: If it is not a number, or an integer that no tensor can hold.
-    """
+    """Returns a number; raises `InvalidLoss` if it is not a number, or too large for a tensor."""
     if isinstance(value, int | float) and not (isinstance(value, int) and not -MAX_INT <= value < MAX_INT):
         return value
     raise InvalidLoss(f"{type(value).__name__} is not a number, or is too large for a tensor")

@@ -143,11 +143,7 @@ class CheckpointStore:
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
     ) -> CheckpointSummary:
-        """Writes a checkpoint atomically.
-
-        Raises:
-            InvalidInput: If the name is taken and `overwrite` is not set.
-        """
+        """Writes a checkpoint atomically; raises `InvalidInput` if it exists and `overwrite` is not set."""
         folder = self._folder(path)
         try:
             self.summary(path)  # removes an expired checkpoint

@@ -47,11 +47,7 @@ class Model:
     last_request_time: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def ready(self) -> tuple[BaseModel, Adapter]:
-        """Returns the base model and the adapter.
-
-        Raises:
-            NotFound: If the creation of the model failed, or the model was unloaded.
-        """
+        """Returns the base model and the adapter; raises `NotFound` if creation failed or the model was unloaded."""
         base, adapter = self.base, self.adapter
         if base is None or adapter is None:
             error = self.creation.future.exception() if self.creation.future.done() else None
@@ -129,11 +125,7 @@ class Registry:
         return model_id in self._models
 
     def model(self, model_id: str) -> Model:
-        """Returns the model with this id.
-
-        Raises:
-            NotFound: If there is no such model.
-        """
+        """Returns the model with this id; raises `NotFound` if there is none."""
         model = self._models.get(model_id)
         if model is None:
             raise NotFound(f"model_id: there is no model {model_id!r}; call create_model first")
@@ -177,11 +169,7 @@ class Registry:
                 total += sampler.size
 
     def sampler(self, sampler_id: str) -> Sampler:
-        """Returns the sampler with this id.
-
-        Raises:
-            NotFound: If there is no such sampler, or its weights were evicted and not saved.
-        """
+        """Returns the sampler with this id; raises `NotFound` if there is none, or if it was evicted."""
         with self._lock:
             sampler = self._samplers.pop(sampler_id, None)
             if sampler is not None:

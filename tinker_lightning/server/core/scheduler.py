@@ -195,11 +195,7 @@ class Scheduler:
                 self._changed.notify_all()
 
     def find(self, request_id: str) -> Job:
-        """Returns the job with this request id.
-
-        Raises:
-            NotFound: If there is no such job, or its result is no longer kept.
-        """
+        """Returns a job; raises `NotFound` if the request id is unknown, or the result is no longer kept."""
         with self._changed:
             job = self._jobs.get(request_id)
         if job is None:

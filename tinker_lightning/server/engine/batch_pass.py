@@ -174,11 +174,7 @@ def _numbers(diagnostics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _per_datum(logprobs: Any, lengths: Sequence[int]) -> list[dict[str, TensorData]]:
-    """Splits the returned log-probabilities by datum and removes padding.
-
-    Raises:
-        InvalidLoss: If the number of rows differs from the number of datums.
-    """
+    """Splits log-probabilities by datum, without padding; raises `InvalidLoss` if a row is missing."""
     if logprobs is None:
         return [{} for _ in lengths]
     if not isinstance(logprobs, Tensor) or not logprobs.ndim or logprobs.shape[0] != len(lengths):

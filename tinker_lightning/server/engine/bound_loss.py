@@ -106,11 +106,7 @@ class BoundLoss:
         return tensor.to_torch().to(dtype)
 
     def evaluate(self, logprobs: Tensor, arguments: list[Any]) -> Evaluated:
-        """Computes the loss of a datum.
-
-        Raises:
-            LossNotFinite: If the loss is NaN or infinite.
-        """
+        """Computes the loss of a datum; raises `LossNotFinite` if it is NaN or infinite."""
         value = self.spec.formula(logprobs, *arguments).sum()
         if not math.isfinite(value.item()):
             raise LossNotFinite(f"the loss is {value.item()}; no gradient was accumulated. {self._hint}")
@@ -206,11 +202,7 @@ def blaming(what: str) -> Iterator[None]:
 
 
 def loss_gradient(loss: Tensor, leaf: Tensor) -> Tensor:
-    """Returns the gradient of a loss with respect to `leaf`.
-
-    Raises:
-        InvalidLoss: If the loss has no gradient, or the gradient is not finite.
-    """
+    """Returns the gradient with respect to `leaf`; raises `InvalidLoss` if there is none, or it is not finite."""
     check_differentiable(loss, "outputs of the model")
     try:
         gradient: Tensor | None = torch.autograd.grad(loss, leaf, allow_unused=True)[0]

@@ -32,11 +32,7 @@ class PythonLoss:
 
     @classmethod
     def of(cls, name: str, source: Source, function: Any) -> PythonLoss:
-        """Creates a loss from a function.
-
-        Raises:
-            InvalidLoss: If the function does not have the parameters of a loss.
-        """
+        """Creates a loss; raises `InvalidLoss` if the function does not have the parameters of a loss."""
         check_name(name)
         if source not in BATCH_SOURCES:
             raise InvalidLoss(f"source must be one of {', '.join(BATCH_SOURCES)}, got {source!r:.40}")
@@ -46,11 +42,7 @@ class PythonLoss:
         return cls(name, source, function, read_hyperparameters(function, source), description[:200])
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
-        """Returns all settings: the defaults, overridden by `given`.
-
-        Raises:
-            InvalidInput: If a setting is unknown or has an invalid value.
-        """
+        """Returns all settings: the defaults, overridden by `given`; raises `InvalidInput` if one is invalid."""
         known = {name: Hyperparameter(default) for name, default in self.defaults.items()}
         return check_settings(self.name, known, given, takes_others=takes_others(self.function))
 
