@@ -113,10 +113,10 @@ async def parse_body(parse: Callable[[bytes], T], body: bytes) -> T:
     return parse(body) if len(body) < _LARGE_BODY else await run_in_threadpool(parse, body)
 
 
-async def read(request: Request, cls: type[T]) -> T:
-    """Parses a JSON request into its dataclass."""
+async def read(request: Request, cls: type[T], limit: int | None = None) -> T:
+    """Parses a JSON request of at most `limit` bytes into its dataclass."""
     content_type(request, JSON)
-    return await parse_body(functools.partial(wire_json.parse, cls), await read_body(request))
+    return await parse_body(functools.partial(wire_json.parse, cls), await read_body(request, limit))
 
 
 def error_fields(error: BaseException) -> dict[str, str]:

@@ -164,7 +164,7 @@ def test_damaged_files_are_named_and_do_not_spoil_the_listing(
     with pytest.raises(InvalidInput, match=r"checkpoint\.json is damaged"):
         store.load(broken)
     assert [summary.path for summary in store.listing()] == [PATH]
-    assert "was left out" in caplog.text
+    assert "is not a checkpoint and is ignored" in caplog.text
 
 
 # Kills

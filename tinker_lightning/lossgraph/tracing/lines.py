@@ -17,7 +17,6 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from types import FrameType
 
 
 class Place(NamedTuple):
@@ -36,22 +35,17 @@ class Place(NamedTuple):
 def here() -> Place:
     """Returns the user's line that is running."""
     frames = []
-    frame: FrameType | None = sys._getframe(1)
-    # Frames outside of `record` belong to its callers.
-    while frame is not None and not (frame.f_code.co_name == "record" and frame.f_code.co_filename in _OWN):
-        frames.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        if frame.f_code.co_name == "record" and frame.f_code.co_filename in _OWN:
+            break  # the remaining frames are those of its callers
+        frames.append((frame.f_code.co_filename, line))
     return _place(frames)
 
 
 def within(filename: str, function: str) -> bool:
     """Returns whether a function of this file is running."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == function and frame.f_code.co_filename == filename:
-            return True
-        frame = frame.f_back
-    return False
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return any(code.co_name == function and code.co_filename == filename for code in codes)
 
 
 def place_of(error: BaseException) -> Place:

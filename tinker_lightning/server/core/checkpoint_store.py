@@ -241,23 +241,20 @@ class CheckpointStore:
         """
         if run is not None:
             check_run(run)
-        with self._lock:
-            return self._listing(run)
-
-    def _listing(self, run: str | None) -> list[CheckpointSummary]:
         found: dict[Path, CheckpointSummary] = {}
-        for file in self.root.glob(f"{'*' if run is None else _folder_name(run)}/*/*/{_SUMMARY}"):
-            folder = folders.place_of(file.parent)
-            if folder in found or folder.name.startswith(folders.LEFTOVERS):
-                continue
-            try:
-                path = wire_json.parse(CheckpointSummary, file.read_bytes()).path
-                if self._folder(path) == folder:
-                    found[folder] = self.summary(path)
-            except (NotFound, OSError):
-                continue  # expired, or deleted in the meantime
-            except InvalidInput as error:
-                logger.warning("%s is not a checkpoint and is ignored: %s", file, error)
+        with self._lock:
+            for file in self.root.glob(f"{'*' if run is None else _folder_name(run)}/*/*/{_SUMMARY}"):
+                folder = folders.place_of(file.parent)
+                if folder in found or folder.name.startswith(folders.LEFTOVERS):
+                    continue
+                try:
+                    path = wire_json.parse(CheckpointSummary, file.read_bytes()).path
+                    if self._folder(path) == folder:
+                        found[folder] = self.summary(path)
+                except (NotFound, OSError):
+                    continue  # expired, or deleted in the meantime
+                except InvalidInput as error:
+                    logger.warning("%s is not a checkpoint and is ignored: %s", file, error)
         return sorted(found.values(), key=lambda summary: (summary.created_at, summary.tinker_path))
 
     def delete(self, path: TinkerPath) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
@@ -12,10 +11,9 @@ from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.core.scheduler import Job
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.endpoints.futures import Submission, answer_receipt
-from tinker_lightning.server.http import JSON, answer, content_type, read_body
+from tinker_lightning.server.http import answer, read
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
-from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -26,9 +24,7 @@ MAX_BYTES = 4 << 20
 
 
 async def create_custom_loss(request: Request) -> Submission:
-    content_type(request, JSON)
-    body = await read_body(request, MAX_BYTES)
-    message = await run_in_threadpool(functools.partial(wire_json.parse, rq.CreateCustomLossRequest), body)
+    message = await read(request, rq.CreateCustomLossRequest, MAX_BYTES)
     if message.custom_loss_seq_id < 0:
         raise InvalidInput(f"custom_loss_seq_id must be at least 0, got {message.custom_loss_seq_id}")
     trainer = trainer_of(request)
@@ -41,9 +37,7 @@ async def create_custom_loss(request: Request) -> Submission:
 
 
 async def register_loss(request: Request) -> Response:
-    content_type(request, JSON)
-    body = await read_body(request, MAX_BYTES)
-    message = await run_in_threadpool(functools.partial(wire_json.parse, rq.RegisterLossRequest), body)
+    message = await read(request, rq.RegisterLossRequest, MAX_BYTES)
     trainer = trainer_of(request)
     trainer.registry.session(message.session_id, must_be_open=True)
     return answer(rs.CreateCustomLossResponse(await run_in_threadpool(trainer.losses.register, message)))
