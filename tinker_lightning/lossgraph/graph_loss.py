@@ -97,12 +97,6 @@ class GraphLoss:
         return "" if self.source == "datum" else "loss_fn_inputs."
 
     @property
-    def metrics(self) -> Mapping[str, Any]:
-        """The metrics that the graph returns."""
-        metrics: Mapping[str, Any] = self.program.graph.output[1]
-        return metrics
-
-    @property
     def reads(self) -> frozenset[str]:
         """The names of all inputs that the loss looks at."""
         return frozenset((*self.inputs, *self.asked))

@@ -133,7 +133,7 @@ def test_a_loss_may_be_all_that_is_returned() -> None:
     alone = trace_datum_loss(lambda logprobs: logprobs.sum(), {"logprobs": 1})
     assert alone({"logprobs": torch.tensor([1.0, 2.0])}, {}) == LossFnOutput(torch.tensor(3.0))
     batch = trace_batch_loss(lambda data, logprobs: logprobs.sum() * data["weights"].sum(), "mine", "logprobs")
-    assert batch.metrics == {}
+    assert batch.program.graph.output[1] == {}
 
 
 class Likelihood(torch.nn.Module):
