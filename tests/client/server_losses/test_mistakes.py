@@ -318,7 +318,7 @@ def test_inputs_whose_shapes_do_not_fit(service: ServiceClient, model: TrainingC
     def mine(outputs: Tensor, inputs: Any, mask: Tensor) -> LossFnOutput:
         return LossFnOutput(outputs.sum() * inputs["extra"].sum())
 
-    with pytest.raises(InvalidInput, match=r"datum 1: extra has the shape \[2, 3\], but that of datum 0 \[1, 3\]"):
+    with pytest.raises(InvalidInput, match=r"datum 1: extra has the shape \[2, 3\], but datum 0 has \[1, 3\]"):
         model.forward(texts(extra=lambda i, _: np.zeros((i + 1, 3))), "mine").result()
     with pytest.raises(InvalidInput, match="loss_fn_inputs: extra: not an array of numbers"):
         model.forward(texts(), "mine", loss_fn_inputs={"extra": "text"})

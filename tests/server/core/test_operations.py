@@ -166,7 +166,7 @@ def test_of_many_snapshots_those_used_last_are_kept(api: Api, monkeypatch: pytes
     assert "sequences" in api.run("asample", api.sample(places[4], 0))
     gone = api.post("asample", api.sample(places[1], 0))
     assert gone.status_code == 404
-    assert "Save them under a name to keep them" in gone.json()["detail"]
+    assert "Save weights under a name to keep them" in gone.json()["detail"]
 
 
 def test_a_sampler_on_saved_weights_outlives_the_memory_of_them(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def test_an_unknown_name_says_what_a_name_may_be(name: str) -> None:
 def test_a_hub_id_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(
-        ModelNotFound, match=r"(?s)nobody/nothing could not be loaded.*give its folder instead"
+        ModelNotFound, match=r"(?s)nobody/nothing could not be loaded.*pass its folder instead"
     ) as raised:
         Catalog().get("nobody/nothing")
     assert isinstance(raised.value.__cause__, OSError)
@@ -60,7 +60,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=f"{tmp_path} could not be loaded: it has no config.json"):
         Catalog().get(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelNotFound, match=rf"(?s){tmp_path} could not be loaded: .*It must hold"):
+    with pytest.raises(ModelNotFound, match=rf"(?s){tmp_path} could not be loaded: .*It must contain"):
         Catalog().get(str(tmp_path))
 
 

@@ -47,7 +47,7 @@ class Adapter:
         # Checked here and not in step(), because a non-finite gradient could be neither applied nor removed again.
         if not torch.isfinite(get_total_norm(total.values())):
             raise OperationFailed(
-                "with the gradient of this batch, the accumulated gradient would be NaN or infinite; it was not added. "
+                "with the gradient of this batch, the accumulated gradient would not be finite; it was not added. "
                 "Scale the loss down."
             )
         self.gradient = total
@@ -78,8 +78,8 @@ class Adapter:
         if not torch.isfinite(get_total_norm(parameter.detach() for parameter in self._parameters.values())):
             self._restore_state(backup)
             raise OperationFailed(
-                f"a step with learning_rate={params.learning_rate} and eps={params.eps} would make weights NaN or "
-                "infinite. The weights are unchanged, and the gradient is kept for another try."
+                f"a step with learning_rate={params.learning_rate} and eps={params.eps} would make weights that "
+                "are not finite. The weights are unchanged, and the gradient is kept for another try."
             )
         self.gradient = {}
         return {"grad_norm": float(norm), "learning_rate": params.learning_rate}
