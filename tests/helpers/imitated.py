@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import ssl
 from typing import TYPE_CHECKING, Any, get_args
 
 import httpx
@@ -26,6 +27,7 @@ KINDS = get_args(Kind)
 PROTOBUF = "application/x-protobuf"
 # With these, a step subtracts the gradient from the weights.
 SUBTRACT = {"learning_rate": 1e12, "beta1": 0.0, "beta2": 0.0, "eps": 1e12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
+_TLS = ssl.create_default_context()  # which takes longer to make than a request
 TEXTS = (b"hello world", b"a longer sentence", b"short")
 
 
@@ -51,17 +53,26 @@ class Peer:
         # Connections are not used again, because servers close them when they crash.
         limits = httpx.Limits(max_keepalive_connections=0)
         key = {"X-API-Key": "tml-test-key"}
-        self.http = httpx.Client(base_url=server.url, headers=key, timeout=30, limits=limits)
+        self.http = httpx.Client(base_url=server.url, headers=key, timeout=30, limits=limits, verify=_TLS)
         self._trainer = trainer
         self._models = itertools.count()
         self.numbers = itertools.count(1)  # of the only model that a test trains
-        self.session = self.post("create_session", {"tags": [], "sdk_version": "0.24.1"}).json()["session_id"]
+        session: dict[str, Any] = {"tags": [], "sdk_version": "0", "user_metadata": None}
+        self.session = self.post("create_session", session).json()["session_id"]
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.http.post(f"/api/v1/{path}", json=body, **options)
 
     def poll(self, request_id: str, accept: str = "application/json") -> httpx.Response:
         return self.post("retrieve_future", {"request_id": request_id}, headers={"Accept": accept})
+
+    def result(self, request_id: str) -> Any:
+        """The result of an operation that succeeds."""
+        while (response := self.poll(request_id)).status_code == 408 or response.json().get("type") == "try_again":
+            pass
+        assert response.status_code == 200, response.text
+        assert "error" not in response.json(), response.text
+        return response.json()
 
     def submit(self, path: str, body: Any) -> str:
         response = self.post(path, body)
@@ -70,10 +81,7 @@ class Peer:
 
     def run(self, path: str, body: Any) -> Any:
         """The result of a submission."""
-        response = self.poll(self.submit(path, body))
-        assert response.status_code == 200, response.text
-        assert "error" not in response.json(), response.text
-        return response.json()
+        return self.result(self.submit(path, body))
 
     def create(self, base_model: str = "tiny", **lora: Any) -> str:
         body = {"session_id": self.session, "model_seq_id": next(self._models), "base_model": base_model}
@@ -106,10 +114,7 @@ class Peer:
         """The result of a pass."""
         answer = self.send(model, data, loss_fn, **options)
         assert answer.is_success, answer.text
-        response = self.poll(answer.json()["request_id"])
-        assert response.status_code == 200, response.text
-        assert "error" not in response.json(), response.text
-        return response.json()
+        return self.result(answer.json()["request_id"])
 
     def step(self, model: str, **params: float) -> Any:
         body = {"model_id": model, "seq_id": next(self.numbers), "adam_params": {**SUBTRACT, **params}}

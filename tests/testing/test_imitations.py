@@ -61,7 +61,7 @@ def test_a_pass_in_the_wrong_encoding(kind: Kind, peer: Callable[..., Peer]) -> 
 @pytest.mark.parametrize("kind", KINDS)
 def test_statuses_of_submissions(kind: Kind, peer: Callable[..., Peer]) -> None:
     server = peer(kind)
-    answer = server.post("create_session", {"tags": [], "sdk_version": "0"})
+    answer = server.post("create_session", {"tags": [], "sdk_version": "0", "user_metadata": None})
     assert answer.status_code == (201 if kind == "tuft" else 200)
     answer = server.send(server.create(), [datum()])
     assert answer.status_code == (202 if kind == "tuft" else 200)
@@ -74,7 +74,7 @@ def test_statuses_of_submissions(kind: Kind, peer: Callable[..., Peer]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pending_result(kind: Kind, peer: Callable[..., Peer]) -> None:
-    server = peer(kind, delay=0.1, hold=0.02)
+    server = peer(kind, delay=0.5, hold=0.02)
     body = {"session_id": server.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
     number = server.submit("create_model", body)
     answer = server.poll(number)
@@ -101,6 +101,26 @@ def test_a_failed_operation(kind: Kind, peer: Callable[..., Peer]) -> None:
     assert "vocabulary" in answer.json()[key]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unknown_model(kind: Kind, peer: Callable[..., Peer]) -> None:
+    server = peer(kind)
+    answer = server.send("unknown", [datum()])
+    if kind in ("tuft", "open-rl"):
+        answer = server.poll(answer.json()["request_id"])
+    assert answer.status_code == (400 if kind == "open-rl" else 404)
+    assert "Model not found" in answer.text
+
+
+def test_tuft_wants_every_input_of_a_loss(peer: Callable[..., Peer]) -> None:
+    server = peer("tuft")
+    model = server.create()
+    bare = Datum.from_targets([1, 2, 3], [2, 3, 4])
+    for loss_fn, name in (("cross_entropy", "weights"), ("importance_sampling", "logprobs")):
+        answer = server.poll(server.send(model, [bare], loss_fn).json()["request_id"])
+        detail = f"Failed to retrieve future: Missing '{name}' in loss_fn_inputs."
+        assert (answer.status_code, answer.json()) == (400, {"detail": detail})
+
+
 def test_an_unknown_result(peer: Callable[..., Peer]) -> None:
     for kind in ("skyrl", "tuft"):
         assert peer(kind).poll("12345").status_code == 404
@@ -125,12 +145,15 @@ def test_tuft_crashes_on_unknown_ids(peer: Callable[..., Peer]) -> None:
     ):
         answer = server.post(path, body)
         assert (answer.status_code, answer.text) == (500, "Internal Server Error")
+    missing = {"tinker_path": f"tinker://{server.create()}/weights/y"}
+    assert server.post("weights_info", missing).status_code == 200  # it does not look for the checkpoint
 
 
 @pytest.mark.parametrize(
     ("path", "name", "value", "refusing"),
     [
         ("create_model", "optimizer_config", {"type": "adamw"}, {"tuft", "twinkle"}),
+        ("create_session", "display_name", None, {"tuft", "twinkle"}),
         ("save_weights", "overwrite", False, {"twinkle"}),
         ("asample", "topk_sample_logprobs", 0, {"tuft", "twinkle"}),
         ("asample", "prompt_alt_tokens_k", 0, {"tuft", "twinkle"}),
@@ -145,6 +168,7 @@ def test_unknown_fields(
     model = server.create()
     bodies: dict[str, dict[str, Any]] = {
         "create_model": {"session_id": server.session, "model_seq_id": 5, "base_model": "tiny"},
+        "create_session": {"tags": [], "sdk_version": "0", "user_metadata": None},
         "save_weights": {"model_id": model, "seq_id": 1, "path": "x"},
         "asample": {"sampling_session_id": "none", "seq_id": 0, "prompt": {"chunks": []}, "sampling_params": {}},
         "optim_step": {"model_id": model, "seq_id": 1, "adam_params": {}},
@@ -215,11 +239,18 @@ def test_tuft_is_strict_about_numbers(peer: Callable[..., Peer]) -> None:
     assert server.send(model, [datum()], number=2, encoding="json").status_code == 415
     assert outcome(3)[0] == 409
     assert outcome(2)[0] == 200
-    # Nor does one that failed.
-    bad = server.send(model, [datum(logprobs=[0.0] * 10)], "importance_sampling", number=3)
-    assert server.poll(bad.json()["request_id"]).status_code == 422
-    assert outcome(4)[0] == 409
-    assert outcome(3)[0] == 200
+    # The number of an operation that failed can be skipped or used again.
+    incomplete = datum(logprobs=[0.0] * 10)
+    for number in (3, 5):
+        failed = server.send(model, [incomplete], "importance_sampling", number=number).json()["request_id"]
+        assert server.poll(failed).status_code == 400
+        assert outcome(number + 2)[0] == 409
+        assert outcome(4 if number == 3 else 5)[0] == 200
+    # A state that does not exist is noticed before its number counts.
+    body = {"model_id": model, "seq_id": 6, "path": f"tinker://{model}/weights/none", "optimizer": False}
+    assert server.poll(server.submit("load_weights", body)).status_code == 404
+    assert outcome(7)[0] == 409
+    assert outcome(6)[0] == 200
 
 
 @pytest.mark.parametrize("kind", ["skyrl", "twinkle", "open-rl"])
@@ -246,7 +277,7 @@ def test_repeats_are_answered_once_where_they_are_recognised(peer: Callable[...,
 
 @pytest.mark.parametrize("order", ["number", "arrival"])
 def test_order(order: str, peer: Callable[..., Peer]) -> None:
-    server = peer("together", order=order, hold=0.05)
+    server = peer("together", order=order, hold=0.05 if order == "number" else 10.0)
     model = server.create()
     body = {"model_id": model, "seq_id": 2, "adam_params": SUBTRACT}
     step = server.submit("optim_step", body)
@@ -254,7 +285,7 @@ def test_order(order: str, peer: Callable[..., Peer]) -> None:
     assert is_early == (order == "arrival")
     before = server.weights()
     server.train(model, [datum()], number=1)
-    server.poll(step)
+    server.result(step)
     assert torch.equal(before, server.weights()) == is_early
 
 
@@ -267,7 +298,7 @@ def test_a_refused_number_is_free_where_numbers_give_the_order(peer: Callable[..
 
 
 def test_skyrl_does_not_wait_for_a_model(peer: Callable[..., Peer]) -> None:
-    server = peer("skyrl", delay=0.05)
+    server = peer("skyrl", delay=0.5)
     body = {"session_id": server.session, "base_model": "tiny", "lora_config": {"rank": 4}}
     created = server.post("create_model", body).json()
     assert created["status"] == "created"

@@ -41,6 +41,15 @@ _PATHS = {
     "checkpoints": "training_runs/{model_id}/checkpoints",
     "delete": "training_runs/{model_id}/checkpoints/{checkpoint_id:path}",
 }
+# Submissions for which servers may look up the model or sampler later.
+_LATE = (
+    "forward_backward",
+    "optim_step",
+    "save_weights",
+    "save_weights_for_sampler",
+    "load_weights",
+    "asample",
+)
 _OPEN = ("/openapi.json", "/api/v1/healthz", "/api/v1/get_server_capabilities", "/api/v1/telemetry")
 
 
@@ -126,12 +135,22 @@ class _Endpoints:
             except InvalidInput as error:
                 self.submissions.refuse(body.get("model_id"), body.get("seq_id"))
                 raise _invalid(error) from error
-            except Refusal:
+            except Refusal as error:
                 self.submissions.refuse(body.get("model_id"), body.get("seq_id"))
-                raise
+                content = self._late(name, error)
             return self._answer(name, content)
 
         return endpoint
+
+    def _late(self, name: str, error: Refusal) -> dict[str, Any]:
+        """Returns the answer to a submission whose result is an error, or raises the error."""
+        if not (self._behaviour.late_errors and error.status == 404 and name in _LATE):
+            raise error
+
+        def fail() -> None:
+            raise error
+
+        return self.submissions.submit(name, None, fail)
 
     def _answer(self, name: str, content: dict[str, Any]) -> Response:
         return answer(content, self._behaviour.statuses.get(name, 200))
@@ -171,9 +190,9 @@ class _Endpoints:
         try:
             self._check_loss(message)
             return self._answer(name, self._models.run_pass(message, number))
-        except Refusal:
+        except Refusal as error:
             self.submissions.refuse(message.model_id, number)
-            raise
+            return self._answer(name, self._late(name, error))
 
     async def _protobuf(self, request: Request) -> tuple[rq.ForwardBackwardRequest, int | None]:
         message = protobuf.decode_forward_backward(await read_body(request))

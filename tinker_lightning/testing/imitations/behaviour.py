@@ -35,8 +35,8 @@ class Behaviour:
         rejects_colons: Whether ids of samplers with a colon are rejected with 400.
 
         order: Whether requests of a model run in order of arrival, in order of their numbers (waiting for missing
-            ones), or `strict`ly: a number other than the next one fails with 409, and a failed request does not
-            advance it.
+            ones), or `strict`ly: a number other than the next one fails with 409, where a number may be skipped only
+            after its operation has failed, and a rejected request does not count.
         doubles_repeats: Whether a repeated submission runs again; otherwise it gets the answer of the first one.
         delay: How many seconds an operation takes at least.
         hold: How many seconds a poll waits for a result that is not ready.
@@ -44,7 +44,9 @@ class Behaviour:
         failure: The form of a failed operation: 400 or 422 with `detail`, 200 with `error`, or 400 with
             `error_message`.
         knows_futures: Whether the poll of an unknown result is 404; otherwise it is pending.
-        unknown_id: The status of `session_heartbeat`, `get_info` and `weights_info` for unknown ids; 500 is a crash.
+        unknown_id: The status of `session_heartbeat`, `get_info`, `weights_info` and deletion for unknown ids; 500 is
+            a crash.
+        late_errors: Whether unknown models and samplers are reported by the result, and not at submission.
         needs_created_model: Whether a pass that is sent before the model exists fails, instead of waiting for it.
 
         losses: The names of the losses.
@@ -59,10 +61,11 @@ class Behaviour:
         even_batches: Whether `importance_sampling` fails for an odd number of sequences.
         window_mean: Whether the gradient is divided by the number of sequences since the last step, over all calls.
         metrics: The metrics of a pass: `loss:sum`, `loss:mean` over sequences, or `loss:avg`, the loss itself.
-        output_type: The `loss_fn_output_type` of a pass.
+        output_type: The `loss_fn_output_type` of a pass; `{loss_fn}` is filled in.
         elementwise_loss: Whether passes also return the loss of each token.
         masks_forward: Whether `forward` returns 0.0 for tokens whose weight is 0.
-        missing_is_zero: Whether missing advantages and log-probabilities are zeros, instead of an error.
+        missing_inputs: Whether the weights, log-probabilities and advantages that a datum lacks are zeros (weights
+            are ones), fail as in our trainer (where weights are ones, too), or are all `rejected`.
         out_of_range: Whether a target outside the vocabulary fails or leads to NaN, on which polls crash.
 
         step_metrics: The names of the metrics of a step, by our names; None for no metrics at all.
@@ -84,6 +87,7 @@ class Behaviour:
         existing_checkpoint: Whether saving under an existing name is a 409 at submission, overwrites, or does what
             the flag `overwrite` says.
         checks_early: Whether a missing checkpoint is reported at submission, and not by the result.
+        weights_info_of_run: Whether `weights_info` answers for missing checkpoints of a model, too.
         saves_optimizer: Whether states contain the optimizer.
         ignores_optimizer_on_load: Whether the optimizer is restored even if that was not requested.
         keeps_gradient_on_load: Whether the accumulated gradient survives loading.
@@ -124,6 +128,7 @@ class Behaviour:
     failure: Literal["400", "422", "error", "error_message"] = "error"
     knows_futures: bool = True
     unknown_id: Literal[404, 500] = 404
+    late_errors: bool = False
     needs_created_model: bool = False
 
     losses: Collection[str] = ("cross_entropy", "importance_sampling", "ppo")
@@ -139,7 +144,7 @@ class Behaviour:
     output_type: str = "ArrayRecord"
     elementwise_loss: bool = False
     masks_forward: bool = False
-    missing_is_zero: bool = False
+    missing_inputs: Literal["zeros", "fail", "rejected"] = "fail"
     out_of_range: Literal["fails", "nan"] = "fails"
 
     step_metrics: Mapping[str, str] | None = None
@@ -161,6 +166,7 @@ class Behaviour:
     checkpoint_name: str = r"[^/]+"
     existing_checkpoint: Literal["conflict", "overwritten", "flag"] = "overwritten"
     checks_early: bool = False
+    weights_info_of_run: bool = False
     saves_optimizer: bool = True
     ignores_optimizer_on_load: bool = False
     keeps_gradient_on_load: bool = False

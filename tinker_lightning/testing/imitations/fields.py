@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from tinker_lightning.testing.imitations.behaviour import Behaviour
 
 # By endpoint, and for objects within requests by `endpoint.field`. `!` marks required fields, `@` the SDK version that
-# sent a field first, if it is later than the oldest server that is imitated.
+# sent a field first, if it is later than the oldest server that is imitated. A required `user_metadata` may be null.
 _FIELDS = {
     "client/config": "sdk_version",
-    "create_session": "tags user_metadata sdk_version project_id display_name type",
+    "create_session": "tags user_metadata sdk_version project_id type display_name@0.26",
     "session_heartbeat": "session_id! type",
     "create_model": ("session_id! model_seq_id base_model! user_metadata lora_config type optimizer_config@0.30"),
     "create_model.lora_config": "rank! seed train_unembed train_mlp train_attn",
@@ -61,7 +61,7 @@ def _faults(
         if entry.endswith("!"):
             required.add(name)
     for name in known:
-        if name in required and body.get(name) is None:
+        if name in required and body.get(name) is None and not (name == "user_metadata" and name in body):
             yield {"type": "missing", "loc": [*where, name], "msg": "Field required", "input": dict(body)}
     for name, value in body.items():
         newest = behaviour.newest_fields

@@ -45,6 +45,8 @@ class Models:
         self._state.check_session(body)
         if not b.ignores_base_model and body["base_model"] not in self._trainer.catalog.names:
             raise Refusal(404, f"Failed to create model: Unknown model: {body['base_model']}")
+        if b.newest_fields is not None and not body.get("lora_config"):
+            raise Refusal(400, "Missing LoRA config")
         lora = wire_json.parse(LoraConfig, wire_json.dumps(body.get("lora_config") or {}))
         if b.seed_ignored:
             lora = replace(lora, seed=secrets.randbits(31))  # without a seed, ours would be the same each time
@@ -121,8 +123,11 @@ class Models:
 
     def _pass(self, model: Model, request: rq.ForwardBackwardRequest) -> ForwardBackwardOutput:
         b, is_entropy = self._behaviour, request.loss_fn == "cross_entropy"
-        if b.missing_is_zero and not is_entropy:
+        if b.missing_inputs == "zeros" and not is_entropy:
             request = replace(request, data=[_filled(datum) for datum in request.data])
+        for name in ("weights",) if is_entropy else ("logprobs", "advantages"):
+            if b.missing_inputs == "rejected" and any(name not in datum.loss_fn_inputs for datum in request.data):
+                raise Refusal(400, f"Missing '{name}' in loss_fn_inputs.")
         data = normalise(request.data, request.loss_fn, b.cross_entropy if is_entropy else b.importance_sampling)
         loss_fn, config = request.loss_fn, dict(request.loss_fn_config)
         if loss_fn == "importance_sampling" and b.importance_sampling_is_clipped:
@@ -149,9 +154,9 @@ class Models:
             if b.elementwise_loss:
                 tensors = {**tensors, "elementwise_loss": elementwise_loss(datum, request.loss_fn, logprobs)}
             outputs.append(tensors)
-        total = output.metrics["loss:sum"]
+        kind, total = b.output_type.format(loss_fn=request.loss_fn), output.metrics["loss:sum"]
         losses = {"loss:sum": total, "loss:avg": total, "loss:mean": total / len(data)}
-        return ForwardBackwardOutput(outputs, {name: losses[name] for name in b.metrics}, b.output_type)
+        return ForwardBackwardOutput(outputs, {name: losses[name] for name in b.metrics}, kind)
 
     def optim_step(self, body: dict[str, Any]) -> dict[str, Any]:
         """Submits an optimizer step."""

@@ -61,8 +61,12 @@ class Saving:
     def load_weights(self, body: dict[str, Any]) -> dict[str, Any]:
         """Submits the loading of a training state."""
         b, model, path = self._behaviour, self._state.model(body), body["path"]
+
+        def check() -> object:
+            return self._state.find(path, "weights")
+
         if b.checks_early:
-            self._state.find(path, "weights")
+            check()
         optimizer = b.saves_optimizer and (b.ignores_optimizer_on_load or bool(body.get("optimizer")))
 
         def run() -> dict[str, Any]:
@@ -78,15 +82,18 @@ class Saving:
             answer = {"path": path, "type": "load_weights"}
             return {name: answer[name] for name in b.load_answer}
 
-        return self._submissions.submit_numbered("load_weights", model, body.get("seq_id"), run)
+        return self._submissions.submit_numbered("load_weights", model, body.get("seq_id"), run, check)
 
     def weights_info(self, body: dict[str, Any]) -> dict[str, Any]:
         """Describes saved weights."""
-        try:
-            found = self._state.find(body["tinker_path"], "weights")
-        except Refusal as error:
-            raise Refusal(error.status if self._behaviour.unknown_id == 404 else 500, error.detail) from error
-        return {"base_model": found.model.base_model, "is_lora": True, "lora_rank": found.model.lora.rank}
+        path, status = body["tinker_path"], self._behaviour.unknown_id
+        model = self._state.models.get(path.partition("://")[2].partition("/")[0])
+        if model is None or not self._behaviour.weights_info_of_run:
+            try:
+                model = self._state.find(path, "weights").model
+            except Refusal as error:
+                raise Refusal(error.status if status == 404 else status, error.detail) from error
+        return {"base_model": model.base_model, "is_lora": True, "lora_rank": model.lora.rank}
 
     def listing(self, model_id: str) -> dict[str, Any]:
         """Lists the checkpoints of a model."""
@@ -110,6 +117,6 @@ class Saving:
         given = (model_id, kind, name)
         found = [each for each in self._state.written() if (each.model.model_id, each.kind, each.name) == given]
         if not found:
-            raise Refusal(404, f"Checkpoint {checkpoint_id} not found")
+            raise Refusal(self._behaviour.unknown_id, f"Checkpoint {checkpoint_id} not found")
         self._state.checkpoints = {path: each for path, each in self._state.checkpoints.items() if each is not found[0]}
         self._trainer.store.delete(TinkerPath.parse(found[0].inner_path or ""))

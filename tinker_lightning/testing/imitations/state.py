@@ -50,6 +50,7 @@ class Model:
     sequences: int = 0  # since the last step
     has_gradient: bool = False
     next_number: int = 1
+    failed_number: int | None = None
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))  # of the trainer's requests
     waiting: dict[int, Callable[[], None]] = field(default_factory=dict)
     adam: AdamParams | None = None

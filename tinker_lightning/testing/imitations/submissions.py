@@ -44,18 +44,32 @@ class Submissions:
         if model is not None and isinstance(number, int) and self._behaviour.order == "number":
             self._take_turn(model, number, lambda: None)
 
-    def submit_numbered(self, kind: str, model: Model, number: int | None, run: Callable[[], Any]) -> dict[str, Any]:
-        """Queues a numbered operation of a model and returns the answer to the client."""
+    def submit_numbered(
+        self,
+        kind: str,
+        model: Model,
+        number: int | None,
+        run: Callable[[], Any],
+        check: Callable[[], object] = lambda: None,
+    ) -> dict[str, Any]:
+        """Queues a numbered operation of a model, with a check before its number counts; returns the answer."""
         b = self._behaviour
 
         def in_turn() -> Any:
+            check()
             if b.order != "strict" or number is None:
                 return run()
-            is_repeat = b.doubles_repeats and number < model.next_number
-            if number != model.next_number and not is_repeat:
-                return Failure(f"Sequence conflict: expected {model.next_number}, got {number}.", 409)
+            expected = model.next_number
+            if b.doubles_repeats and number < expected:
+                return run()
+            if number == expected + 1 and model.failed_number == expected:
+                model.next_number = number  # a number that has failed may be skipped
+            elif number != expected:
+                raise Refusal(409, f"Sequence conflict: expected {expected}, got {number}.")
+            model.failed_number = number
             outcome = run()
-            if not isinstance(outcome, Failure) and not is_repeat:
+            if not isinstance(outcome, Failure):
+                model.failed_number = None
                 model.next_number += 1
             return outcome
 
