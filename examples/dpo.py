@@ -89,7 +89,7 @@ def main(
 
 
 def read_pairs(part: str, tokenizer: Any) -> list[Pair]:
-    """Pairs from lines of `{"prompt": ..., "chosen": ..., "rejected": ...}`, with weight 1 on the answers."""
+    """Reads pairs, one per line: `{"prompt": ..., "chosen": ..., "rejected": ...}`; the answers have weight 1."""
 
     def answered(prompt: str, answer: str) -> Datum:
         roles = {"system": "Answer briefly.", "user": prompt, "assistant": answer}

@@ -1,7 +1,7 @@
-"""Teaches SmolLM2-135M to take the orders in a café: what guests say becomes a ticket that a program can read.
+"""Teaches SmolLM2-135M to take orders in a café: it turns what a guest says into a ticket that a program can read.
 
-Run it with `tox -e demo`, or `python examples/quickstart.py [FOLDER]`. It needs no account and no GPU, for the trainer
-runs in this process; give `base_url` the address of a Tinker server, and the same code trains there.
+Run it with `tox -e demo`, or `python examples/quickstart.py [FOLDER]`. It needs no account and no GPU, because the
+trainer runs in this process. To train on a Tinker server instead, pass its URL as `base_url`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ DATA = Path(__file__).parent / "data"
 
 class Barista(RemoteModule):
     def loss(self, data: list[Datum], logprobs: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean over tokens, and beside it each ticket's least likely token, for one wrong token spoils a ticket.
+        """Returns the mean over tokens plus a penalty on the least likely token of each ticket.
 
-        It counts until it has half of the probability: from there on greedy sampling is certain to take it.
+        A single wrong token spoils a ticket. The penalty ends where that token has half of the probability, because
+        greedy sampling then always chooses it.
         """
         tickets = [p[datum.loss_fn_inputs["weights"].to_torch() > 0] for datum, p in zip(data, logprobs, strict=True)]
         nll = -torch.cat(tickets).mean()
@@ -86,7 +87,7 @@ def main(folder: Path | str = "runs/quickstart", model: str = "smollm2-135m") ->
 
 
 def read_chats(part: str) -> list[list[dict[str, str]]]:
-    """Conversations in the usual form, one a line: `{"messages": [{"role": ..., "content": ...}, ...]}`."""
+    """Reads conversations, one per line: `{"messages": [{"role": ..., "content": ...}, ...]}`."""
     lines = (DATA / f"orders_{part}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["messages"] for line in lines]
 
@@ -108,7 +109,7 @@ def plot(folder: Path) -> None:
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     train = [(int(row["step"]), float(row["ticket_nll"])) for row in rows if row["ticket_nll"]]
-    # A validation stands under the last step before it; only the first one came before any.
+    # A validation is logged under the step before it; the first one has none before it.
     first, *later = [(int(row["step"]), float(row["val_nll"])) for row in rows if row["val_nll"]]
     validation = [first, *((step + 1, loss) for step, loss in later)]
     figure = Figure(figsize=(7, 3.6), layout="constrained")
