@@ -111,10 +111,10 @@ def test_a_custom_function_stays_here_unless_the_server_is_asked_for(
     caplog.set_level(logging.INFO, "tinker_lightning")
     here, passes = fitted(stage, loss=loss)
     assert passes == TWO_PASSES
-    assert "loss loss: route two-pass (it is Python)" in caplog.text
+    assert ".loss: route two-pass (it is Python)" in caplog.text
     there, passes = fitted(stage, loss=loss, route="server")
     assert passes == ONE_PASS
-    assert "loss loss: route server (asked for)" in caplog.text
+    assert ".loss: route server (requested)" in caplog.text
     assert (there - here).norm() <= 1e-5 * here.norm()  # four backwards of float32 numbers, through Adam
 
 
@@ -362,8 +362,8 @@ def test_the_log_says_what_was_asked_for_and_what_is_taken(
         assert routes.choose("ppo", {}, route, lambda: client).route == "builtin"
     assert [record.message.partition("route ")[2] for record in caplog.records if "route " in record.message] == [
         "builtin (the server knows it by name)",
-        "builtin (asked for)",
-        "builtin (the server, which is asked for, knows it by name)",
+        "builtin (requested)",
+        "builtin (the requested server knows it by name)",
     ]
 
 

@@ -52,11 +52,7 @@ class _Entry:
 
 
 class DeferredMetrics:
-    """Logs the metrics of steps when they arrive, oldest first.
-
-    Args:
-        wait: Waits for the result or the failure of a request; may raise to end the wait.
-    """
+    """Logs the metrics of steps when they arrive, oldest first; `wait` may raise to end the wait for a request."""
 
     def __init__(self, wait: Callable[[TinkerFuture[Any]], None]) -> None:
         self._wait = wait
@@ -66,9 +62,7 @@ class DeferredMetrics:
     def are_monitored(self, trainer: pl.Trainer, *, by_step: bool = False) -> bool:
         """Returns whether a callback or scheduler monitors a deferred metric; any metric while no name is known yet.
 
-        Args:
-            trainer: The trainer.
-            by_step: Whether only those count that read a metric after this step.
+        With `by_step`, only those count that read a metric after this step.
         """
         schedulers = trainer.lr_scheduler_configs
         looking: list[Any] = [*_compat.CALLBACKS.get(trainer), *schedulers]
@@ -79,12 +73,9 @@ class DeferredMetrics:
         return bool(monitored & self._names if self._names else monitored)
 
     def add(self, sent: Step, trainer: pl.Trainer, share: float) -> None:
-        """Adds a step that was sent; its metrics belong to the step that loggers would write now.
+        """Adds a step whose metrics belong to the step that loggers would write now.
 
-        Args:
-            sent: The requests of the step.
-            trainer: The trainer.
-            share: Turns the sum over a window, divided by the full window size, into its mean.
+        `share` turns the sum over its window, divided by the full window size, into a mean.
         """
         step, every = _compat.BATCHES_THAT_STEPPED.get(trainer), _compat.LOG_EVERY_N_STEPS.get(trainer)
         to_loggers = bool(every) and (step + 1) % every == 0
@@ -138,14 +129,10 @@ def _metrics(sent: Step, share: float) -> dict[str, float]:
 
 
 def of_losses(ran: Sequence[_Ran], share: float = 1.0) -> dict[str, float]:
-    """Returns the values of a window's losses, scaled as their gradients were, and their metrics.
+    """Returns the values of a window's losses, scaled as their gradients were and by `share`, and their metrics.
 
     The metrics of a single loss keep their names, or are logged under `base_loss/` if regularizers were added to it,
     as those of a loss that runs locally. Several different losses have their own names as prefixes.
-
-    Args:
-        ran: The passes of the window.
-        share: What the scaled values are multiplied by.
     """
     different: dict[tuple[bool, str, str], list[_Ran]] = {}
     for output, call in ran:
@@ -160,11 +147,10 @@ def of_losses(ran: Sequence[_Ran], share: float = 1.0) -> dict[str, float]:
             prefix += f"{name}/" if names[name] == 1 else f"{name}_{names[name]}/"
         window = [(of_pass(output, call.loss, call.datums, call.config), len(call.datums)) for output, call in alike]
         metrics = combined(window)
-        found |= (
-            metric_names.of_part(metrics, prefix)
-            if prefix
-            else metric_names.of_loss(metrics, is_of_library=_is_of_library(alike[0][1].loss))
-        )
+        if prefix:
+            found |= metric_names.of_part(metrics, prefix)
+        else:
+            found |= metric_names.of_loss(metrics, is_of_library=_is_of_library(alike[0][1].loss))
         value = share * sum(call.scale * float(output.metrics.get(_SUM, 0.0)) for output, call in alike)
         total = value + share * sum(call.scale * (call.added or 0.0) for _, call in alike)
         if prefix:
@@ -196,10 +182,9 @@ def of_pass(
 
 
 def combined(window: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
-    """Returns the metrics of a window: counts are summed, others reduced as their suffixes say, or averaged.
+    """Returns the metrics of a window, given those of each micro-batch with the number of its datums.
 
-    Args:
-        window: The metrics of each micro-batch, and the number of its datums.
+    Counts are summed; others are reduced as their suffixes say, or averaged.
     """
     found: dict[str, float] = {}
     for name in {name: None for metrics, _ in window for name in metrics}:

@@ -31,7 +31,7 @@ def own_loss(
     A loss that only the server can evaluate takes a second forward pass.
 
     Raises:
-        LossUnavailable: If an input is missing or the server cannot evaluate the loss; other errors are the loss's own.
+        LossUnavailable: If an input is missing, or the server cannot evaluate the loss. Other errors are bugs.
     """
     chosen = module.chosen_route()
     try:

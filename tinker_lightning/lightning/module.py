@@ -129,15 +129,6 @@ class RemoteModule(RemoteBase):
         """Returns AdamW with the settings of the constructor. Override it to add a scheduler."""
         return RemoteAdamW(self.parameters(), lr=self.learning_rate, **self._adam)
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Makes the server clip the gradient norm."""
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
     def clip_gradients(
         self,
         optimizer: Optimizer,

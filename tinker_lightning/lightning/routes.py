@@ -73,7 +73,7 @@ class Chosen:
         return self.runs_locally or self.regularized
 
     def with_inputs(self, data: list[Any], inputs: Mapping[str, Any]) -> list[Any]:
-        """Gives each datum its row of inputs that are given once for the batch, if the loss reads them from datums."""
+        """Adds to each datum its row of the batch's inputs, if the loss reads them from datums."""
         return spread(to_datums(data), inputs) if inputs and self.local is not None else data
 
 
@@ -99,20 +99,20 @@ def choose(
     regularized: bool = False,
     reduction: Reduction = "mean",
 ) -> Chosen:
-    """Returns the cheapest exact route for a loss, or the one that is asked for; logs which, once.
+    """Returns the cheapest exact route for a loss, or the requested one, and logs it.
 
-    A custom Python function stays here unless `route="server"`: tracing fixes what Python decides, which may be
-    meant to change. The functions of `tinker_lightning.losses` decide nothing of that kind.
+    A custom Python function runs locally unless `route="server"`: tracing fixes the decisions that Python makes, which
+    may be meant to change. The functions of `tinker_lightning.losses` make none. Regularizers need the log-probabilities
+    locally, so that a pass with a server-side loss would be a third one.
 
     Args:
         loss: A name, what `custom_loss` or `create_custom_loss` returned, a function of datums and log-probabilities,
             or None if only regularizers count.
         config: Its settings.
-        route: The route that is asked for.
-        backend: Returns the client; called only where it matters.
-        regularized: Whether there are regularizers, which need the log-probabilities here anyway. A separate pass on
-            the server would then be a third one.
-        reduction: Whether a loss that sums over tokens is divided by their number.
+        route: The requested route.
+        backend: Returns the client; called only if it is needed.
+        regularized: Whether there are regularizers.
+        reduction: How a loss that sums over tokens is reduced.
 
     Raises:
         InvalidInput: If the loss cannot run on that route, or a setting has a value that it cannot have.
@@ -166,16 +166,16 @@ def _choose(
     loss: Any, config: dict[str, Any], route: Route, backend: Callable[[], TrainingBackend], regularized: bool
 ) -> tuple[Chosen, str]:
     local: Any
-    asked = "asked for" if route != "auto" else ""
-    beside = "its regularizers need the log-probabilities here" if regularized and not asked else ""
+    asked = "requested" if route != "auto" else ""
+    because = "its regularizers need the log-probabilities" if regularized and not asked else ""
     if isinstance(loss, str) and loss in BUILT_IN:
-        function, is_here = getattr(losses, loss), bool(beside) or route == "two-pass"
+        function, is_here = getattr(losses, loss), bool(because) or route == "two-pass"
         check_settings(function, config, may_have_others=not is_here)
         local = functools.partial(function, **known_settings(function, config))
         if is_here:
-            return Chosen("two-pass", local, {}, local), asked or beside
+            return Chosen("two-pass", local, {}, local), asked or because
         if route == "server":
-            return Chosen("builtin", loss, config, local), "the server, which is asked for, knows it by name"
+            return Chosen("builtin", loss, config, local), "the requested server knows it by name"
         return Chosen("builtin", loss, config, local), asked or "the server knows it by name"
     if route == "builtin":
         raise InvalidInput(f"{loss_name(loss)} is not built into servers, which know {', '.join(BUILT_IN)}")
@@ -184,7 +184,7 @@ def _choose(
         # Another registered function may take the batch only in the form that a server gives it.
         is_the_same_here = isinstance(own, LossHandle) or (isinstance(own, ServerLoss) and own.is_of_library)
         local = functools.partial(own, **config) if is_the_same_here else None
-        if route != "two-pass" and not (beside and is_the_same_here):
+        if route != "two-pass" and not (because and is_the_same_here):
             return Chosen("server", loss, config, local), asked or "it was registered there"
         if isinstance(own, str) or (isinstance(own, ServerLoss) and own.source != "logprobs"):
             raise InvalidInput(
@@ -192,7 +192,7 @@ def _choose(
                 "it as a function of datums and log-probabilities."
             )
         local = functools.partial(own, **config)
-        return Chosen("two-pass", local, {}, local), asked or beside
+        return Chosen("two-pass", local, {}, local), asked or because
     if is_of_library(loss):
         check_settings(loss, config)
     local = functools.partial(loss, **config) if config else loss
@@ -201,7 +201,7 @@ def _choose(
     if route == "auto" and is_of_library(loss) and not regularized and _takes_losses(backend()):
         return Chosen("server", _uploaded(loss, config, backend()), {}, local), "the server computes it in one pass"
     surrogate.check_arguments(loss)
-    why = asked or (beside if is_of_library(loss) else "") or "it is Python"
+    why = asked or (because if is_of_library(loss) else "") or "it is Python"
     return Chosen("two-pass", local, {}, local), why
 
 

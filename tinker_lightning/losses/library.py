@@ -53,12 +53,9 @@ def is_of_library(loss: Any) -> bool:
 
 
 def check_settings(loss: Any, given: Mapping[str, Any], *, may_have_others: bool = False) -> None:
-    """Checks the settings of a loss of the library before there is a batch.
+    """Checks the settings of a library loss, also those that are bound to it, before there is a batch.
 
-    Args:
-        loss: The loss; settings that are bound to it are checked, too.
-        given: Its settings.
-        may_have_others: Whether unknown names are left to a server that may know them.
+    With `may_have_others`, unknown names are left to the server, which may know them.
 
     Raises:
         InvalidInput: If the loss does not have a setting, or the setting cannot have this value.

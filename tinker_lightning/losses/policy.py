@@ -7,7 +7,8 @@ which an advantage of 0 masks a token.
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from tinker_lightning.losses import builtin
 from tinker_lightning.losses.advantages import check_grouping, group_advantages
 from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, is_traced, mean_where, sequence_sums, with_value
 from tinker_lightning.losses.kl import Estimator, check_estimator, kl_estimate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def importance_sampling(data: Data, logprobs: Logprobs) -> Loss:
@@ -30,10 +34,7 @@ def importance_sampling(data: Data, logprobs: Logprobs) -> Loss:
     >>> importance_sampling(data, [torch.tensor([-1.0, -2.0])])[0]
     tensor(-3.)
     """
-    batch = Batch(data, logprobs)
-    old, advantages = batch.tokens("logprobs"), batch.tokens("advantages")
-    loss = builtin.importance_sampling(batch.logprobs, old, advantages).sum()
-    return loss, _metrics(batch.logprobs - old, advantages != 0)
+    return _summed(builtin.importance_sampling, data, logprobs)
 
 
 def ppo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Loss:
@@ -53,12 +54,7 @@ def ppo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, clip
     >>> loss, metrics["clip_fraction"]
     (tensor(-3.6000), tensor(1.))
     """
-    _check_thresholds(clip_low_threshold, clip_high_threshold)
-    batch = Batch(data, logprobs)
-    old, advantages = batch.tokens("logprobs"), batch.tokens("advantages")
-    low, high = _thresholds(batch, clip_low_threshold, clip_high_threshold)
-    loss = builtin.ppo(batch.logprobs, old, advantages, low, high).sum()
-    return loss, _metrics(batch.logprobs - old, advantages != 0, low, high)
+    return _summed(builtin.ppo, data, logprobs, (clip_low_threshold, clip_high_threshold))
 
 
 def cispo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Loss:
@@ -72,12 +68,7 @@ def cispo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, cl
     >>> cispo(data, [torch.tensor([-1.0])])[0]
     tensor(3.6000)
     """
-    _check_thresholds(clip_low_threshold, clip_high_threshold)
-    batch = Batch(data, logprobs)
-    old, advantages = batch.tokens("logprobs"), batch.tokens("advantages")
-    low, high = _thresholds(batch, clip_low_threshold, clip_high_threshold)
-    loss = builtin.cispo(batch.logprobs, old, advantages, low, high).sum()
-    return loss, _metrics(batch.logprobs - old, advantages != 0, low, high)
+    return _summed(builtin.cispo, data, logprobs, (clip_low_threshold, clip_high_threshold))
 
 
 def dro(data: Data, logprobs: Logprobs, *, beta: float = 0.05) -> Loss:
@@ -90,10 +81,7 @@ def dro(data: Data, logprobs: Logprobs, *, beta: float = 0.05) -> Loss:
     >>> dro(data, [torch.tensor([-1.0])], beta=2.0)[0]
     tensor(4.)
     """
-    batch = Batch(data, logprobs)
-    old, advantages = batch.tokens("logprobs"), batch.tokens("advantages")
-    loss = builtin.dro(batch.logprobs, old, advantages, beta).sum()
-    return loss, _metrics(batch.logprobs - old, advantages != 0)
+    return _summed(functools.partial(builtin.dro, beta=beta), data, logprobs)
 
 
 def gspo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Loss:
@@ -215,6 +203,19 @@ def reinforce(
         "advantage_rms": (advantages**2).mean().sqrt(),
         "action_nll": -mean_where(batch.logprobs.detach(), weights != 0),
     }
+
+
+def _summed(
+    terms: Callable[..., Tensor], data: Data, logprobs: Logprobs, thresholds: tuple[float, float] | None = None
+) -> Loss:
+    """Returns the sum of a loss of single tokens, and the metrics of its ratios."""
+    if thresholds is not None:
+        _check_thresholds(*thresholds)
+    batch = Batch(data, logprobs)
+    old, advantages = batch.tokens("logprobs"), batch.tokens("advantages")
+    bounds = () if thresholds is None else _thresholds(batch, *thresholds)
+    loss = terms(batch.logprobs, old, advantages, *bounds).sum()
+    return loss, _metrics(batch.logprobs - old, advantages != 0, *bounds)
 
 
 def _check_thresholds(low: float, high: float) -> None:

@@ -164,13 +164,13 @@ def set_apart(metrics: Mapping[str, Any], taken: Container[str], under: str) -> 
     return {prefix + name if bare[name] in taken else name: value for name, value in metrics.items()}
 
 
-# What a loss must fulfil, wherever it runs.
+# The requirements of a loss, wherever it runs.
 
 
 def loss_and_metrics(
     returned: Any, logprobs: Sequence[Tensor], *, needs_gradient: bool = True
 ) -> tuple[Tensor, dict[str, float]]:
-    """Checks what a loss function returned, before anything gets a gradient, and splits it into loss and metrics.
+    """Checks what a loss function returned, before its backward, and splits it into loss and metrics.
 
     Raises:
         InvalidLoss: If the loss is not a finite scalar tensor with a gradient, or a metric is not a number.
@@ -235,15 +235,10 @@ def check_differentiable(loss: Tensor, inputs: str = "log-probabilities") -> Non
 
 
 def check_finite(loss: Tensor, logprobs: Sequence[Tensor] = (), hint: str = "") -> None:
-    """Checks that a loss is neither NaN nor infinite.
-
-    Args:
-        loss: The loss.
-        logprobs: What it was computed from, by which the error finds the datums that are responsible.
-        hint: Continues the error's list of what to look for.
+    """Checks that a loss is neither NaN nor infinite; `hint` continues the error's list of likely causes.
 
     Raises:
-        LossNotFinite: If it is.
+        LossNotFinite: If it is; names the datums whose log-probabilities or gradients are responsible.
     """
     if not torch.isfinite(loss).all():
         raise LossNotFinite(

@@ -82,10 +82,6 @@ def on_thread(call: Callable[[], T], name: str) -> Future[T]:
 def on_loop(awaitable: Awaitable[T], name: str = "") -> Future[T]:
     """Awaits something on the shared event loop, which is never closed, so that clients bound to it can be reused.
 
-    Args:
-        awaitable: What is awaited.
-        name: The name that `blocker` reports.
-
     Raises:
         RuntimeError: If called on that loop, which would wait for itself.
     """
@@ -98,7 +94,7 @@ def on_loop(awaitable: Awaitable[T], name: str = "") -> Future[T]:
 
 
 def blocker() -> str:
-    """Returns the name of the coroutine that blocks the shared loop; empty if none does."""
+    """Returns the name that was passed to `on_loop` with the coroutine that blocks the loop; empty if none does."""
     step = _Loop.shared().step
     return step[0] if step is not None and time.monotonic() - step[1] > _SLOW_SECONDS else ""
 

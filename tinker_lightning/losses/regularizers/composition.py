@@ -47,14 +47,14 @@ def evaluate(
     thread. Without regularizers the result is the base loss with its own metrics.
 
     Args:
-        data: The datums that the functions get.
+        data: The datums that the functions receive.
         logprobs: One tensor per datum: leaves, or the output of a `RemoteLM`.
         base: The base loss, or None.
         regularizers: The terms to add.
-        step: The step that weight functions get.
-        grad_norms: Whether to compute the norm of each term's gradient with respect to the log-probabilities, without
-            its weight. This costs a backward through the term, but not through the model.
-        timeout: How many seconds terms on other threads may take.
+        step: The step that weight functions receive.
+        grad_norms: Whether to compute the gradient norm of each term without its weight, at the cost of a backward
+            through the term.
+        timeout: The number of seconds that terms on other threads may take.
 
     Raises:
         InvalidLoss: If a term is not a finite scalar tensor or fails, or if nothing depends on the log-probabilities.
