@@ -102,8 +102,8 @@ def choose(
     """Returns the cheapest exact route for a loss, or the requested one, and logs it.
 
     A custom Python function runs locally unless `route="server"`: tracing fixes the decisions that Python makes, which
-    may be meant to change. The functions of `tinker_lightning.losses` make none. Regularizers need the log-probabilities
-    locally, so that a pass with a server-side loss would be a third one.
+    may be meant to change. The functions of `tinker_lightning.losses` make none. Regularizers need the
+    log-probabilities locally, so that a pass with a server-side loss would be a third one.
 
     Args:
         loss: A name, what `custom_loss` or `create_custom_loss` returned, a function of datums and log-probabilities,
