@@ -199,4 +199,4 @@ def combined(window: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, flo
 
 
 def _is_of_library(loss: Any) -> bool:
-    return loss.is_of_library if isinstance(loss, ServerLoss) else loss in BUILT_IN
+    return loss.is_of_library if isinstance(loss, ServerLoss) else isinstance(loss, str) and loss in BUILT_IN

@@ -227,11 +227,11 @@ def _takes_losses(backend: TrainingBackend) -> bool:
 
 
 def loss_name(loss: Any) -> str:
-    """Returns the name of a loss for messages; a method has that of its class in front, `Focal.loss`."""
+    """Returns the name of a loss for messages; that of an overridden `loss` has the class in front, `Focal.loss`."""
     if loss is None:
         return "regularizers"
     if isinstance(loss, ServerLoss | LossHandle):
         return loss.name
-    if isinstance(loss, MethodType):
+    if isinstance(loss, MethodType) and loss.__name__ == "loss":
         return f"{type(loss.__self__).__name__}.{loss.__name__}"
     return loss if isinstance(loss, str) else function_name(loss)
