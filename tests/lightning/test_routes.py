@@ -312,7 +312,7 @@ def test_with_regularizers_a_loss_is_computed_from_the_same_log_probabilities(
     attributes = {"loss": loss, "loss_config": config, "regularizers": REGULARIZERS}
     auto, passes = fitted(stage, **attributes)
     assert passes == TWO_PASSES
-    assert "route two-pass (its regularizers need the log-probabilities here)" in caplog.text
+    assert "route two-pass (its regularizers need the log-probabilities)" in caplog.text
     assert torch.equal(auto, fitted(stage, **attributes, route="two-pass")[0])
 
 
