@@ -128,25 +128,25 @@ MISTAKES: list[tuple[str, str, Callable[[Stage], object]]] = [
     ("R1.9", "the same on the server: NaN", lambda _: on_server(lambda p: p.sum() * torch.nan)),
     ("R1.9", "the same on the server: a gradient that is not finite", lambda _: on_server(_root)),
     ("R1.9", "the same on the server: detached", lambda _: on_server(lambda p: p.detach().sum())),
-    ("R1.9", "the same of datums: one value per token", lambda s: of_datums_on_server(s, lambda p: p)),
-    ("R1.9", "the same of datums: NaN", lambda s: of_datums_on_server(s, lambda p: p.sum() * torch.nan)),
-    ("R1.9", "the same of datums: detached", lambda s: of_datums_on_server(s, lambda p: p.detach().sum())),
+    ("R1.9", "the same in a per-datum loss: one value per token", lambda s: of_datums_on_server(s, lambda p: p)),
+    ("R1.9", "the same in a per-datum loss: NaN", lambda s: of_datums_on_server(s, lambda p: p.sum() * torch.nan)),
+    ("R1.9", "the same in a per-datum loss: detached", lambda s: of_datums_on_server(s, lambda p: p.detach().sum())),
     ("R1.9", "a built-in loss that overflows", overflows),
-    ("R1.7", "a metric that is no number", lambda s: s.custom(lambda _, p: (total(p), {"text": "fine"}))),
-    ("R2.1", "two regularizers of one name", lambda s: s.custom(None, regularizers=[_term("a"), _term("a")])),
+    ("R1.7", "a metric that is not a number", lambda s: s.custom(lambda _, p: (total(p), {"text": "fine"}))),
+    ("R2.1", "two regularizers with the same name", lambda s: s.custom(None, regularizers=[_term("a"), _term("a")])),
     ("R2.1", "a regularizer's weight that is NaN", lambda s: s.custom(None, regularizers=[_term("a", float("nan"))])),
     ("R2.2", "a regularizer that fails", lambda s: s.custom(None, regularizers=[Regularizer(_failing, 1.0, "rank")])),
     ("R3.6", "a loss for the server that branches on a value", lambda s: custom_loss(s.service)(branches)),
     ("R3.6", "a loss for the server that holds a tensor", lambda s: custom_loss(s.service)(captures)),
     ("R3.6", "a loss that the server does not know", lambda s: s.client.forward_backward(DATA, "urgnt").result()),
     ("R3.6", "a datum without an input that the loss reads", missing_input),
-    ("R3.6", "a server that is not there", unreachable),
+    ("R3.6", "an unreachable server", unreachable),
     ("R4.2", "a library loss without its input", lambda s: s.custom(losses.dpo)),
     ("R4.5", "a library loss on a batch without weights", lambda s: s.preferences(weights=[0.0] * 3)),
-    ("R4.5", "alternatives for a loss of sequences", lambda s: s.preferences([[2, 3], [3, 4], [4, 5]])),
-    ("R4.5", "distances for the bounds of a ratio", distances),
-    ("R4.5", "other numbers of tokens and weights", lambda _: Datum.from_tokens([1, 2, 3], [0.0, 1.0])),
-    ("R4.5", "a per-token input of another length", lambda _: Datum.from_targets([1, 2], [2, 3], advantages=[1.0])),
+    ("R4.5", "several targets per position for a loss on sequences", lambda s: s.preferences([[2, 3], [3, 4], [4, 5]])),
+    ("R4.5", "distances instead of the bounds of a ratio", distances),
+    ("R4.5", "tokens and weights of different lengths", lambda _: Datum.from_tokens([1, 2, 3], [0.0, 1.0])),
+    ("R4.5", "a per-token input of a different length", lambda _: Datum.from_targets([1, 2], [2, 3], advantages=[1.0])),
     ("R4.5", "a failed pass whose result nobody reads", unread),
 ]
 
@@ -184,9 +184,7 @@ def test_the_error_says_what_is_in_the_docs(stage: Stage, what: str, mistake: Ca
         rows = {line.split("|")[1].strip(): line for line in table.splitlines(keepends=True)[2:]}
         rows[what] = row
         known = [line for _, key, _ in MISTAKES if (line := rows.get(key))]
-        PAGE.write_text(
-            head + BEGIN + "| mistake | error | what it says |\n|---|---|---|\n" + "".join(known) + END + tail
-        )
+        PAGE.write_text(head + BEGIN + "| mistake | error | message |\n|---|---|---|\n" + "".join(known) + END + tail)
     assert row in PAGE.read_text()
 
 

@@ -34,37 +34,6 @@ Each class also derives from the matching builtin, so that `except ValueError` w
 
 from __future__ import annotations
 
-__all__ = [
-    "ClientClosed",
-    "ClientForked",
-    "ConnectionDropped",
-    "IncompatibleLightning",
-    "InvalidDatum",
-    "InvalidInput",
-    "InvalidLoss",
-    "InvalidMessage",
-    "InvalidTensor",
-    "LossNotFinite",
-    "LossNotScalar",
-    "LossNotTensor",
-    "LossNotTraceable",
-    "LossWithoutGradient",
-    "MessageTooLarge",
-    "MissingInput",
-    "ModelNotFound",
-    "NotATinkerServer",
-    "NotAnApi",
-    "NotFound",
-    "OperationFailed",
-    "ResultExpired",
-    "ResultTimeout",
-    "ServerUnreachable",
-    "TinkerLightningError",
-    "TrainerClosed",
-    "Unauthorized",
-    "UnsupportedMediaType",
-]
-
 
 class TinkerLightningError(Exception):
     """Base class of all exceptions of this library.
@@ -123,24 +92,18 @@ class LossWithoutGradient(InvalidLoss):
 
 
 # The classes that a server may name in a response. All others have a different meaning in the client.
-_TOLD_BY_NAME: dict[str, type[InvalidInput]] = {
-    cls.__name__: cls
-    for cls in (
-        InvalidTensor,
-        InvalidDatum,
-        MissingInput,
-        InvalidLoss,
-        LossNotTensor,
-        LossNotScalar,
-        LossNotFinite,
-        LossWithoutGradient,
-    )
-}
+_NAMED_BY_SERVERS: list[type[InvalidInput]] = [
+    InvalidTensor,
+    InvalidDatum,
+    MissingInput,
+    InvalidLoss,
+    *InvalidLoss.__subclasses__(),
+]
 
 
-def told_by_name(name: object) -> type[InvalidInput]:
+def input_error(name: object) -> type[InvalidInput]:
     """Returns the class that a server's response names, so that a loss raises the same class wherever it runs."""
-    return _TOLD_BY_NAME.get(name, InvalidInput) if isinstance(name, str) else InvalidInput
+    return next((cls for cls in _NAMED_BY_SERVERS if cls.__name__ == name), InvalidInput)
 
 
 class InvalidMessage(InvalidInput):

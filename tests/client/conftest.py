@@ -1,4 +1,4 @@
-"""What the tests of the client share: one trainer, and the ways that lead to it."""
+"""Fixtures of the client's tests: one trainer, and the transports to it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _no_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTrainer]:
-    """One trainer for all tests that need no more than models of their own."""
+    """One trainer for all tests that only need separate models."""
     trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path_factory.mktemp("shared"))
     yield trainer
     trainer.close()

@@ -41,7 +41,7 @@ def mean_nll(_: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, 
     return -torch.cat(logprobs).mean(), {}
 
 
-def test_a_backend_that_lacks_methods_is_named_with_them_when_it_is_handed_over() -> None:
+def test_a_backend_without_all_methods_raises_and_names_them() -> None:
     class Half:
         unread = losses = None
 
@@ -73,7 +73,7 @@ def test_a_batch_is_converted_once(backend: Backend, data: list[Any], monkeypatc
     mean_nll(data, remote(data))[0].backward()  # two passes
     remote.server_loss(data, "cross_entropy").backward()  # one
     optimizer.step()
-    optimizer.sent[0].wait()
+    optimizer.sent[0].optim.wait()
     assert conversions() == 2
 
 

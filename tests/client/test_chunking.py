@@ -1,4 +1,4 @@
-"""How a batch is split and put together, and how requests are posted: in order where the server needs it."""
+"""Splitting of batches, combination of results, and the order in which requests are posted."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_chunking_changes_nothing(chunked: Chunked) -> None:
 
 
 def _whole(trainer: EmbeddedTrainer) -> httpx.AsyncBaseTransport:
-    """A way to the trainer without chunks, whatever the configuration says by then."""
+    """A client of the trainer that never splits a batch."""
 
     class Whole(httpx.AsyncBaseTransport):
         def __init__(self) -> None:
@@ -226,7 +226,7 @@ def test_two_models_do_not_wait_for_each_other(chunked: Chunked) -> None:
 
 
 @pytest.mark.parametrize("chunked", [(False, False)], indirect=True)
-def test_a_refused_request_does_not_hold_up_the_next(chunked: Chunked) -> None:
+def test_a_rejected_request_does_not_block_the_next(chunked: Chunked) -> None:
     model = chunked.service.create_lora_training_client("tiny", rank=4)
     bad = model.save_state("no/name")
     good = model.forward_backward(DATA, "cross_entropy")

@@ -1,4 +1,4 @@
-"""Answers in the middle of a run that are no results."""
+"""Unexpected responses in the middle of a run."""
 
 from __future__ import annotations
 
@@ -47,8 +47,16 @@ class Meddler(httpx.AsyncBaseTransport):
 @pytest.mark.parametrize(
     ("answer", "kind", "message"),
     [
-        (lambda: httpx.Response(410, json={"detail": "gone"}), ResultExpired, "no longer kept. Repeat the step"),
-        (lambda: httpx.Response(404, json={"detail": "unknown"}), ResultExpired, "knows nothing of it, or no more"),
+        (
+            lambda: httpx.Response(410, json={"detail": "gone"}),
+            ResultExpired,
+            "no longer keeps its result. Resume from the last",
+        ),
+        (
+            lambda: httpx.Response(404, json={"detail": "unknown"}),
+            ResultExpired,
+            "does not have its result, or no longer",
+        ),
         (lambda: httpx.Response(422, json={"detail": "failed"}), InvalidInput, "failed"),
         (lambda: httpx.Response(400, json={"detail": "bad"}), InvalidInput, "bad"),
         (lambda: httpx.Response(200, json=USERS), InvalidInput, "no"),
@@ -63,11 +71,11 @@ class Meddler(httpx.AsyncBaseTransport):
         (
             lambda: httpx.Response(200, content=b"\xff\xff", headers={"content-type": "application/x-protobuf"}),
             NotATinkerServer,
-            "the result is broken",
+            "the result is malformed",
         ),
     ],
 )
-def test_results_that_are_none(
+def test_malformed_results_raise(
     shared: EmbeddedTrainer, answer: Callable[[], httpx.Response], kind: type[TinkerLightningError], message: str
 ) -> None:
     meddler = Meddler(httpx.ASGITransport(create_app(shared, extended=False)))
@@ -109,14 +117,12 @@ def test_a_submission_without_a_receipt(shared: EmbeddedTrainer) -> None:
     with ServiceClient("http://embedded", transport=meddler, retry_policy=QUICK) as service:
         model = service.create_lora_training_client("tiny", rank=4)
         meddler.answers["forward_backward"] = lambda: httpx.Response(200, json={})
-        with pytest.raises(OperationFailed, match="gave no request_id"):
+        with pytest.raises(OperationFailed, match="returned no request_id"):
             model.forward(DATA, "cross_entropy").result()
 
 
-def test_a_server_that_is_gone_does_not_hold_up_the_farewell(
-    shared: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tinker_lightning.client.session._FAREWELL_SECONDS", 0.2)
+def test_an_unreachable_server_does_not_delay_close(shared: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinker_lightning.client.session._FINISH_SECONDS", 0.2)
     meddler = Meddler(httpx.ASGITransport(create_app(shared)))
 
     def gone() -> httpx.Response:

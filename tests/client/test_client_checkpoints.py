@@ -1,4 +1,4 @@
-"""What was saved can be looked for and removed by its path, the same on every way to a server."""
+"""Checkpoints can be found and deleted by path, over every transport."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def test_a_deleted_checkpoint_is_gone_and_others_stay(backend: Backend) -> None:
     folder = backend.trainer.store.root / model.model_id.replace(":", "+")
     assert [each.name for each in (folder / "weights").iterdir()] == []
     assert [each.name for each in (folder / "sampler_weights").iterdir()] == ["one"]
-    with pytest.raises(InvalidInput, match="no such checkpoint"):  # a failed operation is for the caller to fix
+    with pytest.raises(InvalidInput, match="no such checkpoint"):  # the caller can fix a failed operation
         model.load_state_with_optimizer(paths[0]).result()
 
 
-def test_deleting_what_is_gone_is_an_error_unless_that_is_fine(backend: Backend) -> None:
+def test_deleting_a_missing_checkpoint_raises_unless_missing_ok(backend: Backend) -> None:
     model = backend.model()
     path = model.save_state("one").result().path
     model.delete_checkpoint(path, missing_ok=True)
@@ -70,10 +70,10 @@ def test_a_deletion_whose_answer_is_lost_is_done(shared: EmbeddedTrainer) -> Non
 @pytest.mark.parametrize(
     "path", ["", "one", "tinker://run/weights", "tinker://run/weights/a/b", "tinker://run/other/a", None]
 )
-def test_what_is_no_path_is_refused_before_anything_is_sent(backend: Backend, path: str) -> None:
+def test_an_invalid_path_raises_before_anything_is_sent(backend: Backend, path: str) -> None:
     model = backend.model()
     for call in (model.checkpoint_exists, lambda p: model.delete_checkpoint(p, missing_ok=True)):
-        with pytest.raises(InvalidInput, match="is no path of a checkpoint"):
+        with pytest.raises(InvalidInput, match="is not the path of a checkpoint"):
             call(path)
 
 

@@ -225,7 +225,7 @@ def test_a_model_says_what_it_is_and_leads_to_its_tokenizer(backend: Backend) ->
     assert backend.sampler(base_model="tiny").get_tokenizer().encode("hi") == [104, 105]
 
 
-def test_objects_of_the_official_sdk_are_taken_wherever_ours_are(backend: Backend) -> None:  # R5.4
+def test_objects_of_the_official_sdk_are_accepted_wherever_ours_are(backend: Backend) -> None:  # R5.4
     def theirs(ours: Datum) -> sdk.Datum:
         inputs: Any = {name: torch.from_numpy(tensor.to_numpy()) for name, tensor in ours.loss_fn_inputs.items()}
         tokens = [int(token) for token in ours.model_input.to_ints()]

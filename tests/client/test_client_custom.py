@@ -35,7 +35,7 @@ def model(recorded: Recorded) -> TrainingClient:
 
 
 def passes(recorded: Recorded) -> list[str]:
-    """What was asked of the model, in the order of the numbers."""
+    """The requests to the model, in the order of their numbers."""
     found: dict[int, str] = {}
     for request in recorded.record.requests:
         message = request.message
@@ -114,9 +114,7 @@ def test_an_error_in_the_loss_shows_the_users_own_line(model: TrainingClient) ->
     model.optim_step(FAST).result()  # it was read, so it is not raised again
 
 
-def test_what_is_no_function_of_log_probabilities_is_refused_before_anything_is_sent(
-    recorded: Recorded, model: TrainingClient
-) -> None:
+def test_a_loss_with_other_arguments_raises_before_anything_is_sent(recorded: Recorded, model: TrainingClient) -> None:
     def on_logits(model_outputs: Any, loss_fn_inputs: Any, attention_mask: Any) -> Any:
         del loss_fn_inputs, attention_mask
         return LossFnOutput(model_outputs.sum(), None, {})
@@ -221,7 +219,7 @@ def test_an_interrupt_while_a_backward_is_sent_loses_no_gradient(
     assert future.result().metrics["nll"] > 0
 
 
-def test_a_step_does_not_go_without_a_backward_that_could_not_be_sent(
+def test_a_step_is_not_sent_without_all_its_backwards(
     recorded: Recorded, model: TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> list[Datum]:

@@ -1,4 +1,4 @@
-"""Adapters come from servers of every generation, and from none does anything land where it does not belong."""
+"""Adapters can be downloaded from servers of every generation, and no file is written outside of the folder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LATER = "2999-01-01T00:00:00Z"
 
 
 @pytest.mark.parametrize("name", ["../evil", "/etc/evil", "a/../../evil", "..\\evil", ".", "", "C:\\evil"])
-def test_files_that_would_land_elsewhere_are_refused(shared: EmbeddedTrainer, tmp_path: Path, name: str) -> None:
+def test_files_outside_of_the_folder_raise(shared: EmbeddedTrainer, tmp_path: Path, name: str) -> None:
     async def urls(_: Request) -> Response:
         return JSONResponse({"urls": {name: "http://embedded/evil"}, "expires": LATER})
 
@@ -61,7 +61,7 @@ def test_files_that_would_land_elsewhere_are_refused(shared: EmbeddedTrainer, tm
     assert [each for each in tmp_path.rglob("*") if each.is_file()] == []
 
 
-def test_what_is_no_peft_adapter_is_refused(shared: EmbeddedTrainer, tmp_path: Path) -> None:
+def test_files_that_are_not_a_peft_adapter_raise(shared: EmbeddedTrainer, tmp_path: Path) -> None:
     async def urls(_: Request) -> Response:
         return JSONResponse({"urls": {"model.age": "http://embedded/file"}, "expires": LATER})
 
@@ -72,7 +72,7 @@ def test_what_is_no_peft_adapter_is_refused(shared: EmbeddedTrainer, tmp_path: P
     )
     with recording(app) as recorded:
         model = recorded.service.create_lora_training_client("tiny", rank=4)
-        with pytest.raises(OperationFailed, match=r"gave out model\.age, which is no PEFT adapter"):
+        with pytest.raises(OperationFailed, match=r"sent model\.age, which is not a PEFT adapter"):
             model.export_adapter(tmp_path / "adapter")
     assert names(tmp_path) == []
 
@@ -84,7 +84,7 @@ async def _missing(_: Request) -> Response:
 OLDER = Route("/{api}/v1/save_weights_external", _missing, methods=["POST"])
 
 
-def test_servers_of_older_generations_give_out_archives(shared: EmbeddedTrainer, tmp_path: Path) -> None:
+def test_servers_of_older_generations_offer_archives(shared: EmbeddedTrainer, tmp_path: Path) -> None:
     with recording(instead(shared, OLDER)) as recorded:
         model = recorded.service.create_lora_training_client("tiny", rank=4, seed=1)
         model.forward_backward(DATA, "cross_entropy")
@@ -130,7 +130,7 @@ def tar(*members: tuple[str, bytes] | tarfile.TarInfo) -> bytes:
     return buffer.getvalue()
 
 
-def test_some_know_a_checkpoint_by_its_bare_name(shared: EmbeddedTrainer, tmp_path: Path) -> None:
+def test_some_servers_list_checkpoints_by_their_bare_names(shared: EmbeddedTrainer, tmp_path: Path) -> None:
     content = tar((FILES[0], b"{}"), (FILES[1], b"weights"), ("checkpoint_complete", b""))
     with recording(Archives(content, shared, "/file").app) as recorded:
         model = recorded.service.create_lora_training_client("tiny", rank=4)
@@ -156,7 +156,7 @@ def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
     ],
     ids=["above", "through a link", "link above", "pipe", "cut off", "no archive"],
 )
-def test_evil_and_damaged_archives_are_refused(shared: EmbeddedTrainer, tmp_path: Path, content: bytes) -> None:
+def test_malicious_and_damaged_archives_raise(shared: EmbeddedTrainer, tmp_path: Path, content: bytes) -> None:
     with recording(Archives(content, shared).app) as recorded:
         model = recorded.service.create_lora_training_client("tiny", rank=4)
         with pytest.raises(InvalidMessage, match="cannot be unpacked"):
@@ -165,7 +165,7 @@ def test_evil_and_damaged_archives_are_refused(shared: EmbeddedTrainer, tmp_path
 
 
 @pytest.mark.parametrize("limit", ["MAX_FILES", "MAX_BYTES"])
-def test_archives_that_unfold_to_too_much_are_refused(
+def test_archives_that_unpack_to_too_much_raise(
     shared: EmbeddedTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     content = tar(*((f"file{i}", bytes(100_000)) for i in range(20)))
@@ -173,7 +173,7 @@ def test_archives_that_unfold_to_too_much_are_refused(
     monkeypatch.setattr(download, limit, {"MAX_FILES": 10, "MAX_BYTES": 1_000_000}[limit])
     with recording(Archives(content, shared).app) as recorded:
         model = recorded.service.create_lora_training_client("tiny", rank=4)
-        with pytest.raises(MessageTooLarge, match="the archive holds more than"):
+        with pytest.raises(MessageTooLarge, match="the archive has more than"):
             model.export_adapter(tmp_path / "adapter")
     assert names(tmp_path) == []
 
@@ -183,11 +183,11 @@ def test_an_address_on_the_servers_own_disk_is_not_read_here(shared: EmbeddedTra
     secret.write_text("secret")
     with recording(Archives(b"", shared, secret.as_uri()).app) as recorded:
         model = recorded.service.create_lora_training_client("tiny", rank=4)
-        with pytest.raises(InvalidMessage, match=r"keeps this checkpoint at file:///.*not on the network"):
+        with pytest.raises(InvalidMessage, match=r"keeps this checkpoint at file:///.*not at an HTTP URL"):
             model.export_adapter(tmp_path / "adapter")
 
 
-def test_what_cannot_be_deleted_afterwards_is_said_and_expires(
+def test_a_failed_deletion_after_an_export_is_logged(
     shared: EmbeddedTrainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def refuse(_: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Everything that can be wrong between a client and a server has its own exception, with the fix in its text."""
+"""Everything that can go wrong between a client and a server has its own exception, which says how to fix it."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def test_no_such_host() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://somewhere", "http://", "http://[::bad"])
-def test_no_address(url: str) -> None:
-    with pytest.raises(InvalidInput, match=r"is no address of a server.* Use http://host:port"):
+def test_an_invalid_url_raises(url: str) -> None:
+    with pytest.raises(InvalidInput, match=r"is not the URL of a server.* Use http://host:port"):
         ServiceClient(url)
 
 
 @pytest.mark.parametrize("key", ["tml-ключ", "tml-a\nb", " tml-a"])
 def test_no_key(key: str) -> None:
-    with pytest.raises(InvalidInput, match=r"the API key holds .* Copy it again"):
+    with pytest.raises(InvalidInput, match=r"the API key contains .* Copy it again"):
         ServiceClient("http://somewhere", key)
 
 
@@ -158,7 +158,7 @@ async def redirect(_: Any) -> Response:
         (forbidden_method, NotATinkerServer),
     ],
 )
-def test_a_server_of_something_else(
+def test_a_server_of_another_kind(
     answer: Callable[..., Any], kind: type[TinkerLightningError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tinker_lightning.client.connection.FIRST_CONTACT_SECONDS", 0.3)
@@ -166,8 +166,8 @@ def test_a_server_of_something_else(
     with recording(app, RetryPolicy(300.0)) as recorded:
         error = fail_with(recorded.service)
     assert type(error) is kind
-    mend = "Is the server behind it running?" if answer is bad_gateway else "Correct the URL (TINKER_BASE_URL or url=)"
-    assert mend in str(error)
+    fix = "Is that server running?" if answer is bad_gateway else "Correct the URL (TINKER_BASE_URL or url=)"
+    assert fix in str(error)
     if answer in (page, missing):
         assert "<html>" in str(error)
 
@@ -211,8 +211,8 @@ def test_a_connection_dropped_in_the_middle_of_a_body() -> None:
     with raw_server(lambda _: http(b'{"session_', 500)) as url, visiting(url) as service:
         error = fail_with(service)
     assert type(error) is ConnectionDropped
-    assert "the connection broke before the answer was complete" in str(error)
-    assert "Look into the server's log" in str(error)
+    assert "the connection was lost before the response was complete" in str(error)
+    assert "Check the log of the server" in str(error)
 
 
 def test_a_connection_dropped_without_a_byte() -> None:
@@ -225,7 +225,7 @@ def test_something_that_speaks_no_http() -> None:
         assert type(fail_with(service)) is ConnectionDropped
 
 
-def test_a_dropped_answer_is_asked_for_again() -> None:
+def test_a_lost_response_is_requested_again() -> None:
     def answer(count: int) -> bytes:
         body = json.dumps({"session_id": "s", "supported_models": [], "model_id": "m", "request_id": "r"}).encode()
         return http(body[: len(body) // 2], len(body)) if count % 2 else http(body)

@@ -1,4 +1,4 @@
-"""The trained adapter as a PEFT folder on the user's disk: the same model, whole or not at all."""
+"""Exports the trained adapter as a local PEFT folder, atomically, with the same log-probabilities."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FILES = ["adapter_config.json", "adapter_model.safetensors"]
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "_PATIENCE", RetryPolicy(1.0, first_delay=0.001, longest_delay=0.001))
+    monkeypatch.setattr(download, "_RETRY_POLICY", RetryPolicy(1.0, first_delay=0.001, longest_delay=0.001))
 
 
 def trained(model: Any) -> Any:
@@ -79,7 +79,7 @@ def test_peft_loads_what_was_exported_and_gives_the_same_logprobs(backend: Backe
     assert kept(backend.trainer, model) == []
 
 
-def test_what_waits_to_be_evaluated_is_part_of_it_and_training_goes_on(backend: Backend, tmp_path: Path) -> None:
+def test_pending_losses_are_part_of_a_save_and_training_continues(backend: Backend, tmp_path: Path) -> None:
     model = trained(backend.model())
     model.forward_backward_custom(DATA, nll)  # not stepped: no weight has moved
     first = load_file(model.export_adapter(tmp_path / "first") / FILES[1])
@@ -104,11 +104,11 @@ def test_a_folder_that_is_not_empty_is_left_alone_by_default(model: TrainingClie
     assert names(tmp_path) == ["adapter"]
 
 
-def test_overwriting_never_removes_what_is_no_adapter(model: TrainingClient, tmp_path: Path) -> None:
+def test_overwriting_never_removes_a_folder_without_an_adapter(model: TrainingClient, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(InvalidInput, match=r"holds something else than an adapter .* Choose another folder"):
+    with pytest.raises(InvalidInput, match=r"does not contain an adapter .* Choose another folder"):
         model.export_adapter(tmp_path, overwrite=True)
-    with pytest.raises(InvalidInput, match="is a file; give a folder"):
+    with pytest.raises(InvalidInput, match="is a file; pass a folder"):
         model.export_adapter(tmp_path / "thesis.tex", overwrite=True)
     with pytest.raises(InvalidInput, match=r"cannot be written: .* Choose another folder"):
         model.export_adapter(tmp_path / "thesis.tex" / "adapter")
@@ -199,9 +199,7 @@ def test_what_fails_leaves_nothing_behind_on_either_side(
     assert names(model.export_adapter(tmp_path / "adapter")) == FILES
 
 
-def test_an_old_adapter_stays_if_its_successor_does_not_come(
-    spoiled: tuple[ServiceClient, Downloads], tmp_path: Path
-) -> None:
+def test_an_old_adapter_stays_if_the_new_one_fails(spoiled: tuple[ServiceClient, Downloads], tmp_path: Path) -> None:
     service, downloads = spoiled
     model = trained(service.create_lora_training_client("tiny", rank=4))
     folder = model.export_adapter(tmp_path / "adapter")
@@ -245,7 +243,7 @@ def test_a_server_that_sends_without_end_does_not_fill_the_disk(
 
     monkeypatch.setattr(download, "MAX_BYTES", 1 << 20)
     downloads.answers = [httpx.Response(200, content=endless())]
-    with pytest.raises(MessageTooLarge, match="more than the 1048576 bytes"):
+    with pytest.raises(MessageTooLarge, match="larger than the limit of 1048576 bytes"):
         model.export_adapter(tmp_path / "adapter")
     assert names(tmp_path) == []
 

@@ -1,4 +1,4 @@
-"""A network that fails changes nothing of what is trained."""
+"""Network faults do not change the trained weights."""
 
 from __future__ import annotations
 

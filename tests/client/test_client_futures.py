@@ -51,7 +51,7 @@ def test_a_result_that_does_not_come_in_time_can_be_fetched_later(model: Trainin
     plain, custom = model.forward(DATA, "cross_entropy"), model.forward_backward_custom(DATA, lambda _, lp: lp[0].sum())
     for future in (plain, custom):
         started = time.monotonic()
-        with pytest.raises(ResultTimeout, match=r"no result within 0\.05 s\. It still runs") as caught:
+        with pytest.raises(ResultTimeout, match=r"no result within 0\.05 s\. It is still running") as caught:
             future.result(timeout=0.05)
         assert isinstance(caught.value, TimeoutError)
         assert time.monotonic() - started < 10
@@ -79,8 +79,8 @@ def test_cancelling_an_await_cancels_nothing_else(model: TrainingClient, held: t
 def test_closing_with_an_error_does_not_wait(
     trainer: EmbeddedTrainer, held: threading.Event, reached: threading.Event
 ) -> None:
-    """What is still under way then raises when it is read."""
-    # A trainer of its own: what another test has left to do must not be taken for what this one asks.
+    """Requests that are still in flight then raise."""
+    # A separate trainer, so that requests of other tests do not delay those of this one.
     service = ServiceClient("http://embedded", transport=httpx.ASGITransport(create_app(trainer)))
     model = service.create_lora_training_client("tiny", rank=4)
     futures = [
@@ -94,13 +94,13 @@ def test_closing_with_an_error_does_not_wait(
     assert time.monotonic() - started < 15
     held.set()
     for future in futures:
-        with pytest.raises(ClientClosed, match="the client was closed before the result came"):
+        with pytest.raises(ClientClosed, match="the client was closed before the result arrived"):
             future.result(5)
         with pytest.raises(ClientClosed):
             asyncio.run(_awaited(future))
 
 
-def test_what_is_tried_again_while_the_client_closes(shared: EmbeddedTrainer) -> None:
+def test_a_request_in_a_retry_ends_when_the_client_closes(shared: EmbeddedTrainer) -> None:
     class Failing(httpx.ASGITransport):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             if request.url.path.endswith("optim_step"):
@@ -113,7 +113,7 @@ def test_what_is_tried_again_while_the_client_closes(shared: EmbeddedTrainer) ->
     service = ServiceClient("http://embedded", transport=Failing(create_app(shared)), retry_policy=QUICK)
     future = service.create_lora_training_client("tiny", rank=4).optim_step()
     service.close("errored")
-    with pytest.raises(ClientClosed, match="the client was closed before the result came"):
+    with pytest.raises(ClientClosed, match="the client was closed before the result arrived"):
         future.result(5)
 
 
@@ -195,7 +195,7 @@ with embedded_service() as service:
             try:
                 use()
             except ClientForked as error:
-                print("Create a new one in" in str(error) or "make a new client" in str(error), flush=True)
+                print("Create a new one in" in str(error) or "create a new client" in str(error), flush=True)
         service.close()
         service.__exit__(ValueError, ValueError(), None)
         os._exit(0)

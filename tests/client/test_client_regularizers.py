@@ -184,7 +184,7 @@ def test_under_no_grad_it_still_trains(model: TrainingClient) -> None:
         ((nll, [{"fn": spread, "weight": float("nan"), "name": "x"}]), "regularizer 'x': weight is nan"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_sent(
+def test_invalid_passes_raise_before_anything_is_sent(
     recorded: Recorded, model: TrainingClient, arguments: Any, message: str
 ) -> None:  # R1.9
     sent = len(recorded.record.requests)
@@ -224,16 +224,14 @@ def test_a_term_that_takes_too_long_is_named(model: TrainingClient) -> None:
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, "10"])
-def test_a_timeout_that_nothing_can_keep_is_refused_at_the_call(
-    recorded: Recorded, model: TrainingClient, timeout: Any
-) -> None:
+def test_an_impossible_timeout_raises_at_the_call(recorded: Recorded, model: TrainingClient, timeout: Any) -> None:
     sent = len(recorded.paths())
     with pytest.raises(InvalidInput, match="regularizer_timeout must be a number of seconds above 0, or None, got"):
         model.forward_backward_custom(DATA, nll, THREE, regularizer_timeout=timeout)
     assert len(recorded.paths()) == sent
 
 
-def test_a_total_that_does_not_depend_on_the_model_is_refused(model: TrainingClient) -> None:  # R1.9
+def test_a_total_that_does_not_depend_on_the_model_raises(model: TrainingClient) -> None:  # R1.9
     scale = torch.ones((), requires_grad=True)
     future = model.forward_backward_custom(DATA, None, [Regularizer(lambda *_: scale * 2, 1.0, "constant")])
     with pytest.raises(LossWithoutGradient, match="does not depend on the log-probabilities"):

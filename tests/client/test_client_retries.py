@@ -1,4 +1,4 @@
-"""What is tried again, how often, with which number, and what the user sees of it."""
+"""Which requests are retried, how often, with which number, and what is logged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAST = AdamParams(learning_rate=1e-2)
 
 
 class Script(httpx.AsyncBaseTransport):
-    """Answers an endpoint with the given responses, one after the other, and then passes requests on."""
+    """Answers an endpoint with the given responses in turn, and then forwards requests."""
 
     def __init__(self, inner: httpx.AsyncBaseTransport) -> None:
         self.answers: dict[str, list[httpx.Response | Exception]] = {}
@@ -92,7 +92,7 @@ RETRIED: dict[str, Callable[[], httpx.Response | Exception]] = {
 
 
 @pytest.mark.parametrize("fault", RETRIED)
-def test_what_may_help_is_tried_again_with_the_same_number(scripted: Scripted, fault: str) -> None:
+def test_retries_keep_their_number(scripted: Scripted, fault: str) -> None:
     for endpoint in ("forward_backward", "optim_step"):
         scripted.script.answers[endpoint] = [RETRIED[fault](), RETRIED[fault]()]
     scripted.model.forward_backward(DATA, "cross_entropy").result()
@@ -111,7 +111,7 @@ def test_what_may_help_is_tried_again_with_the_same_number(scripted: Scripted, f
         (lambda: again(500, **{"x-should-retry": "false"}), OperationFailed),
     ],
 )
-def test_what_cannot_help_is_not(
+def test_errors_that_a_retry_cannot_fix_are_not_retried(
     scripted: Scripted, response: Callable[[], httpx.Response], kind: type[TinkerLightningError]
 ) -> None:
     scripted.script.answers["forward_backward"] = [response()]
@@ -139,7 +139,7 @@ def test_delays_grow_up_to_a_limit() -> None:
     assert retry_policy.delay(7, again(402)) == 5.0
 
 
-def test_patience_ends(trainer: EmbeddedTrainer) -> None:
+def test_retries_end_after_the_limit(trainer: EmbeddedTrainer) -> None:
     trainer.scheduler._gap_timeout = 0.1  # for what is never sent leaves a gap
     script = Script(httpx.ASGITransport(create_app(trainer)))
     retry_policy = replace(QUICK, seconds=0.3)
@@ -151,13 +151,13 @@ def test_patience_ends(trainer: EmbeddedTrainer) -> None:
             model.optim_step().result()
         assert 0.2 < time.monotonic() - started < 10
         script.answers["optim_step"] = [httpx.ReadTimeout("slow")] * 1000
-        with pytest.raises(ServerUnreachable, match="no answer within 60 s"):
+        with pytest.raises(ServerUnreachable, match="no response within 60 s"):
             model.optim_step().result()
         script.answers.clear()
         model.optim_step().result()
 
 
-def test_an_account_without_credit_has_its_own_patience(
+def test_an_account_without_credit_has_its_own_retry_limit(
     shared: EmbeddedTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = Script(httpx.ASGITransport(create_app(shared)))
@@ -174,9 +174,9 @@ def test_an_account_without_credit_has_its_own_patience(
             model.optim_step().result()
         script.answers.clear()
     shown = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(shown) == 3  # that it waits, that it goes on, that it waits
+    assert len(shown) == 3  # waiting, continuing, waiting
     assert "waiting because of HTTP 402 (POST /ext/v1/optim_step: not now" in shown[0]
-    assert "going on" in shown[1]
+    assert "continuing" in shown[1]
 
 
 def test_a_pause_is_shown_once_however_many_requests_meet_it(
@@ -213,12 +213,12 @@ def test_queue_states_are_shown_once_per_change(plain: Scripted, status: int, ca
     assert [record.getMessage() for record in caplog.records if record.name == "tinker_lightning.client"] == [
         f"{model}: the server's queue is paused_capacity (no machine is free)",
         f"{model}: the server's queue is paused_rate_limit (no reason given)",
-        f"{model}: going on",
+        f"{model}: continuing",
     ]
 
 
 @pytest.mark.parametrize("reading", [httpx.ReadTimeout("slow"), httpx.Response(408), httpx.Response(408, html="<p>")])
-def test_a_poll_that_ends_without_a_word_is_asked_again(
+def test_a_poll_that_times_out_is_repeated(
     plain: Scripted, reading: httpx.Response | Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain.script.answers["retrieve_future"] = [reading] * 3
@@ -226,7 +226,7 @@ def test_a_poll_that_ends_without_a_word_is_asked_again(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_a_server_that_holds_polls_for_longer_than_our_patience_is_waited_for(shared: EmbeddedTrainer) -> None:
+def test_a_poll_held_longer_than_the_read_timeout_is_repeated(shared: EmbeddedTrainer) -> None:
     script = Script(httpx.ASGITransport(create_app(shared, extended=False)))
     retry_policy = replace(QUICK, seconds=0.05)
     with ServiceClient("http://embedded", transport=script, retry_policy=retry_policy) as service:
@@ -236,7 +236,7 @@ def test_a_server_that_holds_polls_for_longer_than_our_patience_is_waited_for(sh
         assert script.answers["retrieve_future"] == []
 
 
-def test_a_server_that_does_not_hold_polls_is_not_stormed(plain: Scripted) -> None:
+def test_a_server_that_does_not_hold_polls_is_not_flooded(plain: Scripted) -> None:
     plain.script.answers["retrieve_future"] = [pending(200)] * 6
     plain.model.optim_step(FAST).result()
     assert sum(plain.script.gaps("retrieve_future")[-6:]) >= 0.01 * (2**6 - 1)
@@ -257,7 +257,7 @@ def test_a_submission_that_outlasts_the_long_poll_is_fetched(
     assert [each.path for each in record.requests].count("/ext/v1/forward_backward") == 1
 
 
-def test_notices_are_given_once_per_change(caplog: pytest.LogCaptureFixture) -> None:
+def test_states_are_logged_once_per_change(caplog: pytest.LogCaptureFixture) -> None:
     notices = StatusLog()
     for state in ("active", "full", "full", "closed", "active", "active", "full"):
         notices.show("model", state)
@@ -265,6 +265,6 @@ def test_notices_are_given_once_per_change(caplog: pytest.LogCaptureFixture) -> 
     assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
         "model: full",
         "model: closed",
-        "model: going on",
+        "model: continuing",
         "model: full",
     ]

@@ -53,7 +53,7 @@ def test_a_failure_that_nobody_reads_is_raised_at_the_next_call(model: TrainingC
     assert future.exception() is error
     assert (error.operation, error.model_id, error.seq_id) == (operation, model.model_id, 1)
     assert str(error).startswith(f"{operation} 1 of {model.model_id}")
-    # A request that was refused at once never got an id.
+    # A request that was rejected at once has no id.
     assert error.request_id in (f"{model.model_id}:1", None)
     assert error.request_id is None or f"request {error.request_id}" in str(error)
     model.optim_step().result()  # it was raised, and is not raised again
@@ -139,7 +139,7 @@ def test_close_raises_what_nobody_has_read(shared: EmbeddedTrainer, held: thread
         model.optim_step()
 
 
-def test_a_client_that_is_gone_loses_no_failure(shared: EmbeddedTrainer) -> None:
+def test_failures_of_a_collected_client_are_not_lost(shared: EmbeddedTrainer) -> None:
     service = ServiceClient("http://embedded", transport=httpx.ASGITransport(create_app(shared)))
 
     def work() -> None:
@@ -207,6 +207,7 @@ def test_a_script_that_ends_without_close_prints_the_failures_that_it_did_not_re
     assert (failed.returncode, never_evaluated.returncode, read.returncode) == (0, 0, 0)
     message = "a failure that nobody has read: InvalidInput: forward 1 of .*no_such_loss"
     assert len(re.findall(message, failed.stderr)) == 1, failed.stderr
+    assert len(failed.stderr.splitlines()) == 1, failed.stderr  # not also as a request without a result
     message = "custom of .* was never evaluated, so nothing"
     assert len(re.findall(message, never_evaluated.stderr)) == 1, never_evaluated.stderr
     assert read.stderr == ""

@@ -1,4 +1,4 @@
-"""`connect()` finds the server that is meant; a session begins, lives and ends with the client."""
+"""`connect()` selects the server; a session is opened, kept alive and ended with the client."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_where_it_leads(case: str, monkeypatch: pytest.MonkeyPatch, caplog: pyte
     assert not any("tml-k" in message for message in said)
 
 
-def test_a_dialect_that_is_not_known() -> None:
-    with pytest.raises(InvalidInput, match="dialect 'old' is not known; leave it out"):
+def test_an_unknown_dialect_raises() -> None:
+    with pytest.raises(InvalidInput, match="dialect 'old' is unknown; leave it out"):
         connect("http://a", dialect="old")  # type: ignore[arg-type]
 
 
@@ -110,7 +110,7 @@ def test_a_client_that_nobody_closes_ends_with_its_last_reference() -> None:
     assert ours() - before == set()
 
 
-def test_nor_does_it_leave_connections_open(
+def test_close_leaves_no_connections_open(
     shared: EmbeddedTrainer, running: Running, recwarn: pytest.WarningsRecorder
 ) -> None:
     with running(create_app(shared)) as url:
@@ -139,7 +139,9 @@ def test_tags_go_with_the_session(shared: EmbeddedTrainer, monkeypatch: pytest.M
     assert created["tags"] == ["a", "b", "c"]
 
 
-def test_what_the_server_says_at_the_start_is_shown(shared: EmbeddedTrainer, caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_of_the_server_are_logged_at_the_start(
+    shared: EmbeddedTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
     async def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path.endswith("create_session"):
             return httpx.Response(200, json={"session_id": "s", "warning_message": "upgrade", "info_message": None})
@@ -152,7 +154,7 @@ def test_what_the_server_says_at_the_start_is_shown(shared: EmbeddedTrainer, cap
     ] == [("WARNING", "upgrade")]
 
 
-def test_a_server_of_the_first_generations_is_taken() -> None:
+def test_a_server_of_the_first_generations_works() -> None:
     """It has neither a configuration nor capabilities nor a farewell."""
 
     async def answer(request: httpx.Request) -> httpx.Response:
@@ -184,7 +186,7 @@ def test_the_session_is_kept_alive(shared: EmbeddedTrainer, monkeypatch: pytest.
         assert recorded.paths().count("session_heartbeat") == count
 
 
-def test_what_can_be_trained(shared: EmbeddedTrainer) -> None:
+def test_as_backend_accepts_clients_with_all_methods(shared: EmbeddedTrainer) -> None:
     with recording(create_app(shared)) as recorded:
         model = recorded.service.create_lora_training_client("tiny", rank=4)
         assert as_backend(model) is model

@@ -86,7 +86,7 @@ def test_a_token_is_replaced_before_it_ends(shared: EmbeddedTrainer, monkeypatch
 
 
 @pytest.mark.parametrize("answer", [{}, {"jwt": 3}])
-def test_an_exchange_that_gives_no_token(shared: EmbeddedTrainer, answer: dict[str, Any]) -> None:
+def test_an_exchange_that_returns_no_token(shared: EmbeddedTrainer, answer: dict[str, Any]) -> None:
     tokens = Tokens(create_app(shared), 3600, answer)
     with recording(tokens, api_key=KEY) as recorded, pytest.raises(NotATinkerServer, match="auth/token: jwt"):
         recorded.service.create_sampling_client(base_model="tiny")

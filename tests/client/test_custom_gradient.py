@@ -1,4 +1,4 @@
-"""The gradient that a custom loss leaves on the server is the loss's own, whatever the loss."""
+"""The gradient that a custom loss accumulates on the server is that of the loss."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def losses() -> st.SearchStrategy[Scalar]:
 
 
 class Double:
-    """A model of a float64 trainer, and plain autograd through the Hugging Face model to compare with."""
+    """A model of a float64 trainer, and plain autograd through the same Hugging Face model."""
 
     def __init__(self, trainer: EmbeddedTrainer, model: TrainingClient) -> None:
         self.model = model

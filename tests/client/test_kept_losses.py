@@ -1,4 +1,4 @@
-"""A server keeps only so many losses of a session. One that had to go, or found no room, is uploaded again."""
+"""A server keeps a limited number of losses per session. One that was evicted or rejected is uploaded again."""
 
 # ruff: noqa: ARG005  # a loss has parameters that it does not use
 
@@ -66,7 +66,7 @@ def kept(trainer: EmbeddedTrainer, service: ServiceClient) -> int:
 
 
 @pytest.mark.parametrize("extended", [True, False], ids=["our server", "without our extensions"])
-def test_a_handle_whose_loss_had_to_go_can_be_used_again(
+def test_a_handle_whose_loss_was_evicted_can_be_used_again(
     trainer: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch, extended: bool
 ) -> None:  # R3.6
     with embedded_service(trainer, extended=extended) as service:
@@ -83,7 +83,7 @@ def test_a_handle_whose_loss_had_to_go_can_be_used_again(
 
 
 @pytest.mark.parametrize("trace", [True, False], ids=["traced", "as it is"])
-def test_a_loss_of_a_batch_that_had_to_go_can_be_used_again(
+def test_a_batch_loss_that_was_evicted_can_be_used_again(
     service: ServiceClient, model: TrainingClient, monkeypatch: pytest.MonkeyPatch, trace: bool
 ) -> None:  # R3.6
     loss = custom_loss(service, name="mine", trace=trace)(of_batch(1.0))

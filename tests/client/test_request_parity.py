@@ -1,4 +1,4 @@
-"""For the same calls our requests say what the official SDK's 0.36.0 say, field by field."""
+"""The same calls send the same requests as the official SDK 0.36.0, field by field."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Recorder:
         await self.app(scope, replay, send)
 
     def messages(self) -> dict[str, list[Any]]:
-        """What was asked, by endpoint and in order, with ids made alike."""
+        """The requests in order, by endpoint, with normalized ids."""
         found: dict[str, list[Any]] = defaultdict(list)
         for request in self.requests:
             endpoint = re.sub(r"^/(api|ext)/v1/", "", request.path)

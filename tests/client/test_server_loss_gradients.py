@@ -232,7 +232,7 @@ def test_the_librarys_form_of_a_built_in_loss_is_that_loss(  # R3.3
     assert_same(gradient(trainer, model, lambda: model.forward_backward(data, loss)), right, 1e-9)
 
 
-def test_one_ratio_for_a_sequence_of_alternatives_is_refused_wherever_it_runs(
+def test_one_ratio_for_a_sequence_of_alternatives_raises_wherever_it_runs(
     service: ServiceClient, model: TrainingClient
 ) -> None:
     on_the_server = custom_loss(service, "own_gspo", on="logprobs")(losses.gspo)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tinker_lightning.server import EmbeddedTrainer
 
 
-def test_a_server_hands_out_the_files(shared: EmbeddedTrainer) -> None:
+def test_a_server_offers_the_files(shared: EmbeddedTrainer) -> None:
     with recording(create_app(shared)) as recorded:
         model = recorded.service.create_lora_training_client("tiny", rank=4)
         sampler = recorded.service.create_sampling_client(base_model="tiny")
@@ -47,7 +47,7 @@ def test_a_folder_is_read_once(shared: EmbeddedTrainer) -> None:
 
 def test_a_tokenizer_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ModelNotFound, match="is neither a folder here nor to be had from the hub"):
+    with pytest.raises(ModelNotFound, match="is neither a local folder nor available from the hub"):
         tokenizer.load(str(tmp_path / "nothing"))
 
 
@@ -61,12 +61,12 @@ def test_a_server_cannot_write_elsewhere(name: str, shared: EmbeddedTrainer) -> 
     inner = httpx.ASGITransport(create_app(shared))
     with ServiceClient("http://a", transport=httpx.MockTransport(answer), retry_policy=QUICK) as service:
         sampler = service.create_sampling_client(base_model="tiny")
-        with pytest.raises(NotATinkerServer, match="a path for a name"):
+        with pytest.raises(NotATinkerServer, match="whose name is a path"):
             sampler.get_tokenizer()
 
 
 @pytest.mark.parametrize("body", [{}, {"files": {"a": "not base64!"}}, {"files": ["a"]}])
-def test_files_that_are_none(body: Any, shared: EmbeddedTrainer) -> None:
+def test_malformed_records_raise(body: Any, shared: EmbeddedTrainer) -> None:
     async def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path.endswith("/tokenizer"):
             return httpx.Response(200, json=body)

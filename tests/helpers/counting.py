@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import pytest
 
 # Where the converter of datums is looked up.
-CONVERTER = ("tinker_lightning.client.custom", "tinker_lightning.remote.lm", "tinker_lightning.client.sdk.inputs")
+CONVERTER = ("tinker_lightning.remote.lm", "tinker_lightning.client.sdk.inputs")
 
 
 def count_passes(client: Any) -> Counter[str]:

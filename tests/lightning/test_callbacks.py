@@ -246,7 +246,7 @@ AVERAGING = [
 @pytest.mark.parametrize("kind", AVERAGING)
 def test_averages_of_weights_are_refused(service: ServiceClient, kind: Any) -> None:
     module = new(service, RemoteModule)
-    with pytest.raises(InvalidInput, match="a copy would lead to the same weights"):
+    with pytest.raises(InvalidInput, match="a copy would share the weights"):
         quiet(callbacks=[kind(1e-2) if kind is AVERAGING[0] else kind()]).fit(module, loader())
     assert module.lm.handle.remote.steps == 0
 

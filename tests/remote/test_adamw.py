@@ -91,15 +91,15 @@ def test_the_server_clips_to_grad_clip_norm(service: ServiceClient) -> None:
         assert torch.allclose(torch.cat(clipped(DATA)), torch.cat(scaled(DATA)), atol=1e-6)
 
 
-def test_clipping_a_group_of_both_kinds_is_refused(model: RemoteLM) -> None:
+def test_clipping_a_group_of_local_and_remote_parameters_raises(model: RemoteLM) -> None:
     local = torch.nn.Parameter(torch.zeros(()))
-    with pytest.raises(InvalidInput, match="group of their own"):
+    with pytest.raises(InvalidInput, match="into a separate group"):
         RemoteAdamW([*model.parameters(), local], grad_clip_norm=1.0)
     groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "grad_clip_norm": 1.0}, {"params": [local]}]
     assert [group["grad_clip_norm"] for group in RemoteAdamW(groups).param_groups] == [1.0, 0.0]
 
 
-def test_a_state_dict_goes_round(model: RemoteLM) -> None:
+def test_a_state_dict_round_trips(model: RemoteLM) -> None:
     local = torch.nn.Parameter(torch.ones(()))
     optimizer = RemoteAdamW([*model.parameters(), local], lr=3e-3)
     (nll(model) * local).backward()
@@ -123,7 +123,7 @@ def test_a_closure_is_run(model: RemoteLM) -> None:
     assert len(optimizer.sent) == 1
 
 
-def test_settings_that_make_no_sense_are_refused(model: RemoteLM) -> None:
+def test_invalid_settings_raise(model: RemoteLM) -> None:
     with pytest.raises(ValueError, match="beta"):
         RemoteAdamW(model.parameters(), betas=(0.9, 1.5))
     with pytest.raises(InvalidInput, match="grad_clip_norm"):
@@ -140,13 +140,13 @@ def test_a_failure_on_the_server_is_raised_at_the_next_use(model: RemoteLM) -> N
         nll(model)
 
 
-def test_what_the_server_cannot_do_is_refused_and_not_added(model: RemoteLM) -> None:
-    with pytest.raises(InvalidInput, match=r"maximize=True .* the negative"):
+def test_settings_that_the_server_does_not_support_raise(model: RemoteLM) -> None:
+    with pytest.raises(InvalidInput, match=r"maximize=True .* negate the loss"):
         RemoteAdamW([{"params": list(model.parameters()), "maximize": True}])
     with pytest.raises(InvalidInput, match="amsgrad=True"):
         RemoteAdamW([{"params": list(model.parameters()), "amsgrad": True}])
     optimizer = RemoteAdamW(model.parameters(), grad_clip_norm=1.0)
-    with pytest.raises(InvalidInput, match="group of their own"):
+    with pytest.raises(InvalidInput, match="into a separate group"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(()))]})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(()))], "grad_clip_norm": 0.0})
@@ -173,7 +173,7 @@ def test_hooks_run_once_and_see_the_remote_model(model: RemoteLM) -> None:
     assert seen == [2, 2]
 
 
-def test_a_state_of_torchs_own_adamw_goes_on(model: RemoteLM) -> None:
+def test_a_state_of_torchs_adamw_loads(model: RemoteLM) -> None:
     local = torch.nn.Parameter(torch.zeros(()))
     torchs = torch.optim.AdamW([local], lr=3e-3, betas=(0.5, 0.6))
     optimizer = RemoteAdamW(model.parameters(), grad_clip_norm=2.0)

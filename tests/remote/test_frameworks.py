@@ -154,7 +154,7 @@ def test_precision_is_of_what_runs_here(new: Callable[..., Setup], precision: An
     assert (setup.adamw.sent[0].optim.result().metrics or {})["grad_norm"] > 0
 
 
-def test_a_loss_that_is_scaled_for_half_precision_is_refused(new: Callable[..., Setup]) -> None:
+def test_a_loss_scaled_for_half_precision_raises(new: Callable[..., Setup]) -> None:
     setup = new("plain torch")
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(setup.loss()).backward()
@@ -164,7 +164,7 @@ def test_a_loss_that_is_scaled_for_half_precision_is_refused(new: Callable[..., 
 
 
 @pytest.mark.parametrize("framework", ["Fabric", "Accelerate"])
-def test_local_parameters_in_groups_of_their_own_are_clipped_here(service: ServiceClient, framework: str) -> None:
+def test_local_parameters_in_separate_groups_are_clipped_locally(service: ServiceClient, framework: str) -> None:
     """R5.2: each side is clipped where its gradient is."""
     remote = RemoteLM(service.create_lora_training_client("tiny", rank=4, seed=1))
     local = nn.Linear(1, 1)

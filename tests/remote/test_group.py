@@ -29,7 +29,7 @@ pytestmark = [*SMALL, pytest.mark.filterwarnings("ignore:Be aware that when usin
 
 
 class Second(RemoteModule):
-    """A second model next to its own."""
+    """A module with a second remote model."""
 
     def __init__(self, client: Any, other: Any) -> None:
         super().__init__(client, learning_rate=1e-2)
@@ -45,7 +45,7 @@ class Second(RemoteModule):
 
 
 class Nested(Second):
-    """A second one, in a module of its own."""
+    """A second remote model, in a submodule."""
 
     def made(self, client: Any) -> Any:
         return RemoteModule(client)
@@ -252,7 +252,7 @@ def test_a_state_without_a_step_that_failed_is_not_saved(server: Server) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_several_processes_are_refused_whatever_the_module(kind: Any, server: Server) -> None:
+def test_several_processes_raise_for_every_module(kind: Any, server: Server) -> None:
     with pytest.raises(InvalidInput, match="this trainer would run 2 processes"):
         quiet(accelerator="cpu", devices=2).fit(server.module(kind), loader())
 

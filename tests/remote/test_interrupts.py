@@ -1,4 +1,4 @@
-"""A Ctrl-C that comes at a bad moment is acted on a moment later, never lost."""
+"""SIGINT is delayed during work that must not be interrupted, and never lost."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Stage:
         return RemoteLM(self.service.create_lora_training_client("tiny", rank=4, seed=1))
 
     def operations(self) -> list[str]:
-        """What was asked of models, in the order of the numbers."""
+        """The requests to models, in the order of their numbers."""
         sent = []
         for request in self.transport.requests:
             name = request.path.rsplit("/", 1)[-1]
@@ -167,7 +167,7 @@ def test_autograd_grad_on_logprobs_leaves_the_window_alone(stage: Stage) -> None
     assert model.handle.grad is None
 
 
-def test_autograd_grad_by_the_parameters_is_refused_and_gathers_nothing(stage: Stage) -> None:
+def test_autograd_grad_with_respect_to_the_parameters_raises_and_accumulates_nothing(stage: Stage) -> None:
     model = stage.model()
     scale = torch.nn.Parameter(torch.ones(()))
     loss = scale * mean(model(DATA))
@@ -215,7 +215,7 @@ def test_a_window_that_was_aborted_leaves_nothing_behind(stage: Stage) -> None:
         assert all(torch.equal(a, b) for a, b in zip(aborted(DATA), untouched(DATA), strict=True))
 
 
-def test_a_gradient_that_is_not_finite_is_refused_before_anything_is_sent(stage: Stage) -> None:  # R1.9
+def test_a_gradient_that_is_not_finite_raises_before_anything_is_sent(stage: Stage) -> None:  # R1.9
     model = stage.model()
     mean(model(DATA)).backward()
     logprobs = model(DATA)
@@ -234,15 +234,15 @@ def test_passes_can_be_sent_ahead(stage: Stage) -> None:  # R5.6
     assert close(stage.window(model), expected)
 
 
-def test_a_gradient_by_logprobs_of_older_weights_is_refused(stage: Stage) -> None:
+def test_a_gradient_for_logprobs_of_earlier_weights_raises(stage: Stage) -> None:
     model = stage.model()
     optimizer = RemoteAdamW(model.parameters(), lr=1e-2)
     sent, kept = model.send(DATA), model(DATA)
     mean(model(DATA)).backward()
     optimizer.step()
-    with pytest.raises(InvalidInput, match=r"weights that have changed.*Call the model again"):
+    with pytest.raises(InvalidInput, match=r"weights have changed.*Call the model again"):
         mean(kept).backward()
-    with pytest.raises(InvalidInput, match=r"weights that have changed.*Call the model again"):
+    with pytest.raises(InvalidInput, match=r"weights have changed.*Call the model again"):
         model(sent)
     with torch.no_grad():
         assert all(torch.equal(a, b) for a, b in zip(model(sent), kept, strict=True))  # as numbers they are of use
@@ -257,14 +257,14 @@ def test_a_gradient_by_logprobs_of_older_weights_is_refused(stage: Stage) -> Non
         lambda model: model.handle.grad.norm(),
     ],
 )
-def test_clipping_by_hand_is_refused_rather_than_ignored(stage: Stage, clip: Any) -> None:
+def test_clipping_by_hand_raises(stage: Stage, clip: Any) -> None:
     model = stage.model()
     mean(model(DATA)).backward()
     with pytest.raises(InvalidInput, match=r"grad_clip_norm"):
         clip(model)
 
 
-def test_copies_are_refused_with_the_reason(stage: Stage) -> None:
+def test_copies_raise_with_the_reason(stage: Stage) -> None:
     model = stage.model()
     with pytest.raises(InvalidInput, match="cannot be copied"):
         copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""A training example: the builders do the shift, and what does not line up is refused."""
+"""Datums: the builders shift the targets, and entries of different lengths raise."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_misaligned_weights_raise_unless_truncation_is_asked_for() -> None:  # R
 @pytest.mark.parametrize(
     ("tokens", "weights", "message"),
     [
-        ([5], None, "1 tokens leave nothing to predict; a datum needs at least 2"),
-        ([], None, "0 tokens leave nothing to predict"),
+        ([5], None, "got 1 tokens; a datum needs at least 2"),
+        ([], None, "got 0 tokens; a datum needs at least 2"),
         ([5, 6], [[0], [1]], r"weights has the shape \[2, 1\]; give one number per token"),
         ([5, 6], 1.0, r"weights has the shape \[\]"),
         ([5, 6], ["a", "b"], "weights: not an array of numbers"),
         ([5, 6], [1e300, 0], "weights: a value does not fit into float32"),
         ([5.0, 6.0], None, "token ids must be integers"),
-        ("hello", None, r"token ids: not an array of numbers: got str .* as a tokenizer makes"),
+        ("hello", None, r"token ids: not an array of numbers: got str .* that a tokenizer returns"),
         ([[5, 6], [7]], None, "token ids: not a rectangular array"),
     ],
 )
@@ -124,7 +124,7 @@ def test_memory_is_shared_not_copied() -> None:
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"target_tokens": [1.5, 2.5]}, "target_tokens: integers are needed, got floats"),
+        ({"target_tokens": [1.5, 2.5]}, "target_tokens: must be integers, got floats"),
         ({"target_tokens": 3}, r"target_tokens has the shape \[\], but it must have one row per token"),
         ({"target_tokens": [1, 2, 3]}, "target_tokens has 3 entries but the input has 2 tokens"),
         ({"logprobs": [[[1.0]], [[1.0]]]}, r"logprobs has the shape \[2, 1, 1\]"),
@@ -135,13 +135,13 @@ def test_memory_is_shared_not_copied() -> None:
         ({"mine": object()}, "mine: not an array of numbers"),
     ],
 )
-def test_entries_that_do_not_line_up_are_refused(inputs: dict[str, Any], message: str) -> None:  # R4.5
+def test_entries_of_different_lengths_raise(inputs: dict[str, Any], message: str) -> None:  # R4.5
     with pytest.raises(InvalidDatum, match=message):
         Datum(ModelInput.from_ints([1, 2]), inputs)
 
 
 def test_tokens_are_not_yet_an_input() -> None:
-    with pytest.raises(InvalidDatum, match=r"must be a ModelInput, got list\. Make one with ModelInput\.from_ints"):
+    with pytest.raises(InvalidDatum, match=r"must be a ModelInput, got list\. Create one with ModelInput\.from_ints"):
         Datum([1, 2], {"target_tokens": [2, 3]})  # type: ignore[arg-type]
 
 
@@ -246,7 +246,7 @@ def test_from_chat_without_an_end_token_takes_the_whole_turn() -> None:
     assert weighted_words(Datum.from_chat(CHAT[:3], make_tokenizer(end_of_turn=None))) == ["hi", "<|end|>", "newline"]
 
 
-def test_from_chat_refuses_a_template_that_rewrites_earlier_turns() -> None:  # R4.5
+def test_from_chat_raises_for_a_template_that_rewrites_earlier_turns() -> None:  # R4.5
     tokenizer = make_tokenizer(LAST_TURN_THINKS)
     with pytest.raises(InvalidDatum, match=r"message 2: .* writes earlier turns differently .* Datum\.from_tokens"):
         Datum.from_chat(CHAT, tokenizer)

@@ -1,4 +1,4 @@
-"""What a model reads: tokens as one array, and chunks of other kinds next to them."""
+"""Model inputs: tokens as one array, and chunks of other kinds."""
 
 from __future__ import annotations
 
@@ -116,19 +116,19 @@ def test_an_unknown_length_is_an_error(chunk: Any, message: str) -> None:
         (None, "not an array of numbers: got NoneType"),
     ],
 )
-def test_refuses_what_is_no_sequence_of_ids(tokens: Any, message: str) -> None:
+def test_invalid_token_ids_raise(tokens: Any, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         ModelInput.from_ints(tokens)
 
 
 @pytest.mark.parametrize("expected", [-1, 2**31])
-def test_refuses_an_image_of_impossible_length(expected: int) -> None:
+def test_an_image_of_impossible_length_raises(expected: int) -> None:
     with pytest.raises(InvalidDatum, match=f"expected_tokens of an image must be between .* got {expected}"):
         ImageChunk(b"", "png", expected)
     with pytest.raises(InvalidDatum, match="expected_tokens"):
         ImageAssetPointerChunk("tinker://a", "png", expected)
 
 
-def test_refuses_an_unknown_image_format() -> None:
-    with pytest.raises(InvalidDatum, match="an image is png or jpeg, got 'gif'"):
+def test_an_unknown_image_format_raises() -> None:
+    with pytest.raises(InvalidDatum, match="the format of an image must be png or jpeg, got 'gif'"):
         ImageChunk(b"", "gif")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A tensor of the protocol: which values it takes, whose memory it holds, and what it refuses."""
+"""Tensors of the protocol: the values they accept, the memory they share, and what raises."""
 
 from __future__ import annotations
 
@@ -130,22 +130,22 @@ def test_csr_means_what_torch_means_by_it(dense: np.ndarray[Any, np.dtype[Any]])
         ({"data": [[1], [2, 3]]}, "not a rectangular array of numbers"),
         ({"data": [10**400]}, "not an array of numbers"),
         ({"data": [torch.tensor(1.0, requires_grad=True)]}, "not a rectangular array of numbers: .*requires grad"),
-        ({"data": [1], "dtype": "int32"}, "dtype 'int32' is not of the protocol; use 'float32' or 'int64'"),
-        ({"data": [1], "dtype": ["float32"]}, "is not of the protocol"),
-        ({"data": [1], "dtype": ""}, "is not of the protocol"),
-        ({"data": [1.5], "dtype": "int64"}, "integers are needed, got floats"),
+        ({"data": [1], "dtype": "int32"}, "dtype 'int32' is not supported; use 'float32' or 'int64'"),
+        ({"data": [1], "dtype": ["float32"]}, "is not supported"),
+        ({"data": [1], "dtype": ""}, "is not supported"),
+        ({"data": [1.5], "dtype": "int64"}, "must be integers, got floats"),
         ({"data": [2**63], "dtype": "int64"}, "9223372036854775808 does not fit into int64"),
         ({"data": [1e300]}, "a value does not fit into float32"),
         ({"data": [1, 2, 3], "shape": [2, 2]}, r"3 values do not fill the shape \[2, 2\]"),
-        ({"data": [1, 2], "shape": [-1, 2]}, "no shape that memory can hold"),
-        ({"data": [1, 2], "shape": [-1, -2]}, "no shape that memory can hold"),
-        ({"data": [], "shape": [0, 2**63]}, "no shape that memory can hold"),
-        ({"data": [], "shape": [0, 2**40, 2**40]}, "no shape that memory can hold"),
+        ({"data": [1, 2], "shape": [-1, 2]}, "does not fit into memory"),
+        ({"data": [1, 2], "shape": [-1, -2]}, "does not fit into memory"),
+        ({"data": [], "shape": [0, 2**63]}, "does not fit into memory"),
+        ({"data": [], "shape": [0, 2**40, 2**40]}, "does not fit into memory"),
         ({"data": [1], "shape": [1] * 33}, "at most 32 dimensions, got 33"),
         ({"data": [1], "shape": [2**62] * 1_000_000}, "at most 32 dimensions, got 1000000"),
     ],
 )
-def test_refuses_what_does_not_fit(arguments: dict[str, Any], message: str) -> None:
+def test_values_that_do_not_fit_raise(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidTensor, match=message):
         TensorData(**arguments)
 
@@ -157,7 +157,7 @@ def test_refuses_what_does_not_fit(arguments: dict[str, Any], message: str) -> N
         ({"sparse_crow_indices": None}, "needs both sparse_crow_indices and sparse_col_indices"),
         ({"sparse_col_indices": None}, "needs both sparse_crow_indices and sparse_col_indices"),
         ({"shape": [6]}, r"a CSR tensor is a matrix, but its shape is \[6\]"),
-        ({"shape": [-2, 3]}, "no shape that memory can hold"),
+        ({"shape": [-2, 3]}, "does not fit into memory"),
         ({"shape": [2**40, 3]}, "sparse_crow_indices has 3 entries, but 1099511627776 rows need 1099511627777"),
         ({"sparse_crow_indices": [0, 2]}, "sparse_crow_indices has 2 entries, but 2 rows need 3"),
         ({"sparse_crow_indices": [[0, 1, 2]]}, "sparse_crow_indices has 3 entries"),
@@ -165,8 +165,8 @@ def test_refuses_what_does_not_fit(arguments: dict[str, Any], message: str) -> N
         ({"sparse_crow_indices": [0, 3, 2]}, "must rise from 0 to the 2 values"),
         ({"sparse_crow_indices": [1, 1, 2]}, "must rise from 0 to the 2 values"),
         ({"sparse_crow_indices": [0, 1, 1]}, "must rise from 0 to the 2 values"),
-        ({"sparse_crow_indices": [0.0, 1.5, 2.0]}, "integers are needed, got floats"),
-        ({"sparse_crow_indices": [0, 2**63, 2]}, "integers are needed"),
+        ({"sparse_crow_indices": [0.0, 1.5, 2.0]}, "must be integers, got floats"),
+        ({"sparse_crow_indices": [0, 2**63, 2]}, "must be integers"),
         (
             # The steps of this one overflow into positive numbers.
             {"shape": [5, 3], "sparse_crow_indices": [0, 2**62, 2**63 - 1, -(2**63), -1, 2]},
@@ -179,14 +179,14 @@ def test_refuses_what_does_not_fit(arguments: dict[str, Any], message: str) -> N
         ({"sparse_col_indices": {"a": 1}}, "not an array of numbers"),
     ],
 )
-def test_refuses_wrong_csr(change: dict[str, Any], message: str) -> None:
+def test_invalid_csr_raises(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidTensor, match=message):
         TensorData([0.5, 0.25], **{**CSR, **change})
 
 
 def test_a_few_bytes_of_csr_cannot_fill_the_memory() -> None:
     tensor = TensorData([0.5], shape=[1, MAX_DENSE_ELEMENTS + 1], sparse_crow_indices=[0, 1], sparse_col_indices=[0])
-    with pytest.raises(InvalidTensor, match="too large to be made dense"):
+    with pytest.raises(InvalidTensor, match="too large to be converted to a dense one"):
         tensor.to_numpy()
 
 
@@ -196,7 +196,7 @@ def test_a_few_bytes_of_csr_cannot_fill_the_memory() -> None:
     st.sampled_from([None, "float32", "int64"]),
     st.none() | st.lists(st.integers(), max_size=4),
 )
-def test_anything_else_is_refused_as_invalid_input(
+def test_anything_else_raises_invalid_input(
     shape: list[int], data: list[Any], dtype: Any, indices: list[int] | None
 ) -> None:
     with suppress(InvalidInput):

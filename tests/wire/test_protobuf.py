@@ -394,7 +394,7 @@ def batched(
         (batched(bytes(8), [-4, 8]), "x: offsets must rise"),
         (batched(bytes(8), [0, 2**62, 2**63 - 1, -(2**63), -1, 8]), "x: offsets must rise"),
         (batched(bytes(8), [0, 2, 8]), "x: offsets must fall on whole values of 4 bytes"),
-        (batched(bytes(7), [0, 4]), "x: 7 bytes are no whole number of float32 values"),
+        (batched(bytes(7), [0, 4]), "x: 7 bytes are not a whole number of float32 values"),
         (batched(bytes(8), [0, 8], 0), "x: dtype 0 is not known"),
         (batched(bytes(8), [0, 8], 9), "x: dtype 9 is not known"),
         (batched(bytes(8), [0, 8], trailing=[3]), "x: cannot reshape"),
@@ -408,7 +408,7 @@ def batched(
         (OUTPUT[:-1], "the body is not a ForwardBackwardOutput"),
     ],
 )
-def test_wrong_outputs_are_refused(body: bytes, message: str) -> None:
+def test_malformed_outputs_raise(body: bytes, message: str) -> None:
     with pytest.raises(InvalidMessage, match=message):
         decode_output(body)
 
@@ -438,18 +438,18 @@ def broken(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dense": bytes(7)}, "datum 1: weights: dense: 7 bytes are no whole number of float32 values"),
+        ({"dense": bytes(7)}, "datum 1: weights: dense: 7 bytes are not a whole number of float32 values"),
         ({"dense": bytes(12)}, r"datum 1: weights: 3 values do not fill the shape \[2\]"),
         ({"dense": bytes(12), "shape": []}, "datum 1: weights has 3 entries but the input has 2 tokens"),
-        ({"shape": [2**62]}, r"datum 1: weights: .* no shape that memory can hold"),
-        ({"shape": [2**31] * 20}, r"datum 1: weights: .* no shape that memory can hold"),
-        ({"shape": [-2, -1]}, r"datum 1: weights: .* no shape that memory can hold"),
+        ({"shape": [2**62]}, r"datum 1: weights: .* does not fit into memory"),
+        ({"shape": [2**31] * 20}, r"datum 1: weights: .* does not fit into memory"),
+        ({"shape": [-2, -1]}, r"datum 1: weights: .* does not fit into memory"),
         ({"shape": [1] * 10_000}, "datum 1: weights: a tensor has at most 32 dimensions"),
-        ({"dtype": 0}, r"datum 1: weights: dtype 0 is not taken; send float32 \(1\) or int64 \(2\)"),
-        ({"dtype": pb.DTYPE_BFLOAT16}, "datum 1: weights: dtype 4 is not taken"),
+        ({"dtype": 0}, r"datum 1: weights: dtype 0 is not supported; send float32 \(1\) or int64 \(2\)"),
+        ({"dtype": pb.DTYPE_BFLOAT16}, "datum 1: weights: dtype 4 is not supported"),
         ({"csr": b""}, "datum 1: weights: a CSR tensor is a matrix"),
         ({"csr": b"", "shape": [2, 3]}, "datum 1: weights: sparse_crow_indices has 0 entries, but 2 rows need 3"),
-        ({"tokens": bytes(7)}, "datum 1: model_input: tokens: 7 bytes are no whole number of int32 values"),
+        ({"tokens": bytes(7)}, "datum 1: model_input: tokens: 7 bytes are not a whole number of int32 values"),
         ({"tokens": b"\xff" * 8}, "datum 1: model_input: token ids must be between 0 and 2147483647, got -1"),
         (
             {"tokens": bytes(4)},
@@ -458,7 +458,7 @@ def broken(**changes: Any) -> bytes:
         ({"chunk": pb.Chunk()}, "datum 1: model_input: a chunk is empty"),
         (
             {"chunk": pb.Chunk(image=pb.ImageChunk(format="gif"))},
-            "datum 1: model_input: an image is png or jpeg, got 'gif'",
+            "datum 1: model_input: the format of an image must be png or jpeg, got 'gif'",
         ),
         (
             {"chunk": pb.Chunk(image=pb.ImageChunk(format="png", expected_tokens=-5))},
@@ -485,7 +485,7 @@ def test_wrong_requests_name_the_datum_and_the_field(changes: dict[str, Any], me
         (b"\x0a\x02\xff\xff", "the body is not a ForwardBackwardRequest"),
     ],
 )
-def test_what_is_no_request_is_refused(body: bytes, message: str) -> None:
+def test_bytes_that_are_not_a_request_raise(body: bytes, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         decode_forward_backward(body)
 
@@ -495,10 +495,10 @@ def test_the_number_of_a_pass_is_known_even_if_its_datums_are_unusable() -> None
     assert number_of(b"hello") == ("", 0)
 
 
-def test_wrong_samples_are_refused() -> None:
+def test_malformed_samples_raise() -> None:
     with pytest.raises(InvalidMessage, match="sequence 0: unknown stop reason 5"):
         decode_sample(pb.SampleResponse(sequences=[pb.SampledSequence(stop_reason=5)]).SerializeToString())  # type: ignore[arg-type]
-    with pytest.raises(InvalidMessage, match="sequence 0: tokens: 3 bytes are no whole number of int32"):
+    with pytest.raises(InvalidMessage, match="sequence 0: tokens: 3 bytes are not a whole number of int32"):
         decode_sample(pb.SampleResponse(sequences=[pb.SampledSequence(tokens=bytes(3))]).SerializeToString())
     with pytest.raises(InvalidMessage, match="prompt_logprobs: 3 bytes"):
         decode_sample(pb.SampleResponse(prompt_logprobs=bytes(3)).SerializeToString())
@@ -522,7 +522,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 @given(damaged() | st.binary(max_size=60))
 @examples(200, 20_000)
-def test_damaged_bytes_are_refused_as_invalid_input_or_read(body: bytes) -> None:
+def test_damaged_bytes_raise_invalid_input_or_are_read(body: bytes) -> None:
     for decode in (decode_forward_backward, decode_output, decode_sample):
         with suppress(InvalidInput):
             decode(body)
@@ -534,7 +534,7 @@ buffers = st.binary(max_size=24) | st.lists(numbers, max_size=4).map(lambda n: n
 
 @given(st.data())
 @examples(200, 20_000)
-def test_well_formed_messages_of_nonsense_are_refused_as_invalid_input_or_read(data: st.DataObject) -> None:
+def test_well_formed_random_messages_raise_invalid_input_or_are_read(data: st.DataObject) -> None:
     draw = data.draw
     request = pb.ForwardBackwardRequest(seq_id=1)
     tensor = request.data.add().loss_fn_inputs["mine"]

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tinker-lightning", description="Trains language models over the Tinker API, remote ones and local ones."
+        prog="tinker-lightning", description="Trains remote and local language models over the Tinker API."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('tinker-lightning')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -26,18 +26,20 @@ def add_to(commands: Any) -> None:
         metavar="NAME",
         help="tiny, smollm2-135m, a folder with a Hugging Face model, or a hub id; may be given several times",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need a key")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; any other than loopback requires --api-key"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 for any free port")
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help="what clients must send as X-API-Key; the official SDK wants it to begin with tml-",
+        help="key that clients must send as X-API-Key; the official SDK requires it to start with tml-",
     )
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where checkpoints are kept")
     parser.add_argument(
         "--allow-pickled-losses",
         action="store_true",
-        help="run pickled loss functions that clients send, which is any code; needs --api-key",
+        help="run pickled loss functions from clients, which can execute any code; requires --api-key",
     )
     parser.set_defaults(run=run)
 

@@ -1,4 +1,4 @@
-"""Adapts clients of other origin, such as the official SDK's, to the interfaces of this package."""
+"""Adapts the official SDK's clients to the interfaces of this package."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from tinker_lightning.errors import InvalidInput
 
 
 def as_backend(client: Any) -> TrainingBackend:
-    """Returns a training client as a `TrainingBackend`: ours unchanged, the official SDK's in a thin wrapper.
-
-    Raises:
-        InvalidInput: If it lacks methods; names them.
-    """
+    """Returns a training client as a `TrainingBackend`: ours unchanged, the official SDK's in a thin wrapper."""
     if _is_official(client, "TrainingClient"):
         from tinker_lightning.client.sdk.clients import OfficialTrainingClient
 
@@ -29,11 +25,7 @@ def as_backend(client: Any) -> TrainingBackend:
 
 
 def as_sampler(client: Any) -> Any:
-    """Returns a sampling client with our methods, types and errors; the official SDK's in a thin wrapper.
-
-    Raises:
-        InvalidInput: If it cannot sample.
-    """
+    """Returns a sampling client with our methods, types and errors; the official SDK's in a thin wrapper."""
     if not hasattr(client, "sample"):
         raise InvalidInput(
             f"{type(client).__name__} cannot sample. Pass a sampling client that create_sampling_client() returned."

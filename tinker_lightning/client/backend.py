@@ -1,4 +1,4 @@
-"""What can be trained: the methods that a training client must have."""
+"""The interface of training clients."""
 
 from __future__ import annotations
 
@@ -38,18 +38,7 @@ class TrainingBackend(Protocol):
         loss_fn_inputs: Mapping[str, Any] | None = None,
         scale: float = 1.0,
     ) -> Any:
-        """Checks a pass and converts it into the request that `send` takes; nothing is sent.
-
-        Args:
-            data: The datums, already converted to `Datum`s.
-            loss_fn: A server-side loss.
-            loss_fn_config: Its settings.
-            loss_fn_inputs: Its inputs that are given once for the batch.
-            scale: The factor by which the gradient is multiplied.
-
-        Raises:
-            InvalidInput: If the pass cannot be sent.
-        """
+        """Checks a pass and converts it into the request that `send` takes; raises `InvalidInput` if it is invalid."""
 
     def send(self, request: Any, *, forward_only: bool = False) -> TinkerFuture[ForwardBackwardOutput]:
         """Sends a request that `prepare` returned, with or without a gradient."""

@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinker_lightning.client.connection import Connection
 from tinker_lightning.client.credentials import Credentials
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     import httpx
 
     from tinker_lightning.client.retry_policy import RetryPolicy
+    from tinker_lightning.client.sampling import SamplingClient
+    from tinker_lightning.client.training import TrainingClient
 
 T = TypeVar("T")
+C = TypeVar("C", bound="TrainingClient | SamplingClient")
 
 logger = logging.getLogger("tinker_lightning.client")
 
@@ -32,26 +35,11 @@ logger = logging.getLogger("tinker_lightning.client")
 _EXIT_SECONDS = 5.0
 
 
-class _Client(Protocol):
-    @property
-    def unread(self) -> UnreadFailures: ...
-
-
-C = TypeVar("C", bound=_Client)
-
-
 class Channel:
     """The way to one server, shared by the `ServiceClient` and the clients that it creates.
 
     The session is opened at the first use. A channel that is never closed ends with its last client, or with the
-    process; failures that nobody has read are then logged.
-
-    Args:
-        url: The server's URL.
-        api_key: The API key, if the server asks for one.
-        transport: How requests reach the server; None for the network.
-        retry_policy: How long failing requests are retried.
-        on_close: Called after the channel is closed.
+    process; failures that nobody has read are then logged. The arguments are those of `ServiceClient`.
     """
 
     def __init__(
@@ -120,12 +108,7 @@ class Channel:
         return self.wait(self._connection.get(path, result))
 
     def check_usable(self) -> None:
-        """Raises an error after `close()`, and in a forked process.
-
-        Raises:
-            ClientForked: If this process is a fork of the one that created the channel.
-            ClientClosed: If the channel was closed.
-        """
+        """Raises `ClientClosed` after `close()`, and `ClientForked` in a forked process."""
         if os.getpid() != self._pid:
             raise ClientForked(
                 "this client was created in another process, whose threads and connections do not exist here. Create a "
@@ -154,7 +137,7 @@ class Channel:
         """Ends the session; does nothing if it was closed before.
 
         Args:
-            status: What the server is told: `success`, `errored` or `interrupted`.
+            status: What the session ends with: `success`, `errored` or `interrupted`.
             read_failures: Whether failures that nobody has read are raised, with `success` after waiting for
                 everything in flight and evaluating custom losses that are still pending.
         """

@@ -13,22 +13,18 @@ from tinker_lightning.types.responses import CheckpointsList
 if TYPE_CHECKING:
     from tinker_lightning.client.connection import Connection
 
-# How long a deletion is retried: training may wait for it, and a checkpoint that stays does no harm.
+# How long a deletion is retried: training may be waiting for it, and a checkpoint that stays does no harm.
 DELETE_SECONDS = 5.0
 
 _PATH = re.compile(r"tinker://([^/]+)/((?:weights|sampler_weights|external_weights)/[^/]+)")
 
 
 def parse(path: str) -> tuple[str, str]:
-    """Splits a path into the run and the checkpoint's id (`<kind>/<name>`).
-
-    Raises:
-        InvalidInput: If it is not a checkpoint path.
-    """
+    """Splits a path into the run and the checkpoint's id, `<kind>/<name>`."""
     match = _PATH.fullmatch(path) if isinstance(path, str) else None
     if match is None:
         raise InvalidInput(
-            f"{path!r} is no path of a checkpoint. Pass one as save_state(...).result().path gives it: "
+            f"{path!r} is not the path of a checkpoint. Pass save_state(...).result().path, which has the form "
             "tinker://<run>/weights/<name>."
         )
     return match[1], match[2]
@@ -41,10 +37,7 @@ def url(path: str) -> str:
 
 
 async def exists(connection: Connection, path: str) -> bool:
-    """Returns whether a checkpoint exists.
-
-    The listing of its run is asked, for it knows every kind of checkpoint. Some servers give it in pages.
-    """
+    """Returns whether a checkpoint exists: whether the listing of its run, which may have several pages, has it."""
     run, _ = parse(path)
     listings = f"/api/v1/training_runs/{quote(run, safe=':')}/checkpoints"
     seen = 0
@@ -61,11 +54,8 @@ async def exists(connection: Connection, path: str) -> bool:
 
 
 async def can_be_external(connection: Connection) -> bool:
-    """Returns whether a server saves weights for download file by file; older ones have no such endpoint.
-
-    Asked without a number and without a model, so that nothing happens.
-    """
-    try:
+    """Returns whether a server saves weights for download file by file; older ones have no such endpoint."""
+    try:  # without a model and a number, so that nothing is saved
         await connection.send("POST", "/api/v1/save_weights_external", b"{}")
     except NotFound:
         return False
@@ -75,12 +65,8 @@ async def can_be_external(connection: Connection) -> bool:
 
 
 async def delete(connection: Connection, path: str, *, missing_ok: bool) -> None:
-    """Deletes a checkpoint.
-
-    Raises:
-        NotFound: If there is none and `missing_ok` is not set.
-    """
-    # Checked first: a retry after a lost answer no longer finds the checkpoint, which is not an error.
+    """Deletes a checkpoint; raises `NotFound` if there is none, unless `missing_ok`."""
+    # Checked first: a retry after a lost response no longer finds the checkpoint, which is not an error.
     if not missing_ok and not await exists(connection, path):
         raise missing(path)
     with contextlib.suppress(NotFound):
@@ -89,4 +75,4 @@ async def delete(connection: Connection, path: str, *, missing_ok: bool) -> None
 
 def missing(path: str) -> NotFound:
     """Returns the error for a checkpoint that does not exist."""
-    return NotFound(f"{path}: there is no such checkpoint; pass missing_ok=True if that is fine")
+    return NotFound(f"{path}: there is no such checkpoint; pass missing_ok=True to ignore this")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def split(data: Sequence[Datum], max_datums: int, max_bytes: int) -> list[list[Datum]]:
-    """Splits datums into consecutive runs within both limits; a datum above the limit goes alone."""
+    """Splits datums into consecutive runs within both limits; a datum above the limit is sent alone."""
     chunks: list[list[Datum]] = []
     size = 0
     for datum in data:
@@ -42,14 +42,11 @@ def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
 
 
 def reduced(name: str, values: list[float], counts: list[int]) -> dict[str, float]:
-    """Reduces a metric of several passes by its suffix, e.g. `tokens:sum`; returns nothing for other suffixes.
+    """Reduces a metric of several passes by its suffix, e.g. `tokens:sum`; returns nothing for unknown suffixes.
 
-    Args:
-        name: Its name.
-        values: Its value in each pass.
-        counts: The number of datums of each pass.
+    `counts` are the numbers of datums of the passes, by which means are weighted.
     """
-    mean = weighted_mean(values, counts)
+    mean = sum(value * count for value, count in zip(values, counts, strict=True)) / max(sum(counts), 1)
     kind = name.rpartition(":")[2]
     if kind == "unique":
         return {name if i == 0 else f"{name}_{i}": value for i, value in enumerate(values)}
@@ -62,11 +59,6 @@ def reduced(name: str, values: list[float], counts: list[int]) -> dict[str, floa
         "hash2": float(sum(int(value) % 2**64 for value in values) % 2**64) if kind == "hash2" else 0.0,
     }
     return {name: reduced[kind]} if kind in reduced else {}
-
-
-def weighted_mean(values: Sequence[float], counts: Sequence[int]) -> float:
-    """Returns the mean weighted by the number of datums."""
-    return sum(value * count for value, count in zip(values, counts, strict=True)) / max(sum(counts), 1)
 
 
 def _size(datum: Datum) -> int:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ClientConfig:
-    """The answer to `client/config`; every flag is optional and unknown ones are ignored."""
+    """The response of `client/config`; every flag is optional, and unknown ones are ignored."""
 
     pjwt_auth_enabled: bool = False
     proto_compress_fwdbwd: bool = False
-    # A server that takes a call's chunks in any order runs a model's requests by number. Where nothing is said of it,
-    # requests are posted one after another.
+    # The server runs a model's requests by number, so they may arrive in any order. Otherwise they are posted one after
+    # another.
     parallel_fwdbwd_chunks: bool = False
     fwdbwd_max_chunk_len: int = 1024
     fwdbwd_max_chunk_bytes_count: int = 5_000_000
@@ -27,7 +27,7 @@ class Extensions:
 
     # Whole-batch losses can be registered by name, and a pass may have batch inputs and a scale.
     server_losses: bool = False
-    # A submission may be answered with its own result: one round trip for an operation.
+    # The response to a submission may be the result itself: one round trip for an operation.
     submit_and_wait: bool = False
     # The server offers the files of its tokenizers.
     tokenizer_files: bool = False

@@ -24,7 +24,7 @@ class Credentials:
     def __init__(self, api_key: str | None) -> None:
         if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key == api_key.strip()):
             raise InvalidInput(
-                "the API key holds white space or signs that no key has. Copy it again, without line breaks or quotes."
+                "the API key contains white space or characters that no key has. Copy it again, without line breaks."
             )
         self.api_key = api_key
         self._exchange: Callable[[], Awaitable[str]] | None = None

@@ -10,15 +10,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.client.sdk.inputs import batch, to_datums
-from tinker_lightning.errors import InvalidInput, InvalidLoss, OperationFailed, TinkerLightningError
+from tinker_lightning.errors import InvalidLoss, OperationFailed, TinkerLightningError
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.losses.regularizers.regularizer import as_regularizers
+from tinker_lightning.lossgraph.server_loss import ServerLoss
 from tinker_lightning.types import ForwardBackwardOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor
 
@@ -26,56 +26,37 @@ if TYPE_CHECKING:
     from tinker_lightning.losses.surrogate import Evaluation, LossFn
     from tinker_lightning.types import Datum
 
-    Send: TypeAlias = Callable[[list[Datum]], TinkerFuture[ForwardBackwardOutput]]
+    Send: TypeAlias = Callable[..., TinkerFuture[ForwardBackwardOutput]]
     Evaluate: TypeAlias = Callable[[list[Any], list[Tensor]], Evaluation]
 
 OPERATION = "forward_backward_custom"
 
 
 class CustomLosses:
-    """The custom losses of one model that are still pending. The client decides how they are sent.
+    """The custom losses of one model that are still pending.
 
     Args:
         model_id: The model.
-        forward: Sends a forward pass of the surrogate loss.
-        backward: Sends its forward-backward pass.
+        send: Sends datums with the surrogate loss; with `forward_only`, without a gradient.
     """
 
-    def __init__(self, model_id: str, forward: Send, backward: Send) -> None:
+    def __init__(self, model_id: str, send: Send) -> None:
+        self.steps = 0
         self._model_id = model_id
-        self._forward = forward
-        self._backward = backward
+        self._send = send
         self._pending: list[CustomLossFuture] = []
         # Held while losses run, so that a step on another thread does not overtake their backwards.
         self._lock = threading.RLock()
-        self._steps = 0
-
-    def forward_backward(
-        self,
-        data: Sequence[Any],
-        loss_fn: LossFn | None,
-        regularizers: Iterable[Regularizer | Mapping[str, Any]] | None = None,
-        base_loss_fn: LossFn | None = None,
-        *,
-        grad_norms: bool = True,
-        timeout: float | None = None,
-    ) -> CustomLossFuture:
-        """Checks a loss and sends its forward; the arguments are those of `forward_backward_custom`."""
-        if loss_fn is not None and base_loss_fn is not None:
-            raise InvalidInput("loss_fn and base_loss_fn are two names of one argument; give one of them")
-        composition.check_timeout("regularizer_timeout", timeout)
-        loss_fn = base_loss_fn if loss_fn is None else loss_fn
-        evaluate = _evaluation(loss_fn, as_regularizers(regularizers), self._steps, grad_norms, timeout)
-        given = batch(data)
-        return self._add(given, to_datums(given), evaluate)
 
     def add(self, datums: list[Datum], loss_fn: LossFn) -> CustomLossFuture:
-        """Sends the forward of a loss that was checked, for datums that were converted."""
-        return self._add(datums, datums, partial(surrogate.evaluate, loss_fn))
+        """Sends the forward of a loss that was checked."""
+        return self.submit(datums, datums, partial(surrogate.evaluate, loss_fn))
 
-    def _add(self, given: list[Any], datums: list[Datum], evaluate: Evaluate) -> CustomLossFuture:
-        forward = self._forward(surrogate.forward_datums(datums))
-        future = CustomLossFuture(self._model_id, given, datums, evaluate, forward, self._backward)
+    def submit(self, given: list[Any], datums: list[Datum], evaluate: Evaluate) -> CustomLossFuture:
+        """Sends the forward of a loss; `given` is what the loss receives, in the caller's types."""
+        forward = self._send(surrogate.forward_datums(datums), forward_only=True)
+        backward = partial(self._send, forward_only=False)
+        future = CustomLossFuture(self._model_id, given, datums, evaluate, forward, backward)
         with self._lock:
             self._pending.append(future)
         return future
@@ -83,7 +64,7 @@ class CustomLosses:
     def stepped(self) -> None:
         """Counts an `optim_step`; the weights of regularizers may depend on the number of steps."""
         with self._lock:
-            self._steps += 1
+            self.steps += 1
 
     def flush(self) -> None:
         """Evaluates the pending losses, then sends their backwards: all of them, or none if one fails.
@@ -103,15 +84,15 @@ class CustomLosses:
             for future in self._pending:
                 future.send()
                 if future.failed:
-                    future.result()  # the step must not go without it
+                    future.result()  # no step without this backward
             self._pending = []
 
 
 class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
-    """The result of a pass with a custom loss.
+    """The result of a pass with a custom loss, whose forward was sent.
 
-    The forward is already sent. `.result()`, `await`, or the client's next step or save evaluates the loss on the
-    calling thread and sends the backward. So N calls in a row wait for the network once.
+    `.result()`, `await`, or the client's next step or save evaluates the loss on the calling thread and sends the
+    backward. So N calls in a row wait for the network once.
     """
 
     def __init__(
@@ -139,7 +120,7 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
         self._forward._source.add_done_callback(self._settle_failure)
 
     @property
-    def comes_by_itself(self) -> bool:
+    def is_sent(self) -> bool:
         """Whether the backward was sent."""
         return self._sent
 
@@ -201,13 +182,13 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
             self.send()
         super().wait(None if timeout is None else max(0.0, timeout - (time.monotonic() - started)))
 
-    async def arrival(self) -> None:
+    async def wait_async(self) -> None:
         """Waits like `wait`; the loss runs on the thread of the event loop that awaits it."""
         if not (self._sent or self.done()):
-            await self._forward.arrival()
+            await self._forward.wait_async()
             self.evaluate()
             self.send()
-        await super().arrival()
+        await super().wait_async()
 
     def _settle(self, source: concurrent.futures.Future[ForwardBackwardOutput]) -> None:
         if not self._settle_failure(source):
@@ -225,40 +206,41 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
             self._settled.set_exception(error)
 
 
-def _evaluation(
+def evaluation_of(
     loss_fn: LossFn | None,
-    regularizers: tuple[Regularizer, ...],
+    regularizers: Iterable[Regularizer | Mapping[str, Any]] | None,
     step: int,
     grad_norms: bool,
     timeout: float | None,
 ) -> Evaluate:
-    """Checks a loss before anything is sent; returns the function that evaluates it."""
-    if not callable(loss_fn) and (loss_fn is not None or not regularizers):
+    """Checks a loss before anything is sent; returns the function that evaluates it.
+
+    Raises:
+        InvalidLoss: If it is not a function of (data, logprobs).
+    """
+    composition.check_timeout("regularizer_timeout", timeout)
+    terms = as_regularizers(regularizers)
+    if isinstance(loss_fn, ServerLoss) and loss_fn.source != "logprobs":
+        raise InvalidLoss(
+            f"loss_fn: {loss_fn.name} is computed from logits, which stay on the server. Call forward_backward(data, "
+            f"{loss_fn.name!r}), or write it as a function of (data, logprobs)."
+        )
+    if not callable(loss_fn) and (loss_fn is not None or not terms):
         unless = "" if loss_fn is not None else "; it may be None only if there are regularizers"
         raise InvalidLoss(f"loss_fn must be a function of (data, logprobs), got {type(loss_fn).__name__}{unless}")
     if loss_fn is not None:
-        _check_arguments(loss_fn)
-    if loss_fn is not None and not regularizers:
-        return partial(surrogate.evaluate, loss_fn)
-
-    terms = ", ".join(term.name for term in regularizers)
-    name = terms if loss_fn is None else f"{surrogate.function_name(loss_fn)} with {terms}"
+        surrogate.check_arguments(loss_fn)
+        if not terms:
+            return partial(surrogate.evaluate, loss_fn)
+    added = ", ".join(term.name for term in terms)
+    name = added if loss_fn is None else f"{surrogate.function_name(loss_fn)} with {added}"
 
     def evaluate(data: list[Any], logprobs: list[Tensor]) -> Evaluation:
         def composed() -> tuple[Tensor, dict[str, Any]]:
             return composition.evaluate(
-                data, logprobs, loss_fn, regularizers, step=step, grad_norms=grad_norms, timeout=timeout
+                data, logprobs, loss_fn, terms, step=step, grad_norms=grad_norms, timeout=timeout
             )
 
         return surrogate.differentiate(composed, logprobs, name=name)
 
     return evaluate
-
-
-def _check_arguments(loss_fn: Any) -> None:
-    if getattr(loss_fn, "source", "logprobs") != "logprobs":
-        raise InvalidLoss(
-            f"loss_fn: {loss_fn.name} is computed from logits, which stay on the server. Call forward_backward(data, "
-            f"{loss_fn.name!r}), or write it as a function of (data, logprobs)."
-        )
-    surrogate.check_arguments(loss_fn)

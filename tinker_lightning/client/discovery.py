@@ -26,7 +26,7 @@ def connect(url: str | None = None, *, api_key: str | None = None, dialect: Lite
         dialect: The generation of the protocol; detected from the server.
     """
     if dialect != "auto":
-        raise InvalidInput(f"dialect {dialect!r} is not known; leave it out and it is found out from the server")
+        raise InvalidInput(f"dialect {dialect!r} is unknown; leave it out, and it is detected from the server")
     key = api_key or os.environ.get("TINKER_API_KEY") or None
     if url is None:
         url, why = _default(key)

@@ -26,17 +26,16 @@ _KEPT_SECONDS = 86400
 def export_adapter(backend: TrainingBackend, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
     """Saves the current adapter as a folder that peft, transformers and vLLM load; returns the folder.
 
-    The folder appears whole or not at all. What the server saves for the download is deleted there afterwards.
+    The folder is created atomically. What the server saved for the download is deleted there afterwards.
 
     Args:
-        backend: What is trained: our client, or the official SDK's behind `as_backend`.
-        path: The folder; it must be new or empty.
-        overwrite: Replace a folder that holds an adapter already, with all that is in it.
+        backend: A training client of this library, or the official SDK's behind `as_backend`.
+        path: A new or empty folder.
+        overwrite: Whether to replace a folder that contains an adapter, with everything in it.
 
     Raises:
-        InvalidInput: If the folder holds something, or cannot be written.
+        InvalidInput: If the folder is not empty, or cannot be written.
         OperationFailed: If the server's files are not a PEFT adapter.
-        TinkerLightningError: If it cannot be saved or downloaded.
     """
     target = _target(path, overwrite)
     try:
@@ -48,9 +47,9 @@ def export_adapter(backend: TrainingBackend, path: str | os.PathLike[str], *, ov
                 _delete(backend, saved)
             _check(part)
             _target(path, overwrite)  # something may have been written to it in the meantime
-    except TinkerLightningError:
-        raise
     except OSError as error:
+        if isinstance(error, TinkerLightningError):  # some of which are OSErrors
+            raise
         if isinstance(error, FileExistsError) and target.is_dir():
             raise InvalidInput(_taken(target)) from error
         raise InvalidInput(f"{target} cannot be written: {error}. Choose another folder.") from error
@@ -60,14 +59,14 @@ def export_adapter(backend: TrainingBackend, path: str | os.PathLike[str], *, ov
 def _target(path: str | os.PathLike[str], overwrite: bool) -> Path:
     target = Path(path).expanduser().resolve()
     if target.exists() and not target.is_dir():
-        raise InvalidInput(f"{target} is a file; give a folder to export to")
+        raise InvalidInput(f"{target} is a file; pass a folder to export to")
     if target.is_dir() and any(target.iterdir()):
         if not overwrite:
             raise InvalidInput(_taken(target))
         if not (target / CONFIG).exists():
             raise InvalidInput(
-                f"{target} holds something else than an adapter ({CONFIG} is missing), which overwrite=True would "
-                "remove. Choose another folder."
+                f"{target} does not contain an adapter ({CONFIG} is missing), and overwrite=True would delete what it "
+                "contains. Choose another folder."
             )
     return target
 
@@ -80,7 +79,7 @@ def _check(part: Path) -> None:
     found = sorted(each.name for each in part.iterdir())
     if CONFIG not in found or not any(name in found for name in WEIGHTS):
         raise OperationFailed(
-            f"the server gave out {', '.join(found) or 'no files'}, which is no PEFT adapter: that has {CONFIG} and "
+            f"the server sent {', '.join(found) or 'no files'}, which is not a PEFT adapter: that has {CONFIG} and "
             f"{WEIGHTS[0]}"
         )
 

@@ -17,17 +17,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 U = TypeVar("U")
+F = TypeVar("F", bound="TinkerFuture[Any]")
 
 logger = logging.getLogger("tinker_lightning.client")
 
 
 class TinkerFuture(Generic[T]):
-    """The result of a request in flight. Wait for it with `.result()`, or with `await` from any event loop.
-
-    Args:
-        source: Where the result comes from.
-        operation: The name of the operation, for messages.
-    """
+    """The result of a request in flight. Wait for it with `.result()`, or with `await` from any event loop."""
 
     def __init__(self, source: concurrent.futures.Future[T], operation: str) -> None:
         self.operation = operation
@@ -64,13 +60,14 @@ class TinkerFuture(Generic[T]):
             return
         if os.getpid() != self._pid:
             raise ClientForked(
-                f"{self.operation}: its result comes to the process that asked for it, not to this fork of it. Wait "
-                "for it there, or make a new client here."
+                f"{self.operation}: its result arrives in the process that sent the request, not in this fork of it. "
+                "Wait for it there, or create a new client here."
             )
         concurrent.futures.wait([self._source], timeout)
         if not self.done():
             raise ResultTimeout(
-                f"{self.operation}: no result within {timeout} s. It still runs: call .result() again, with more time."
+                f"{self.operation}: no result within {timeout} s. It is still running: call .result() again with a "
+                "longer timeout."
             )
 
     def done(self) -> bool:
@@ -78,8 +75,8 @@ class TinkerFuture(Generic[T]):
         return self._source.done()
 
     @property
-    def comes_by_itself(self) -> bool:
-        """Whether the result arrives without any further action of the caller."""
+    def is_sent(self) -> bool:
+        """Whether everything was sent, so that the result arrives without further calls."""
         return True
 
     @property
@@ -91,10 +88,10 @@ class TinkerFuture(Generic[T]):
         return self._resolve().__await__()
 
     async def _resolve(self) -> T:
-        await self.arrival()
+        await self.wait_async()
         return self._outcome()
 
-    async def arrival(self) -> None:
+    async def wait_async(self) -> None:
         """Waits like `wait`. Cancelling the waiting task does not cancel the operation on the server."""
         if self.done():
             return
@@ -127,7 +124,7 @@ class TinkerFuture(Generic[T]):
     def _outcome(self) -> T:
         self.was_read = True
         if self._source.cancelled():
-            raise ClientClosed(f"{self.operation}: the client was closed before the result came")
+            raise ClientClosed(f"{self.operation}: the client was closed before the result arrived")
         return self._source.result()
 
 
@@ -135,24 +132,25 @@ class UnreadFailures:
     """The futures of a client whose failures nobody has read yet; they are raised at the client's next use.
 
     Args:
-        retry_policy: How many seconds a failure waits for the rest of what was sent, for more may have failed with it.
+        settle_seconds: How long to wait for other requests before a failure is raised: more may have failed with it.
     """
 
-    def __init__(self, retry_policy: float = 0.0) -> None:
-        self._patience = retry_policy
+    def __init__(self, settle_seconds: float = 0.0) -> None:
+        self._settle_seconds = settle_seconds
         self._futures: list[TinkerFuture[Any]] = []
         self._lock = threading.Lock()
         self._held = 0
 
-    def add(self, future: TinkerFuture[Any]) -> None:
-        """Tracks a future."""
+    def add(self, future: F) -> F:
+        """Tracks a future, and returns it."""
         with self._lock:
             self._futures.append(future)
+        return future
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for everything that was sent, at most `timeout` seconds; returns whether it is done."""
         with self._lock:
-            sources = [future._source for future in self._futures if future.comes_by_itself]
+            sources = [future._source for future in self._futures if future.is_sent]
         return not concurrent.futures.wait(sources, timeout).not_done
 
     def finish(self) -> None:
@@ -163,25 +161,23 @@ class UnreadFailures:
             future.wait()
 
     def log_failures(self, timeout: float) -> None:
-        """Logs failures that nobody has read, for a client that ends without being closed.
-
-        Args:
-            timeout: How many seconds to wait for requests in flight.
-        """
+        """Waits for requests in flight, and logs the unread failures of a client that ends without `close()`."""
         self.wait(timeout)
-        for error in self.take_failures():
-            logger.error("a failure that nobody has read: %s: %s", type(error).__name__, error)
         with self._lock:
             futures, self._futures = self._futures, []
         for future in futures:
-            reason = "had no result yet" if future.comes_by_itself else "was never evaluated, so nothing was trained"
-            logger.error("%s %s when its client ended. Call close(), or use a with block.", future.operation, reason)
+            if not future.done():
+                reason = "had no result yet" if future.is_sent else "was never evaluated, so nothing was trained"
+                logger.error("%s %s when its client ended. Call close() or use a with block.", future.operation, reason)
+            elif future.failed and not future.was_read:
+                error = future.exception()
+                logger.error("a failure that nobody has read: %s: %s", type(error).__name__, error)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Raises present failures on entry; those that arrive during the `with` block are raised after it.
 
-        For requests that belong together: one of them that was not sent would leave the others to be part of the next.
+        This keeps requests together that only have a meaning together, such as the passes of a step and the step.
         """
         self.raise_first()
         self._held += 1
@@ -197,7 +193,7 @@ class UnreadFailures:
         with self._lock:
             failed = self._forget_settled()
         if failed:
-            self.wait(self._patience)
+            self.wait(self._settle_seconds)
             raise_together(self.take_failures())
 
     def take_failures(self) -> list[BaseException]:
@@ -229,4 +225,4 @@ def note_failures(error: BaseException, failures: Iterable[BaseException]) -> No
     """Adds failures that nobody has read as notes to an error that is raised instead."""
     for other in failures:
         if other is not error:
-            error.add_note(f"Nor was this failure read: {type(other).__name__}: {other}")
+            error.add_note(f"Another failure that nobody has read: {type(other).__name__}: {other}")

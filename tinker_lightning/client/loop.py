@@ -36,7 +36,7 @@ class BackgroundLoop:
         """Starts a coroutine from any thread.
 
         Raises:
-            ClientClosed: If the loop was closed.
+            ClientClosed: If the loop is closed.
         """
         with self._lock:
             if not self._closed:

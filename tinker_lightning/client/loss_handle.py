@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,35 +14,30 @@ from tinker_lightning.losses import surrogate
 from tinker_lightning.lossgraph.datum_inputs import combine_metrics, dense_tensors, select_inputs
 from tinker_lightning.lossgraph.graph_loss import GraphLoss
 from tinker_lightning.lossgraph.graphs.graph import places_of
-from tinker_lightning.types import Datum, ForwardBackwardOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tinker_lightning.lossgraph.graphs.graph import Graph
+    from tinker_lightning.types import Datum, ForwardBackwardOutput
 
 
 @dataclass(frozen=True, slots=True)
 class LossHandle:
     """A per-datum loss that `create_custom_loss` returned: `forward_backward(data, handle)` trains with it.
 
-    Called with datums and their log-probabilities it is computed here, which is how `forward_backward_custom` and
-    servers without this feature use it.
+    Call it with datums and their log-probabilities to compute it locally, as for servers that do not run such losses.
     """
 
     name: str
     session_id: str
     loss: GraphLoss = field(repr=False)
     loss_id: str | None = None
-    number: int = 0  # of its upload in the session, by which the server recognizes a repeated upload
-    by_input: bool = False  # the factor is sent as an input of each datum, because the server has none for a pass
+    number: int = 0  # of the upload in the session, by which the server recognizes a repeated one
+    by_input: bool = False  # whether the scale is sent as an input of each datum, for servers without a scale
 
     def __call__(self, data: Sequence[Any], logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        """Returns the sum of the datums' losses, and their metrics.
-
-        Raises:
-            InvalidInput: If a datum lacks an input, or has one that the loss does not accept.
-        """
+        """Returns the sum of the datums' losses, and their metrics."""
         terms: list[Tensor] = []
         sums: dict[str, float] = {}
         for i, (datum, each) in enumerate(zip(data, logprobs, strict=True)):
@@ -75,7 +70,7 @@ def with_loss(output: ForwardBackwardOutput, data: list[Datum], handle: LossHand
         loss, metrics = handle(data, [leaf.detach() for leaf in surrogate.leaves(output, data)])
     own = {**output.metrics, "loss:sum": float(loss)}
     metrics = {**surrogate.set_apart(metrics, own, "loss"), **own}
-    return ForwardBackwardOutput(output.loss_fn_outputs, metrics, output.loss_fn_output_type)
+    return replace(output, metrics=metrics)
 
 
 def times(handle: LossHandle, scale: float) -> surrogate.LossFn:

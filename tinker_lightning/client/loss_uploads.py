@@ -9,14 +9,13 @@ from urllib.parse import urlencode
 
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.loss_handle import LossHandle
-from tinker_lightning.client.operations import Operation, perform
+from tinker_lightning.client.operations import encode, perform
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.lossgraph.datum_inputs import scale_by_input
 from tinker_lightning.lossgraph.tracing.trace import trace_datum_loss
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
-from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,9 +33,7 @@ _KEPT_HANDLES = 256
 class Losses:
     """Uploads losses, and keeps track of those that were uploaded.
 
-    Args:
-        channel: The way to the server.
-        in_process: Registers a Python function as a loss of a session, where the trainer runs in this process.
+    `in_process` registers a Python function as a loss of a session if the trainer runs in this process.
     """
 
     def __init__(
@@ -64,7 +61,7 @@ class Losses:
             return made
         handle = LossHandle(loss.name, session.session_id, loss)
         if not session.config.custom_loss_server_side:
-            made = TinkerFuture(self._channel.run(_given(handle)), f"create_custom_loss {loss.name}")
+            made = TinkerFuture(self._channel.run(_returned(handle)), f"create_custom_loss {loss.name}")
         else:
             by_input = not session.extensions.server_losses
             handle = replace(handle, number=self._channel.count("custom loss"), by_input=by_input)
@@ -95,13 +92,11 @@ class Losses:
             [rq.CustomLossInput(name, rank or 0) for name, rank in sent.inputs.items()],
             sent.program.graph.encode(),
         )
-        operation = Operation(
-            "create_custom_loss", "create_custom_loss", wire_json.dumps(request), rs.CreateCustomLossResponse
-        )
+        operation = encode("create_custom_loss", "create_custom_loss", request, rs.CreateCustomLossResponse)
         return TinkerFuture(self._channel.run(perform(session, operation)), f"create_custom_loss {handle.name}")
 
     @property
-    def are_taken(self) -> bool:
+    def accepts_batch_losses(self) -> bool:
         """Whether the server accepts whole-batch losses."""
         return self._channel.session.extensions.server_losses
 
@@ -122,14 +117,14 @@ class Losses:
             import cloudpickle
         except ImportError as error:
             raise InvalidLoss(
-                f"{name}: trace=False needs cloudpickle on this machine and on the server, and it is not installed "
-                "here: python -m pip install cloudpickle. A loss that can be traced does not need it."
+                f"{name}: trace=False needs cloudpickle, here and on the server. Install it with: python -m pip "
+                "install cloudpickle. A loss that can be traced does not need it."
             ) from error
         try:
             pickled: bytes = cloudpickle.dumps(function)
         except Exception as error:
             raise InvalidLoss(
-                f"{name} cannot be pickled: {error}. Use only objects that pickle supports, or trace it."
+                f"{name} cannot be pickled: {error}. Use objects that pickle supports only, or trace it."
             ) from error
         message = {"name": name, "source": source}
         return self._register(name, rq.RegisterLossRequest(self._channel.session.session_id, message, pickled))
@@ -148,7 +143,7 @@ class Losses:
         return {"available_loss_functions": listed.available_loss_functions, "descriptions": listed.descriptions}
 
     def _register(self, name: str, request: rq.RegisterLossRequest) -> str:
-        if not self.are_taken:
+        if not self.accepts_batch_losses:
             raise InvalidLoss(
                 f"the server at {self._channel.url} does not accept whole-batch losses, so {name} cannot run there. "
                 "Use a per-datum loss (create_custom_loss), or run it locally: forward_backward_custom takes any "
@@ -157,5 +152,5 @@ class Losses:
         return self._channel.call("/ext/v1/losses", request, rs.CreateCustomLossResponse).loss_id
 
 
-async def _given(value: T) -> T:
+async def _returned(value: T) -> T:
     return value

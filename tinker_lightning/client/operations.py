@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import httpx
@@ -17,10 +17,15 @@ from tinker_lightning.errors import (
     ResultExpired,
     ServerUnreachable,
     TinkerLightningError,
-    told_by_name,
+    input_error,
 )
 from tinker_lightning.types import ForwardBackwardOutput, SampleResponse
-from tinker_lightning.types.requests import RetrieveFutureRequest
+from tinker_lightning.types.requests import (
+    ForwardBackwardRequest,
+    ModelRequest,
+    RetrieveFutureRequest,
+    SampleRequest,
+)
 from tinker_lightning.wire import compression, protobuf
 from tinker_lightning.wire import json as wire_json
 
@@ -44,28 +49,35 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Operation(Generic[T]):
-    """One request to a server.
-
-    Args:
-        name: What the user called.
-        endpoint: Behind `/api/v1/`.
-        body: The encoded request.
-        result: What it answers.
-        model_id: The model or sampler that it is asked of.
-        seq_id: Its number.
-        content_type: Of the body.
-    """
+    """An encoded request: what the user called, where it is posted, and the class of its result."""
 
     name: str
     endpoint: str
     body: bytes
+    content_type: str
     result: type[T]
-    model_id: str | None = None
+    model_id: str | None = None  # or the sampler's id
     seq_id: int | None = None
-    content_type: str = JSON
 
     def __str__(self) -> str:
         return self.name if self.model_id is None else f"{self.name} {self.seq_id} of {self.model_id}"
+
+
+def encode(name: str, endpoint: str, request: Any, result: type[T]) -> Operation[T]:
+    """Encodes a request: a pass as protobuf, everything else as JSON.
+
+    Raises:
+        InvalidInput: If it contains something that cannot be sent.
+    """
+    if isinstance(request, ForwardBackwardRequest):
+        operation = Operation(name, endpoint, protobuf.encode_forward_backward(request), PROTOBUF, result)
+    else:
+        operation = Operation(name, endpoint, wire_json.dumps(request), JSON, result)
+    if isinstance(request, ModelRequest):
+        return replace(operation, model_id=request.model_id, seq_id=request.seq_id)
+    if isinstance(request, SampleRequest):
+        return replace(operation, model_id=request.sampling_session_id, seq_id=request.seq_id)
+    return operation
 
 
 async def perform(session: Session, operation: Operation[T], *, on_submitted: Callable[[], None] | None = None) -> T:
@@ -102,16 +114,14 @@ async def _submit(session: Session, operation: Operation[Any]) -> httpx.Response
         body = compression.compress(body)
         headers["Content-Encoding"] = "zstd"
     prefix = "/ext/v1/" if wait else "/api/v1/"
-    understood = _is_receipt if wait else None
-    return await session.connection.send(
-        "POST", prefix + operation.endpoint, body, headers=headers, understood=understood
-    )
+    accept = _is_receipt if wait else None
+    return await session.connection.send("POST", prefix + operation.endpoint, body, headers=headers, accept=accept)
 
 
 async def _fetch(session: Session, operation: Operation[Any], request_id: str) -> httpx.Response:
     """Polls until the result is available; logs each change of the server's queue state once."""
     if not request_id:
-        raise OperationFailed("the server took the request but gave no request_id to fetch its result by")
+        raise OperationFailed("the server accepted the request but returned no request_id for its result")
     body = wire_json.dumps(RetrieveFutureRequest(request_id))
     headers = {"Accept": _accept(operation)}
     subject = operation.model_id or operation.name
@@ -120,23 +130,23 @@ async def _fetch(session: Session, operation: Operation[Any], request_id: str) -
         asked = time.monotonic()
         try:
             response = await session.connection.send(
-                "POST", "/api/v1/retrieve_future", body, headers=headers, understood=_is_expected
+                "POST", "/api/v1/retrieve_future", body, headers=headers, accept=_is_expected
             )
         except NotFound as error:
-            raise ResultExpired(f"the server knows nothing of it, or no more: {error}") from error
+            raise ResultExpired(f"the server does not have its result, or no longer: {error}") from error
         except ServerUnreachable as error:
             if isinstance(error.__cause__, httpx.ReadTimeout):
                 continue  # the server holds polls for longer than our read timeout
             raise
         if response.status_code == 410:
-            raise ResultExpired("its result is no longer kept. Repeat the step from the last checkpoint.")
+            raise ResultExpired("the server no longer keeps its result. Resume from the last checkpoint.")
         pending = _pending(response)
         if pending is None:
-            session.connection.notices.show(subject, "active")
+            session.connection.status_log.show(subject, "active")
             return response
         state = str(pending.get("queue_state") or "active")
         state = state if state == "active" else f"the server's queue is {state}"
-        session.connection.notices.show(subject, state, str(pending.get("queue_state_reason") or ""))
+        session.connection.status_log.show(subject, state, str(pending.get("queue_state_reason") or ""))
         if time.monotonic() - asked < _POLL_SECONDS:
             await asyncio.sleep(quick)
             quick = min(2 * quick, _POLL_SECONDS)
@@ -147,7 +157,7 @@ def _decode(session: Session, operation: Operation[T], response: httpx.Response)
         try:
             decoded: T = _BINARY[operation.result](response.content)
         except InvalidMessage as error:
-            raise session.connection.not_a_tinker_server(f"the result is broken: {error}") from error
+            raise session.connection.not_a_tinker_server(f"the result is malformed: {error}") from error
         return decoded
     message = session.connection.json(response)
     if "error" in message:
@@ -178,7 +188,7 @@ def _is_receipt(response: httpx.Response) -> bool:
 def _failure(message: dict[str, Any]) -> TinkerLightningError:
     error = str(message["error"])
     is_users = message.get("category") == "user"
-    return told_by_name(message.get("error_class"))(error) if is_users else OperationFailed(error)
+    return input_error(message.get("error_class"))(error) if is_users else OperationFailed(error)
 
 
 def _accept(operation: Operation[Any]) -> str:

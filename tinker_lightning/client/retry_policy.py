@@ -1,4 +1,4 @@
-"""How long failing requests are retried, and what is logged in the meantime."""
+"""How long failing requests are retried, and what is logged while they are."""
 
 from __future__ import annotations
 
@@ -18,22 +18,15 @@ FIRST_CONTACT_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long a failing request is retried.
+    """How long a failing request is retried, and the pauses in between, in seconds."""
 
-    Args:
-        seconds: From its first attempt on; an account without credit has its own limit, which the server names.
-        first_delay: Before the second attempt, in seconds; every further one waits twice as long.
-        longest_delay: What that grows to.
-        billing_delay: Between attempts while the account has no credit.
-    """
-
-    seconds: float
-    first_delay: float = 0.5
+    seconds: float  # from the first attempt on; for an account without credit, the server sets another limit
+    first_delay: float = 0.5  # doubles with each attempt, up to the longest
     longest_delay: float = 10.0
-    billing_delay: float = 5.0
+    billing_delay: float = 5.0  # while the account has no credit
 
     def delay(self, attempt: int, response: httpx.Response | None) -> float:
-        """Returns the pause before the next attempt: what the server asks for, or an increasing one."""
+        """Returns the pause before the next attempt: the one that the server asks for, or an increasing one."""
         if response is not None:
             for header, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
                 try:
@@ -49,7 +42,7 @@ class RetryPolicy:
 
 
 class StatusLog:
-    """Logs what the client waits for: once per change, not once per attempt."""
+    """Logs what the client is waiting for: once per change, not once per attempt."""
 
     def __init__(self) -> None:
         self._states: dict[str, str] = {}
@@ -60,7 +53,7 @@ class StatusLog:
             return
         if state == "active":
             del self._states[subject]
-            logger.warning("%s: going on", subject)
+            logger.warning("%s: continuing", subject)
         else:
             self._states[subject] = state
             logger.warning("%s: %s (%s)", subject, state, reason or "no reason given")

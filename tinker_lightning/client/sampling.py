@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from tinker_lightning.client import tokenizer
 from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
-from tinker_lightning.client.operations import Operation, perform
+from tinker_lightning.client.operations import Operation, encode, perform
 from tinker_lightning.client.sdk import inputs
 from tinker_lightning.errors import ResultExpired
 from tinker_lightning.types import SampleResponse, SamplingParams
 from tinker_lightning.types.requests import CreateSamplingSessionRequest, SampleRequest
 from tinker_lightning.types.responses import CreateSamplingSessionResponse, GetSamplerResponse
-from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tinker_lightning.client.channel import Channel
     from tinker_lightning.client.session import Session
-
-T = TypeVar("T")
 
 # How often a sample is requested again whose result the server no longer has.
 _RESAMPLINGS = 3
@@ -55,12 +52,12 @@ class SamplingClient:
     ) -> TinkerFuture[SampleResponse]:
         """Samples continuations of a prompt."""
         params = inputs.to_sampling_params(sampling_params)
-        return self._watched(self._submit("sample", prompt, num_samples, params, include_prompt_logprobs))
+        return self.unread.add(self._submit("sample", prompt, num_samples, params, include_prompt_logprobs))
 
     def compute_logprobs(self, prompt: Any) -> TinkerFuture[list[float | None]]:
         """Returns the log-probability of each token of a prompt; None for the first, which nothing predicts."""
         future = self._submit("compute_logprobs", prompt, 1, SamplingParams(max_tokens=1), True)
-        return self._watched(future.then(lambda response: response.prompt_logprobs or []))
+        return self.unread.add(future.then(lambda response: response.prompt_logprobs or []))
 
     def get_base_model(self) -> str:
         """Returns the name of the base model."""
@@ -86,17 +83,12 @@ class SamplingClient:
                 request = SampleRequest(
                     self.sampler_id, number, model_input, params, num_samples, prompt_logprobs=prompt_logprobs
                 )
-                body = wire_json.dumps(request)
+                encoded = encode(name, "asample", request, SampleResponse)
                 self._next_number += 1
-            return Operation(name, "asample", body, SampleResponse, self.sampler_id, number)
+            return encoded
 
         first = operation()
         return TinkerFuture(self._channel.run(_sample(session, first, operation)), str(first))
-
-    def _watched(self, future: TinkerFuture[T]) -> TinkerFuture[T]:
-        """Tracks a future that the user gets: its failure is raised at the next call if nobody reads it."""
-        self.unread.add(future)
-        return future
 
     def _sampler(self) -> GetSamplerResponse:
         return self._channel.fetch(f"/api/v1/samplers/{self.sampler_id}", GetSamplerResponse)

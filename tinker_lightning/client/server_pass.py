@@ -36,38 +36,23 @@ if TYPE_CHECKING:
 _CUSTOM = "custom"
 _TARGETS = "target_tokens"
 # The suffix that our server adds to diagnostics whose names have no suffix of the protocol.
-_NO_ENDING = ":unique"
+_NO_SUFFIX = ":unique"
 
 
 @dataclass(frozen=True, slots=True)
 class ServerPass:
-    """A pass that is checked and ready to be sent.
-
-    Args:
-        data: The datums.
-        loss: The loss's name.
-        config: Its settings.
-        inputs: Its inputs that were given once for the batch.
-        scale: The factor by which the server multiplies the gradient.
-        whole: Whether the batch must not be split, because the loss is not a sum over datums.
-        local: A per-datum loss that the server does not run, to be evaluated on this machine.
-        finish: Converts the result.
-        lose: Called with a failure that may mean that the server has dropped the loss.
-        graphs: The graphs that the server runs, as they were traced here.
-        chunks: The datums, split into requests that the server accepts.
-    """
+    """A pass that is checked and ready to be sent."""
 
     data: list[Datum]
     loss: str
     config: dict[str, float | str] = field(default_factory=dict)
-    inputs: dict[str, TensorData] = field(default_factory=dict)
-    scale: float = 1.0
-    whole: bool = False
-    local: LossHandle | None = None
-    finish: Callable[[ForwardBackwardOutput], ForwardBackwardOutput] | None = None
-    lose: Callable[[], None] | None = None
-    graphs: Sequence[Graph] = ()
-    chunks: list[list[Datum]] = field(default_factory=list)
+    inputs: dict[str, TensorData] = field(default_factory=dict)  # given once for the batch
+    scale: float = 1.0  # the server multiplies the gradient by it
+    whole: bool = False  # the batch must not be split, because the loss is not a sum over datums
+    local: LossHandle | None = None  # a per-datum loss that the server does not run
+    finish: Callable[[ForwardBackwardOutput], ForwardBackwardOutput] | None = None  # converts the result
+    lose: Callable[[], None] | None = None  # called if the server may have dropped the loss
+    graphs: Sequence[Graph] = ()  # as they were traced here, to find the line of an error
 
     def received(self, future: TinkerFuture[ForwardBackwardOutput]) -> TinkerFuture[ForwardBackwardOutput]:
         """Returns the future that the caller gets.
@@ -78,8 +63,9 @@ class ServerPass:
         lose = self.lose
         if lose is not None:
             # Registered first, so that whoever sees the failure and continues finds it noted.
-            future._source.add_done_callback(lambda source: lose() if _is_refused(source) else None)
-        return future.then(self.finish or _unchanged, functools.partial(located, graphs=self.graphs))
+            future._source.add_done_callback(lambda source: lose() if _is_rejected(source) else None)
+        finish = self.finish or (lambda output: output)
+        return future.then(finish, functools.partial(located, graphs=self.graphs))
 
 
 def prepare(
@@ -91,11 +77,7 @@ def prepare(
     inputs: Mapping[str, Any] | None,
     scale: float,
 ) -> ServerPass:
-    """Prepares a pass in the terms that this server supports.
-
-    Raises:
-        InvalidInput: If the server cannot use the loss, an input or the factor.
-    """
+    """Prepares a pass for this server; raises `InvalidInput` if it cannot use the loss, an input or the factor."""
     if isinstance(loss_fn, LossHandle):
         return _handle_pass(session, losses, data, loss_fn, config, inputs, scale)
     own = loss_fn if isinstance(loss_fn, ServerLoss) else losses.by_name.get(loss_name(loss_fn))
@@ -123,11 +105,7 @@ def prepare(
 
 
 def built_in(data: list[Datum], loss: str, config: Mapping[str, float | str], scale: float = 1.0) -> ServerPass:
-    """Prepares a pass with a built-in loss on a server without a factor: the loss's own inputs are scaled.
-
-    Raises:
-        InvalidLoss: If the loss cannot be scaled that way.
-    """
+    """Prepares a pass with a built-in loss for a server that takes no factor: the inputs of the loss are scaled."""
     data = _with_weights(data, loss)
     if scale == 1:
         return ServerPass(data, loss, dict(config))
@@ -147,12 +125,8 @@ def _with_weights(data: list[Datum], loss: str) -> list[Datum]:
     ]
 
 
-def _is_refused(source: Future[Any]) -> bool:
+def _is_rejected(source: Future[Any]) -> bool:
     return not source.cancelled() and isinstance(source.exception(), InvalidInput)
-
-
-def _unchanged(output: ForwardBackwardOutput) -> ForwardBackwardOutput:
-    return output
 
 
 def _batch_pass(
@@ -181,11 +155,7 @@ def _handle_pass(
     inputs: Mapping[str, Any] | None,
     scale: float,
 ) -> ServerPass:
-    """Prepares a pass with a per-datum loss, wherever it runs.
-
-    Raises:
-        InvalidInput: If a datum lacks an input, or the loss belongs to another session or has no such settings.
-    """
+    """Prepares a pass with a per-datum loss, on the server or locally."""
     if config:
         setting = next(iter(config))
         raise InvalidInput(f"{handle.name} is a per-datum loss without settings; pass {setting} with each datum")
@@ -217,11 +187,7 @@ def _handle_pass(
 
 
 def spread(data: list[Datum], inputs: Mapping[str, Any]) -> list[Datum]:
-    """Gives each datum its row of the inputs that were given once for the batch, cut to the datum's length.
-
-    Raises:
-        InvalidInput: If an input does not have one row per datum, or a datum has it already.
-    """
+    """Gives each datum its row of the inputs that were passed once for the batch, cut to the datum's length."""
     if not inputs:
         return data
     rows: list[dict[str, TensorData]] = [{} for _ in data]
@@ -232,7 +198,7 @@ def spread(data: list[Datum], inputs: Mapping[str, Any]) -> list[Datum]:
             raise InvalidInput(f"loss_fn_inputs: {name} must have one row for each of the {len(data)} datums")
         for i, row in enumerate(value):
             if name in data[i].loss_fn_inputs:
-                raise InvalidInput(f"loss_fn_inputs: {name} is given for the batch, and by datum {i} too")
+                raise InvalidInput(f"loss_fn_inputs: {name} is passed for the batch, but datum {i} has it too")
             array = TensorData.of(row).to_numpy()
             rows[i][name] = TensorData(array[: data[i].model_input.length] if array.ndim else array)
     return [datum.with_inputs(row) for datum, row in zip(data, rows, strict=True)]
@@ -242,17 +208,14 @@ def _unscaled(output: ForwardBackwardOutput, *, scale: float) -> ForwardBackward
     """Returns a result whose loss is the one before scaling."""
     if scale == 0 or "loss:sum" not in output.metrics:
         return output
-    metrics = {**output.metrics, "loss:sum": output.metrics["loss:sum"] / scale}
-    return ForwardBackwardOutput(output.loss_fn_outputs, metrics, output.loss_fn_output_type)
+    return replace(output, metrics={**output.metrics, "loss:sum": output.metrics["loss:sum"] / scale})
 
 
 def _with_own_names(output: ForwardBackwardOutput) -> ForwardBackwardOutput:
-    metrics = {name.removesuffix(_NO_ENDING): value for name, value in output.metrics.items()}
-    return ForwardBackwardOutput(output.loss_fn_outputs, metrics, output.loss_fn_output_type)
+    return replace(output, metrics={name.removesuffix(_NO_SUFFIX): value for name, value in output.metrics.items()})
 
 
 def _with_values(output: ForwardBackwardOutput) -> ForwardBackwardOutput:
     """Leaves out the metrics of a library loss that have no value; a traced loss returns NaN for them."""
     named = _with_own_names(output)
-    metrics = {name: value for name, value in named.metrics.items() if not math.isnan(value)}
-    return ForwardBackwardOutput(named.loss_fn_outputs, metrics, named.loss_fn_output_type)
+    return replace(named, metrics={name: value for name, value in named.metrics.items() if not math.isnan(value)})

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from tinker_lightning.client import checkpoints, download
 from tinker_lightning.client.channel import Channel
 from tinker_lightning.client.loss_uploads import Losses
-from tinker_lightning.client.operations import Operation, perform
+from tinker_lightning.client.operations import encode, perform
 from tinker_lightning.client.retry_policy import RetryPolicy
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.session import fetch_capabilities
 from tinker_lightning.client.training import TrainingClient
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.types import CreateModelResponse, LoraConfig, WeightsInfoResponse
+from tinker_lightning.types import LoraConfig, WeightsInfoResponse
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
-from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -39,11 +38,11 @@ class ServiceClient:
 
     Args:
         url: The server's URL.
-        api_key: The API key, if the server asks for one.
-        transport: How requests reach the server; None for the network. Tests pass their own.
+        api_key: The API key, if the server requires one.
+        transport: Sends the requests; None for the network. Tests pass their own.
         retry_policy: How long failing requests are retried.
         on_close: Called after the client is closed.
-        in_process: Registers a Python function as a loss of a session, where the trainer runs in this process.
+        in_process: Registers a Python function as a loss of a session, if the trainer runs in this process.
     """
 
     def __init__(
@@ -84,13 +83,13 @@ class ServiceClient:
         self._channel.raise_left_over()
         base_model = base_model or os.environ.get("TINKER_BASE_MODEL")
         if not base_model:
-            raise InvalidInput("no base model is named: pass base_model='tiny', or set TINKER_BASE_MODEL")
+            raise InvalidInput("there is no base model: pass base_model='tiny', or set TINKER_BASE_MODEL")
         config = LoraConfig(rank, seed, train_unembed, train_mlp, train_attn)
         session = self.session
         request = rq.CreateModelRequest(
             session.session_id, self._channel.count("model"), base_model, config, user_metadata, {"type": "adamw"}
         )
-        operation = Operation("create_model", "create_model", wire_json.dumps(request), CreateModelResponse)
+        operation = encode("create_model", "create_model", request, rs.CreateModelResponse)
         created = self._channel.wait(perform(session, operation))
         return self._channel.watch(TrainingClient(self._channel, self.losses, created.model_id))
 
@@ -120,11 +119,7 @@ class ServiceClient:
         return self._channel.wait(checkpoints.exists(self.session.connection, path))
 
     def delete_checkpoint(self, path: str, *, missing_ok: bool = False) -> None:
-        """Deletes the checkpoint at a `tinker://` path, and waits until it is gone.
-
-        Raises:
-            NotFound: If there is none and `missing_ok` is not set.
-        """
+        """Deletes the checkpoint at a `tinker://` path; raises `NotFound` if there is none, unless `missing_ok`."""
         self._channel.wait(checkpoints.delete(self.session.connection, path, missing_ok=missing_ok))
 
     def download_checkpoint(self, path: str, folder: Path) -> None:
@@ -138,8 +133,8 @@ class ServiceClient:
     def create_custom_loss(self, fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> TinkerFuture[LossHandle]:
         """Traces and uploads a per-datum loss, `fn(logprobs, *inputs) -> (loss, metrics)`.
 
-        Returns a future of the handle to pass to `forward_backward`, which then costs one pass. Where the server does
-        not run such losses, the handle is computed locally and costs two.
+        Returns a future of the handle to pass to `forward_backward`, which then takes one pass. If the server does not
+        run such losses, the loss is computed locally and takes two.
 
         Args:
             fn: The function. Its metrics are called `custom/<name>:sum` or `custom/<name>:mean`.
@@ -171,7 +166,7 @@ class ServiceClient:
     ) -> None:
         if error is None:
             self.close()
-        else:  # which is the one to show
+        else:  # the error of the with block is the one to raise
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "errored"
             self._channel.close(status, read_failures=False)
 
@@ -179,9 +174,11 @@ class ServiceClient:
         info = self.weights_info(path)
         if info.lora_rank is None:
             raise InvalidInput(f"{path}: the server does not report its LoRA rank, so no model can be created for it")
-        parts = {
-            name: value
-            for name in ("train_mlp", "train_attn", "train_unembed")
-            if (value := getattr(info, name)) is not None
-        }
-        return self.create_lora_training_client(info.base_model, info.lora_rank, user_metadata=user_metadata, **parts)
+        return self.create_lora_training_client(
+            info.base_model,
+            info.lora_rank,
+            train_mlp=info.train_mlp is not False,
+            train_attn=info.train_attn is not False,
+            train_unembed=info.train_unembed is not False,
+            user_metadata=user_metadata,
+        )

@@ -1,4 +1,4 @@
-"""A session with a server: handshake, heartbeat, finish."""
+"""A session with a server: handshake, heartbeat and end."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ logger = logging.getLogger("tinker_lightning.client")
 # The generation of the protocol, as a version of the official SDK.
 SDK_VERSION = "0.36.0"
 _HEARTBEAT_SECONDS = 10.0
-_SILENCE_SECONDS = 120.0
-_FAREWELL_SECONDS = 3.0
+_WARNING_SECONDS = 120.0
+_FINISH_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class _Token:
 
 
 class Session:
-    """The result of the handshake with a server. Created on the client's event loop by `Session.open`."""
+    """A session with a server. Created by `Session.open` on the client's event loop."""
 
     def __init__(
         self, connection: Connection, session_id: str, config: ClientConfig, capabilities: ServerCapabilities
@@ -69,9 +69,10 @@ class Session:
             )
         except (NotFound, InvalidInput) as error:  # these requests contain nothing from the user
             raise connection.not_a_tinker_server(str(error)) from error
-        for level in ("info", "warning", "error"):
-            if message := getattr(created, f"{level}_message"):
-                logger.log(getattr(logging, level.upper()), "%s", message)
+        messages = created.info_message, created.warning_message, created.error_message
+        for level, message in zip((logging.INFO, logging.WARNING, logging.ERROR), messages, strict=True):
+            if message:
+                logger.log(level, "%s", message)
         return cls(connection, created.session_id, config, capabilities)
 
     def count(self, kind: str) -> int:
@@ -86,7 +87,7 @@ class Session:
         body = wire_json.dumps({"reason": {"type": status}})
         path = f"/api/v1/sessions/{self.session_id}/finish"
         try:
-            async with asyncio.timeout(_FAREWELL_SECONDS):
+            async with asyncio.timeout(_FINISH_SECONDS):
                 await self.connection.send("POST", path, body)
         except (TinkerLightningError, TimeoutError) as error:
             logger.debug("the session could not be finished: %s", error)
@@ -101,11 +102,11 @@ class Session:
                     "POST",
                     "/api/v1/session_heartbeat",
                     body,
-                    understood=lambda answer: answer.status_code == 410,
+                    accept=lambda response: response.status_code == 410,
                     seconds=0,
                 )
             except TinkerLightningError as error:
-                if time.monotonic() - alive > _SILENCE_SECONDS:
+                if time.monotonic() - alive > _WARNING_SECONDS:
                     logger.warning("no heartbeat has reached %s for minutes: %s", self.connection.url, error)
                     alive = time.monotonic()
             else:

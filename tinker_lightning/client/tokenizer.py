@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """The files of a tokenizer by their names, as a server hands them out."""
+    """The files of a tokenizer, by name."""
 
     files: dict[str, bytes]
 
@@ -38,11 +38,7 @@ def fetch(channel: Channel, model_name: str, tokenizer_id: str | None) -> Any:
 
 @functools.cache
 def load(tokenizer_id: str) -> Any:
-    """Loads the tokenizer of a folder or hub id.
-
-    Raises:
-        ModelNotFound: If it is neither, or transformers is not installed.
-    """
+    """Loads the tokenizer of a folder or hub id."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -53,7 +49,7 @@ def load(tokenizer_id: str) -> Any:
         return AutoTokenizer.from_pretrained(tokenizer_id)
     except (OSError, ValueError) as error:
         raise ModelNotFound(
-            f"the tokenizer {tokenizer_id!r} is neither a folder here nor to be had from the hub: {error}"
+            f"the tokenizer {tokenizer_id!r} is neither a local folder nor available from the hub: {error}"
         ) from error
 
 
@@ -62,7 +58,7 @@ def load_files(files: Mapping[str, bytes]) -> Any:
     digest = hashlib.sha256()
     for name, body in sorted(files.items()):
         if Path(name).name != name or name in ("", ".."):
-            raise NotATinkerServer(f"the server sent a tokenizer file with a path for a name: {name!r}")
+            raise NotATinkerServer(f"the server sent a tokenizer file whose name is a path: {name!r}")
         digest.update(f"{name}\0{len(body)}\0".encode() + body)
     folder = _folder() / digest.hexdigest()
     if not folder.exists():

@@ -146,7 +146,7 @@ class RemoteHooks(pl.Callback):
 
     def on_exception(self, *_: Any, **__: Any) -> None:
         """Drops a Ctrl-C that was held, because the run ends anyway."""
-        self._hold.end(act=False)
+        self._hold.end(deliver=False)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Saves the window, in case the module overrides `on_save_checkpoint` without calling `super()`."""

@@ -65,7 +65,7 @@ class LookAhead:
         left = int(min((index // size + 1) * size, trainer.num_training_batches)) - index
         sent: list[tuple[list[Any], Pass | None]] = []
         # Earlier failures are raised here, not by a request whose own failure can wait for its step.
-        with module.lm.handle.remote.failures_held():
+        with module.lm.backend.unread.held():
             for number, following in enumerate([batch, *loader.peek(index, left - 1)], index):
                 try:
                     if following is not batch:

@@ -223,7 +223,7 @@ def _uploaded(loss: Any, config: Mapping[str, Any], backend: TrainingBackend) ->
 
 
 def _takes_losses(backend: TrainingBackend) -> bool:
-    return backend.losses is not None and backend.losses.are_taken
+    return backend.losses is not None and backend.losses.accepts_batch_losses
 
 
 def loss_name(loss: Any) -> str:

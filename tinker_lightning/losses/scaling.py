@@ -20,6 +20,16 @@ LINEAR_ONLY = (
 )
 
 
+def check_factor(loss: str, factor: float) -> None:
+    """Checks the factor of a server-side loss, which is the gradient that reaches it.
+
+    Raises:
+        InvalidLoss: If it is 0, NaN or infinite.
+    """
+    if not math.isfinite(factor) or factor == 0:
+        raise InvalidLoss(f"a gradient of {factor} reached the server-side loss {loss!r}. {LINEAR_ONLY}")
+
+
 def scaled(
     data: Sequence[Datum], loss: str, config: Mapping[str, float | str], factor: float
 ) -> tuple[list[Datum], dict[str, float | str]]:
@@ -29,8 +39,7 @@ def scaled(
         InvalidLoss: If the loss has no input that scales it, or cannot be scaled by this factor.
         InvalidDatum: If a datum does not have that input.
     """
-    if not math.isfinite(factor) or factor == 0:
-        raise InvalidLoss(f"a gradient of {factor} reached the server-side loss {loss!r}. {LINEAR_ONLY}")
+    check_factor(loss, factor)
     settings = dict(config)
     if factor == 1:
         return list(data), settings

@@ -27,10 +27,10 @@ class RemoteAdamW(torch.optim.AdamW):
     Args:
         params: Parameters or groups of them, as for any torch optimizer.
         lr: The learning rate.
-        betas: The decay of the moments.
+        betas: The decay rates of the two moments.
         eps: Added to the denominator.
-        weight_decay: Decoupled from the gradient.
-        grad_clip_norm: The server clips the norm of a remote model's gradient to this; 0 for no clipping.
+        weight_decay: The decoupled weight decay.
+        grad_clip_norm: The norm to which the server clips the gradient of a remote model; 0 disables clipping.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RemoteAdamW(torch.optim.AdamW):
         with contextlib.ExitStack() as held:
             held.enter_context(interrupts.held())
             for remote, _, _ in ready:
-                held.enter_context(remote.failures_held())
+                held.enter_context(remote.backend.unread.held())
             self.sent += [remote.step(prepared, params) for remote, prepared, params in ready]
             self._step_local()
         return loss
@@ -78,10 +78,10 @@ class RemoteAdamW(torch.optim.AdamW):
         """
         if not all(isinstance(parameter, RemoteHandle) for group in self.param_groups for parameter in group["params"]):
             raise InvalidInput(
-                "gradient_clip_val is a norm over all parameters, but the gradient of the remote model is on its "
-                "server and that of the local ones here. Leave it out, and give the remote model a group with a norm "
-                "of its own: RemoteAdamW([{'params': module.lm.parameters(), 'grad_clip_norm': 1.0}, {'params': "
-                "module.head.parameters()}])."
+                "gradient_clip_val is a norm over all parameters, but the gradient of the remote model is on the "
+                "server and that of the local parameters is not. Leave it out, and set grad_clip_norm for the group "
+                "of the remote model: RemoteAdamW([{'params': module.lm.parameters(), 'grad_clip_norm': 1.0}, "
+                "{'params': module.head.parameters()}])."
             )
         self.clip_next = norm
 
@@ -110,7 +110,7 @@ class RemoteAdamW(torch.optim.AdamW):
     def _step_local(self) -> None:
         """Runs torch's own step without the handles, which hold no values."""
         step: Any = torch.optim.AdamW.step
-        if getattr(step, "hooked", False):  # by the first AdamW of this process; otherwise hooks would run twice
+        if getattr(step, "hooked", False):  # torch's profiling wrapper runs step hooks, which already run for this step
             step = step.__wrapped__
         kept = [group["params"] for group in self.param_groups]
         try:
@@ -140,12 +140,12 @@ def _check(group: dict[str, Any]) -> None:
     for name in ("maximize", "amsgrad"):
         if group.get(name) and any(handles):
             raise InvalidInput(
-                f"{name}=True cannot be had for a remote model: its server has plain AdamW"
-                + ("; give it the negative of what is to grow" if name == "maximize" else "")
+                f"{name}=True is not supported for a remote model, whose server implements plain AdamW"
+                + ("; negate the loss instead" if name == "maximize" else "")
             )
     if group["grad_clip_norm"] and not all(handles):
         raise InvalidInput(
-            "grad_clip_norm clips the gradient of a remote model on its server, but this group also has local "
-            "parameters. Put them into a group of their own with grad_clip_norm=0, and clip that one with torch."
+            "grad_clip_norm clips the gradient of a remote model on the server, but this group also has local "
+            "parameters. Put those into a separate group with grad_clip_norm=0, and clip them with torch."
         )
     _adam_params(group)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses import surrogate
-from tinker_lightning.losses.scaling import LINEAR_ONLY
+from tinker_lightning.losses.scaling import check_factor
 from tinker_lightning.types import Datum, ForwardBackwardOutput, OptimStepResponse, TensorData
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class ServerCall:
     @property
     def name(self) -> str:
         """The name of the loss."""
-        return str(getattr(self.loss, "name", self.loss))
+        return str(self.loss if isinstance(self.loss, str) else self.loss.name)
 
     def prepare(self, backend: TrainingBackend) -> PendingBackward:
         """Validates the call and converts it to a request.
@@ -69,10 +68,7 @@ class ServerCall:
             InvalidInput: If the call is invalid, or the gradient of the loss is 0.
         """
         scale = float(self.gradients[0]) if self.gradients else 0.0
-        if scale == 0:
-            raise InvalidLoss(
-                f"a gradient of 0 reached the server's loss {self.name!r}, so that it would not train. {LINEAR_ONLY}"
-            )
+        check_factor(self.name, scale)
         config = self.config or None
         request = backend.prepare(self.datums, self.loss, config, loss_fn_inputs=self.inputs, scale=scale)
         return PendingBackward(self.datums, self.loss, config, scale, True, self.name, self.added, request)
@@ -117,7 +113,3 @@ class Step:
     optim: TinkerFuture[OptimStepResponse]
     # The results of server-side losses and their requests.
     losses: list[tuple[TinkerFuture[ForwardBackwardOutput], PendingBackward]] = field(default_factory=list)
-
-    def wait(self) -> None:
-        """Waits until the server has taken the step."""
-        self.optim.wait()

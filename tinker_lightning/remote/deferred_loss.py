@@ -1,4 +1,4 @@
-"""The value of a loss that the server computes: not known yet, so that only affine functions of it have a meaning."""
+"""The value of a loss that runs on the server: it is not known yet, so only affine functions of it are defined."""
 
 from __future__ import annotations
 
@@ -13,17 +13,29 @@ from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses.scaling import LINEAR_ONLY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _LARGE = 3e4  # beyond most bounds that a value is clamped to, within float16
 
 
-class DeferredLoss(Tensor):
-    """NaN, joined to the autograd graph.
+def _far(i: int) -> float:
+    return _LARGE * (1 if i % 2 else -1) * (1 - 0.37 / i)
 
-    Python and torch would take one branch of a `relu`, a `where` or an `if` for NaN and train with its gradient. So
-    every function is also called on a few numbers in place of NaN: it must be affine in them, and must not decide
-    anything by them.
+
+def _near(i: int) -> float:
+    return 0.7 / i
+
+
+# The numbers that replace the i-th NaN of a call: the second is the middle of the first and the third.
+_PROBES: tuple[Callable[[int], float], ...] = (_far, _near, lambda i: 2 * _near(i) - _far(i), lambda _: 0.0)
+
+
+class DeferredLoss(Tensor):
+    """NaN, connected to the autograd graph.
+
+    For NaN, a `relu`, a `where` or an `if` takes one of its branches and would train with its gradient. So every
+    function is also called with a few numbers instead of NaN: its result must be affine in them, and the same branch
+    must be taken for all of them.
     """
 
     @classmethod
@@ -35,7 +47,7 @@ class DeferredLoss(Tensor):
         """
         del types
         with torch._C.DisableTorchFunctionSubclass():
-            probes = [_replaced((args, kwargs or {}), values) for values in (_far, _near, _mirrored, _zero)]
+            probes = [_replaced((args, kwargs or {}), values) for values in _PROBES]
             result = func(*args, **(kwargs or {}))
             if any(map(_matters, tree_leaves(result))) and not _is_affine(func, probes, result):
                 name = getattr(func, "__name__", str(func))
@@ -51,7 +63,7 @@ class DeferredLoss(Tensor):
 
 
 def _matters(result: Any) -> bool:
-    """Whether a result is trained on, or is a decision."""
+    """Returns whether a result takes part in training, or is a decision, such as a bool."""
     if isinstance(result, Tensor):
         return result.requires_grad or not (result.is_floating_point() or result.is_complex())
     return isinstance(result, bool)
@@ -60,7 +72,7 @@ def _matters(result: Any) -> bool:
 def _is_affine(func: Any, probes: list[tuple[Any, Any]], result: Any) -> bool:
     try:
         far, near, mirrored, zero = ([_number(one) for one in tree_leaves(func(*a, **k))] for a, k in probes)
-    except RuntimeError:  # it works on what belongs to the graph only
+    except RuntimeError:  # it only accepts tensors of the graph
         return False
     for a, b, c, d, given in zip(far, near, mirrored, zero, tree_leaves(result), strict=True):
         if not isinstance(a, Tensor):
@@ -70,7 +82,7 @@ def _is_affine(func: Any, probes: list[tuple[Any, Any]], result: Any) -> bool:
             if not (torch.equal(a, c) and torch.equal(a, d)):
                 return False
         else:
-            # On a line through three equally distant points, and NaN wherever it depends on the value.
+            # The values at three equidistant points must lie on a line, and the result must be NaN where they differ.
             bend = (a + c - 2 * b).abs()
             depends = (a - c).abs() > 0
             straight = bend.isfinite() & (bend <= 1e-3 * (a - c).abs() + 1e-6 * a.abs())
@@ -84,7 +96,7 @@ def _number(value: Any) -> Any:
 
 
 def _replaced(arguments: tuple[Any, Any], values: Any) -> tuple[Any, Any]:
-    """The arguments with numbers in place of NaN, each another one; all tensors are copies."""
+    """Returns copies of the arguments in which each NaN is replaced by a different number."""
     count = itertools.count(1)
 
     def copied(tensor: Tensor) -> Tensor:
@@ -96,19 +108,3 @@ def _replaced(arguments: tuple[Any, Any], values: Any) -> tuple[Any, Any]:
 
     replaced: tuple[Any, Any] = tree_map_only(Tensor, copied, arguments)
     return replaced
-
-
-def _far(i: int) -> float:
-    return _LARGE * (1 if i % 2 else -1) * (1 - 0.37 / i)
-
-
-def _near(i: int) -> float:
-    return 0.7 / i
-
-
-def _mirrored(i: int) -> float:
-    return 2 * _near(i) - _far(i)
-
-
-def _zero(_: int) -> float:
-    return 0.0

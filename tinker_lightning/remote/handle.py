@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tinker_lightning.remote.window import Remote
 
 
-# What works on a gradient that is on the server: its metadata, and zeroing it.
+# Operations that work on a gradient on the server: reading its metadata, and zeroing it.
 _KINDS = ("device", "dtype", "grad_fn", "is_leaf", "is_sparse", "layout", "ndim", "requires_grad", "shape")
 _ZEROED = ("zero_", "_foreach_zero_")
 _UNCHANGED = ("detach_", "requires_grad_")
@@ -43,7 +43,7 @@ class RemoteGradient(Tensor):
                 return func(*args, **(kwargs or {}))
         raise InvalidInput(
             f"{name} on the gradient of a remote model: that gradient is on the server and cannot be read or changed "
-            "here. Step with RemoteAdamW, and clip with its grad_clip_norm=..., which the server does."
+            "here. Step with RemoteAdamW, and let the server clip: RemoteAdamW(..., grad_clip_norm=...)."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -78,22 +78,24 @@ class RemoteHandle(nn.Parameter):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
-            raise InvalidInput("the gradient of a remote model cannot be set; it comes from a loss's backward")
+            raise InvalidInput("the gradient of a remote model cannot be set; call backward() on a loss")
         self.remote.drop()
 
     def register_hook(self, hook: Any) -> Any:
         """Raises an error, because no gradient would ever reach the hook."""
         del hook
         raise InvalidInput(
-            "a hook on the gradient of a remote model would see nothing: that gradient is on the server, which sends "
-            "its norm, logged as grad_norm. To watch local layers with W&B, pass these: logger.watch(module.head)."
+            "a hook on the gradient of a remote model would never be called: that gradient is on the server. Its norm "
+            "is logged as grad_norm. To watch local layers with W&B, pass only those: logger.watch(module.head)."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteHandle:
         raise InvalidInput(
-            "a remote model cannot be copied: a copy would lead to the same weights on the server. Averaging and "
-            "EMA callbacks copy the module and do not work with it."
+            "a remote model cannot be copied: a copy would share the weights on the server. Averaging and EMA "
+            "callbacks copy the module, so they are not supported."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise InvalidInput("a remote model cannot be pickled; save its state with save_state and its path")
+        raise InvalidInput(
+            "a remote model cannot be pickled; save its state on the server and keep the path: RemoteLM.save()"
+        )

@@ -14,47 +14,47 @@ if TYPE_CHECKING:
 class SigintHold:
     """Delays SIGINT while it is active; several may overlap, and the last one to end delivers it.
 
-    Only the main thread receives signals, so it has no effect on others.
+    It has no effect outside of the main thread, which alone receives signals.
     """
 
-    _lasting: ClassVar[set[SigintHold]] = set()
-    _came: ClassVar[list[tuple[int, Any]]] = []
-    _act: ClassVar[Callable[[int, Any], Any]]
+    _active: ClassVar[set[SigintHold]] = set()
+    _received: ClassVar[list[tuple[int, Any]]] = []
+    _handler: ClassVar[Callable[[int, Any], Any]]
 
     def begin(self) -> None:
         """Starts the hold."""
-        act = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is not threading.main_thread() or not callable(act):
+        handler = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or not callable(handler):
             return
-        if act is not SigintHold._defer:  # also where someone else has replaced it since
-            SigintHold._act = act
-            SigintHold._lasting.clear()
-            SigintHold._came.clear()
+        if handler is not SigintHold._defer:  # also if someone has replaced it in the meantime
+            SigintHold._handler = handler
+            SigintHold._active.clear()
+            SigintHold._received.clear()
             signal.signal(signal.SIGINT, SigintHold._defer)
-        SigintHold._lasting.add(self)
+        SigintHold._active.add(self)
 
     @staticmethod
     def _defer(number: int, frame: Any) -> None:
-        SigintHold._came.append((number, frame))
+        SigintHold._received.append((number, frame))
 
-    def end(self, *, act: bool = True) -> None:
+    def end(self, *, deliver: bool = True) -> None:
         """Ends the hold.
 
         Args:
-            act: Whether to deliver a SIGINT that came in; False if something else ends the work already.
+            deliver: Whether to deliver a SIGINT that was received; False if the work ends anyway.
         """
-        if self not in SigintHold._lasting:
+        if self not in SigintHold._active:
             return
-        SigintHold._lasting.remove(self)
-        if not SigintHold._lasting:
-            signal.signal(signal.SIGINT, SigintHold._act)
-            if SigintHold._came and act:
-                SigintHold._act(*SigintHold._came[0])
+        SigintHold._active.remove(self)
+        if not SigintHold._active:
+            signal.signal(signal.SIGINT, SigintHold._handler)
+            if SigintHold._received and deliver:
+                SigintHold._handler(*SigintHold._received[0])
 
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Delivers a SIGINT that comes in during the `with` block at its end."""
+    """Delays a SIGINT during the `with` block until its end."""
     hold = SigintHold()
     hold.begin()
     try:

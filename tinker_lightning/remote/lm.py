@@ -65,11 +65,7 @@ class RemoteLM(nn.Module):
         return remote.save().to_tensor() if remote.has_weights else torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor | None) -> None:
-        """Loads the weights that a `state_dict` refers to; does nothing for None, after they were loaded otherwise.
-
-        Raises:
-            InvalidInput: If the record is empty or has another format.
-        """
+        """Loads the weights that a `state_dict` refers to; does nothing for None, after they were loaded otherwise."""
         if state is None:
             return
         if state.numel():
@@ -153,20 +149,13 @@ class _Join(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        _check_that_it_gathers(ctx.next_functions[0][0])
+        _check_accumulates(ctx.next_functions[0][0])
         ctx.remote.receive(ctx.call, gradients)
         return (None, None, *(None for _ in gradients))
 
 
-def _check_that_it_gathers(handle: Any) -> None:
-    """Rejects `torch.autograd.grad` with respect to the handle, which would return gradients, not accumulate them.
-
-    Args:
-        handle: The graph node that accumulates the handle's gradient.
-
-    Raises:
-        InvalidInput: If the gradient would be returned.
-    """
+def _check_accumulates(handle: Any) -> None:
+    """Raises `InvalidInput` in a `torch.autograd.grad` that would return the handle's gradient, not accumulate it."""
     try:
         torch._C._will_engine_execute_node(handle)  # raises if a leaf's gradient would be returned
     except AttributeError as error:  # there is no public API; register_multi_grad_hook uses it too
@@ -176,7 +165,7 @@ def _check_that_it_gathers(handle: Any) -> None:
         ) from error
     except RuntimeError as error:
         raise InvalidInput(
-            "torch.autograd.grad by the parameter of a remote model: that gradient is on the server and cannot be "
-            "returned. Ask for it by the log-probabilities, leave the model's parameters out (those of local layers "
-            "may stay), or call backward()."
+            "torch.autograd.grad with respect to the parameter of a remote model: that gradient is on the server and "
+            "cannot be returned. Differentiate with respect to the log-probabilities, leave the remote model's "
+            "parameter out, or call backward()."
         ) from error

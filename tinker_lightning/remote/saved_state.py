@@ -27,8 +27,8 @@ RECORD_PREFIX = f'{{"{_VERSION_KEY}":'.encode()
 class SavedState:
     """A model that was saved on the server, with its optimizer.
 
-    The record is JSON in a tensor of bytes. Safetensors files hold nothing but tensors, and `torch.save` writes every
-    tensor as an entry of its own, so that a record can be read from a file without unpickling anything.
+    The record is JSON in a tensor of bytes: safetensors files can contain nothing but tensors, and `torch.save` writes
+    each tensor as a separate entry, so a record can be read from a file without unpickling.
     """
 
     path: str
@@ -43,11 +43,7 @@ class SavedState:
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Self:
-        """Reads what `to_tensor` returned.
-
-        Raises:
-            InvalidInput: If it is not a record, or a record of another version.
-        """
+        """Reads what `to_tensor` returned; raises like `from_bytes`."""
         return cls.from_bytes(tensor.numpy(force=True).tobytes())
 
     @classmethod
@@ -70,13 +66,7 @@ class SavedState:
 
 
 def check_format(found: Any, what: str, version_key: str, keys: Iterable[str]) -> dict[str, Any]:
-    """Returns what was found in a file if it has this version's format.
-
-    Args:
-        found: A part of a file.
-        what: Its name in errors.
-        version_key: The key of the format version.
-        keys: The keys it must have.
+    """Returns a part of a file if its format is that of this version; `what` is its name in errors.
 
     Raises:
         InvalidInput: If it has another version, no version, or lacks a key.
@@ -97,11 +87,7 @@ def check_format(found: Any, what: str, version_key: str, keys: Iterable[str]) -
 
 
 def check_keys(found: Mapping[str, Any], what: str, keys: Iterable[str]) -> None:
-    """Rejects a part of a file that lacks a key.
-
-    Raises:
-        InvalidInput: If a key is missing; names it.
-    """
+    """Raises `InvalidInput` if a part of a file lacks one of the keys."""
     if missing := [key for key in keys if key not in found]:
         raise InvalidInput(
             f"{what} lacks {', '.join(map(repr, missing))}: the file is damaged or was changed since it was written. "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from tinker_lightning.client.adapters import as_backend
+from tinker_lightning.client.backend import TrainingBackend
 from tinker_lightning.client.futures import UnreadFailures
 from tinker_lightning.errors import InvalidInput, LossNotFinite, ResultTimeout, TinkerLightningError
 from tinker_lightning.losses import surrogate
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinker_lightning.client.backend import TrainingBackend
     from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.remote.calls import Pass, PendingBackward
     from tinker_lightning.types import AdamParams, ForwardBackwardOutput
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # How often waiting calls `while_waiting`, in seconds.
-_LOOK_UP = 0.5
+_CALLBACK_SECONDS = 0.5
 
 # How long to wait for related failures before one is raised, in seconds.
-_PATIENCE = 5.0
+_SETTLE_SECONDS = 5.0
 
 
 class Remote:
@@ -49,7 +49,7 @@ class Remote:
 
     def __init__(self, backend: Any, max_steps_in_flight: int = 8) -> None:
         self.window: list[Call | ServerCall] = []
-        self.unread = UnreadFailures(_PATIENCE)
+        self.unread = UnreadFailures(_SETTLE_SECONDS)
         self.steps = 0
         self.expected: Pass | None = None  # the forward pass that look-ahead sent for the next call
         self.missed = False  # whether the next call was for other datums or weights
@@ -61,7 +61,7 @@ class Remote:
         self.on_step: Callable[[Step], None] | None = None
         self.on_sent: Callable[[], None] | None = None
         self.while_waiting: Callable[[], None] | None = None  # called periodically; an exception ends the wait
-        self._under_way: deque[Step] = deque()
+        self._in_flight: deque[Step] = deque()
         # Replaces loading by the backend, which may not exist yet.
         self.load_state: Callable[[SavedState], None] | None = None
         self.saved: SavedState | None = None  # a saved state of the current weights, shared by state dicts
@@ -73,8 +73,8 @@ class Remote:
     def backend(self) -> TrainingBackend:
         """The training backend, created on first use."""
         if self._backend is None:
-            is_maker = callable(self._given) and not hasattr(self._given, "forward_backward")
-            self._backend = as_backend(self._given() if is_maker else self._given)
+            creates_it = callable(self._given) and not isinstance(self._given, TrainingBackend)
+            self._backend = as_backend(self._given() if creates_it else self._given)
         return self._backend
 
     @property
@@ -125,11 +125,11 @@ class Remote:
             if self.while_waiting is not None:
                 self.while_waiting()
             with contextlib.suppress(ResultTimeout):
-                future.wait(_LOOK_UP)
+                future.wait(_CALLBACK_SECONDS)
 
     def wait_for_all(self) -> None:
         """Waits until all requests are done; `while_waiting` can end the wait."""
-        while not self.unread.wait(_LOOK_UP):
+        while not self.unread.wait(_CALLBACK_SECONDS):
             if self.while_waiting is not None:
                 self.while_waiting()
 
@@ -145,11 +145,11 @@ class Remote:
         for i, gradient in enumerate(gradients):
             if not torch.isfinite(gradient).all():
                 self.drop()
-                where = f"the server's loss {call.name!r}" if isinstance(call, ServerCall) else f"datum {i}"
+                where = f"the server-side loss {call.name!r}" if isinstance(call, ServerCall) else f"datum {i}"
                 raise LossNotFinite(
-                    f"{where}: the gradient of the loss has NaN or infinite entries. Nothing was sent, and the "
-                    "gradients that waited for the next step were dropped; the model is as it was. Local parameters "
-                    "may have got such a gradient: call zero_grad() before you go on."
+                    f"{where}: the gradient of the loss has NaN or infinite entries. Nothing was sent, the accumulated "
+                    "gradients were dropped, and the model is unchanged. Local parameters may have received such a "
+                    "gradient: call zero_grad() before you continue."
                     + (f" {LINEAR_ONLY}" if isinstance(call, ServerCall) else "")
                 )
         if call.gradients is None:
@@ -158,15 +158,11 @@ class Remote:
         self.received += 1
 
     def check_version(self, version: int | None) -> None:
-        """Rejects gradients with respect to log-probabilities of earlier weights, as torch does.
-
-        Raises:
-            InvalidInput: If a step was taken or a state was loaded in between.
-        """
+        """Raises `InvalidInput` for log-probabilities of earlier weights, as torch does for modified tensors."""
         if version is not None and version != self.version:
             raise InvalidInput(
-                "these log-probabilities are of weights that have changed since, by a step or a load, so that their "
-                "gradient can no longer be had. Call the model again, or detach() them to use them as numbers."
+                "the weights have changed since these log-probabilities were computed, by a step or a load, so their "
+                "gradient can no longer be computed. Call the model again, or detach() them to use them as constants."
             )
 
     def drop(self) -> None:
@@ -179,8 +175,7 @@ class Remote:
         """Validates and converts the window; waits while too many steps are in flight.
 
         Raises:
-            TinkerLightningError: If an earlier request failed and the failure was not raised yet; the window is kept.
-                Also if a call in the window is invalid; the window is dropped.
+            TinkerLightningError: If an earlier request has failed, or a call is invalid; then the window is dropped.
         """
         self.unread.raise_first()
         if not self.window:
@@ -206,7 +201,7 @@ class Remote:
         self.steps += 1
         self.version += 1
         self.saved = None
-        self._under_way.append(step)
+        self._in_flight.append(step)
         for backward in step.backwards:
             self.unread.add(backward)
         self.unread.add(step.optim)
@@ -217,11 +212,7 @@ class Remote:
         return step
 
     def save(self) -> SavedState:
-        """Saves weights and optimizer state on the server, unless the current weights are already saved.
-
-        Raises:
-            TinkerLightningError: If an earlier request failed and the failure was not raised yet.
-        """
+        """Saves weights and optimizer state on the server, unless the current weights are already saved."""
         if self.saved is None:
             self.wait_for_all()  # otherwise the state could silently miss a failed step
             self.unread.raise_first()
@@ -240,21 +231,17 @@ class Remote:
             if backwards:
                 self.drop()
                 error.add_note(
-                    f"{len(backwards)} of the window's {len(prepared)} backwards were sent before this, without a "
-                    "step: they would be part of the next one. Load a state that was saved before."
+                    f"{len(backwards)} of the window's {len(prepared)} backwards were sent before this error, but no "
+                    "step: they would become part of the next one. Load a state that was saved before."
                 )
             raise
         pairs = zip(backwards, prepared, strict=True)
         losses = [(backward, each) for backward, each in pairs if each.by_server]
         return Step(backwards, optim, losses)
 
-    def failures_held(self) -> contextlib.AbstractContextManager[None]:
-        """Raises earlier failures on entry, and defers later ones until after the `with` block."""
-        return self.backend.unread.held()
-
     def _make_room(self) -> None:
-        while self._under_way and self._under_way[0].optim.done():
-            self._under_way.popleft()
-        while len(self._under_way) >= self.max_steps_in_flight:
-            self.wait_for_end(self._under_way.popleft().optim)
+        while self._in_flight and self._in_flight[0].optim.done():
+            self._in_flight.popleft()
+        while len(self._in_flight) >= self.max_steps_in_flight:
+            self.wait_for_end(self._in_flight.popleft().optim)
         self.unread.raise_first()

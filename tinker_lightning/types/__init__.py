@@ -11,7 +11,6 @@ from tinker_lightning.types.model_input import (
 )
 from tinker_lightning.types.params import AdamParams, LoraConfig, SamplingParams
 from tinker_lightning.types.responses import (
-    CreateModelResponse,
     ForwardBackwardOutput,
     GetInfoResponse,
     LoadWeightsResponse,
@@ -21,14 +20,12 @@ from tinker_lightning.types.responses import (
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
     ServerCapabilities,
-    SupportedModel,
     WeightsInfoResponse,
 )
-from tinker_lightning.types.tensor import TensorData, TensorDtype
+from tinker_lightning.types.tensor import TensorData
 
 __all__ = [
     "AdamParams",
-    "CreateModelResponse",
     "Datum",
     "DmelChunk",
     "EncodedTextChunk",
@@ -48,9 +45,7 @@ __all__ = [
     "SaveWeightsForSamplerResponse",
     "SaveWeightsResponse",
     "ServerCapabilities",
-    "SupportedModel",
     "TensorData",
-    "TensorDtype",
     "WeightsInfoResponse",
     "collate",
 ]

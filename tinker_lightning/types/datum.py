@@ -71,7 +71,7 @@ class Datum:
             raise InvalidDatum("provenance comes as a pair: set model_input_spans and loss_fn_input_spans, or neither")
         if not isinstance(model_input, ModelInput):
             raise InvalidDatum(
-                f"model_input must be a ModelInput, got {type(model_input).__name__}. Make one with "
+                f"model_input must be a ModelInput, got {type(model_input).__name__}. Create one with "
                 "ModelInput.from_ints(tokens)."
             )
         self.model_input = model_input
@@ -105,7 +105,7 @@ class Datum:
                 )
             ids, values = ids[: len(values)], values[: len(ids)]
         if len(ids) < 2:
-            raise InvalidDatum(f"{len(ids)} tokens leave nothing to predict; a datum needs at least 2")
+            raise InvalidDatum(f"got {len(ids)} tokens; a datum needs at least 2, because each token predicts the next")
         return cls(ModelInput.from_ints(ids[:-1]), {"target_tokens": ids[1:], "weights": values[1:]})
 
     @classmethod
@@ -153,7 +153,7 @@ class Datum:
             if ids[: len(prompt)] != prompt or ids[: len(through)] != through:
                 raise InvalidDatum(
                     f"message {turn}: this tokenizer's chat template writes earlier turns differently once later ones "
-                    "follow, so the assistant's tokens cannot be told apart. Build the datum with "
+                    "follow, so the assistant's tokens cannot be identified. Build the datum with "
                     "Datum.from_tokens(tokens, weights)."
                 )
             reply = through[len(prompt) :]

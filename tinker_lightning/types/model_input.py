@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,7 @@ class EncodedTextChunk:
 class ImageChunk:
     """An image as the bytes of its file; the server converts it to `expected_tokens` tokens."""
 
+    type: ClassVar[str] = "image"
     data: bytes
     format: Literal["png", "jpeg"]
     expected_tokens: int | None = None
@@ -61,6 +62,7 @@ class ImageChunk:
 class ImageAssetPointerChunk:
     """An image that the server fetches; supported for sampling only."""
 
+    type: ClassVar[str] = "image_asset_pointer"
     location: str
     format: Literal["png", "jpeg"]
     expected_tokens: int | None = None
@@ -73,6 +75,7 @@ class ImageAssetPointerChunk:
 class DmelChunk:
     """Audio as discretized mel frames, in the encoding of the protocol."""
 
+    type: ClassVar[str] = "dmel"
     dmel: bytes
 
 
@@ -138,7 +141,7 @@ def token_array(tokens: TensorLike) -> npt.NDArray[np.int32]:
     try:
         array: npt.NDArray[Any] = tokens.to_numpy() if isinstance(tokens, TensorData) else as_array(tokens)
     except InvalidTensor as error:
-        raise InvalidDatum(f"token ids: {error}. Give a list or array of integers, as a tokenizer makes.") from error
+        raise InvalidDatum(f"token ids: {error}. Pass the integers that a tokenizer returns.") from error
     if array.ndim != 1:
         raise InvalidDatum(f"token ids must be one sequence, got an array of shape {list(array.shape)}")
     if array.size == 0:
@@ -153,7 +156,7 @@ def token_array(tokens: TensorLike) -> npt.NDArray[np.int32]:
 
 def _check_image(image_format: str, expected_tokens: int | None) -> None:
     if image_format not in ("png", "jpeg"):
-        raise InvalidDatum(f"an image is png or jpeg, got {image_format!r}")
+        raise InvalidDatum(f"the format of an image must be png or jpeg, got {image_format!r}")
     if expected_tokens is not None and not 0 <= expected_tokens <= INT32_MAX:
         raise InvalidDatum(f"expected_tokens of an image must be between 0 and {INT32_MAX}, got {expected_tokens}")
 

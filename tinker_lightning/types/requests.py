@@ -28,7 +28,6 @@ class CreateSessionRequest:
     tags: list[str] = field(default_factory=list)
     user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
-    project_id: str | None = None
     display_name: str | None = None
 
 
@@ -77,15 +76,25 @@ class WeightsInfoRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardBackwardRequest:
+class ModelRequest:
+    """A request to a model; the server runs a model's requests in the order of their numbers, from 1 on."""
+
+    model_id: str
+    seq_id: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.seq_id < 2**31:
+            raise InvalidInput(f"seq_id must lie in 1..{2**31 - 1}: a model's requests count from 1, got {self.seq_id}")
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackwardRequest(ModelRequest):
     """Runs one pass over a batch; with `forward_only`, no gradient is accumulated.
 
     `loss_fn_inputs` of the whole batch and the `scale` of the gradient extend the protocol. They require a server that
     announces `server_losses`.
     """
 
-    model_id: str
-    seq_id: int
     data: list[Datum]
     loss_fn: str
     loss_fn_config: dict[str, float | str] = field(default_factory=dict)
@@ -94,7 +103,7 @@ class ForwardBackwardRequest:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_seq_id(self.seq_id)
+        ModelRequest.__post_init__(self)  # super() does not work in a dataclass with slots
         if not math.isfinite(self.scale):
             raise InvalidInput(f"scale must be a finite number, got {self.scale}")
 
@@ -132,82 +141,66 @@ class RegisterLossRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimStepRequest:
+class OptimStepRequest(ModelRequest):
     """Applies the accumulated gradient and clears it."""
 
     type: ClassVar[str] = "optim_step"
-    model_id: str
-    seq_id: int
     adam_params: AdamParams | None = None
     optimizer_params: dict[str, Any] | None = None
 
-    def __post_init__(self) -> None:
-        _check_seq_id(self.seq_id)
-
 
 @dataclass(frozen=True, slots=True)
-class SaveWeightsRequest:
+class SaveWeightsRequest(ModelRequest):
     """Saves weights and optimizer state under a name."""
 
     type: ClassVar[str] = "save_weights"
-    model_id: str
-    seq_id: int
     path: str | None = None
     ttl_seconds: int | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
-        _check_seq_id(self.seq_id)
+        ModelRequest.__post_init__(self)
         _check_ttl(self.ttl_seconds)
 
 
 @dataclass(frozen=True, slots=True)
-class LoadWeightsRequest:
+class LoadWeightsRequest(ModelRequest):
     """Loads saved weights into a model, optionally with the optimizer state."""
 
     type: ClassVar[str] = "load_weights"
-    model_id: str
-    seq_id: int
     path: str
     optimizer: bool = False
 
-    def __post_init__(self) -> None:
-        _check_seq_id(self.seq_id)
-
 
 @dataclass(frozen=True, slots=True)
-class SaveWeightsForSamplerRequest:
+class SaveWeightsForSamplerRequest(ModelRequest):
     """Saves weights for sampling: under a name, or as an unnamed snapshot in a sampling session."""
 
     type: ClassVar[str] = "save_weights_for_sampler"
-    model_id: str
-    seq_id: int
     path: str | None = None
     sampling_session_seq_id: int | None = None
     ttl_seconds: int | None = None
     user_metadata: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
-        _check_seq_id(self.seq_id)
+        ModelRequest.__post_init__(self)
         _check_ttl(self.ttl_seconds)
         if self.path is None and self.sampling_session_seq_id is None:
             raise InvalidInput("give a path to save under a name, or a sampling_session_seq_id to sample from at once")
 
 
 @dataclass(frozen=True, slots=True)
-class SaveWeightsExternalRequest:
+class SaveWeightsExternalRequest(ModelRequest):
     """Saves weights under a name for download, in a format that other programs can read."""
 
     type: ClassVar[str] = "save_weights_external"
-    model_id: str
-    seq_id: int
     path: str
     ttl_seconds: int | None = None
     age_encryption_recipients: list[str] | None = None
 
     def __post_init__(self) -> None:
-        _check_seq_id(self.seq_id)
+        ModelRequest.__post_init__(self)
         _check_ttl(self.ttl_seconds)
 
 
@@ -271,11 +264,6 @@ class TelemetryRequest:
     """Reports client events."""
 
     events: list[Any] = field(default_factory=list)
-
-
-def _check_seq_id(seq_id: int) -> None:
-    if not 1 <= seq_id < 2**31:
-        raise InvalidInput(f"seq_id must lie in 1..{2**31 - 1}: a model's requests count from 1, got {seq_id}")
 
 
 def _check_ttl(ttl_seconds: int | None) -> None:

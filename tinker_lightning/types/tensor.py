@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -110,7 +110,7 @@ class TensorData:
         if crow is None or col is None:
             return self._values
         if math.prod(self.shape) > MAX_DENSE_ELEMENTS:
-            raise InvalidTensor(f"a CSR tensor of shape {self.shape} is too large to be made dense")
+            raise InvalidTensor(f"a CSR tensor of shape {self.shape} is too large to be converted to a dense one")
         dense = np.zeros(self.shape, dtype=self.dtype)
         dense[np.repeat(np.arange(self.shape[0]), np.diff(crow)), col] = self._values
         return dense
@@ -173,7 +173,7 @@ def _convert(array: npt.NDArray[Any], dtype: TensorDtype) -> npt.NDArray[Any]:
         return array
     if dtype == "int64" and array.size:
         if array.dtype.kind == "f":
-            raise InvalidTensor("integers are needed, got floats")
+            raise InvalidTensor("must be integers, got floats")
         if array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
             raise InvalidTensor(f"{array.max()} does not fit into int64")
     try:
@@ -184,11 +184,9 @@ def _convert(array: npt.NDArray[Any], dtype: TensorDtype) -> npt.NDArray[Any]:
 
 
 def _known_dtype(dtype: str) -> TensorDtype:
-    if dtype == "float32":
-        return "float32"
-    if dtype == "int64":
-        return "int64"
-    raise InvalidTensor(f"dtype {dtype!r} is not of the protocol; use 'float32' or 'int64'")
+    if dtype not in ("float32", "int64"):
+        raise InvalidTensor(f"dtype {dtype!r} is not supported; use 'float32' or 'int64'")
+    return cast("TensorDtype", dtype)
 
 
 def _known_shape(shape: Sequence[int]) -> list[int]:
@@ -197,7 +195,7 @@ def _known_shape(shape: Sequence[int]) -> list[int]:
     known = [int(n) for n in shape]
     # The product of an empty tensor's dimensions is 0, however large the others are, which numpy could not hold.
     if min(known, default=0) < 0 or math.prod(n or 1 for n in known) >= 2**60:
-        raise InvalidTensor(f"{known} is no shape that memory can hold")
+        raise InvalidTensor(f"a tensor of shape {known} does not fit into memory")
     return known
 
 

@@ -40,10 +40,10 @@ def decompress(body: bytes, limit: int) -> bytes:
                 piece = frame.unused_data
                 size += len(part)
                 if size > limit:
-                    raise MessageTooLarge(f"the body unfolds to more than the {limit} bytes that are taken")
+                    raise MessageTooLarge(f"the body decompresses to more than the limit of {limit} bytes")
                 parts.append(part)
     except zstandard.ZstdError as error:
         raise InvalidMessage(f"the body is not zstd: {error}. Send one zstd frame, or no Content-Encoding.") from error
     if not frame.eof:
-        raise InvalidMessage(f"the zstd body of {len(body)} bytes was cut short. Send it again, whole.")
+        raise InvalidMessage(f"the zstd body of {len(body)} bytes is truncated. Send all of it.")
     return b"".join(parts)

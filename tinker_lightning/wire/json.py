@@ -86,7 +86,7 @@ def parse_forward_backward(body: bytes, *, forward_only: bool) -> ForwardBackwar
     key = "forward_input" if forward_only else "forward_backward_input"
     content = message.get(key)
     if not isinstance(content, dict):
-        raise InvalidMessage(f"{key}: an object is needed, got {_name(content)}")
+        raise InvalidMessage(f"{key}: must be an object, got {_name(content)}")
     merged = {**content, "model_id": message.get("model_id"), "seq_id": message.get("seq_id")}
     return typing.cast(
         "ForwardBackwardRequest", _decode(ForwardBackwardRequest, {**merged, "forward_only": forward_only}, "")
@@ -101,15 +101,20 @@ def _encode(value: Any) -> Any:
             tensor["sparse_col_indices"] = value.sparse_col_indices
         return tensor
     if isinstance(value, Datum):
-        datum = {"loss_fn_inputs": value.loss_fn_inputs, "model_input": value.model_input}
+        datum: dict[str, Any] = {"loss_fn_inputs": value.loss_fn_inputs, "model_input": value.model_input}
         if value.model_input_spans is not None:
-            datum["model_input_spans"] = [_encode_span(span) for span in value.model_input_spans]
-            datum["loss_fn_input_spans"] = [_encode_span(span) for span in value.loss_fn_input_spans or ()]
+            datum["model_input_spans"] = value.model_input_spans
+            datum["loss_fn_input_spans"] = value.loss_fn_input_spans
         return datum
     if isinstance(value, ModelInput):
-        return {"chunks": [_encode_chunk(chunk) for chunk in value.chunks]}
+        return {"chunks": value.chunks}
+    if isinstance(value, EncodedTextChunk):
+        return {"type": "encoded_text", "tokens": value.tokens}
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
+    if isinstance(value, ProvenanceSpan):
+        kind = f"{value.source}_tokens"
+        return {"type": kind, "sequence_id": value.sequence_id, "offset": value.offset, "length": value.length}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         encoded = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         encoded = {name: field for name, field in encoded.items() if field is not None}
@@ -117,27 +122,6 @@ def _encode(value: Any) -> Any:
             encoded["type"] = literal
         return encoded
     raise TypeError(f"{type(value).__name__} has no JSON form")
-
-
-def _encode_chunk(chunk: ModelInputChunk) -> dict[str, Any]:
-    if isinstance(chunk, EncodedTextChunk):
-        return {"type": "encoded_text", "tokens": chunk.tokens}
-    if isinstance(chunk, DmelChunk):
-        return {"type": "dmel", "dmel": base64.b64encode(chunk.dmel).decode()}
-    if isinstance(chunk, ImageChunk):
-        encoded = {"type": "image", "data": base64.b64encode(chunk.data).decode(), "format": chunk.format}
-    else:
-        encoded = {"type": "image_asset_pointer", "location": chunk.location, "format": chunk.format}
-    return encoded if chunk.expected_tokens is None else {**encoded, "expected_tokens": chunk.expected_tokens}
-
-
-def _encode_span(span: ProvenanceSpan) -> dict[str, Any]:
-    return {
-        "type": f"{span.source}_tokens",
-        "sequence_id": span.sequence_id,
-        "offset": span.offset,
-        "length": span.length,
-    }
 
 
 def _decode(hint: Any, value: Any, where: str) -> Any:
@@ -188,8 +172,8 @@ def _decode_union(members: tuple[Any, ...], value: Any, where: str) -> Any:
             continue
         try:
             return _decode(member, value, where)
-        except InvalidMessage as refused:
-            error = error or refused
+        except InvalidMessage as rejected:
+            error = error or rejected
     assert error is not None  # noqa: S101  # a union has a member that is not None
     raise error
 

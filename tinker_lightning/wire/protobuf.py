@@ -156,7 +156,7 @@ def _parse(message: Any, body: bytes) -> Any:
 
 def _array(data: bytes, dtype: np.dtype[Any], where: str) -> npt.NDArray[Any]:
     if len(data) % dtype.itemsize:
-        raise InvalidMessage(f"{where}: {len(data)} bytes are no whole number of {dtype} values")
+        raise InvalidMessage(f"{where}: {len(data)} bytes are not a whole number of {dtype} values")
     return np.frombuffer(data, dtype)
 
 
@@ -237,12 +237,9 @@ def _read_chunk(message: pb.Chunk) -> ModelInputChunk:
 
 
 def _read_tensor(message: pb.Tensor) -> TensorData:
-    if message.dtype == pb.DTYPE_FLOAT32:
-        dtype = _FLOAT32
-    elif message.dtype == pb.DTYPE_INT64:
-        dtype = _INT64
-    else:
-        raise InvalidMessage(f"dtype {message.dtype} is not taken; send float32 (1) or int64 (2)")
+    dtype = {pb.DTYPE_FLOAT32: _FLOAT32, pb.DTYPE_INT64: _INT64}.get(message.dtype)
+    if dtype is None:
+        raise InvalidMessage(f"dtype {message.dtype} is not supported; send float32 (1) or int64 (2)")
     # A scalar has no shape either, so a single value without a shape is read as a vector of one element.
     shape = list(message.shape) or None
     if message.WhichOneof("encoding") == "sparse_csr":

@@ -199,7 +199,7 @@ def test_a_seed_reproduces_a_model(service: tinker.ServiceClient) -> None:
     assert logprobs_of(first) != logprobs_of(other)
 
 
-def test_a_sampler_keeps_its_weights_while_training_goes_on(training: tinker.TrainingClient) -> None:
+def test_a_sampler_keeps_its_weights_while_training_continues(training: tinker.TrainingClient) -> None:
     prompt = types.ModelInput.from_ints(list(b"hello world"))
     params = types.SamplingParams(max_tokens=12, temperature=0.7, seed=3)
     steps(training, 5)

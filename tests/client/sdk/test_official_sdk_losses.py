@@ -115,7 +115,7 @@ def test_the_update_is_that_of_the_same_loss_on_the_client(
 
 
 def renamed(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss that the SDK has not seen in this session, which it would refuse."""
+    """A loss that the SDK has not seen in this session; it rejects a repeated one."""
 
     def other(logprobs: Any, advantages: Any, old: Any, strength: Any) -> Any:
         loss, metrics = fn(logprobs, advantages, old, strength)
@@ -162,7 +162,7 @@ def test_the_sdk_writes_down_arguments_with_nothing_in_them(
     assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_the_sdk_traces_but_the_server_does_not_take(service: tinker.ServiceClient) -> None:
+def test_graphs_of_the_sdk_that_the_server_does_not_accept(service: tinker.ServiceClient) -> None:
     def noisy(logprobs: Any) -> Any:
         return (logprobs * torch.rand_like(logprobs)).sum(), {}
 
@@ -179,4 +179,4 @@ def test_a_loss_that_fails_says_where(service: tinker.ServiceClient, training: t
         tinker.RequestFailedError, match=r"datum 0: reshaped: node 'reshape': reshape failed: shape '\[7, 7\]'"
     ):
         training.forward_backward_custom(data(), handle).result()
-    training.forward_backward(data(weights=[1.0] * 26)[:1], "cross_entropy").result()  # the model goes on
+    training.forward_backward(data(weights=[1.0] * 26)[:1], "cross_entropy").result()  # the model stays usable

@@ -128,7 +128,7 @@ INPUTS = f"{DATUM}.loss_fn_inputs"
         ("forward_backward_input.loss_fn", "ppo", "datum 0: logprobs: missing; ppo needs target_tokens"),
         ("forward_backward_input.loss_fn_config", {"x": 1}, "loss_fn_config: cross_entropy does not know 'x'"),
         ("forward_backward_input.loss_fn_config", [1], "loss_fn_config: must be an object"),
-        ("forward_backward_input", ..., "forward_backward_input: an object is needed"),
+        ("forward_backward_input", ..., "forward_backward_input: must be an object"),
         ("model_id", "nobody", "there is no model 'nobody'; call create_model first"),
         ("model_id", "../../etc", "there is no model"),
         ("model_id", 7, "model_id: must be a string"),

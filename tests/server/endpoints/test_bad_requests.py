@@ -135,7 +135,7 @@ def test_a_small_body_that_unfolds_to_a_large_one_is_refused(shared_api: Api) ->
     headers = {"content-type": JSON, "content-encoding": "zstd"}
     response = shared_api.request("POST", "create_session", content=bomb, headers=headers)
     assert response.status_code == 413
-    assert "unfolds to more than the 1000 bytes" in response.json()["detail"]
+    assert "decompresses to more than the limit of 1000 bytes" in response.json()["detail"]
 
 
 def test_truncated_protobuf_is_refused_at_every_length(shared_api: Api) -> None:

@@ -1,6 +1,6 @@
 """Wraps the official SDK's training and sampling clients with the methods, types and errors of ours.
 
-Imported only where such a client is at hand, so that `tinker` stays an extra.
+Imported only after the user has passed such a client, so that `tinker` stays an extra.
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ import tinker
 from tinker import types as sdk
 
 from tinker_lightning.client import checkpoints, download, server_pass
-from tinker_lightning.client.custom import CustomLosses, CustomLossFuture
-from tinker_lightning.client.export import export_adapter
+from tinker_lightning.client.base import BaseTrainingClient
+from tinker_lightning.client.futures import UnreadFailures
 from tinker_lightning.client.loop import BackgroundLoop
 from tinker_lightning.client.sdk import convert, inputs
 from tinker_lightning.client.sdk.requests import Calls
-from tinker_lightning.client.server_pass import ServerPass
 from tinker_lightning.errors import InvalidInput, NotFound
-from tinker_lightning.losses.surrogate import SURROGATE
 from tinker_lightning.types import (
-    AdamParams,
     ForwardBackwardOutput,
     GetInfoResponse,
     LoadWeightsResponse,
@@ -38,55 +35,28 @@ from tinker_lightning.types import (
 from tinker_lightning.types.responses import ModelData, SaveWeightsExternalResponse
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
     from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.client.loss_uploads import Losses
-    from tinker_lightning.losses.regularizers.regularizer import Regularizer
-    from tinker_lightning.losses.surrogate import LossFn
+    from tinker_lightning.client.server_pass import ServerPass
     from tinker_lightning.types import Datum
 
 # How long a process that ends waits for requests in flight, in seconds.
 _EXIT_SECONDS = 5.0
 
 
-class OfficialTrainingClient:
+class OfficialTrainingClient(BaseTrainingClient):
     """The official SDK's `TrainingClient` as a `TrainingBackend`; takes the SDK's types and ours, returns ours."""
 
     losses: Losses | None = None  # the SDK has no call to upload losses
 
     def __init__(self, client: tinker.TrainingClient) -> None:
+        super().__init__(str(client.model_id))
         self.client = client
-        self.model_id = str(client.model_id)
-        self._calls = Calls(self.model_id)
-        self.unread = self._calls.unread
-        self._custom = CustomLosses(
-            self.model_id,
-            lambda data: self._pass(ServerPass(data, SURROGATE), forward_only=True),
-            lambda data: self._pass(ServerPass(data, SURROGATE), forward_only=False),
-        )
+        self._calls = Calls(self.model_id, self.unread)
         weakref.finalize(self, self.unread.log_failures, _EXIT_SECONDS)
-
-    def forward(
-        self, data: Sequence[Any], loss_fn: Any, loss_fn_config: Mapping[str, float | str] | None = None
-    ) -> TinkerFuture[ForwardBackwardOutput]:
-        """Computes the log-probabilities of every target and the loss, without a gradient."""
-        self._calls.check()
-        return self.send(self.prepare(inputs.to_datums(data), loss_fn, loss_fn_config), forward_only=True)
-
-    def forward_backward(
-        self,
-        data: Sequence[Any],
-        loss_fn: Any,
-        loss_fn_config: Mapping[str, float | str] | None = None,
-        *,
-        scale: float = 1.0,
-    ) -> TinkerFuture[ForwardBackwardOutput]:
-        """Runs a pass with a server-side loss and accumulates its gradient, multiplied by `scale`."""
-        self._calls.check()
-        return self.send(self.prepare(inputs.to_datums(data), loss_fn, loss_fn_config, scale=scale))
 
     def prepare(
         self,
@@ -101,34 +71,10 @@ class OfficialTrainingClient:
         datums = server_pass.spread(data, loss_fn_inputs or {})
         return server_pass.built_in(datums, inputs.loss_name(loss_fn), loss_fn_config or {}, scale)
 
-    def send(self, request: ServerPass, *, forward_only: bool = False) -> TinkerFuture[ForwardBackwardOutput]:
-        """Sends a pass that `prepare` has returned."""
-        self._calls.check()
-        return self._calls.watched(self._pass(request, forward_only=forward_only))
-
-    def forward_backward_custom(
-        self,
-        data: Sequence[Any],
-        loss_fn: LossFn | None = None,
-        regularizers: Iterable[Regularizer | Mapping[str, Any]] | None = None,
-        *,
-        base_loss_fn: LossFn | None = None,
-        grad_norms: bool = True,
-        regularizer_timeout: float | None = None,
-    ) -> CustomLossFuture:
-        """Runs a pass with a custom loss, evaluated on the caller's thread when its value is needed."""
-        self._calls.check()
-        return self._calls.watched(
-            self._custom.forward_backward(
-                data, loss_fn, regularizers, base_loss_fn, grad_norms=grad_norms, timeout=regularizer_timeout
-            )
-        )
-
     def optim_step(self, optim_params: Any = None) -> TinkerFuture[OptimStepResponse]:
         """Takes an AdamW step on the accumulated gradient."""
-        self._calls.check()
-        ours = AdamParams() if optim_params is None else inputs.to_adam_params(optim_params)
-        self._custom.flush()
+        ours = inputs.to_adam_params(optim_params)
+        self._flush()
         params = sdk.AdamParams(**{name: getattr(ours, name) for name in ours.__slots__})
         future = self._calls.submit(
             "optim_step", lambda: self.client.optim_step(params), lambda r: OptimStepResponse(r.metrics)
@@ -150,14 +96,6 @@ class OfficialTrainingClient:
             lambda: self.client.save_state(name, ttl_seconds, overwrite, user_metadata),
             lambda r: SaveWeightsResponse(r.path),
         )
-
-    def load_state(self, path: str) -> TinkerFuture[LoadWeightsResponse]:
-        """Loads saved weights into this model."""
-        return self._load("load_state", path)
-
-    def load_state_with_optimizer(self, path: str) -> TinkerFuture[LoadWeightsResponse]:
-        """Loads saved weights and optimizer state into this model."""
-        return self._load("load_state_with_optimizer", path)
 
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
@@ -185,14 +123,14 @@ class OfficialTrainingClient:
 
     def get_info(self) -> GetInfoResponse:
         """Returns the base model and the LoRA rank."""
-        self._calls.check()
+        self._check()
         info = self._calls.translated("get_info", self.client.get_info)
         data = ModelData(info.model_data.arch, info.model_data.model_name, info.model_data.tokenizer_id)
         return GetInfoResponse(info.model_id, data, bool(info.is_lora), info.lora_rank, info.model_name)
 
     def get_tokenizer(self) -> Any:
         """Returns the model's tokenizer."""
-        self._calls.check()
+        self._check()
         return self._calls.translated("get_tokenizer", self.client.get_tokenizer)
 
     def save_weights_external(
@@ -205,10 +143,6 @@ class OfficialTrainingClient:
             lambda: self.client.save_weights_external(name, ttl_seconds),
             lambda r: SaveWeightsExternalResponse(r.path),
         )
-
-    def export_adapter(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-        """Saves the current adapter as a local folder that peft and transformers load."""
-        return export_adapter(self, path, overwrite=overwrite)
 
     def download_checkpoint(self, path: str, folder: Path) -> None:
         """Downloads the adapter that `save_weights_external` saved into an existing folder."""
@@ -246,7 +180,7 @@ class OfficialTrainingClient:
     def _rest(self) -> tinker.RestClient:
         return tinker.RestClient(self.client.holder)
 
-    def _pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
+    def _submit_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
         datums = [convert.datum(datum) for datum in request.data]
         name, config = "forward" if forward_only else "forward_backward", request.config or None
         call = self.client.forward if forward_only else self.client.forward_backward
@@ -263,23 +197,20 @@ class OfficialTrainingClient:
 
         return self._calls.submit(name, load, lambda r: LoadWeightsResponse(r.path))
 
-    def _flush(self) -> None:
-        self._calls.check()
-        self._custom.flush()
-
 
 class OfficialSamplingClient:
     """The official SDK's `SamplingClient` with our methods and types."""
 
     def __init__(self, client: tinker.SamplingClient) -> None:
         self.client = client
-        self._calls = Calls(None)
+        self.unread = UnreadFailures()
+        self._calls = Calls(None, self.unread)
 
     def sample(
         self, prompt: Any, num_samples: int, sampling_params: Any, include_prompt_logprobs: bool = False
     ) -> TinkerFuture[SampleResponse]:
         """Samples continuations of a prompt."""
-        self._calls.check()
+        self.unread.raise_first()
         if num_samples < 1:
             raise InvalidInput(f"num_samples must be at least 1, got {num_samples}")
         ours = inputs.to_sampling_params(sampling_params)
@@ -291,7 +222,7 @@ class OfficialSamplingClient:
 
     def compute_logprobs(self, prompt: Any) -> TinkerFuture[list[float | None]]:
         """Returns the log-probability of each token of a prompt."""
-        self._calls.check()
+        self.unread.raise_first()
         text = convert.model_input(prompt)
         return self._calls.submit("compute_logprobs", lambda: self.client.compute_logprobs(text), list)
 

@@ -6,8 +6,9 @@ Its datums, tensors and inputs are read by their public attributes; arrays are s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.types import (
     AdamParams,
@@ -25,13 +26,11 @@ from tinker_lightning.types import (
 if TYPE_CHECKING:
     from tinker_lightning.types import ModelInputChunk
 
+P = TypeVar("P", AdamParams, SamplingParams)
+
 
 def batch(data: Iterable[Any]) -> list[Any]:
-    """Returns the datums of the caller as a list.
-
-    Raises:
-        InvalidDatum: If it is a single datum, or empty.
-    """
+    """Returns the caller's datums as a list; raises `InvalidDatum` for a single datum or an empty batch."""
     if hasattr(data, "model_input") or not isinstance(data, Iterable):
         raise InvalidDatum(f"data must be a list of datums, got one {type(data).__name__}; write [datum]")
     given = list(data)
@@ -41,27 +40,19 @@ def batch(data: Iterable[Any]) -> list[Any]:
 
 
 def loss_name(loss_fn: Any) -> str:
-    """Returns the name of a server-side loss.
-
-    Raises:
-        InvalidInput: If it is not a name; functions belong to `forward_backward_custom`.
-    """
-    if hasattr(loss_fn, "result"):
-        raise InvalidInput("loss_fn is a future; pass what it becomes: create_custom_loss(...).result()")
+    """Returns the name of a server-side loss; raises `InvalidInput` for anything else."""
+    if isinstance(loss_fn, TinkerFuture):
+        raise InvalidInput("loss_fn is a future; pass its result: create_custom_loss(...).result()")
     if not isinstance(loss_fn, str):
         raise InvalidInput(
-            f"loss_fn must be the name of a loss, e.g. 'cross_entropy', got {type(loss_fn).__name__}. For a function "
-            "of your own call forward_backward_custom(data, loss_fn)."
+            f"loss_fn must be the name of a loss, e.g. 'cross_entropy', got {type(loss_fn).__name__}. For a Python "
+            "function, call forward_backward_custom(data, loss_fn)."
         )
     return loss_fn
 
 
 def to_datums(data: Iterable[Any]) -> list[Datum]:
-    """Converts a batch of our or the SDK's datums to ours.
-
-    Raises:
-        InvalidDatum: If one is neither, or its fields do not match; names the datum.
-    """
+    """Converts a batch of our or the SDK's datums to ours; raises `InvalidDatum` that names an invalid one."""
     converted = []
     for i, datum in enumerate(batch(data)):
         try:
@@ -87,11 +78,7 @@ def to_datum(datum: Any) -> Datum:
 
 
 def check_not_mapped(value: Any) -> None:
-    """Raises an error for a datum that Hugging Face `datasets` has turned into nested dicts.
-
-    Raises:
-        InvalidDatum: If the value is one.
-    """
+    """Raises `InvalidDatum` for a datum that Hugging Face `datasets` has turned into nested dicts."""
     if isinstance(value, Mapping) and {"model_input", "loss_fn_inputs"} <= value.keys():
         raise InvalidDatum(
             "got a dict with model_input and loss_fn_inputs: datasets.map stores columns of numbers and text, and "
@@ -121,28 +108,25 @@ def to_model_input(model_input: Any) -> ModelInput:
 
 
 def to_adam_params(params: Any) -> AdamParams:
-    """Converts our or the SDK's AdamW settings to ours."""
-    if isinstance(params, AdamParams):
-        return params
-    if not hasattr(params, "beta2"):
-        raise InvalidInput(
-            f"optim_step takes AdamParams, got {type(params).__name__}; write AdamParams(learning_rate=...)"
-        )
-    return AdamParams(**{name: getattr(params, name) for name in AdamParams.__slots__ if hasattr(params, name)})
+    """Converts our or the SDK's AdamW settings to ours; None stands for the defaults."""
+    return AdamParams() if params is None else _to_params(AdamParams, params, "optim_step", "learning_rate")
 
 
 def to_sampling_params(params: Any) -> SamplingParams:
     """Converts our or the SDK's sampling settings to ours."""
-    if isinstance(params, SamplingParams):
+    return _to_params(SamplingParams, params, "sample", "max_tokens")
+
+
+def _to_params(cls: type[P], params: Any, method: str, example: str) -> P:
+    if isinstance(params, cls):
         return params
-    if not hasattr(params, "temperature"):
-        raise InvalidInput(
-            f"sample takes SamplingParams, got {type(params).__name__}; write SamplingParams(max_tokens=...)"
-        )
-    values = {name: getattr(params, name) for name in SamplingParams.__slots__ if hasattr(params, name)}
+    values: dict[str, Any] = {name: getattr(params, name) for name in cls.__slots__ if hasattr(params, name)}
+    if example not in values:
+        given = type(params).__name__
+        raise InvalidInput(f"{method} takes {cls.__name__}, got {given}; write {cls.__name__}({example}=...)")
     if isinstance(values.get("stop"), Sequence) and not isinstance(values["stop"], str):
         values["stop"] = list(values["stop"])
-    return SamplingParams(**values)
+    return cls(**values)
 
 
 def _to_chunk(chunk: Any) -> ModelInputChunk:

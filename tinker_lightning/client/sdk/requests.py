@@ -1,6 +1,6 @@
 """Runs calls of the official SDK's clients, converting results to our futures and errors to ours.
 
-Imported only where such a client is at hand, so that `tinker` stays an extra.
+Imported only after the user has passed such a client, so that `tinker` stays an extra.
 """
 
 from __future__ import annotations
@@ -27,28 +27,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
-F = TypeVar("F", bound=TinkerFuture[Any])
 
 
 class Calls:
-    """The calls of one SDK client: results become our futures, errors become ours, and none is lost."""
+    """The calls of one SDK client: results become our futures, and errors become ours."""
 
-    def __init__(self, model_id: str | None) -> None:
+    def __init__(self, model_id: str | None, unread: UnreadFailures) -> None:
         self._model_id = model_id
-        self.unread = UnreadFailures()
-
-    def check(self) -> None:
-        """Raises the first failure that nobody has read."""
-        self.unread.raise_first()
-
-    def watched(self, future: F) -> F:
-        """Tracks a future that the user gets: its failure is raised at the next call if nobody reads it."""
-        self.unread.add(future)
-        return future
+        self._unread = unread
 
     def submit(self, operation: str, send: Callable[[], Any], convert: Callable[[Any], T]) -> TinkerFuture[T]:
         """Sends with the SDK; returns a tracked future of the converted result."""
-        return self.watched(self.future(operation, send, convert))
+        return self._unread.add(self.future(operation, send, convert))
 
     def future(self, operation: str, send: Callable[[], Any], convert: Callable[[Any], T]) -> TinkerFuture[T]:
         """Sends with the SDK; returns a future of the converted result that is not tracked."""

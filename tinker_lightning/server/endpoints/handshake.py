@@ -9,8 +9,8 @@ from starlette.routing import Route
 
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.http import MAX_BODY_BYTES, MAX_JSON_BYTES, answer, read
-from tinker_lightning.types import ServerCapabilities, SupportedModel
 from tinker_lightning.types import requests as rq
+from tinker_lightning.types.responses import ServerCapabilities, SupportedModel
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -1,0 +1,162 @@
+"""Passes and custom losses: the part of training that our client and the official SDK's adapter share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from tinker_lightning.client import loss_handle
+from tinker_lightning.client.custom import CustomLosses, CustomLossFuture, evaluation_of
+from tinker_lightning.client.export import export_adapter
+from tinker_lightning.client.futures import UnreadFailures
+from tinker_lightning.client.sdk import inputs
+from tinker_lightning.client.server_pass import ServerPass
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.losses import surrogate
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from tinker_lightning.client.backend import TrainingBackend
+    from tinker_lightning.client.futures import TinkerFuture
+    from tinker_lightning.client.loss_handle import LossHandle
+    from tinker_lightning.losses.regularizers.regularizer import Regularizer
+    from tinker_lightning.losses.surrogate import LossFn
+    from tinker_lightning.lossgraph.server_loss import ServerLoss
+    from tinker_lightning.types import Datum, ForwardBackwardOutput, LoadWeightsResponse
+
+
+class BaseTrainingClient(ABC):
+    """Trains one model. Methods that reach the model return a future at once.
+
+    Requests are numbered in the order of the calls and run in that order. A failure that nobody reads is raised at the
+    next call.
+    """
+
+    def __init__(self, model_id: str) -> None:
+        self.model_id = model_id
+        self.unread = UnreadFailures()
+        self._custom = CustomLosses(model_id, self._submit_surrogate)
+
+    def forward(
+        self,
+        data: Sequence[Any],
+        loss_fn: str | LossHandle | ServerLoss,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        loss_fn_inputs: Mapping[str, Any] | None = None,
+    ) -> TinkerFuture[ForwardBackwardOutput]:
+        """Computes the log-probabilities of every target and the loss, without a gradient; see `forward_backward`."""
+        self._check()
+        request = self.prepare(inputs.to_datums(data), loss_fn, loss_fn_config, loss_fn_inputs=loss_fn_inputs)
+        return self.send(request, forward_only=True)
+
+    def forward_backward(
+        self,
+        data: Sequence[Any],
+        loss_fn: str | LossHandle | ServerLoss,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        loss_fn_inputs: Mapping[str, Any] | None = None,
+        scale: float = 1.0,
+    ) -> TinkerFuture[ForwardBackwardOutput]:
+        """Runs a pass with a server-side loss and accumulates its gradient for the next step.
+
+        Args:
+            data: The datums.
+            loss_fn: A server-side loss: its name, or what `custom_loss` or `create_custom_loss` returned.
+            loss_fn_config: Its settings.
+            loss_fn_inputs: Inputs of the loss given once for the batch instead of with each datum.
+            scale: The factor by which the gradient is multiplied; the metrics are those of the unscaled loss.
+        """
+        self._check()
+        datums = inputs.to_datums(data)
+        return self.send(self.prepare(datums, loss_fn, loss_fn_config, loss_fn_inputs=loss_fn_inputs, scale=scale))
+
+    @abstractmethod
+    def prepare(
+        self,
+        data: list[Datum],
+        loss_fn: str | LossHandle | ServerLoss,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        loss_fn_inputs: Mapping[str, Any] | None = None,
+        scale: float = 1.0,
+    ) -> ServerPass:
+        """Checks a pass and converts it into the request that `send` takes; raises `InvalidInput` if it is invalid."""
+
+    def send(self, request: ServerPass, *, forward_only: bool = False) -> TinkerFuture[ForwardBackwardOutput]:
+        """Sends a pass that `prepare` has returned."""
+        self._check()
+        handle = request.local
+        if handle is None:
+            return self.unread.add(self._submit_pass(request, forward_only=forward_only))
+        if not forward_only:
+            return self.unread.add(self._custom.add(request.data, loss_handle.times(handle, request.scale)))
+        forward = self._submit_surrogate(surrogate.forward_datums(request.data), forward_only=True)
+        return self.unread.add(forward.then(lambda output: loss_handle.with_loss(output, request.data, handle)))
+
+    def forward_backward_custom(
+        self,
+        data: Sequence[Any],
+        loss_fn: LossFn | None = None,
+        regularizers: Iterable[Regularizer | Mapping[str, Any]] | None = None,
+        *,
+        base_loss_fn: LossFn | None = None,
+        grad_norms: bool = True,
+        regularizer_timeout: float | None = None,
+    ) -> CustomLossFuture:
+        """Runs a pass with a custom loss: `loss_fn(data, logprobs)` returns a scalar tensor and a dict of metrics.
+
+        The forward is sent at once. The loss runs on the thread that first needs its value, by `.result()`, `await`, or
+        this client's next `optim_step` or save, and the backward is sent then.
+
+        Args:
+            data: The datums.
+            loss_fn: The loss; None if there are only regularizers.
+            regularizers: Terms that are added to it, with their own telemetry in the result's metrics. Weights that
+                are functions receive the number of `optim_step`s that were submitted before.
+            base_loss_fn: Another name of `loss_fn`; give one of the two.
+            grad_norms: Whether the telemetry includes the norm of each regularizer's gradient.
+            regularizer_timeout: How many seconds async regularizers, and those in an executor, may take.
+        """
+        self._check()
+        if loss_fn is not None and base_loss_fn is not None:
+            raise InvalidInput("loss_fn and base_loss_fn are two names of one argument; give one of them")
+        loss_fn = base_loss_fn if loss_fn is None else loss_fn
+        evaluate = evaluation_of(loss_fn, regularizers, self._custom.steps, grad_norms, regularizer_timeout)
+        given = inputs.batch(data)
+        return self.unread.add(self._custom.submit(given, inputs.to_datums(given), evaluate))
+
+    def load_state(self, path: str) -> TinkerFuture[LoadWeightsResponse]:
+        """Loads saved weights into this model and resets the optimizer state."""
+        return self._load("load_state", path)
+
+    def load_state_with_optimizer(self, path: str) -> TinkerFuture[LoadWeightsResponse]:
+        """Loads saved weights and optimizer state into this model."""
+        return self._load("load_state_with_optimizer", path)
+
+    def export_adapter(self: TrainingBackend, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+        """Saves the current adapter as a local folder that peft and transformers load."""
+        return export_adapter(self, path, overwrite=overwrite)
+
+    @abstractmethod
+    def _submit_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
+        """Sends a pass that runs on the server."""
+
+    @abstractmethod
+    def _load(self, name: str, path: str) -> TinkerFuture[LoadWeightsResponse]: ...
+
+    def _submit_surrogate(self, data: list[Datum], *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
+        return self._submit_pass(ServerPass(data, surrogate.SURROGATE), forward_only=forward_only)
+
+    def _check(self) -> None:
+        """Raises the first failure that nobody has read."""
+        self.unread.raise_first()
+
+    def _flush(self) -> None:
+        """Sends the backwards of pending custom losses, which must precede what is sent next."""
+        self._check()
+        self._custom.flush()
