@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tinker_lightning.client.connection import Connection
 from tinker_lightning.client.credentials import Credentials
@@ -23,16 +23,18 @@ if TYPE_CHECKING:
     import httpx
 
     from tinker_lightning.client.retry_policy import RetryPolicy
-    from tinker_lightning.client.sampling import SamplingClient
-    from tinker_lightning.client.training import TrainingClient
 
 T = TypeVar("T")
-C = TypeVar("C", bound="TrainingClient | SamplingClient")
+C = TypeVar("C", bound="_Client")
 
 logger = logging.getLogger("tinker_lightning.client")
 
 # How long a process that ends without close() waits for requests in flight, in seconds.
 _EXIT_SECONDS = 5.0
+
+
+class _Client(Protocol):
+    unread: UnreadFailures
 
 
 class Channel:

@@ -6,12 +6,12 @@ import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinker_lightning.client import checkpoints, chunking, download, server_pass, tokenizer
-from tinker_lightning.client.base import BaseTrainingClient
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.operations import encode
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.sdk import inputs
 from tinker_lightning.client.submit_order import SubmitOrder, perform_all
+from tinker_lightning.client.training_base import BaseTrainingClient
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.types import (
     ForwardBackwardOutput,

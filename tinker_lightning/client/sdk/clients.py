@@ -17,11 +17,11 @@ import tinker
 from tinker import types as sdk
 
 from tinker_lightning.client import checkpoints, download, server_pass
-from tinker_lightning.client.base import BaseTrainingClient
 from tinker_lightning.client.futures import UnreadFailures
 from tinker_lightning.client.loop import BackgroundLoop
 from tinker_lightning.client.sdk import convert, inputs
 from tinker_lightning.client.sdk.requests import Calls
+from tinker_lightning.client.training_base import BaseTrainingClient
 from tinker_lightning.errors import InvalidInput, NotFound
 from tinker_lightning.types import (
     ForwardBackwardOutput,
