@@ -265,7 +265,7 @@ def _own(loader: Any) -> dict[str, Any]:
     """Returns what the next pass of a loader depends on, apart from the global generators."""
     return {
         "generators": [generator.get_state() for generator in _generators(loader)],
-        "is_warm": getattr(loader, "_iterator", None) is not None,
+        "is_warm": _is_warm(loader),
     }
 
 
@@ -279,9 +279,14 @@ def _end_pass(loader: Any, own: dict[str, Any], inner: Any) -> None:
     _set_generators(loader, own)
 
 
+def _is_warm(loader: Any) -> bool:
+    """Returns whether a `DataLoader` keeps an iterator, as it does with persistent workers."""
+    return getattr(loader, "_iterator", None) is not None
+
+
 def _warm(loader: Any, own: dict[str, Any]) -> None:
     """Starts persistent workers if they were running, because then a pass draws fewer random numbers."""
-    if own["is_warm"] and getattr(loader, "persistent_workers", False) and loader._iterator is None:
+    if own["is_warm"] and getattr(loader, "persistent_workers", False) and not _is_warm(loader):
         iter(loader)
 
 
