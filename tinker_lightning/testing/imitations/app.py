@@ -6,7 +6,6 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -65,6 +64,8 @@ def create_app(behaviour: Behaviour, trainer: EmbeddedTrainer) -> tuple[Starlett
 
 
 class _Endpoints:
+    """Translates between HTTP and the operations."""
+
     def __init__(self, state: State) -> None:
         self.submissions = Submissions(state)
         self._models = Models(state, self.submissions)
@@ -131,7 +132,7 @@ class _Endpoints:
         async def endpoint(request: Request) -> Response:
             body = await self._read(name, request)
             try:
-                content = await run_in_threadpool(call, body)
+                content = call(body)  # not on another thread, because requests run in order of arrival
             except InvalidInput as error:
                 self.submissions.refuse(body.get("model_id"), body.get("seq_id"))
                 raise _invalid(error) from error

@@ -74,6 +74,7 @@ class Behaviour:
         lr_zero_moves: Whether a learning rate of 0 is taken for the default.
         fixed_adam: Whether all steps use the betas, epsilon and weight decay of the first one.
 
+        needs_lora_config: Whether `create_model` without `lora_config` is rejected with 400.
         ignores_base_model: Whether every name is the name of the only base model.
         seed_ignored: Whether the seed of the adapter is ignored.
         ignores_lora_flags: Whether attention and MLP layers are trained, and the unembedding is not, in any case.
@@ -153,6 +154,7 @@ class Behaviour:
     lr_zero_moves: bool = False
     fixed_adam: bool = False
 
+    needs_lora_config: bool = False
     ignores_base_model: bool = False
     seed_ignored: bool = False
     ignores_lora_flags: bool = False

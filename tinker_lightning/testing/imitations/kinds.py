@@ -91,6 +91,7 @@ TUFT = Behaviour(  # 0.2.2 with its transformers backend
     losses=("cross_entropy", "importance_sampling", "ppo", "cispo", "dro"),
     missing_inputs="rejected",
     clip=(0.9, 1.1),
+    needs_lora_config=True,
     output_type="{loss_fn}",
     seed_ignored=True,
     checkpoint_id="{name}",

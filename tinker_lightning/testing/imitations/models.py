@@ -45,7 +45,7 @@ class Models:
         self._state.check_session(body)
         if not b.ignores_base_model and body["base_model"] not in self._trainer.catalog.names:
             raise Refusal(404, f"Failed to create model: Unknown model: {body['base_model']}")
-        if b.newest_fields is not None and not body.get("lora_config"):
+        if b.needs_lora_config and not body.get("lora_config"):
             raise Refusal(400, "Missing LoRA config")
         lora = wire_json.parse(LoraConfig, wire_json.dumps(body.get("lora_config") or {}))
         if b.seed_ignored:

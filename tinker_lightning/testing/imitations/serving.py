@@ -58,7 +58,7 @@ class Imitation:
     Attributes:
         behaviour: What the server does.
         app: The ASGI app.
-        ran: How often each operation was executed, e.g. `ran["forward_backward"]`, whatever the client was told.
+        ran: How often each operation succeeded, e.g. `ran["forward_backward"]`, whether or not the answer arrived.
     """
 
     def __init__(self, behaviour: Behaviour, trainer: EmbeddedTrainer | None = None) -> None:
@@ -126,6 +126,8 @@ class _LosingApp:
 
 
 class _Transport(httpx.AsyncBaseTransport):
+    """Reaches an app in this process; a lost answer is a `ReadError`, as over a network."""
+
     def __init__(self, app: ASGIApp) -> None:
         async def until_crash(scope: Scope, receive: Receive, send: Send) -> None:
             is_complete = False

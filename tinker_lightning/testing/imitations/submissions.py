@@ -21,7 +21,7 @@ class Submissions:
 
     Attributes:
         futures: The outcomes by request id: a result or a `Failure`.
-        ran: How often each operation was executed, by endpoint.
+        ran: How often each operation succeeded, by endpoint.
     """
 
     def __init__(self, state: State) -> None:
@@ -92,9 +92,10 @@ class Submissions:
 
         def task() -> None:
             time.sleep(b.delay)
-            self.ran[kind] += 1
             try:
-                future.set_result(run())
+                outcome = run()
+                self.ran[kind] += not isinstance(outcome, Failure)
+                future.set_result(outcome)
             except Refusal as error:
                 future.set_result(Failure(str(error.detail), error.status))
             except Exception as error:  # a real server reports any error as the result, too
