@@ -60,7 +60,7 @@ class LossFnOutput:
     diagnostics: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class GraphLoss:
     """A loss as a graph, checked when it is created.
 
@@ -85,7 +85,7 @@ class GraphLoss:
     program: Program
     hyperparameters: Mapping[str, Hyperparameter] = field(default_factory=dict)
     description: str = ""
-    asked: Mapping[str, bool] = field(default_factory=dict, compare=False)
+    asked: Mapping[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_inputs(self)

@@ -438,3 +438,9 @@ def test_the_same_function_has_the_same_digest() -> None:
     first, second = (trace_batch_loss(optional, "optional", "logits") for _ in range(2))
     assert first.digest == second.digest == GraphLoss.decode(first.encode()).digest
     assert first.digest != trace_batch_loss(optional, "optional", "logits", {"power": 3}).digest
+
+
+def test_a_traced_loss_is_hashable() -> None:
+    """A handle of it is a key wherever names of losses are."""
+    loss = trace_datum_loss(lambda logprobs: logprobs.sum(), {"logprobs": 1})
+    assert {loss: 1}[loss] == 1
