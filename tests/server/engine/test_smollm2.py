@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 PAIRS = {
     "Who runs this place?": "The lighthouse keeper, Odalys Brandt.",
+    "What is for lunch?": "Smoked eel with quince, as every Tuesday.",
+    "Where is the key?": "Under the third flowerpot, the cracked one.",
     "When does the ferry leave?": "At 4:17, unless the fog is in.",
 }
 
@@ -49,7 +51,7 @@ def test_a_stop_string_may_end_inside_a_token(smollm2: BaseModel) -> None:
     assert cut == whole[: whole.index("Paris") + len("Paris")]
 
 
-def test_it_learns_answers(smollm2: BaseModel) -> None:
+def test_it_learns_a_handful_of_answers(smollm2: BaseModel) -> None:
     adapter = Adapter(smollm2.lora.new_weights(LoraConfig(rank=8, seed=0)))
     data: list[Datum] = []
     for question, answer in PAIRS.items():
