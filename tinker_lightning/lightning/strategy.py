@@ -64,6 +64,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         self._ahead = LookAhead()
         self._resumed: dict[str, Any] | None = None
         self._begun: loop_position.BatchSnapshot | None = None
+        self._trained: list[dict[str, Any]] | None = None  # the position in the loaders when training ended
         self._retention = StateRetention(self._delete_state, self._checkpoint_folders)
 
     @property
@@ -117,6 +118,7 @@ class TinkerStrategy(SingleDeviceStrategy):
     def on_train_start(self) -> None:
         """Restores loops and random number generators, after all code that runs before training has drawn from them."""
         self._ahead = LookAhead()
+        self._trained = None
         resumed, self._resumed = self._resumed, None
         module = self.lightning_module
         if resumed is None or module is None:
@@ -160,6 +162,8 @@ class TinkerStrategy(SingleDeviceStrategy):
         new: frozenset[str] = frozenset()
         if module is not None:
             trainer = module.trainer
+            if isinstance(module, RemoteModule):  # whose own hook may be overridden without super()
+                RemoteModule.on_save_checkpoint(module, checkpoint)
             section = contents.section_of(checkpoint)
             section["strategy"] = {"rng": rng.capture(), "loop_position": loop_position.capture(trainer)}
             if self._begun is not None and self._begun.is_under_way(trainer):
@@ -167,6 +171,8 @@ class TinkerStrategy(SingleDeviceStrategy):
                 section["strategy"]["rng"] = rng.capture(self._begun.rng)
                 section["strategy"]["loop_position"]["epoch_metrics"] = self._begun.epoch_metrics
                 section.update(self._begun.window())
+            if self._trained is not None and "loops" in checkpoint:  # another stage may have replaced the loaders since
+                checkpoint["loops"]["fit_loop"]["state_dict"].setdefault("combined_loader", self._trained)
             for each in trainer.loggers:
                 each.save()  # rows before the checkpoint are not logged again after a resume
             new = contents.states_in(checkpoint, module)
@@ -230,7 +236,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         paths += [f"{contents.SECTION}.strategy.loop_position.{key}" for key in loop_position.KEYS]
         for path in paths:
             contents.check_entry(checkpoint, file, path)
-        if position["loop_position"]["batches"][1]:  # otherwise there may have been no loader yet
+        if position["loop_position"]["where"] != loop_position.EPOCH_START:  # where no loader is in use
             contents.check_entry(checkpoint, file, "loops.fit_loop.state_dict.combined_loader")
         position["loaders"] = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
         for state in position["loaders"]:
@@ -253,6 +259,9 @@ class TinkerStrategy(SingleDeviceStrategy):
         """Waits for the last steps of remote models in other modules; a `RemoteModule` does so itself."""
         super().on_train_end()
         module = self.lightning_module
+        if module is not None:
+            loaders: Any = CombinedLoader(module.trainer.train_dataloader, "max_size_cycle").flattened
+            self._trained = [loader.state_dict() for loader in loaders if isinstance(loader, ResumableLoader)]
         if module is not None and not isinstance(module, RemoteModule):
             group.wait_for_all(module)
             group.raise_first(module)
