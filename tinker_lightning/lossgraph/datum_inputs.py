@@ -1,4 +1,4 @@
-"""Inputs of a loss of one datum, as the protocol's `create_custom_loss` has them, and the metrics over datums."""
+"""Inputs and metrics of per-datum losses, which the protocol uploads with `create_custom_loss`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ SCALE = "loss_scale"
 
 
 def select_inputs(loss: GraphLoss, given: Mapping[str, TensorData]) -> dict[str, TensorData]:
-    """Returns the inputs that a loss reads from a datum, without `logprobs`, not yet as dense tensors.
-
-    Raises:
-        InvalidDatum: If an input is missing, or has the wrong number of dimensions.
-    """
+    """Returns the inputs that a loss reads from a datum, without `logprobs`; sparse ones stay sparse."""
     selected: dict[str, TensorData] = {}
     for input_name, rank in loss.inputs.items():
         name = "target_tokens" if input_name == "logprobs" else input_name
@@ -53,7 +49,7 @@ def meta_tensors(selected: Mapping[str, TensorData], dtype: torch.dtype) -> dict
 
 
 def dense_tensors(selected: Mapping[str, TensorData], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns the selected inputs as dense tensors; floating-point ones in that dtype."""
+    """Returns the selected inputs as dense tensors, and converts floating-point ones to `dtype`."""
     tensors = {name: each.to_torch() for name, each in selected.items()}
     return {name: each.to(dtype) if each.is_floating_point() else each for name, each in tensors.items()}
 
@@ -64,7 +60,7 @@ def combine_metrics(sums: Mapping[str, float], datums: int) -> dict[str, float]:
 
 
 def scale_by_input(loss: GraphLoss) -> GraphLoss:
-    """Returns the same loss with one more input, by which it is multiplied."""
+    """Returns the loss multiplied by an additional input, `loss_scale`."""
     graph, count = loss.program.graph, len(loss.program.graph.inputs)
 
     def moved(value: Any) -> Any:

@@ -62,30 +62,19 @@ class LossFnOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphLoss:
-    """A loss as a graph, checked when it is created.
+    """A loss as a graph, which is validated when the loss is created.
 
-    Args:
-        name: The name of the loss.
-        source: What it is computed from.
-        inputs: The inputs that it requires, and the number of dimensions of each for a loss of a datum, where
-            `logprobs` is the first.
-        program: The graph. It reads model outputs, `loss_fn_inputs.*` and `hyperparameters.*`; for a datum, `inputs`.
-            It returns the loss, its metrics and, optionally, log-probabilities.
-        hyperparameters: Its settings.
-        description: A line for listings.
-        asked: The inputs that the function asked for while it was traced, and the answers. Not sent to a server.
-
-    Raises:
-        InvalidLoss: If the inputs, or what the graph reads or returns, are invalid.
+    The graph reads model outputs, `loss_fn_inputs.*` and `hyperparameters.*`, or for a per-datum loss its `inputs`. It
+    returns the loss, its metrics and, optionally, log-probabilities.
     """
 
     name: str
     source: Source
-    inputs: Mapping[str, int | None]
+    inputs: Mapping[str, int | None]  # with the number of dimensions for a per-datum loss, `logprobs` first
     program: Program
     hyperparameters: Mapping[str, Hyperparameter] = field(default_factory=dict)
     description: str = ""
-    asked: Mapping[str, bool] = field(default_factory=dict)
+    asked: Mapping[str, bool] = field(default_factory=dict)  # whether optional inputs were present while tracing
 
     def __post_init__(self) -> None:
         _check_inputs(self)
@@ -132,11 +121,7 @@ class GraphLoss:
         settings: Mapping[str, Setting] = _NO_SETTINGS,
         limits: Limits = DEFAULT_LIMITS,
     ) -> LossFnOutput:
-        """Computes the loss from model outputs, inputs and settings by name.
-
-        Raises:
-            InvalidLoss: If a call of the graph fails, or exceeds the limits.
-        """
+        """Computes the loss; raises `InvalidLoss` if a call of the graph fails or exceeds the limits."""
         loss, metrics, *logprobs = self.program(self._values(outputs, inputs, settings), limits)
         return LossFnOutput(loss, logprobs[0] if logprobs else None, metrics)
 
@@ -210,11 +195,7 @@ def check_name(name: Any) -> None:
 
 
 def metric_names(diagnostics: Iterable[Any]) -> dict[str, str]:
-    """Returns the metric that each diagnostic becomes: the suffix tells clients how to combine chunks.
-
-    Raises:
-        InvalidLoss: If a name is invalid, or two diagnostics become the same metric.
-    """
+    """Returns the metric name of each diagnostic. Its suffix determines how clients combine chunks."""
     names: dict[str, str] = {}
     for name in diagnostics:
         if not isinstance(name, str) or not _DIAGNOSTIC.fullmatch(name):

@@ -63,14 +63,7 @@ class _Upload:
 class ServerLoss:
     """A server-side loss. Pass it, or its name, to `forward_backward`; a call runs the function locally.
 
-    Args:
-        server: Uploads the loss.
-        name: The name of the loss.
-        function: The function.
-        source: What the loss is computed from.
-        fixed: Values of hyperparameters that calls cannot change.
-        trace: Whether to upload a graph instead of the function itself.
-        of_lists: Whether the function was written for lists of datums and log-probabilities, like `RemoteModule.loss`.
+    Set `of_lists` if the function takes lists of datums and log-probabilities, like `RemoteModule.loss`.
     """
 
     def __init__(
@@ -112,11 +105,7 @@ class ServerLoss:
     def resolve(self, config: Mapping[str, Any], present: Iterable[str]) -> tuple[str, dict[str, float | str]]:
         """Returns the id of the loss for a call with these settings and inputs, and the settings to send with it.
 
-        Another value of a fixed setting, or the lack of an optional input, needs another graph, which is traced and
-        uploaded when it is first used.
-
-        Raises:
-            InvalidInput: If a setting is unknown, fixed to another value, or has an invalid value.
+        If a fixed setting changes, or an optional input is missing, another graph is traced and uploaded.
         """
         self._check_fixed(config)
         if not self._trace:

@@ -27,17 +27,7 @@ class Hyperparameter:
 def check_settings(
     loss: str, known: Mapping[str, Hyperparameter], given: Mapping[str, Any], *, takes_others: bool = False
 ) -> dict[str, Setting]:
-    """Returns all settings of a loss: the defaults, overridden by those of a call.
-
-    Args:
-        loss: The name of the loss.
-        known: Its settings.
-        given: The settings of a call.
-        takes_others: Whether the loss has `**kwargs`, so that it accepts settings of any name.
-
-    Raises:
-        InvalidInput: If a setting is unknown, fixed to another value, or has an invalid value.
-    """
+    """Returns all settings of a loss, the defaults overridden by `given`; raises `InvalidInput` if one is invalid."""
     values = {name: each.default for name, each in known.items()}
     for name, value in with_types_of_defaults(known, given).items():
         if name not in known:

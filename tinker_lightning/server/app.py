@@ -34,9 +34,6 @@ def create_app(trainer: EmbeddedTrainer, *, api_key: str | None = None, extended
         trainer: The trainer, which the caller has to close.
         api_key: The key that clients must send as `X-API-Key`, or None to allow all clients.
         extended: Whether to provide extensions of the protocol under `/ext/v1/`.
-
-    Raises:
-        InvalidInput: If the API key is empty.
     """
     if api_key == "":
         raise InvalidInput("api_key is empty, so that everyone would have it; pass a key, or None for no key at all")

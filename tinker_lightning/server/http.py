@@ -61,13 +61,10 @@ def answer(message: Any, status: int = 200) -> Response:
 
 
 def content_type(request: Request, *accepted: str) -> str:
-    """Returns the content type of the body.
+    """Returns the content type of the body; raises `UnsupportedMediaType` if it is not accepted.
 
     This also blocks requests from web pages: browsers send these types to another origin only after a CORS preflight
     request, which this server does not allow.
-
-    Raises:
-        UnsupportedMediaType: If the content type is not accepted.
     """
     given = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if given not in accepted:
@@ -76,17 +73,7 @@ def content_type(request: Request, *accepted: str) -> str:
 
 
 async def read_body(request: Request, limit: int | None = None) -> bytes:
-    """Returns the decompressed body.
-
-    Args:
-        request: The request.
-        limit: The maximum size, by default `MAX_JSON_BYTES` for JSON and `MAX_BODY_BYTES` for other types.
-
-    Raises:
-        MessageTooLarge: If the body exceeds the limit.
-        UnsupportedMediaType: If the content encoding is not supported.
-        InvalidMessage: If the connection is closed before the end of the body.
-    """
+    """Returns the decompressed body; `limit` is by default `MAX_JSON_BYTES` for JSON, otherwise `MAX_BODY_BYTES`."""
     is_json = JSON in request.headers.get("content-type", "").lower()
     fix = "split the batch" if limit is None else "send less"
     limit = limit or (min(MAX_JSON_BYTES, MAX_BODY_BYTES) if is_json else MAX_BODY_BYTES)

@@ -32,10 +32,7 @@ def serve(
 ) -> None:
     """Loads the models, serves them, and prints the URL once clients can connect.
 
-    Raises:
-        InvalidInput: If an API key is required because other machines can connect or pickled losses are allowed, or if
-            the port or the folder is not available.
-        ModelNotFound: If a model does not exist.
+    An API key is required if other machines can connect, or if pickled losses are allowed.
     """
     if not is_loopback(host) and not api_key:
         raise InvalidInput(

@@ -27,22 +27,13 @@ _FORBIDDEN_ARGUMENTS = frozenset({"out", "generator", "requires_grad", "pin_memo
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that a graph may call.
-
-    Args:
-        call: The function.
-        is_factory: Whether it creates a tensor from numbers, so that it needs a device.
-        is_dynamic: Whether the size of its result is known only after the call; it is at most that of its argument.
-        inside: Returns the number of elements of the largest intermediate tensor, if it can be larger than the result.
-        work: Returns the cost of the call, in elements that take as long to read, if it can be more than reading the
-            arguments and writing the result.
-    """
+    """A function that a graph may call."""
 
     call: Callable[..., Any]
-    is_factory: bool = False
-    is_dynamic: bool = False
-    inside: Callable[..., int] | None = None
-    work: Callable[..., int] | None = None
+    is_factory: bool = False  # creates a tensor from numbers, so it needs a device
+    is_dynamic: bool = False  # the size of the result depends on values; it is at most that of the argument
+    inside: Callable[..., int] | None = None  # elements of an intermediate tensor that can be larger than the result
+    work: Callable[..., int] | None = None  # cost of the call, if it can exceed reading arguments and writing results
 
 
 _POINTWISE = """
@@ -175,10 +166,9 @@ def find(op: str, target: str) -> Function:
 
 
 def without_forbidden(op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns keyword arguments without the forbidden ones, which torch itself records as None or False.
+    """Returns keyword arguments without the forbidden ones; raises `InvalidLoss` unless they are None or False.
 
-    Raises:
-        InvalidLoss: If one has another value, or belongs to a method, which numpy calls that way.
+    torch records them with these values. Methods are called with them only by numpy, so there they always raise.
     """
     for name in sorted(_FORBIDDEN_ARGUMENTS & arguments.keys()):
         if op == "call_method" or not (arguments[name] is None or arguments[name] is False):
@@ -187,11 +177,7 @@ def without_forbidden(op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_arguments(target: str, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Checks the arguments of a function that is written in Python against its parameters.
-
-    Raises:
-        InvalidLoss: If there are too many, one is missing, or one makes the function write to a tensor.
-    """
+    """Raises `InvalidLoss` if a Python function does not take these arguments, or would write to a tensor."""
     signature = _signature(function.call)
     if signature is None:
         return  # one of torch's C++ functions, which take `out` by name only

@@ -26,19 +26,12 @@ _NAMED = re.compile(r"\bnode '(\w+)'")
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Nodes in the order in which they run: placeholders first, then calls.
+    """Nodes in the order in which they run: placeholders first (`Ref(0)` is the first one), then calls."""
 
-    Args:
-        inputs: The targets of the placeholders, in the order of the values that a run takes.
-        calls: The calls. Ref 0 is the first placeholder.
-        output: The returned structure, with a Ref for each value.
-        places: The user's line of each call, by its name. Only known in the process that traced the loss.
-    """
-
-    inputs: Sequence[str]
+    inputs: Sequence[str]  # the targets of the placeholders
     calls: Sequence[Node]
     output: Any
-    places: Mapping[str, str] = field(default_factory=dict, compare=False)
+    places: Mapping[str, str] = field(default_factory=dict, compare=False)  # the user's line of each call; not sent
 
     @property
     def size(self) -> int:
@@ -70,11 +63,7 @@ class Graph:
 
     @classmethod
     def decode(cls, message: Any) -> Graph:
-        """Returns the graph that parsed JSON describes.
-
-        Raises:
-            InvalidLoss: If the graph is malformed, too large, or calls a function that is not on the list.
-        """
+        """Returns the graph that parsed JSON describes; raises `InvalidLoss` if it is invalid or too large."""
         if not isinstance(message, dict) or not isinstance(message.get("nodes"), list):
             raise InvalidLoss("a graph must be an object with a list of nodes")
         if message.get("format", FORMAT) != FORMAT:

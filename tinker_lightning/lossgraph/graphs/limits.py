@@ -18,21 +18,13 @@ _MAX_RANK = 12
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one run of a graph.
+    """The limits of one run of a graph."""
 
-    Args:
-        elements: The number of elements of one value.
-        total: The number of elements that all calls together read and write, which also bounds the backward.
-        seconds: The time in which the last call must have started.
-        memory: The bytes of one value, and of all new values together, because a backward may keep all of them.
-        deadline: The time of `time.monotonic` at which the run is stopped, even before `seconds` have passed.
-    """
-
-    elements: int = 1 << 23
-    total: int = 1 << 27
-    seconds: float = 20.0
-    memory: int = 4 << 30
-    deadline: float = field(default=math.inf, compare=False)
+    elements: int = 1 << 23  # of one value
+    total: int = 1 << 27  # elements that all calls together read and write, which also bounds the backward
+    seconds: float = 20.0  # after which no further call is started
+    memory: int = 4 << 30  # bytes of all new values together, because a backward may keep all of them
+    deadline: float = field(default=math.inf, compare=False)  # as in `time.monotonic`, in addition to `seconds`
 
 
 class Meter:

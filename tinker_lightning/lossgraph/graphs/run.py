@@ -46,11 +46,7 @@ class Program:
         self._last_use = _last_uses(graph)
 
     def __call__(self, values: Sequence[Any], limits: Limits = DEFAULT_LIMITS) -> Any:
-        """Returns the result of the graph for these values: tensors and numbers.
-
-        Raises:
-            InvalidLoss: If a call fails or exceeds the limits. The message contains the node.
-        """
+        """Returns the result of the graph; raises `InvalidLoss` with the node that fails or exceeds the limits."""
         checked = self.check(values, limits)
         devices = {value.device for value in values if isinstance(value, Tensor)}
         device = devices.pop() if devices else torch.device("cpu")
@@ -69,14 +65,7 @@ class Program:
         return _fill(self.graph.output, environment)
 
     def check(self, values: Sequence[Any], limits: Limits = DEFAULT_LIMITS) -> int:
-        """Runs the graph on the shapes of these values, up to the first call whose result has an unknown size.
-
-        Returns:
-            The number of calls, from the first, that stay within the limits for all values of these shapes.
-
-        Raises:
-            InvalidLoss: If a call fails or exceeds the limits. The message contains the node.
-        """
+        """Runs the graph on shapes, up to the first result of unknown size; returns the number of calls checked."""
         key = (limits, *(_signature(value) for value in values))
         if key in self._plans:
             self._plans.move_to_end(key)

@@ -72,16 +72,11 @@ _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", 
 
 
 def record(fn: Callable[..., Any], body: Callable[[Recorder], Any]) -> Graph:
-    """Returns the graph of a function.
-
-    Args:
-        fn: The user's function.
-        body: Calls the function with stand-ins from the recorder, and returns the output of the graph.
+    """Returns the graph of `fn`, which `body` calls with stand-ins from the recorder.
 
     Raises:
         LossNotTraceable: If the function cannot be traced. The message contains the line.
-        InvalidInput: If the function calls a loss of the library, and that raises.
-        NeedsSettings: If Python needs the values of settings.
+        NeedsSettings: If the control flow depends on settings, which have to be fixed for another attempt.
     """
     recorder = Recorder()
     returned: list[Any] = []

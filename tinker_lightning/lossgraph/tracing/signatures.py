@@ -43,11 +43,7 @@ def place_of_function(fn: Callable[..., Any]) -> Place:
 
 
 def loss_and_metrics(fn: Callable[..., Any], returned: Any) -> tuple[fx.Proxy, dict[Any, Any]]:
-    """Returns what a traced function returned as `(loss, metrics)`; a loss alone has no metrics.
-
-    Raises:
-        LossNotTraceable: If it is something else.
-    """
+    """Converts the result of a traced function to `(loss, metrics)`; raises `LossNotTraceable` if it is neither."""
     if isinstance(returned, fx.Proxy):
         returned = returned, {}
     if not (isinstance(returned, tuple) and len(returned) == 2):

@@ -42,7 +42,7 @@ def trace_batch_loss(
     present: Iterable[str] | None = None,
     of_lists: bool = False,
 ) -> GraphLoss:
-    """Traces a function of a batch.
+    """Traces a batch-level loss function; raises `LossNotTraceable` with the line if this is not possible.
 
     Args:
         fn: The function, as `custom_loss` takes it.
@@ -53,9 +53,6 @@ def trace_batch_loss(
         present: The inputs of the batch. By default, every input that the function asks for is present.
         of_lists: Whether the function also runs locally, with lists of datums and of log-probabilities. Operations that
             would give other numbers there raise.
-
-    Raises:
-        LossNotTraceable: If the function cannot be traced. The message contains the line.
     """
     check_name(name)
     fixed = {key: to_python(value) for key, value in (fixed or {}).items()}
@@ -81,17 +78,10 @@ def trace_batch_loss(
 
 
 def trace_datum_loss(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> GraphLoss:
-    """Traces a function of one datum, in the form of the protocol's `create_custom_loss`.
+    """Traces a per-datum loss function, in the form of the protocol's `create_custom_loss`.
 
-    The loss of a batch is the sum over its datums.
-
-    Args:
-        fn: `fn(logprobs, *inputs)`. Its parameters name the inputs of each datum. It returns `(loss, metrics)`, or the
-            loss alone; metrics are named `custom/<name>:sum` or `custom/<name>:mean`.
-        input_ranks: The number of dimensions of `logprobs` and of each input.
-
-    Raises:
-        LossNotTraceable: If the function cannot be traced. The message contains the line.
+    The parameters of `fn(logprobs, *inputs)` name the inputs of each datum. It returns the loss, or `(loss, metrics)`
+    with metrics that are named `custom/<name>:sum` or `custom/<name>:mean`. The loss of a batch is the sum over datums.
     """
     parameters, name = signature_of(fn).parameters, function_name(fn)
     for each in parameters.values():
@@ -117,11 +107,7 @@ def trace_datum_loss(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> 
 
 
 def read_hyperparameters(fn: Callable[..., Any], source: Source) -> dict[str, Setting]:
-    """Returns the settings of a function, which are its other parameters, with their defaults.
-
-    Raises:
-        InvalidLoss: If the function does not have the parameters of a loss, or a setting has no default.
-    """
+    """Returns the settings of a function, which are its remaining parameters, with their defaults."""
     signature = signature_of(fn)
     parameters = list(signature.parameters.values())
     count = 3 if source == "logits" else 2

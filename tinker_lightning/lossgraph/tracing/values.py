@@ -53,29 +53,18 @@ class Memory:
 
 @dataclass(eq=False, slots=True)
 class Traced:
-    """The properties of a stand-in.
+    """The properties of a stand-in."""
 
-    Args:
-        ref: The call that returns its current value.
-        kind: What it is in Python.
-        inputs: The names of the inputs that it depends on.
-        has_grad: Whether gradients flow through it.
-        rank: The number of dimensions of a tensor, or the length of a shape, if known.
-        memories: The memory that it may share with others, and the version of each that its value belongs to.
-        base: The tensor of which it is a view, `base[index]`, created with or without gradients.
-        meta: Required by torch.fx.
-    """
-
-    ref: Ref
+    ref: Ref  # the call that returns its current value
     kind: Kind
-    inputs: frozenset[str]
+    inputs: frozenset[str]  # the names of the inputs that it depends on
     has_grad: bool = False
-    rank: int | None = None
-    memories: dict[Memory, int] = field(default_factory=dict)
-    base: TensorValue | None = None
+    rank: int | None = None  # the number of dimensions of a tensor, or the length of a shape, if known
+    memories: dict[Memory, int] = field(default_factory=dict)  # possibly shared, with the version of its value
+    base: TensorValue | None = None  # the tensor of which it is a view, `base[index]`
     index: Any = None
-    with_grad: bool = True
-    meta: dict[str, Any] = field(default_factory=dict)
+    with_grad: bool = True  # whether the view was created with gradients
+    meta: dict[str, Any] = field(default_factory=dict)  # required by torch.fx
 
     def become(self, other: Traced) -> None:
         """Takes over the value of another stand-in."""
@@ -246,12 +235,7 @@ def stand_ins(value: Any) -> list[Value]:
 
 
 def needs_value(value: fx.Proxy, reason: str) -> NoReturn:
-    """Raises for an operation that needs a value.
-
-    Raises:
-        NeedsSettings: If the value depends only on settings, which can be fixed.
-        LossNotTraceable: Otherwise.
-    """
+    """Raises `NeedsSettings` if the value depends only on settings, which can be fixed, else `LossNotTraceable`."""
     inputs: frozenset[str] = value.node.inputs  # type: ignore[attr-defined]
     if inputs and all(name.startswith(SETTING) for name in inputs):
         raised.append(NeedsSettings(frozenset(name.removeprefix(SETTING) for name in inputs)))

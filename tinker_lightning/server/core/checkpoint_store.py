@@ -47,13 +47,13 @@ ADAPTER_FILES = ("adapter_config.json", _WEIGHTS)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
 _PATH = re.compile(r"tinker://([^/]+)/([^/]+)/([^/]+)")
-# How often a read is retried if the checkpoint is overwritten at the same time.
+# How often a read is retried while the checkpoint is being overwritten.
 _ATTEMPTS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class TinkerPath:
-    """The path of a checkpoint, `tinker://<run>/<kind>/<name>`."""
+    """A checkpoint path, `tinker://<run>/<kind>/<name>`."""
 
     run: str
     kind: Kind
@@ -175,11 +175,7 @@ class CheckpointStore:
         return summary
 
     def summary(self, path: TinkerPath) -> CheckpointSummary:
-        """Returns the summary of a checkpoint, and removes the checkpoint if it has expired.
-
-        Raises:
-            NotFound: If the checkpoint does not exist or has expired.
-        """
+        """Returns the summary of a checkpoint. An expired checkpoint is removed and raises `NotFound`."""
         folder = self._folder(path)
         summary = _read_summary(path, folder)
         if not summary.is_expired:
@@ -190,12 +186,7 @@ class CheckpointStore:
         raise NotFound(f"{path}: its time to live ended at {summary.expires_at}")
 
     def load(self, path: TinkerPath, *, training_state: bool = False) -> Saved:
-        """Loads a checkpoint. All tensors come from the same save, even if it is overwritten meanwhile.
-
-        Raises:
-            NotFound: If the checkpoint does not exist or has expired.
-            InvalidInput: If the training state is requested but was not saved, or the checkpoint is damaged.
-        """
+        """Loads a checkpoint. All tensors come from the same save, even if it is overwritten meanwhile."""
         if training_state and path.kind != "weights":
             raise InvalidInput(
                 f"path: {path} has no optimizer state. Load it without, or load a checkpoint of save_state."
@@ -216,12 +207,7 @@ class CheckpointStore:
         raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing, or is overwritten continuously")
 
     def open_adapter(self, path: TinkerPath) -> dict[str, BinaryIO]:
-        """Opens the files of an adapter, all from the same save; they stay readable if the checkpoint is removed.
-
-        Raises:
-            NotFound: If the checkpoint does not exist or has expired.
-            InvalidInput: If the checkpoint is damaged.
-        """
+        """Opens the files of an adapter, all from the same save; they stay readable if the checkpoint is removed."""
         folder = self._folder(path)
         for _ in range(_ATTEMPTS):
             summary = self.summary(path)
@@ -235,10 +221,7 @@ class CheckpointStore:
         raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing, or is overwritten continuously")
 
     def listing(self, run: str | None = None) -> list[CheckpointSummary]:
-        """Returns all checkpoints, or those of one run, oldest first.
-
-        A checkpoint that another process is overwriting may be missing.
-        """
+        """Returns the checkpoints, oldest first. One that another process is overwriting may be missing."""
         if run is not None:
             check_run(run)
         found: dict[Path, CheckpointSummary] = {}

@@ -45,11 +45,7 @@ class _SessionLosses:
 
 
 class LossRegistry:
-    """Stores losses and looks them up. All methods are thread-safe.
-
-    Args:
-        allow_pickled: Whether to accept pickled functions, which lets clients execute arbitrary code.
-    """
+    """Stores losses and looks them up. All methods are thread-safe."""
 
     def __init__(self, allow_pickled: bool = False) -> None:
         self._allow_pickled = allow_pickled
@@ -60,11 +56,7 @@ class LossRegistry:
         self._count = itertools.count()
 
     def create(self, request: rq.CreateCustomLossRequest) -> str:
-        """Stores a per-datum loss and returns its id. A repeated request returns the id of the first one.
-
-        Raises:
-            InvalidLoss: If the loss is invalid, or exceeds the size limits.
-        """
+        """Stores a per-datum loss and returns its id. A repeated request returns the id of the first one."""
         loss_id = f"{request.session_id}:loss:{request.custom_loss_seq_id}"
         with self._lock:
             if loss_id in self._sessions.get(request.session_id, _SessionLosses()).entries:
@@ -76,12 +68,7 @@ class LossRegistry:
         return loss_id
 
     def register(self, request: rq.RegisterLossRequest) -> str:
-        """Stores a batch-level loss by name and returns an id for this version of it.
-
-        Raises:
-            InvalidLoss: If the loss is invalid, exceeds the size limits, or is pickled and this is not allowed.
-            InvalidInput: If the name is reserved.
-        """
+        """Stores a batch-level loss by name and returns an id for this version of it."""
         if request.pickled is not None:
             python = self._unpickled(request.loss, request.pickled)
             loss_id = f"{python.name}@{hashlib.sha256(request.pickled).hexdigest()[:16]}"
@@ -96,12 +83,7 @@ class LossRegistry:
     def register_function(
         self, name: str, function: Callable[..., Any], source: Source = "logits", session_id: str | None = None
     ) -> str:
-        """Registers a Python function for a session, or for all sessions if None, and returns its id.
-
-        Raises:
-            InvalidLoss: If the function does not have the parameters of a loss.
-            InvalidInput: If the name is reserved.
-        """
+        """Registers a Python function for a session, or for all sessions if None, and returns its id."""
         self._check_name(name)
         loss = PythonLoss.of(name, source, function)
         if session_id is None:
@@ -115,8 +97,7 @@ class LossRegistry:
     def find(self, session_id: str, loss_fn: str, loss_id: Any = None) -> Callable[[], Loss | None]:
         """Looks up a loss now and returns a function that returns it, or None if it is a built-in loss.
 
-        If the loss is unknown, the returned function raises `InvalidInput`, so that the error becomes the result of the
-        pass.
+        For an unknown loss the returned function raises, so that the error becomes the result of the pass.
         """
         if loss_fn in LOSSES:
             return lambda: None
@@ -162,7 +143,7 @@ class LossRegistry:
             self._size -= self._sessions.pop(session_id, _SessionLosses()).size
 
     def _keep(self, session_id: str, loss_id: str, loss: Loss, size: int, name: str | None = None) -> None:
-        """Stores a loss; evicts the least recently used losses of the session if necessary."""
+        """Stores a loss, and evicts the least recently used losses of the session to make room."""
         if size > MAX_VALUES:
             raise InvalidLoss(
                 f"{loss.name}: its graph has {size} values; a session may keep {MAX_VALUES}. Pass tables as inputs "

@@ -94,12 +94,7 @@ class Registry:
         return session
 
     def session(self, session_id: str, *, must_be_open: bool = False) -> ClientSession:
-        """Returns the session with this id.
-
-        Raises:
-            NotFound: If there is no such session.
-            InvalidInput: If `must_be_open` is set and the session is finished.
-        """
+        """Returns the session with this id; raises `InvalidInput` if it must be open but is finished."""
         session = self._sessions.get(session_id)
         if session is None:
             raise NotFound(f"session_id: there is no session {session_id!r}; call create_session first")
@@ -154,10 +149,7 @@ class Registry:
                 self._make_room()
 
     def _make_room(self) -> None:
-        """Evicts the least recently used weights. Saved weights are loaded again when needed, others are lost.
-
-        The most recently used weights are always kept, regardless of their size.
-        """
+        """Evicts the least recently used weights, but never the most recent ones. Unsaved weights are lost."""
         total = 0
         for name, sampler in reversed(list(self._samplers.items())):
             if total and sampler.size and total + sampler.size > SAMPLER_BYTES:

@@ -27,8 +27,7 @@ logger = logging.getLogger("tinker_lightning.server")
 # Longer than a client takes to notice a lost request (clients wait a minute for an answer) and to send it again.
 # Otherwise one broken connection would cost a step.
 GAP_TIMEOUT = 120.0
-# A result that has not been fetched is kept for a client that may be disconnected. A fetched result is kept only in
-# case the response that carried it was lost.
+# An unfetched result is kept for a client that may be disconnected, a fetched one in case the response was lost.
 RETENTION = 3600.0
 FETCHED_RETENTION = 300.0
 
@@ -36,11 +35,7 @@ FETCHED_RETENTION = 300.0
 class Job:
     """A unit of work and its result, which can be fetched any number of times.
 
-    Args:
-        request_id: The id under which clients fetch the result, derived from the request's natural key.
-        kind: The type of request, e.g. `forward_backward`.
-        run: Does the work and returns the result. The scheduler's thread calls it once.
-        **labels: Fields for the log, such as model, seq, datums and tokens.
+    Equal requests have the same `request_id`. The `labels` are fields for the log.
     """
 
     def __init__(self, request_id: str, kind: str, run: Callable[[], Any], **labels: object) -> None:
@@ -118,13 +113,7 @@ class _Line:
 
 
 class Scheduler:
-    """Executes jobs on a thread of its own. All methods are thread-safe.
-
-    Args:
-        gap_timeout: How many seconds jobs wait for a missing lower number.
-        retention: How many seconds a result is kept until it is fetched.
-        fetched_retention: How many seconds a result is kept after it was fetched.
-    """
+    """Executes jobs on a dedicated thread. All methods are thread-safe, and all timeouts are in seconds."""
 
     def __init__(
         self,
@@ -146,14 +135,7 @@ class Scheduler:
     def submit(self, job: Job, line: str | None = None, number: int = 0) -> Job:
         """Queues a job, or returns the job that was submitted earlier with the same request id.
 
-        Args:
-            job: The job to run.
-            line: The model in whose order the job runs, or None if it may run at any time.
-            number: The job's position in that order, from 1.
-
-        Raises:
-            InvalidInput: If the number was already used for another kind of job, or has been skipped.
-            TrainerClosed: If the trainer has been closed.
+        The jobs of a line run in the order of their numbers, from 1. A job without a line may run at any time.
         """
         with self._changed:
             if self._closed:
@@ -179,7 +161,9 @@ class Scheduler:
                 self._ready.extend(entry.release())
             self._jobs[job.request_id] = job
             self._drop_old()
-            self._start()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="tinker-lightning-trainer", daemon=True)
+                self._thread.start()
             self._changed.notify_all()
         return job
 
@@ -195,7 +179,7 @@ class Scheduler:
                 self._changed.notify_all()
 
     def find(self, request_id: str) -> Job:
-        """Returns a job; raises `NotFound` if the request id is unknown, or the result is no longer kept."""
+        """Returns the job with this id; raises `NotFound` if there is none, or its result has been dropped."""
         with self._changed:
             job = self._jobs.get(request_id)
         if job is None:
@@ -220,11 +204,6 @@ class Scheduler:
                 thread_id = ctypes.c_ulong(self._thread.ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(TrainerClosed))
                 self._thread.join(timeout)
-
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="tinker-lightning-trainer", daemon=True)
-            self._thread.start()
 
     def _work(self) -> None:
         with contextlib.suppress(TrainerClosed):  # raised in this thread by close()

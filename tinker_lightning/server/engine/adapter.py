@@ -35,11 +35,7 @@ class Adapter:
         return int(state["step"]) if state else 0
 
     def add_gradient(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Adds the gradients of the parameters to the accumulated gradient, which is a plain sum until the next step.
-
-        Raises:
-            OperationFailed: If the sum would not be finite.
-        """
+        """Adds gradients to the accumulated sum; raises `OperationFailed` if it would not be finite."""
         found = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         total = self.gradient | {
             name: self.gradient[name] + grad if name in self.gradient else grad for name, grad in found.items()
@@ -53,11 +49,7 @@ class Adapter:
         self.gradient = total
 
     def step(self, params: AdamParams) -> dict[str, float]:
-        """Takes an AdamW step with the accumulated gradient, clears the gradient and returns the metrics.
-
-        Raises:
-            OperationFailed: If the new weights would not be finite.
-        """
+        """Takes an AdamW step and returns the metrics; raises `OperationFailed` if weights would not be finite."""
         gradients = {
             name: self.gradient.get(name, torch.zeros_like(parameter)) for name, parameter in self._parameters.items()
         }
@@ -93,11 +85,7 @@ class Adapter:
         return state
 
     def load(self, weights: LoraWeights, training_state: Mapping[str, Tensor] | None) -> None:
-        """Loads weights and the training state; without a training state, the optimizer is reset.
-
-        Raises:
-            InvalidInput: If the training state does not match the parameters.
-        """
+        """Loads weights and the training state; without a training state, the optimizer is reset."""
         steps: list[dict[str, Tensor]] = []
         for name, parameter in self._parameters.items():
             state = {

@@ -17,13 +17,7 @@ if TYPE_CHECKING:
 
 
 class BaseModel:
-    """A frozen model with its tokenizer and LoRA layers. Not thread-safe.
-
-    Args:
-        name: The name that clients use.
-        path: The model folder or hub id.
-        dtype: The dtype of the model; float64 is meant for numerical tests.
-    """
+    """A frozen model with its tokenizer and LoRA layers, from a folder or a hub id. Not thread-safe."""
 
     def __init__(self, name: str, path: Path | str, dtype: torch.dtype = torch.float32) -> None:
         from transformers import AutoTokenizer

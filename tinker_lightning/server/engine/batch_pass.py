@@ -62,10 +62,6 @@ def run_batch_pass(
     """Runs a pass with a batch-level loss; adds `scale` times the gradient to the adapter unless `forward_only`.
 
     The adapter is unchanged if an error is raised.
-
-    Raises:
-        InvalidInput: If a datum, an input, a setting or the loss is invalid.
-        OperationFailed: If the gradient is not finite.
     """
     if not data:
         raise InvalidInput("data: the batch is empty; send at least one datum")
@@ -80,8 +76,8 @@ def run_batch_pass(
     if math.prod(shape) > MAX_LOGITS:
         raise InvalidInput(f"data: {shape} logits are more than {MAX_LOGITS} at once. Send fewer or shorter datums.")
     limits = _limits(math.prod(shape))
-    names = loss.select({*loss_fn_inputs, *(name for datum in data for name in datum.loss_fn_inputs)})
-    inputs = stack_inputs(data, loss_fn_inputs, names, lengths, dtype, limits.elements)
+    selected = loss.select({*loss_fn_inputs, *(name for datum in data for name in datum.loss_fn_inputs)})
+    inputs = stack_inputs(data, loss_fn_inputs, selected, lengths, dtype, limits.elements)
     mask_BT = pad_sequence([torch.ones(length, dtype=dtype) for length in lengths], batch_first=True)
     shapes = _sources(loss.source, torch.empty(shape, dtype=dtype, device="meta"), mask_BT)
     with blaming(loss.name):
@@ -99,7 +95,9 @@ def run_batch_pass(
             check_scalar(output.loss)
             check_finite(output.loss, hint=_PADDING[loss.source])
             own = {"loss:sum": output.loss.item(), "tokens:sum": float(sum(lengths))}
-            metrics = {**set_apart(_numbers(output.diagnostics), own, "loss"), **own}
+            names = metric_names(output.diagnostics)
+            numbers = {names[name]: number(name, value) for name, value in output.diagnostics.items()}
+            metrics = {**set_apart(numbers, own, "loss"), **own}
             returned = model_output if output.logprobs is None and loss.source == "logprobs" else output.logprobs
             by_datum = _per_datum(returned, lengths)
             gradient = None if forward_only else loss_gradient(output.loss, leaf)
@@ -166,11 +164,6 @@ def _target_logprobs(base: BaseModel, hidden_B: Sequence[Tensor], targets_B: Seq
     return pad_sequence(
         [part.reshape(targets.shape) for part, targets in zip(parts, targets_B, strict=True)], batch_first=True
     )
-
-
-def _numbers(diagnostics: Mapping[str, Any]) -> dict[str, float]:
-    names = metric_names(diagnostics)
-    return {names[name]: number(name, value) for name, value in diagnostics.items()}
 
 
 def _per_datum(logprobs: Any, lengths: Sequence[int]) -> list[dict[str, TensorData]]:

@@ -32,13 +32,7 @@ REQUEST_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The loss of one datum.
-
-    Args:
-        value: The loss.
-        term: The tensor to call backward on. It has the gradient of the loss with respect to the log-probabilities.
-        metrics: Sums, to be added up over datums.
-    """
+    """The loss of one datum, and the tensor to call backward on. Metrics are sums, to be added up over datums."""
 
     value: float
     term: Tensor
@@ -46,11 +40,7 @@ class Evaluated:
 
 
 class BoundLoss:
-    """A built-in loss with the settings of one request.
-
-    Raises:
-        InvalidInput: If the loss or a setting is unknown, or a setting has an invalid value.
-    """
+    """A built-in loss with the settings of one request."""
 
     def __init__(self, name: str, config: Mapping[str, float | str]) -> None:
         if name not in LOSSES:
@@ -68,11 +58,7 @@ class BoundLoss:
             raise InvalidInput(f"loss_fn_config: {fault}")
 
     def read(self, datum: Datum, *, dtype: torch.dtype) -> list[Any]:
-        """Returns the arguments of the formula that follow the log-probabilities.
-
-        Raises:
-            InvalidDatum: If an entry is missing, has the wrong shape, or contains NaN or infinity.
-        """
+        """Returns the arguments of the formula that follow the log-probabilities."""
         shape = datum.loss_fn_inputs["target_tokens"].shape
         if self.spec.is_of_sequence and len(shape) != 1:
             raise InvalidDatum(
@@ -123,7 +109,6 @@ class BoundLoss:
         )
 
     def _metrics(self, logprobs: Tensor, arguments: list[Any]) -> dict[str, float]:
-        """Returns the metrics of one datum as sums, to be added up over datums."""
         if self.name == "cross_entropy":
             return {"weights:sum": float(arguments[0].sum())}
         old_logprobs, advantages = arguments[:2]
@@ -147,11 +132,7 @@ class BoundGraph:
         self._spent = 0.0  # seconds in the loss, not in the model
 
     def read(self, datum: Datum, *, dtype: torch.dtype) -> dict[str, TensorData]:
-        """Returns the inputs that the loss reads, still sparse because dense ones could have any size.
-
-        Raises:
-            InvalidInput: If an input is missing or invalid.
-        """
+        """Returns the inputs that the loss reads, still sparse because dense ones could have any size."""
         selected = select_inputs(self._loss, datum.loss_fn_inputs)
         # Checks the shapes alone, so that invalid inputs raise before the model runs.
         outputs = {"logprobs": torch.empty(datum.loss_fn_inputs["target_tokens"].shape, dtype=dtype, device="meta")}
@@ -160,11 +141,7 @@ class BoundGraph:
         return selected
 
     def evaluate(self, logprobs: Tensor, inputs: dict[str, TensorData]) -> Evaluated:
-        """Computes the loss of a datum and frees its autograd graph; the returned term is linear in the logprobs.
-
-        Raises:
-            InvalidLoss: If the graph fails, exceeds its limits or has no gradient.
-        """
+        """Computes the loss of a datum and frees its autograd graph; the returned term is linear in the logprobs."""
         leaf = logprobs.detach().requires_grad_(torch.is_grad_enabled())
         with self._clock() as limits:
             output = self._loss({"logprobs": leaf}, dense_tensors(inputs, logprobs.dtype), limits=limits)

@@ -39,10 +39,7 @@ def cache_dir() -> Path:
 class Catalog:
     """The base models of a server.
 
-    Args:
-        names: The models that clients may use. None allows every model that can be found on this machine, including
-            folders, and is only meant for a trainer in the client's process.
-        dtype: The dtype of the models.
+    `names=None` allows every model on this machine, including folders. Use it only in the client's own process.
     """
 
     def __init__(self, names: Sequence[str] | None = None, *, dtype: torch.dtype = torch.float32) -> None:

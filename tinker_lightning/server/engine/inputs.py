@@ -36,10 +36,6 @@ def stack_inputs(
     Inputs with one row per token become `[B, T, ...]`, padded with zeros, and inputs with one number per datum become
     `[B]`. Other inputs must have the same shape in all datums. If every datum has a single token and a single number,
     only a known name determines the layout.
-
-    Raises:
-        InvalidInput: If an input is missing in a datum, given twice or ambiguous, or the shapes of the datums do not
-            match.
     """
     inputs = {}
     for name in names:

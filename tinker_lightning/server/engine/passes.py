@@ -57,11 +57,6 @@ def run_pass(
     """Returns the log-probabilities of all targets and the summed loss; adds the gradient unless `forward_only`.
 
     `scale` multiplies only the gradient. The adapter is unchanged if an error is raised.
-
-    Raises:
-        InvalidInput: If a datum is invalid. The message contains its index and field. Nothing has been computed.
-        InvalidLoss: If the loss of a datum is invalid. The message contains the index of the datum.
-        OperationFailed: If the gradient is not finite.
     """
     loss = BoundLoss(loss_fn, loss_fn_config) if isinstance(loss_fn, str) else loss_fn
     dtype = next(iter(adapter.weights.tensors.values())).dtype
@@ -124,11 +119,7 @@ def _read(index: int, datum: Datum, base: BaseModel, loss: BoundLoss | BoundGrap
 
 
 def read_targets(data: Sequence[Datum], lengths: Sequence[int], base: BaseModel) -> list[Tensor]:
-    """Returns the targets of datums that can be stacked.
-
-    Raises:
-        InvalidDatum: If targets are missing, outside the vocabulary, or differ in the number of alternatives.
-    """
+    """Returns the targets of all datums, which must have the same number of alternatives."""
     found: list[Tensor] = []
     for i, (datum, length) in enumerate(zip(data, lengths, strict=True)):
         try:
@@ -159,11 +150,7 @@ def _read_targets(datum: Datum, base: BaseModel) -> Tensor:
 
 
 def read_tokens(name: str, model_input: ModelInput, base: BaseModel) -> Tensor:
-    """Returns the token ids of an input; `name` is used in error messages.
-
-    Raises:
-        InvalidDatum: If the input is empty, too long, not text, or has ids outside the vocabulary.
-    """
+    """Returns the token ids of an input; `name` is used in error messages."""
     if not model_input.is_text:
         raise InvalidDatum(f"{name}: {base.name} reads text only, and this has other chunks")
     tokens = torch.from_numpy(model_input.tokens().astype("int64"))

@@ -64,12 +64,7 @@ class PythonLoss:
         settings: Mapping[str, Setting],
         limits: Limits,
     ) -> LossFnOutput:
-        """Calls the function.
-
-        Raises:
-            InvalidInput: If the function reads an input that is missing.
-            InvalidLoss: If the function raises, or does not return a loss.
-        """
+        """Calls the function; raises `InvalidLoss` if it fails, and `InvalidInput` if an input is missing."""
         del limits
         # Copied because the function may modify its arguments, and the model's backward needs the originals.
         outputs = {name: tensor.clone() for name, tensor in outputs.items()}
