@@ -26,10 +26,6 @@ def group_advantages(
 
     >>> group_advantages(torch.tensor([1.0, 0.0, 5.0, 5.0]), group_size=2)
     tensor([ 0.5000, -0.5000,  0.0000,  0.0000])
-
-    Raises:
-        InvalidInput: If a group is incomplete or has a single member, whose advantage would always be 0, or if the
-            rewards are not one finite number per datum.
     """
     check_grouping(baseline, group_size)
     rewards = _as_rewards(rewards)
@@ -49,11 +45,7 @@ def group_advantages(
 
 
 def check_grouping(baseline: object, group_size: object) -> None:
-    """Checks the settings of a grouping.
-
-    Raises:
-        InvalidInput: If the baseline is unknown, or a group would be empty.
-    """
+    """Raises `InvalidInput` if the baseline is unknown or the group size is not a positive integer."""
     is_known = baseline in ("leave_one_out", "mean") if isinstance(baseline, str) else isinstance(baseline, Real)
     if not (is_known or is_traced(baseline)):
         raise InvalidInput(f"baseline must be 'leave_one_out', 'mean' or a number, got {baseline!r}")

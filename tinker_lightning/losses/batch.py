@@ -46,32 +46,23 @@ class EmptyBatch(InvalidInput):
 
 
 class Rehearsal(list[Any]):
-    """Datums on which a loss is called only to check them: a `Batch` of them has the first position of each.
-
-    Attributes:
-        defaults: The value that the loss uses for an input, by name, where some of the datums do not have it.
-    """
+    """Datums on which a loss is called only to check them; a `Batch` reads the first position of each."""
 
     def __init__(self, data: Sequence[Any]) -> None:
         super().__init__(data)
-        self.defaults: dict[str, float] = {}
+        self.defaults: dict[str, float] = {}  # by the name of an input that some datums lack
 
 
 class Batch:
     """The log-probabilities and inputs of a batch as tensors with one row per datum.
 
-    Shorter datums are padded with zeros. A formula that is weighted by an input (`weights`, `advantages`) is zero there
-    and needs no other mask.
-
-    Stacked tensors are used as they are. This is how a loss is traced: they may be `torch.fx` proxies.
+    Shorter datums are padded with zeros, so a formula weighted by an input (`weights`, `advantages`) needs no mask.
+    Stacked tensors are used unchanged; while a loss is traced, they are `torch.fx` proxies.
 
     Args:
-        data: Datums, ours or the official SDK's, or a dict of stacked inputs.
-        logprobs: One tensor per datum, or all of them stacked.
-        rank: The rank that the targets of every datum must have: 1 for `[T]`, 2 for `[T, K]`; any if not given.
-
-    Attributes:
-        logprobs: `[B, T]`, or `[B, T, K]` for K alternatives at each position.
+        data: Datums of this library or of the official SDK, or a dict of stacked inputs.
+        logprobs: One tensor per datum, or all of them stacked. The attribute is `[B, T]` or `[B, T, K]`.
+        rank: The required rank of the targets: 1 for `[T]`, 2 for `[T, K]`; any by default.
 
     >>> from tinker_lightning import Datum
     >>> data = [Datum.from_targets([1, 2], [2, 3], weights=[0, 1]), Datum.from_targets([1], [2], weights=[1])]
@@ -82,9 +73,6 @@ class Batch:
     >>> batch.tokens("weights")
     tensor([[0., 1.],
             [1., 0.]])
-
-    Raises:
-        InvalidInput: If there are no datums, not one tensor per datum, or targets of mixed or wrong ranks.
     """
 
     __slots__ = ("_datums", "_each", "_end", "_stacked", "logprobs")
@@ -114,17 +102,13 @@ class Batch:
         self.logprobs = self._padded(self._each)
 
     def tokens(self, name: str) -> Tensor:
-        """Returns an input that has one value per log-probability, in the same shape.
-
-        Raises:
-            InvalidDatum: If a datum does not have it, or has it in another shape or with NaN or infinite entries.
-        """
+        """Returns an input with the shape of the log-probabilities; raises `InvalidDatum` if a datum lacks it."""
         if self._stacked is not None:
             return _required(self._stacked, name)
         return self._padded([self._entry(i, name) for i in range(len(self._datums))])
 
     def tokens_or(self, name: str, default: float) -> Tensor | float:
-        """Returns an optional input with a default where a datum does not have it; the number itself if none has it."""
+        """Returns an optional input, filled with the default for datums that lack it; a number if all of them do."""
         if self._stacked is not None:
             return self._stacked.get(name, default)
         if not any(name in datum.loss_fn_inputs for datum in self._datums):
@@ -132,7 +116,7 @@ class Batch:
         return self.tokens_filled(name, default)
 
     def tokens_filled(self, name: str, default: float) -> Tensor:
-        """Returns an optional input as a tensor, with a default for the tokens of datums that do not have it."""
+        """Returns an optional input as a tensor, filled with the default for datums that lack it."""
         if self._stacked is not None:
             return _required(self._stacked, name)
         present = [name in datum.loss_fn_inputs for datum in self._datums]
@@ -145,14 +129,7 @@ class Batch:
         return self._padded(entries)
 
     def weights(self, *, of_each: bool = False) -> Tensor:
-        """Returns the `weights`, for losses that need at least one weighted token.
-
-        Args:
-            of_each: Whether every datum must have one, not only the batch.
-
-        Raises:
-            InvalidDatum: If there is none.
-        """
+        """Returns the `weights`; raises `InvalidDatum` if all of the batch's, or with `of_each` of a datum's, are 0."""
         weights = self.tokens("weights")
         has_some = [bool(self._entry(i, "weights").any()) for i in range(len(self._datums))]
         if of_each:
@@ -165,16 +142,12 @@ class Batch:
         return weights
 
     def each(self) -> Iterator[tuple[int, Batch]]:
-        """Yields the index of every datum with a batch of that datum alone, to check values; nothing if stacked."""
+        """Yields the index of each datum and a batch of that datum alone; nothing for stacked inputs."""
         for i, (datum, logprobs) in enumerate(zip(self._datums, self._each, strict=True)):
             yield i, Batch([datum], [logprobs])
 
     def sequences(self, name: str) -> Tensor:
-        """Returns an input that has one value per datum, `[B]`.
-
-        Raises:
-            InvalidDatum: If a datum does not have it, or has more than one value.
-        """
+        """Returns an input that has one value per datum, `[B]`."""
         if self._stacked is not None:
             return _required(self._stacked, name)
         return torch.cat([self._entry(i, name, one=True).reshape(1) for i in range(len(self._datums))])
@@ -219,16 +192,12 @@ def _fix(name: str) -> str:
 
 
 def is_traced(value: object) -> bool:
-    """Returns whether a value is a proxy, which has no size yet."""
+    """Returns whether a value is a proxy, whose size is not known yet."""
     return isinstance(value, fx.Proxy)
 
 
 def check_each_counts(has_some: Sequence[bool]) -> None:
-    """Checks that every datum has a token that counts, where datums are compared: an empty mean would be certainty.
-
-    Raises:
-        InvalidDatum: If one has none; names it.
-    """
+    """Raises `InvalidDatum` for a datum without weighted tokens: its mean, 0, would mean certainty in a comparison."""
     if not all(has_some):
         raise InvalidDatum(
             f"datum {has_some.index(False)}: none of its tokens has a weight, so it cannot be compared with the "
@@ -242,9 +211,6 @@ def groups(values: Tensor, size: int) -> Tensor:
     >>> groups(torch.arange(4), 2)
     tensor([[0, 1],
             [2, 3]])
-
-    Raises:
-        InvalidInput: If the last group is incomplete, or a group would be empty.
     """
     if size < 1:
         raise InvalidInput(f"a group needs at least one datum, got a size of {size}")
@@ -266,7 +232,7 @@ def mean_where(values: Tensor, counted: Tensor) -> Tensor:
 
 
 def with_value(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Leaves out metrics that are NaN because nothing counts towards them; a traced loss cannot decide it.
+    """Drops metrics that are NaN because no token counts; a traced loss keeps all of them.
 
     >>> with_value({"ratio": torch.tensor(torch.nan), "action_tokens": torch.tensor(0)})
     {'action_tokens': tensor(0)}

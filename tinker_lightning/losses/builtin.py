@@ -84,8 +84,8 @@ def gspo(
 ) -> Tensor:
     """Returns PPO's loss with one ratio for the whole sequence (Zheng et al. 2025, arXiv:2507.18071, token-level).
 
-    The ratio is `exp(mean(p - q))` over the tokens whose mask is nonzero, and 1 if there are none; each token has it
-    with the gradient of its own log-probability. All values are one sequence, unless `dim` is the axis of sequences.
+    The ratio is `exp(mean(p - q))` over the tokens whose mask is nonzero, or 1 if there are none; its gradient at each
+    token is that of the token's log-probability. `dim` is the token axis; without it, all values are one sequence.
 
     >>> gspo(torch.zeros(2), torch.zeros(2), torch.ones(2), torch.ones(2))
     tensor([-1., -1.])
@@ -97,10 +97,7 @@ def gspo(
 
 
 def threshold_fault(low: Threshold, high: Threshold, counted: Tensor | None = None) -> str | None:
-    """Returns what is wrong with thresholds where they count; None if nothing is.
-
-    >>> threshold_fault(0.8, 1.2)
-    """
+    """Returns what is wrong with the thresholds of tokens that count, or None."""
     if not (isinstance(low, Tensor) or isinstance(high, Tensor)):  # without tensors, because a function may be traced
         return None if 0 <= low <= 1 <= high else _fault(low, high)
     low, high = torch.as_tensor(low), torch.as_tensor(high)
@@ -134,14 +131,13 @@ class BuiltIn:
 
     Args:
         formula: The loss of each token.
-        description: What `list_loss_functions` shows.
-        inputs: The inputs of a datum that the formula takes after the log-probabilities, in that order.
-        settings: The settings with their defaults, which the formula takes next. A datum may also have them as inputs
-            of the same names, one value per token.
-        scaled_by: Inputs and settings that, multiplied together by a factor, multiply the loss by it.
-        has_negative: Whether that also holds for negative factors.
-        is_of_sequence: Whether the values of a datum are one sequence, so that `[T, K]` targets have no meaning.
-        token_count: Returns the number of tokens that the loss sums over, by which `reduction="mean"` divides it.
+        description: The text that `list_loss_functions` shows.
+        inputs: The datum inputs that the formula takes after the log-probabilities, in order.
+        settings: The settings and defaults that the formula takes next; datums may override them per token.
+        scaled_by: Inputs and settings that, all multiplied by a factor, multiply the loss by it.
+        has_negative: Whether the factor may be negative.
+        is_of_sequence: Whether a datum is one sequence, so that `[T, K]` targets are not supported.
+        token_count: Returns the number of tokens by which `reduction="mean"` divides the loss.
     """
 
     formula: Callable[..., Tensor]

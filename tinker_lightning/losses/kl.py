@@ -67,11 +67,7 @@ def check_estimator(estimator: Estimator) -> None:
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
-    """Returns the divergence from the reference at each token, by the estimator of that name.
-
-    Raises:
-        InvalidInput: If no estimator has this name.
-    """
+    """Returns an estimate of the divergence from the reference at each token."""
     check_estimator(estimator)
     return _ESTIMATORS[estimator](logprobs, reference)
 

@@ -1,8 +1,7 @@
-"""Checks of the library's losses before a server runs them.
+"""Checks library losses before a server runs them.
 
-A server sees tensors: it can only report that shapes do not match, or that a loss is NaN. So the loss is called here
-first, on the datums and without log-probabilities. This checks all inputs as a local run would, with the same messages,
-and computes next to nothing.
+A server can only report mismatched shapes or NaN. So the loss is first called here, on the datums and without
+log-probabilities, which checks all inputs with the messages of a local run and costs next to nothing.
 """
 
 from __future__ import annotations
@@ -53,12 +52,9 @@ def is_of_library(loss: Any) -> bool:
 
 
 def check_settings(loss: Any, given: Mapping[str, Any], *, may_have_others: bool = False) -> None:
-    """Checks the settings of a library loss, also those that are bound to it, before there is a batch.
+    """Raises `InvalidInput` for unknown or invalid settings of a library loss, including those bound to it.
 
-    With `may_have_others`, unknown names are left to the server, which may know them.
-
-    Raises:
-        InvalidInput: If the loss does not have a setting, or the setting cannot have this value.
+    With `may_have_others`, unknown names are left to the server.
     """
     function, bound = unwrapped(loss)
     _, _, *parameters = inspect.signature(function).parameters.values()
@@ -80,12 +76,12 @@ def check_settings(loss: Any, given: Mapping[str, Any], *, may_have_others: bool
 
 
 def known_settings(function: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those of the settings that a loss of the library has; a server may know others."""
+    """Returns the settings that a library loss has; a server may support others."""
     return {name: value for name, value in given.items() if name in inspect.signature(function).parameters}
 
 
 def _wanted(default: Any, value: Any) -> str | None:
-    """Returns what a setting must be, if its type is wrong; the loss itself checks strings and None."""
+    """Returns the expected type of a setting, if its value has another; the loss itself checks strings and None."""
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "True or False"
     if isinstance(default, int):
@@ -96,27 +92,15 @@ def _wanted(default: Any, value: Any) -> str | None:
 
 
 def checked(loss: Any, data: Sequence[Datum], settings: Mapping[str, Any]) -> list[Datum]:
-    """Checks datums and returns them as a server needs them to compute the same loss as a local run.
-
-    An input that only some datums have is filled in for the others, with the default of the loss.
-
-    Raises:
-        InvalidInput: If a local run would raise it.
-    """
+    """Checks datums as a local run would; inputs that only some of them have are filled with the loss's default."""
     forward_datums(data)  # raises for a datum without targets
     shapes = [datum.loss_fn_inputs["target_tokens"].shape for datum in data]
     rehearsal, nothing = Rehearsal(data), torch.zeros(())
     with torch.no_grad():
         loss(rehearsal, [nothing.expand(shape) for shape in shapes], **settings)
-    if not rehearsal.defaults:
-        return list(data)
-    return [_filled(datum, shape, rehearsal.defaults) for datum, shape in zip(data, shapes, strict=True)]
-
-
-def _filled(datum: Datum, shape: Sequence[int], defaults: Mapping[str, float]) -> Datum:
-    missing = {
-        name: TensorData(np.full(shape, value, np.float32))
-        for name, value in defaults.items()
-        if name not in datum.loss_fn_inputs
-    }
-    return datum.with_inputs(missing)
+    filled = list(data)
+    for name, value in rehearsal.defaults.items():
+        for i, shape in enumerate(shapes):
+            if name not in filled[i].loss_fn_inputs:
+                filled[i] = filled[i].with_inputs({name: TensorData(np.full(shape, value, np.float32))})
+    return filled

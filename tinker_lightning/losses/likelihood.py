@@ -36,7 +36,7 @@ def cross_entropy(data: Data, logprobs: Logprobs) -> Loss:
 
 
 def likelihood_metrics(logprobs: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """Returns how likely the weighted targets are."""
+    """Returns `nll`, `perplexity` and `tokens` of the weighted targets."""
     nll = -(weights * logprobs.detach()).sum() / weights.abs().sum()  # NaN if no token has a weight
     return with_value({"nll": nll, "perplexity": nll.exp(), "tokens": (weights != 0).sum()})
 
@@ -55,9 +55,9 @@ def topk_distillation(
     Args:
         data: Datums with `teacher_logprobs` and `weights`, both `[T, K]`; a weight of 0 masks an alternative.
         logprobs: The log-probabilities of the student.
-        tail: How to treat all other tokens: as one (a lower bound of the full KL, which is 0 only where all K
-            probabilities agree), by comparing the K among themselves, or not at all, which has the gradient of
-            `cross_entropy` weighted by the teacher's probabilities.
+        tail: How to treat all other tokens: `bucket` as a single token (a lower bound of the full KL), `renormalize`
+            by comparing the K among themselves, `ignore` not at all (the gradient of `cross_entropy` weighted by the
+            teacher's probabilities).
 
     >>> from tinker_lightning import Datum
     >>> half = torch.full((1, 2), 0.5).log()
@@ -89,7 +89,7 @@ def topk_distillation(
 
 
 def _check_mass(batch: Batch) -> None:
-    """Checks that the teacher's log-probabilities can be those of different tokens."""
+    """Raises `InvalidDatum` if the teacher's probabilities at a position sum to more than 1."""
     for i, datum in batch.each():
         counted = datum.tokens("weights") != 0
         mass = torch.where(counted, datum.tokens("teacher_logprobs").exp(), 0.0).sum(-1).flatten()

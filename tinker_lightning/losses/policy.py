@@ -92,7 +92,7 @@ def gspo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, cli
     Args:
         data: Datums with `logprobs`, `advantages`, and `sequence_ratio_mask`, nonzero on the tokens of the ratio.
         logprobs: The log-probabilities of the model.
-        clip_low_threshold: The lower bound of the ratio. Those of the paper are much closer to 1 than PPO's: 0.9997.
+        clip_low_threshold: The lower bound of the ratio; much closer to 1 in the paper than PPO's, 0.9997.
         clip_high_threshold: The upper bound; 1.0004 in the paper.
 
     >>> from tinker_lightning import Datum
@@ -208,7 +208,7 @@ def reinforce(
 def _summed(
     terms: Callable[..., Tensor], data: Data, logprobs: Logprobs, thresholds: tuple[float, float] | None = None
 ) -> Loss:
-    """Returns the sum of a loss of single tokens, and the metrics of its ratios."""
+    """Returns the sum of a per-token loss, and the metrics of its ratios."""
     if thresholds is not None:
         _check_thresholds(*thresholds)
     batch = Batch(data, logprobs)

@@ -36,7 +36,7 @@ def dpo(
     length_normalized: bool = False,
     reference_free: bool = False,
 ) -> Loss:
-    """Returns the mean over pairs of `-log σ(β·Δ - margin)`, where Δ is how much more the chosen response has gained.
+    """Returns the mean over pairs of `-log σ(β·Δ - margin)`; Δ is the chosen response's gain minus the rejected one's.
 
     Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). Consecutive datums are pairs:
     chosen, rejected, chosen, rejected.
@@ -47,8 +47,8 @@ def dpo(
     Args:
         data: Pairs with `weights` (1 on the response) and `reference_logprobs`.
         logprobs: The log-probabilities of the model.
-        beta: How closely to stay to the reference model.
-        margin: By how much the chosen reward must win (Amini et al. 2024, arXiv:2402.10571), the same for all pairs.
+        beta: The strength of the pull towards the reference model.
+        margin: The margin by which the chosen reward must win (Amini et al. 2024, arXiv:2402.10571).
         label_smoothing: The share of pairs whose labels may be wrong (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf).
         length_normalized: Divides each response's gain by its length (Lambert et al. 2024, arXiv:2411.15124, eq. 6).
         reference_free: Ignores the reference. With a margin and length normalization this is SimPO (Meng et al. 2024,
@@ -97,9 +97,9 @@ def contrastive(
     Args:
         data: Groups with `weights` (1 on the response).
         logprobs: The log-probabilities of the model.
-        group_size: How many datums a group has.
-        temperature: Below 1 the hardest wrong response counts most.
-        length_normalized: Uses means over tokens as scores, not sums, which would favour short responses.
+        group_size: The number of datums in a group.
+        temperature: The softmax temperature; lower values focus on the hardest wrong response.
+        length_normalized: Uses means over tokens as scores, not sums, which would favor short responses.
 
     >>> from tinker_lightning import Datum
     >>> data = [Datum.from_targets([5], [token], weights=[1.0]) for token in (6, 7, 8)]

@@ -1,4 +1,4 @@
-"""How many tokens a loss of the library sums over, so that a mean can be made of the sum."""
+"""Counts the tokens that a library loss sums over, to turn the sum into a mean."""
 
 from __future__ import annotations
 
@@ -24,16 +24,12 @@ def weights_of(datum: Any) -> Tensor:
 
 
 def total_weight(data: Sequence[Any]) -> float:
-    """Returns the sum of the weights of a batch.
-
-    Raises:
-        InvalidDatum: If it is not above 0, so that a mean over it has no meaning.
-    """
+    """Returns the sum of the weights of a batch; raises `InvalidDatum` if it is not above 0."""
     return _positive(_sum(weights_of(datum) for datum in data), len(data))
 
 
 def weighted_tokens(data: Sequence[Any]) -> float:
-    """Returns how many tokens of a batch have a weight."""
+    """Returns the number of tokens of a batch with a nonzero weight."""
     return _sum(weights_of(datum) != 0 for datum in data)
 
 
@@ -43,7 +39,7 @@ def weighted_positions(data: Sequence[Any]) -> float:
 
 
 def action_tokens(data: Sequence[Any]) -> float:
-    """Returns how many tokens have an advantage; 1 if none has: a group of equal rewards is no mistake."""
+    """Returns the number of tokens with an advantage; 1 if there are none, because equal rewards are not an error."""
     advantages = [datum.loss_fn_inputs.get("advantages") for datum in data]
     return max(_sum(each.to_torch() != 0 for each in advantages if each is not None), 1.0)
 

@@ -1,4 +1,4 @@
-"""Multiplies a server-side loss by a number through its own inputs, because the protocol has no factor for a pass."""
+"""Scales a server-side loss through its inputs, because the protocol has no factor for a pass."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ LINEAR_ONLY = (
 
 
 def check_factor(loss: str, factor: float) -> None:
-    """Checks the factor of a server-side loss, which is the gradient that reaches it.
-
-    Raises:
-        InvalidLoss: If it is 0, NaN or infinite.
-    """
+    """Raises `InvalidLoss` if the factor of a server-side loss, the gradient that reaches it, is 0 or not finite."""
     if not math.isfinite(factor) or factor == 0:
         raise InvalidLoss(f"a gradient of {factor} reached the server-side loss {loss!r}. {LINEAR_ONLY}")
 
@@ -33,12 +29,7 @@ def check_factor(loss: str, factor: float) -> None:
 def scaled(
     data: Sequence[Datum], loss: str, config: Mapping[str, float | str], factor: float
 ) -> tuple[list[Datum], dict[str, float | str]]:
-    """Returns datums and settings whose loss is `factor` times the loss of those given.
-
-    Raises:
-        InvalidLoss: If the loss has no input that scales it, or cannot be scaled by this factor.
-        InvalidDatum: If a datum does not have that input.
-    """
+    """Returns datums and settings whose loss is `factor` times the loss of those given."""
     check_factor(loss, factor)
     settings = dict(config)
     if factor == 1:

@@ -52,11 +52,7 @@ class Evaluation:
 
 
 def forward_datums(data: Sequence[Datum]) -> list[Datum]:
-    """Reduces datums to what a forward pass needs: the input, the targets, and weights, which do not affect it.
-
-    Raises:
-        InvalidDatum: If a datum has no targets; names the datum.
-    """
+    """Reduces datums to what a forward pass needs: the input, the targets, and weights, which do not affect it."""
     reduced = []
     for i, datum in enumerate(data):
         targets = datum.loss_fn_inputs.get("target_tokens")
@@ -72,11 +68,7 @@ def forward_datums(data: Sequence[Datum]) -> list[Datum]:
 
 
 def leaves(output: ForwardBackwardOutput, data: Sequence[Datum]) -> list[Tensor]:
-    """Returns the log-probabilities of a forward pass as leaf tensors, one per datum, shaped like its targets.
-
-    Raises:
-        OperationFailed: If the lengths in the server's answer do not match the datums.
-    """
+    """Returns the log-probabilities of a forward pass as leaf tensors, one per datum, shaped like its targets."""
     if len(output.loss_fn_outputs) != len(data):
         raise OperationFailed(
             f"the server answered for {len(output.loss_fn_outputs)} datums, but {len(data)} were sent"
@@ -101,9 +93,6 @@ def evaluate(loss_fn: LossFn, data: list[Any], logprobs: list[Tensor]) -> Evalua
 
     Local parameters that the loss uses receive gradients as in any torch code. A datum that it does not use gets a
     zero gradient.
-
-    Raises:
-        InvalidLoss: If the loss is not a finite scalar tensor that depends on the log-probabilities.
     """
     return differentiate(
         lambda: loss_and_metrics(loss_fn(data, logprobs), logprobs), logprobs, name=function_name(loss_fn)
@@ -128,7 +117,7 @@ def differentiate(
 
 
 def linear_datums(data: Sequence[Datum], gradients: Sequence[Tensor]) -> list[Datum]:
-    """Returns the datums whose cross-entropy has these gradients: weighted by minus the gradient of each target."""
+    """Returns datums whose cross-entropy has these gradients: each target is weighted by its negative gradient."""
     return [
         datum.with_only_inputs(
             {
@@ -141,10 +130,7 @@ def linear_datums(data: Sequence[Datum], gradients: Sequence[Tensor]) -> list[Da
 
 
 def with_metrics(output: ForwardBackwardOutput, evaluation: Evaluation) -> ForwardBackwardOutput:
-    """Returns the result of a backward with the value and the metrics of the custom loss it belongs to.
-
-    A metric of the loss whose name the server uses, too, is returned as `loss/<name>`.
-    """
+    """Adds the value and metrics of a custom loss to the result of its backward; name clashes become `loss/<name>`."""
     metrics: dict[str, Any] = dict(output.metrics)
     if "loss:sum" in metrics:
         metrics["surrogate_loss:sum"] = metrics.pop("loss:sum")
@@ -154,7 +140,7 @@ def with_metrics(output: ForwardBackwardOutput, evaluation: Evaluation) -> Forwa
 
 
 def set_apart(metrics: Mapping[str, Any], taken: Container[str], under: str) -> dict[str, Any]:
-    """Moves metrics whose names are `taken` under another name; no two metrics end up with the same one.
+    """Prefixes metrics whose names are `taken`, so that no two metrics share a name.
 
     >>> set_apart({"nll": 2.0, "value": 1.0, "custom/value": 3.0}, {"value"}, "custom")
     {'nll': 2.0, 'custom/value': 1.0, 'custom/custom/value': 3.0}
@@ -170,11 +156,7 @@ def set_apart(metrics: Mapping[str, Any], taken: Container[str], under: str) -> 
 def loss_and_metrics(
     returned: Any, logprobs: Sequence[Tensor], *, needs_gradient: bool = True
 ) -> tuple[Tensor, dict[str, float]]:
-    """Checks what a loss function returned, before its backward, and splits it into loss and metrics.
-
-    Raises:
-        InvalidLoss: If the loss is not a finite scalar tensor with a gradient, or a metric is not a number.
-    """
+    """Splits what a loss function returned into loss and metrics; raises `InvalidLoss` if it cannot be trained on."""
     if inspect.isawaitable(returned):
         if inspect.iscoroutine(returned):
             returned.close()  # it will never be awaited
@@ -188,11 +170,7 @@ def loss_and_metrics(
 
 
 def check_arguments(loss: Any) -> None:
-    """Checks that a loss is a plain function of datums and log-probabilities, before these are requested.
-
-    Raises:
-        InvalidLoss: If it takes other arguments, or is async.
-    """
+    """Raises `InvalidLoss` if a loss is async or does not take `(data, logprobs)`, before these are requested."""
     if inspect.iscoroutinefunction(loss) or inspect.iscoroutinefunction(loss.__call__):
         raise InvalidLoss(_ASYNC.format(f"{function_name(loss)} is an async function"))
     try:
@@ -206,12 +184,7 @@ def check_arguments(loss: Any) -> None:
 
 
 def check_scalar(loss: Any) -> None:
-    """Checks that a loss is a tensor of one real value.
-
-    Raises:
-        LossNotTensor: If it is not a tensor.
-        LossNotScalar: If it has more or fewer values than one, or a complex one.
-    """
+    """Raises `LossNotTensor` or `LossNotScalar` unless a loss is a tensor with a single real value."""
     if not isinstance(loss, Tensor):
         raise LossNotTensor(
             f"the loss function returned {type(loss).__name__} as its loss, not a torch tensor. Return (loss, metrics) "
@@ -225,21 +198,13 @@ def check_scalar(loss: Any) -> None:
 
 
 def check_differentiable(loss: Tensor, inputs: str = "log-probabilities") -> None:
-    """Checks that a loss has a gradient; `inputs` is what the error calls the tensors it must depend on.
-
-    Raises:
-        LossWithoutGradient: If it has none.
-    """
+    """Raises `LossWithoutGradient` if a loss has no gradient; the message names the `inputs` it must depend on."""
     if not loss.requires_grad:
         raise LossWithoutGradient(without_gradient(inputs))
 
 
 def check_finite(loss: Tensor, logprobs: Sequence[Tensor] = (), hint: str = "") -> None:
-    """Checks that a loss is neither NaN nor infinite; `hint` continues the error's list of likely causes.
-
-    Raises:
-        LossNotFinite: If it is; names the datums whose log-probabilities or gradients are responsible.
-    """
+    """Raises `LossNotFinite`, naming the responsible datums, if a loss is NaN or infinite; `hint` adds a cause."""
     if not torch.isfinite(loss).all():
         raise LossNotFinite(
             f"the loss is {loss.item()}{_culprits(loss, logprobs)}. Look for a division by zero, the log of zero, or "
@@ -248,11 +213,7 @@ def check_finite(loss: Tensor, logprobs: Sequence[Tensor] = (), hint: str = "") 
 
 
 def check_gradient(loss: Tensor, gradient: Tensor, where: str = "") -> None:
-    """Checks that a gradient is finite; `where` starts the error's message.
-
-    Raises:
-        LossNotFinite: If it is not.
-    """
+    """Raises `LossNotFinite` if a gradient has NaN or infinite entries; `where` starts the message."""
     if not torch.isfinite(gradient).all():
         raise LossNotFinite(
             f"{where}the loss is {loss.item()}, but its gradient has NaN or infinite entries. Look for a square root "
@@ -279,22 +240,14 @@ def warn_of_zero(name: str) -> None:
 
 
 def numbers(metrics: Mapping[Any, Any]) -> dict[str, float]:
-    """Converts metrics to the protocol's form: names are strings, values are floats.
-
-    Raises:
-        InvalidLoss: If the metrics are not a mapping, or a value is not a single number.
-    """
+    """Converts metrics to the protocol's form, a dict of floats; raises `InvalidLoss` if that is not possible."""
     if not isinstance(metrics, Mapping):
         raise InvalidLoss(f"the loss function returned {type(metrics).__name__} as its metrics, not a dict")
     return {str(name): number(str(name), value) for name, value in metrics.items()}
 
 
 def number(name: str, value: Any) -> float:
-    """Converts the value of a metric to a float.
-
-    Raises:
-        InvalidLoss: If it is not a single number.
-    """
+    """Converts the value of a metric to a float; raises `InvalidLoss` if it is not a single number."""
     try:
         # float() would also accept a string that looks like a number.
         return float(value) if isinstance(value, int | float) else float(value.item())
@@ -306,7 +259,7 @@ def number(name: str, value: Any) -> float:
 
 
 def without_gradient(inputs: str = "log-probabilities") -> str:
-    """Returns the message for a loss that does not depend on the tensors it is to be differentiated by."""
+    """Returns the error message for a loss that does not depend on its inputs."""
     return (
         f"the loss does not depend on the {inputs}, so there is nothing to train. Compute it from the tensors that it "
         "is given, without .detach(), .item(), .tolist(), numpy or torch.no_grad() in between."
@@ -314,7 +267,7 @@ def without_gradient(inputs: str = "log-probabilities") -> str:
 
 
 def function_name(function: Any) -> str:
-    """Returns the name of a function, or of the one inside a partial; other callables have the name of their class."""
+    """Returns the name of a function, also inside a partial, or the class name of any other callable."""
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))

@@ -285,7 +285,7 @@ def test_an_async_term_that_waits_for_its_own_loop_raises() -> None:
         return evaluate(Regularizer(last, 1.0, "inner"))[0]
 
     with pytest.raises(
-        InvalidLoss, match=r"regularizer 'nested'.*regularizer 'inner'.*on the event loop that it needs"
+        InvalidLoss, match=r"regularizer 'nested'.*regularizer 'inner'.*on the event loop that it would wait for"
     ):
         evaluate(Regularizer(nested, 1.0, "nested"), timeout=LONG)
 

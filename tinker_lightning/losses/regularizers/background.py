@@ -1,7 +1,4 @@
-"""Runs functions and coroutines on background threads, with the torch modes of the caller.
-
-Grad, inference and autocast modes belong to a thread; a function on another thread would not see them.
-"""
+"""Runs functions and coroutines on background threads, with the caller's torch modes, which are per thread."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ class Modes:
         )
 
     def applied(self) -> contextlib.ExitStack:
-        """Returns a context in which the calling thread, one of ours without autocast, has these modes."""
+        """Returns a context in which the calling thread, which must not use autocast, has these modes."""
         with contextlib.ExitStack() as stack:
             # Inference mode also sets the grad mode, so it comes first.
             stack.enter_context(torch.inference_mode(self.inference))
@@ -61,7 +58,7 @@ class Modes:
 
 
 def on_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Runs a function on a new daemon thread; one that hangs blocks neither others nor the end of the process."""
+    """Runs a function on a new daemon thread, so that a hanging one does not block others or the process exit."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
     modes, context = Modes.current(), contextvars.copy_context()
@@ -80,21 +77,17 @@ def on_thread(call: Callable[[], T], name: str) -> Future[T]:
 
 
 def on_loop(awaitable: Awaitable[T], name: str = "") -> Future[T]:
-    """Awaits something on the shared event loop, which is never closed, so that clients bound to it can be reused.
-
-    Raises:
-        RuntimeError: If called on that loop, which would wait for itself.
-    """
+    """Awaits something on the shared event loop, which is never closed, so that clients bound to it can be reused."""
     loop = _Loop.shared()
     coroutine = awaitable if isinstance(awaitable, types.CoroutineType) else _awaited(awaitable)
     if threading.current_thread() is loop.thread:
         coroutine.close()
-        raise RuntimeError("it was called by an async regularizer, on the event loop that it needs")
+        raise RuntimeError("called by an async regularizer, on the event loop that it would wait for")
     return asyncio.run_coroutine_threadsafe(_InModes(coroutine, Modes.current(), loop, name), loop.loop)
 
 
 def blocker() -> str:
-    """Returns the name that was passed to `on_loop` with the coroutine that blocks the loop; empty if none does."""
+    """Returns the `on_loop` name of the coroutine that blocks the loop; empty if none does."""
     step = _Loop.shared().step
     return step[0] if step is not None and time.monotonic() - step[1] > _SLOW_SECONDS else ""
 
@@ -108,13 +101,13 @@ class _Loop:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.pid = os.getpid()
-        self.step: tuple[str, float] | None = None  # the coroutine that runs now, and since when
+        self.step: tuple[str, float] | None = None  # the running coroutine and its start time
         self.thread = threading.Thread(target=self.loop.run_forever, name=THREAD, daemon=True)
         self.thread.start()
 
     @classmethod
     def shared(cls) -> _Loop:
-        """Returns the loop of this process; a fork does not have the threads of its parent."""
+        """Returns the loop of this process; a forked process gets a new one."""
         with cls._lock:
             if cls._shared is None or cls._shared.pid != os.getpid():
                 cls._shared = cls()
@@ -126,10 +119,7 @@ async def _awaited(awaitable: Awaitable[T]) -> T:
 
 
 class _InModes(Coroutine[Any, Any, T]):
-    """A coroutine that resumes after every await in the modes in which it was suspended.
-
-    Coroutines take turns on one thread: without this, a `no_grad` around an await would affect all the others.
-    """
+    """A coroutine that keeps its torch modes across awaits: a `no_grad` around one must not affect other coroutines."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], modes: Modes, loop: _Loop, name: str) -> None:
         self._coroutine = coroutine
@@ -158,7 +148,7 @@ class _InModes(Coroutine[Any, Any, T]):
             try:
                 awaited = step()
             except (KeyboardInterrupt, SystemExit) as error:
-                # Either would end the loop, and the next caller would wait forever.
+                # Either would stop the loop, and the next caller would wait forever.
                 raise RuntimeError(f"it raised {type(error).__name__}") from error
             finally:
                 self._loop.step = None

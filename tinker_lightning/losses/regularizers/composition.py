@@ -44,7 +44,7 @@ def evaluate(
     """Returns the total of a base loss and regularizers, and its telemetry: a dict of numbers and nested dicts.
 
     Async terms and those in an executor start first and run concurrently with the rest, which runs on the calling
-    thread. Without regularizers the result is the base loss with its own metrics.
+    thread. Errors name the regularizer. Without regularizers the result is the base loss with its own metrics.
 
     Args:
         data: The datums that the functions receive.
@@ -52,14 +52,8 @@ def evaluate(
         base: The base loss, or None.
         regularizers: The terms to add.
         step: The step that weight functions receive.
-        grad_norms: Whether to compute the gradient norm of each term without its weight, at the cost of a backward
-            through the term.
-        timeout: The number of seconds that terms on other threads may take.
-
-    Raises:
-        InvalidLoss: If a term is not a finite scalar tensor or fails, or if nothing depends on the log-probabilities.
-            The message names the regularizer; the exception of its function is the cause.
-        ResultTimeout: If a term takes too long; names it. One in an executor cannot be stopped and keeps running.
+        grad_norms: Whether to compute the gradient norm of each unweighted term, which costs a backward through it.
+        timeout: The number of seconds that terms on other threads may take; one in an executor keeps running.
     """
     terms = as_regularizers(regularizers)
     check_timeout("timeout", timeout)
@@ -92,7 +86,7 @@ def evaluate(
 
 
 def check_timeout(name: str, timeout: float | None) -> None:
-    """Raises `InvalidInput` if a timeout, called `name`, is not None or a number above 0."""
+    """Raises `InvalidInput` unless a timeout is None or a number above 0; `name` is its name in the message."""
     if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
         raise InvalidInput(f"{name} must be a number of seconds above 0, or None, got {timeout!r}")
 
@@ -113,10 +107,9 @@ def flatten(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _split(logprobs: list[Tensor], count: int) -> list[list[Tensor]]:
-    """Returns the log-probabilities once for each function, joined in one node of the autograd graph.
+    """Returns a copy of the log-probabilities for each function, joined in one node of the autograd graph.
 
-    Autograd orders the functions of several threads by counters that belong to the threads, and the bits of a sum
-    depend on its order. Joined here, the gradients of the functions are always summed in the same order.
+    This makes sums of gradients reproducible: autograd orders functions of several threads by per-thread counters.
     """
     copies = [torch.stack([each] * count).unbind() for each in logprobs]
     return [[each[i] for each in copies] for i in range(count)]
@@ -130,7 +123,7 @@ def _run(
     of_terms: Sequence[list[Tensor]],
     timeout: float | None,
 ) -> tuple[tuple[Tensor, dict[str, float]] | None, dict[str, Any]]:
-    """Runs the base loss and all terms; returns what they returned."""
+    """Runs the base loss and all terms, and returns their results."""
     deadline = None if timeout is None else time.monotonic() + timeout
     running: dict[str, Future[Any]] = {}
     try:
@@ -158,7 +151,7 @@ def _run(
 
 
 def _start(term: Regularizer, data: list[Any], logprobs: list[Tensor]) -> Future[Any]:
-    """Starts a term; the future is done already if it ran on this thread."""
+    """Starts a term; the future of one that runs on this thread is already done."""
 
     def call() -> Any:
         returned = term.fn(data, logprobs)
@@ -210,7 +203,7 @@ def _blaming(term: Regularizer, timeout: float | None = None) -> Iterator[None]:
 
 
 def _grad_norm(value: Tensor, logprobs: list[Tensor]) -> float:
-    """Returns the norm of a term's gradient with respect to the log-probabilities; it does not reach a model."""
+    """Returns the norm of a term's gradient with respect to the log-probabilities."""
     inputs = [each for each in logprobs if each.requires_grad]
     if not (value.requires_grad and inputs):
         return 0.0

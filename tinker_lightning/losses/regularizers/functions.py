@@ -2,9 +2,8 @@
 
 They count the tokens whose `weights` entry is nonzero, or all tokens of a datum without weights.
 
-Those that are called *estimates* assume that the tokens are samples of the model. Their value is then unbiased, and
-their gradient is that of the expected value. It is not the gradient of the value itself, because the probability of
-the tokens changes too.
+Functions that *estimate* a quantity assume tokens sampled from the model. The value is then unbiased, and the gradient
+is that of the expected value, not of the value itself, because the probability of the tokens also changes.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def entropy(data: list[Any], logprobs: list[Tensor]) -> Loss:
 def reverse_kl(data: list[Any], logprobs: list[Tensor]) -> Loss:
     """Estimates KL(model ‖ reference) per token, from the `reference_logprobs` of the datums.
 
-    It keeps the model within the modes of the reference, but lets it drop some. With `[T, K]` targets it is the sum
-    over the K alternatives.
+    Keeps the model within the modes of the reference, but lets it drop some. With `[T, K]` targets it sums over the K
+    alternatives.
 
     Metrics: `kl`.
 
@@ -58,7 +57,7 @@ def reverse_kl(data: list[Any], logprobs: list[Tensor]) -> Loss:
 def forward_kl(data: list[Any], logprobs: list[Tensor]) -> Loss:
     """Estimates KL(reference ‖ model) per token, from the `reference_logprobs` of the datums.
 
-    It makes the model cover all modes of the reference. With `[T, K]` targets it is the sum over the K alternatives.
+    Makes the model cover all modes of the reference. With `[T, K]` targets it sums over the K alternatives.
 
     Metrics: `kl`.
 
@@ -106,10 +105,10 @@ def consistency(data: list[Any], logprobs: list[Tensor]) -> Loss:
 
 
 def length(data: list[Any], logprobs: list[Tensor], *, limit: int = 0) -> Loss:
-    """Estimates how many tokens a response has beyond a limit, from responses that the model has sampled.
+    """Estimates how many tokens responses that the model sampled have beyond a limit.
 
-    The length of a response does not depend on the log-probabilities, but its probability does: long responses become
-    less likely than the others of the batch (REINFORCE with the mean of the others as baseline: Kool et al. 2019).
+    Makes long responses less likely than the others of the batch (REINFORCE with a leave-one-out baseline: Kool et al.
+    2019), because the length itself does not depend on the log-probabilities.
 
     Metrics: `length`.
 
@@ -145,14 +144,11 @@ def sparsity(data: list[Any], logprobs: list[Tensor], *, scale: float = 1.0) -> 
 
 
 def topology(data: list[Any], logprobs: list[Tensor]) -> Loss:
-    """Returns how rugged the curve of surprisals along a text is: its total persistence per token.
+    """Returns how rugged the curve of surprisals along a text is: its total persistence per token, a mean over datums.
 
-    As a level rises through the curve, a component is born at each valley, and dies where it meets that of a deeper
-    one; the sum of these lifetimes is the persistence in dimension 0 (Edelsbrunner & Harer 2010, Computational
-    Topology, VII.1). A smooth curve has few and short ones; speakers tend to spread surprise evenly, too (Wei et al.
-    2021, arXiv:2105.07144).
-
-    The value is a mean over datums.
+    As a level rises through the curve, a component is born at each valley and dies where it meets a deeper one; the
+    sum of the lifetimes is the persistence in dimension 0 (Edelsbrunner & Harer 2010, Computational Topology, VII.1).
+    It is small for smooth curves; speakers also tend to spread surprise evenly (Wei et al. 2021, arXiv:2105.07144).
 
     Metrics: `peaks` per datum.
 
@@ -169,8 +165,8 @@ def topology(data: list[Any], logprobs: list[Tensor]) -> Loss:
 def _persistence(curve: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the total persistence of a curve per point, and the number of its peaks.
 
-    Every valley but the deepest is born once, and every peak between two valleys ends one of them, so the sum of
-    lifetimes does not need to pair them. Of equal neighbours the first counts as the lower.
+    Each valley but the deepest starts a lifetime and each peak between two valleys ends one, so their sum needs no
+    pairing. Of equal neighbors the first counts as the lower.
     """
     if not curve.numel():
         return curve.sum(), curve.new_zeros((), dtype=torch.int64)
@@ -197,7 +193,7 @@ def _as_kl(kl: Tensor, counted: Tensor) -> Loss:
 
 
 def _estimate(value: Tensor, surrogate: Tensor) -> Tensor:
-    """Returns a tensor with the value of the first and the gradient of the second."""
+    """Returns a tensor with the value of `value` and the gradient of `surrogate`."""
     return value.detach() + (surrogate - surrogate.detach())
 
 

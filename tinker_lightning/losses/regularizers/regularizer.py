@@ -32,11 +32,8 @@ class Regularizer:
     Args:
         fn: Takes `(data, logprobs)` and returns a scalar tensor, or that and a dict of metrics; may be async.
         weight: A number, or a function of the step.
-        name: The name of its telemetry, unique within a loss.
-        run_in_executor: Runs a slow function that is not async on its own thread.
-
-    Raises:
-        InvalidLoss: If an argument is invalid.
+        name: The name in telemetry, unique within a loss.
+        run_in_executor: Runs a slow plain function on its own thread.
     """
 
     fn: RegularizerFn
@@ -63,15 +60,11 @@ class Regularizer:
 
     @property
     def is_async(self) -> bool:
-        """Whether the function is known to be async before it is called; others may still return an awaitable."""
+        """Whether the function is declared async; other callables may still return an awaitable."""
         return inspect.iscoroutinefunction(self.fn) or inspect.iscoroutinefunction(type(self.fn).__call__)
 
     def weight_at(self, step: int) -> float:
-        """Returns the weight at a step.
-
-        Raises:
-            InvalidLoss: If a weight function does not return a finite number.
-        """
+        """Returns the weight at a step; raises `InvalidLoss` if it is not a finite number."""
         if not callable(self.weight):
             return float(self.weight)
         where = f"regularizer {self.name!r}: its weight at step {step}"
@@ -83,11 +76,7 @@ class Regularizer:
 
 
 def as_regularizers(given: Iterable[Regularizer | Mapping[str, Any]] | None) -> tuple[Regularizer, ...]:
-    """Returns the regularizers of a loss; a dict of `fn`, `weight`, `name` and `run_in_executor` is converted.
-
-    Raises:
-        InvalidLoss: If an item is not a regularizer, or two have the same name.
-    """
+    """Validates regularizers; dicts of `fn`, `weight`, `name` and `run_in_executor` are converted."""
     if given is None:
         return ()
     if isinstance(given, Regularizer | Mapping | str) or not isinstance(given, Iterable):
@@ -116,7 +105,7 @@ def _as_regularizer(i: int, given: Any) -> Regularizer:
     if unknown := [str(key) for key in given if key not in _SPEC]:
         raise InvalidLoss(f"regularizer {i}: unknown {', '.join(unknown)}; a dict may have {', '.join(_SPEC)}")
     regularizer = Regularizer(given["fn"], given["weight"], given["name"], given.get("run_in_executor", False))
-    # The function shows by itself whether it is async; the entry must only not contradict it.
+    # Whether the function is async is detected; the entry must not contradict it.
     if regularizer.is_async and not given.get("async", True):
         raise InvalidLoss(f"regularizer {regularizer.name!r}: async is {given['async']!r}, but its function is async")
     return regularizer
