@@ -27,6 +27,7 @@ from tinker_lightning.errors import LossNotFinite, TinkerLightningError
 from tinker_lightning.server import EmbeddedTrainer, create_app
 from tinker_lightning.testing import embedded_service
 from tinker_lightning.types import OptimStepResponse
+from tinker_lightning.types.requests import OptimStepRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -374,12 +375,8 @@ def test_a_request_that_fails_between_windows_is_not_lost(
             return send(*args, **kwargs)
         sent.append(args)
         if len(sent) == 1:
-            return client._submit(
-                failing,
-                failing,
-                OptimStepResponse,
-                lambda number: {"model_id": client.model_id, "seq_id": number, "adam_params": 5},
-            )
+            unknown = {"type": "no such optimizer"}
+            return client._submit(failing, failing, OptimStepResponse, OptimStepRequest, optimizer_params=unknown)
         return send(*args, **kwargs)
 
     monkeypatch.setattr(client, method, fails_once)

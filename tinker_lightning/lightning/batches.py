@@ -74,6 +74,7 @@ def as_list(given: Any) -> list[Any]:
 def count_datums(batch: Any) -> int:
     """Returns how many datums a batch has in nested lists, tuples and dicts; 0 if it has other contents.
 
+    >>> from tinker_lightning import Datum
     >>> count_datums({"pairs": [(Datum.from_tokens([1, 2]), Datum.from_tokens([1, 3]))], "names": ["first"]})
     2
     """

@@ -53,7 +53,7 @@ def test_built_in_losses_take_inputs_given_once(service: ServiceClient, model: T
     }
     given = model.forward(texts(), "ppo", loss_fn_inputs=once).result()
     assert given == model.forward(data, "ppo").result()
-    with pytest.raises(InvalidInput, match="advantages is given for the batch, and by datum 0 too"):
+    with pytest.raises(InvalidInput, match="advantages is passed for the batch, but datum 0 has it too"):
         model.forward(data, "ppo", loss_fn_inputs=once)
     with pytest.raises(InvalidInput, match="advantages must have one row for each of the 3 datums"):
         model.forward(texts(), "ppo", loss_fn_inputs={"advantages": torch.zeros(2, T)})
