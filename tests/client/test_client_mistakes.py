@@ -50,7 +50,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "a loss that is not known": (
         lambda model: model.forward(DATA, "no_such_loss").result(),
         InvalidInput,
-        "'no_such_loss' is not known here",
+        "'no_such_loss' is not registered",
     ),
     "an input that is missing": (
         lambda model: model.forward_backward(DATA, "ppo").result(),

@@ -75,7 +75,7 @@ def test_a_handle_whose_loss_was_evicted_can_be_used_again(
         before = value(model, handle)
         monkeypatch.setattr(loss_registry, "MAX_VALUES", 40)
         others = [service.create_custom_loss(of_datum(factor), RANKS).result() for factor in (2.0, 3.0, 4.0)]
-        with pytest.raises(InvalidInput, match=r"this session has no loss .*, or no longer"):
+        with pytest.raises(InvalidInput, match=r"this session has no loss .*, or it was evicted"):
             model.forward_backward(data(), handle).result()
         assert value(model, handle) == before
         assert service.create_custom_loss(of_datum(1.0), RANKS).result() is handle
@@ -92,7 +92,8 @@ def test_a_batch_loss_that_was_evicted_can_be_used_again(
     for i in range(4):
         custom_loss(service, name=f"other_{i}", trace=trace)(of_batch(float(i)))
     for again in (loss, "mine"):
-        with pytest.raises(InvalidInput, match=r"loss_fn 'mine@.*' is not known here, or no longer; known are"):
+        evicted = r"loss_fn 'mine@.*' is not registered, or was evicted; available losses:"
+        with pytest.raises(InvalidInput, match=evicted):
             value(model, again)
         assert value(model, again) == before
         custom_loss(service, name="last", trace=trace)(of_batch(9.0))
@@ -104,7 +105,7 @@ def test_an_upload_that_found_no_room_can_be_tried_again(
 ) -> None:  # R3.6
     monkeypatch.setattr(loss_registry, "MAX_VALUES", 3)
     for _ in range(2):
-        with pytest.raises(InvalidInput, match="a session may keep 3"):
+        with pytest.raises(InvalidInput, match="a session may store at most 3"):
             service.create_custom_loss(of_datum(1.0), RANKS).result()
     monkeypatch.undo()
     handle = service.create_custom_loss(of_datum(1.0), RANKS).result()
@@ -139,7 +140,7 @@ def test_a_setting_that_decides_and_changes_with_each_step_fills_no_memory(
         assert value(model, annealed, {"strength": float(strength)}) == pytest.approx(strength * once)
         assert len(annealed._uploads) <= 4
     assert value(model, annealed) == once
-    with pytest.raises(InvalidInput, match="annealed does not know 'weakness'; it takes strength"):
+    with pytest.raises(InvalidInput, match="annealed has no setting 'weakness'; it takes strength"):
         value(model, annealed, {"weakness": 1.0})
 
 

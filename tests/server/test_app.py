@@ -56,7 +56,7 @@ def test_sessions_live_until_they_are_finished(api: Api) -> None:
     assert api.post("session_heartbeat", {"session_id": session}).status_code == 410
     late = api.post("create_model", {"session_id": session, "model_seq_id": 7, "base_model": "tiny"})
     assert late.status_code == 400
-    assert "was finished" in late.json()["detail"]
+    assert "is finished" in late.json()["detail"]
     gone = api.run("forward_backward", api.train(model, 1))
     assert gone["category"] == "user"
     assert "it was unloaded" in gone["error"]

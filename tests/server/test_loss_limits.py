@@ -210,11 +210,11 @@ def test_a_loss_that_has_no_room_is_refused(api: Api, monkeypatch: pytest.Monkey
     monkeypatch.setattr(loss_registry, "MAX_VALUES", 100)
     monkeypatch.setattr(loss_registry, "MAX_VALUES_OF_ALL", 150)
     first, second = api.session(), api.session()
-    assert "a session may keep 100" in registered(api, first, "wide", 120).json()["detail"]
+    assert "a session may store at most 100" in registered(api, first, "wide", 120).json()["detail"]
     assert registered(api, first, "a", 60).status_code == 200
     refused = registered(api, second, "b", 85)
     assert refused.status_code == 400
-    assert "this server has no room for more losses" in refused.json()["detail"]
+    assert "exceed the memory limit of this server" in refused.json()["detail"]
     assert registered(api, first, "a", 60).status_code == 200  # a repeat takes no more
     registry = api.trainer.losses
     registry.free(first)
@@ -230,7 +230,7 @@ def test_a_name_goes_with_its_loss(api: Api, monkeypatch: pytest.MonkeyPatch) ->
     listed = api.trainer.losses.listing(session)
     assert "a" not in listed
     assert {"b", "c"} <= set(listed)
-    assert "'a' is not known here" in api.run("forward_backward", named(api, api.model(session), "a"))["error"]
+    assert "'a' is not registered" in api.run("forward_backward", named(api, api.model(session), "a"))["error"]
 
 
 def named(api: Api, model: str, loss: str) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def test_a_port_that_is_taken_is_named_before_any_model_is_loaded(tmp_path: Path
         with pytest.raises(InvalidInput) as refused:
             serve.serve(["no such model"], port=port, data_dir=tmp_path)
     assert f"cannot listen on --host 127.0.0.1 --port {port}: Address already in use" in str(refused.value)
-    assert "Choose another host or port; port 0 takes a free one" in str(refused.value)
+    assert "Choose another host or port; port 0 selects a free one" in str(refused.value)
 
 
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70000), ("127.0.0.1", -1), ("no.such.host.invalid", 0)])
@@ -218,7 +218,7 @@ def test_which_addresses_only_this_machine_can_reach(host: str, expected: bool) 
 
 def test_a_folder_that_cannot_be_written_is_named_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(InvalidInput, match=r"cannot be kept in .*file.*Choose another --data-dir"):
+    with pytest.raises(InvalidInput, match=r"cannot store .* in .*file.*Choose another --data-dir"):
         serve.serve(["tiny"], port=0, data_dir=tmp_path / "file")
 
 
@@ -245,4 +245,4 @@ def test_without_a_key_only_this_machines_own_names_are_answered(host: str, stat
 
     response = asyncio.run(ask())
     assert response.status_code == status
-    assert status == 200 or "start it with --api-key" in response.json()["detail"]
+    assert status == 200 or "start the server with --api-key" in response.json()["detail"]

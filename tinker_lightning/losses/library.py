@@ -65,7 +65,7 @@ def check_settings(loss: Any, given: Mapping[str, Any], *, may_have_others: bool
     for name, value in settings.items():
         if name not in defaults:
             known = ", ".join(defaults) or "no settings at all"
-            raise InvalidInput(f"loss_fn_config: {function.__name__} does not know {name!r}; it takes {known}")
+            raise InvalidInput(f"loss_fn_config: {function.__name__} has no setting {name!r}; it takes {known}")
         if wanted := _wanted(defaults[name], value):
             raise InvalidInput(f"loss_fn_config: {name} of {function.__name__} must be {wanted}, got {value!r}")
     try:

@@ -31,7 +31,7 @@ OUTPUTS: dict[Source, tuple[str, ...]] = {
 }
 _Tensors: TypeAlias = Mapping[str, "Tensor"]
 
-# Prefixes of losses that are uploaded without being registered: nobody uses their names, and lists omit them.
+# Prefixes of losses that are uploaded without being registered. Listings omit them.
 OF_LIBRARY, OF_OWN = UNLISTED = ("library.", "own.")
 
 MAX_INPUTS = 64
@@ -189,8 +189,8 @@ def check_name(name: Any) -> None:
     """Raises `InvalidLoss` if a loss cannot have this name."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidLoss(
-            f"a loss cannot be called {name!r:.80}: a name has up to 64 letters, digits, '_', '-' and '.', and begins "
-            "with a letter or '_'"
+            f"invalid loss name {name!r:.80}: use up to 64 letters, digits, '_', '-' and '.', beginning with a letter "
+            "or '_'"
         )
 
 
@@ -199,7 +199,7 @@ def metric_names(diagnostics: Iterable[Any]) -> dict[str, str]:
     names: dict[str, str] = {}
     for name in diagnostics:
         if not isinstance(name, str) or not _DIAGNOSTIC.fullmatch(name):
-            raise InvalidLoss(f"a diagnostic cannot be called {name!r:.120}; use a short string with at most one colon")
+            raise InvalidLoss(f"invalid diagnostic name {name!r:.120}; use a short string with at most one colon")
         names[name] = name if ":" in name else f"{name}:unique"
     if twice := [name for name, metric in names.items() if metric != name and metric in names]:
         raise InvalidLoss(f"the diagnostics {twice[0]!r} and {names[twice[0]]!r} would be the same metric; rename one")
@@ -217,7 +217,7 @@ def _decode_hyperparameters(message: Any) -> dict[str, Hyperparameter]:
         if not isinstance(fixed, bool) or not (default is None or isinstance(default, bool | int | float | str)):
             raise InvalidLoss(f"hyperparameters: {name}: default must be a number or string, and fixed true or false")
         if not fixed and (isinstance(default, bool) or not isinstance(default, int | float)):
-            raise InvalidLoss(f"hyperparameters: {name}: only a number can change with each call; fix it")
+            raise InvalidLoss(f"hyperparameters: {name}: only numbers can change between calls; set fixed to true")
         decoded[name] = Hyperparameter(default[:200] if isinstance(default, str) else default, fixed)
     return decoded
 
@@ -231,7 +231,7 @@ def _check_inputs(loss: GraphLoss) -> None:
     for name, rank in loss.inputs.items():
         if not _INPUT.fullmatch(name) or (is_datum and name != name.lower()):
             letters = "lowercase letters" if is_datum else "letters"
-            raise InvalidLoss(f"an input cannot be called {name!r:.80}; use {letters}, digits and '_'")
+            raise InvalidLoss(f"invalid input name {name!r:.80}; use {letters}, digits and '_'")
         if rank not in ((0, 1, 2) if is_datum else (None,)):
             wanted = "0, 1 or 2" if is_datum else "null"
             raise InvalidLoss(f"{name}: the number of dimensions of an input must be {wanted}, not {rank!r:.20}")
@@ -257,7 +257,7 @@ def _check_output(loss: GraphLoss) -> None:
         if is_datum and not _DATUM_METRIC.fullmatch(name):
             raise InvalidLoss(
                 f"the metric {name!r:.100} must be called custom/<name>:sum or custom/<name>:mean, in lowercase "
-                "letters; the suffix says how it is combined over datums"
+                "letters; the suffix determines how it is combined over datums"
             )
         if not isinstance(value, Ref if is_datum else Ref | int | float):
             raise InvalidLoss(f"the metric {name!r} must be {'a tensor' if is_datum else 'a number or a tensor'}")

@@ -38,8 +38,8 @@ def check_settings(
         default = known[name].default
         if known[name].fixed and value != default:
             raise InvalidInput(
-                f"loss_fn_config: {name} of {loss} is fixed to {default!r}, because the function decides by it what to "
-                f"compute. Register it again, under another name, with {name}={value!r}."
+                f"loss_fn_config: {name} of {loss} is fixed to {default!r}, because the control flow of the function "
+                f"depends on it. Register the loss under another name with {name}={value!r}."
             )
         is_number = isinstance(value, int | float)
         is_wrong = not math.isfinite(value) if is_number else isinstance(default, int | float)
@@ -51,7 +51,7 @@ def check_settings(
 
 def unknown_setting(loss: str, name: str, known: Mapping[str, Any]) -> str:
     """Returns the message for a setting that a loss does not have."""
-    return f"loss_fn_config: {loss} does not know {name!r}; it takes {', '.join(known) or 'no settings at all'}"
+    return f"loss_fn_config: {loss} has no setting {name!r}; it takes {', '.join(known) or 'no settings'}"
 
 
 def with_types_of_defaults(known: Mapping[str, Hyperparameter], given: Mapping[str, Any]) -> dict[str, Any]:

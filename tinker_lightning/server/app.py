@@ -36,7 +36,7 @@ def create_app(trainer: EmbeddedTrainer, *, api_key: str | None = None, extended
         extended: Whether to provide extensions of the protocol under `/ext/v1/`.
     """
     if api_key == "":
-        raise InvalidInput("api_key is empty, so that everyone would have it; pass a key, or None for no key at all")
+        raise InvalidInput("api_key must not be empty; pass a key, or None to allow all clients")
     parts = (handshake, training, losses, sampling, futures, downloads, checkpoints)
     app = Starlette(
         routes=[

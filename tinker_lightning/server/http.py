@@ -86,7 +86,7 @@ async def read_body(request: Request, limit: int | None = None) -> bytes:
         async for part in request.stream():
             size += len(part)
             if size > limit:
-                raise MessageTooLarge(f"the body has more than the {limit} bytes that are accepted; {fix}")
+                raise MessageTooLarge(f"the body exceeds the limit of {limit} bytes; {fix}")
             parts.append(part)
     except ClientDisconnect as error:
         raise InvalidMessage(f"the connection was closed after {size} bytes of the body; send it again") from error
@@ -153,8 +153,8 @@ class LocalHost:
         if scope["type"] == "http":
             given = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
             if not _is_this_machine(given):
-                detail = f"this server is for this machine only, but was asked as {given!r}. Use http://127.0.0.1, or"
-                await JSONResponse({"detail": f"{detail} start it with --api-key."}, 403)(scope, receive, send)
+                detail = f"the Host header {given!r} is not this machine. Use http://127.0.0.1, or start the server"
+                await JSONResponse({"detail": f"{detail} with --api-key."}, 403)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

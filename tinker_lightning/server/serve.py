@@ -36,13 +36,13 @@ def serve(
     """
     if not is_loopback(host) and not api_key:
         raise InvalidInput(
-            f"--host {host} can be reached from other machines, so an API key is needed: pass --api-key KEY (clients "
-            "set TINKER_API_KEY to it), or leave --host out to serve this machine only."
+            f"--host {host} can be reached from other machines, so an API key is required: pass --api-key KEY (clients "
+            "set TINKER_API_KEY to it), or omit --host to serve this machine only."
         )
     if allow_pickled_losses and not api_key:
         raise InvalidInput(
-            "--allow-pickled-losses lets every client run any code on this machine, so an API key is "
-            "needed: pass --api-key KEY too."
+            "--allow-pickled-losses lets clients run arbitrary code on this machine, so an API key is required: pass "
+            "--api-key KEY too."
         )
     trainer = EmbeddedTrainer(models, data_dir=data_dir, allow_pickled_losses=allow_pickled_losses)
     try:
@@ -50,7 +50,7 @@ def serve(
         trainer.store.listing()  # removes expired checkpoints
     except OSError as error:
         raise InvalidInput(
-            f"checkpoints cannot be kept in {trainer.store.root}: {error.strerror}. Choose another --data-dir."
+            f"cannot store checkpoints in {trainer.store.root}: {error.strerror}. Choose another --data-dir."
         ) from error
     app = create_app(trainer, api_key=api_key)
     # The port is bound before the models are loaded, so that a port in use fails early.
@@ -104,6 +104,6 @@ def _listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise InvalidInput(
-            f"cannot listen on --host {host} --port {port}: {reason}. Choose another host or port; port 0 takes a free "
-            "one."
+            f"cannot listen on --host {host} --port {port}: {reason}. Choose another host or port; port 0 selects a "
+            "free one."
         ) from error

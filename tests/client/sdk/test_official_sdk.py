@@ -243,7 +243,7 @@ def test_a_mistake_is_the_users_and_loses_nothing(training: tinker.TrainingClien
     with pytest.raises(tinker.RequestFailedError, match=r"datum 1: target_tokens.*\[1\] is 999") as caught:
         training.forward_backward([DATA[0], bad], "cross_entropy").result()
     assert caught.value.category == types.RequestErrorCategory.User
-    with pytest.raises(tinker.RequestFailedError, match="'no_such_loss' is not known here"):
+    with pytest.raises(tinker.RequestFailedError, match="'no_such_loss' is not registered"):
         training.forward(DATA, "no_such_loss").result()  # type: ignore[arg-type]
     assert logprobs_of(training) == before
     steps(training, 1)

@@ -58,7 +58,7 @@ def test_a_function_in_this_process_needs_no_tracing(service: ServiceClient, mod
     metrics = trains(model, texts(), "plain", 1e-3)
     assert metrics[0]["looked"] == 1.0
     assert "plain" in service.list_loss_functions()["available_loss_functions"]
-    with pytest.raises(InvalidInput, match="plain does not know 'gamma'; it takes least"):
+    with pytest.raises(InvalidInput, match="plain has no setting 'gamma'; it takes least"):
         model.forward(texts(), "plain", {"gamma": 1.0}).result()
 
     @custom_loss(service, name="raises", trace=False)
@@ -97,7 +97,7 @@ def test_metrics_of_a_function_that_are_no_dict(
 
 def test_pickled_functions_need_permission(trainer: EmbeddedTrainer, running: Any) -> None:  # R3.6, R3.7
     with running(create_app(trainer)) as url, ServiceClient(url) as service:
-        with pytest.raises(InvalidInput, match="--allow-pickled-losses and an --api-key"):
+        with pytest.raises(InvalidInput, match="--allow-pickled-losses and --api-key"):
             custom_loss(service, name="pickled", trace=False)(untraceable)
         with pytest.raises(InvalidLoss, match="cannot be pickled"):
             custom_loss(service, name="pickled", trace=False)(_with_a_lock())
@@ -122,7 +122,7 @@ def test_pickled_functions_run_where_the_owner_allows_it(tmp_path: Any, running:
             custom_loss(service, name="pickled", trace=False)(untraceable)
             model = service.create_lora_training_client("tiny", rank=4)
             trains(model, texts(), "pickled", 1e-3)
-            with pytest.raises(InvalidInput, match="a loss cannot be called 'ppo'"):
+            with pytest.raises(InvalidInput, match="invalid loss name 'ppo'"):
                 custom_loss(service, name="ppo", trace=False)(untraceable)
     finally:
         trainer.close()

@@ -56,7 +56,7 @@ def test_a_loss_that_cannot_be_serialized_raises_at_decoration(service: ServiceC
 
 def test_an_unknown_loss_is_named_with_those_that_are_known(model: TrainingClient) -> None:  # R3.6
     with pytest.raises(
-        InvalidInput, match=r"loss_fn 'nowhere' is not known here; known are cross_entropy.*@custom_loss"
+        InvalidInput, match=r"loss_fn 'nowhere' is not registered; available losses: cross_entropy.*@custom_loss"
     ):
         model.forward_backward(texts(), "nowhere").result()
 
@@ -92,7 +92,7 @@ def test_what_is_no_client_and_no_function(service: ServiceClient, model: Traini
         custom_loss(service, name="mine")("minimal")  # type: ignore[arg-type]
     with pytest.raises(InvalidLoss, match="mine has no hyperparameter 'gamma'"):
         custom_loss(service, name="mine", gamma=1.0)(minimal)
-    with pytest.raises(InvalidInput, match="a loss cannot be called 'cross_entropy'"):
+    with pytest.raises(InvalidInput, match="invalid loss name 'cross_entropy'"):
         custom_loss(service, name="cross_entropy")(minimal)
     service.close()
     with pytest.raises(ClientClosed):
@@ -204,7 +204,7 @@ def test_settings_of_a_function_are_held_to_what_those_of_a_graph_are(
     for name, value in (("beta", float("nan")), ("beta", "text"), ("k", float("inf")), ("top", float("nan"))):
         with pytest.raises(InvalidInput, match=f"loss_fn_config: {name} must be a finite number, got"):
             model.forward(texts(), "mine", {name: value}).result()
-    with pytest.raises(InvalidInput, match="mine does not know 'gamma'; it takes beta, k, mode, top"):
+    with pytest.raises(InvalidInput, match="mine has no setting 'gamma'; it takes beta, k, mode, top"):
         model.forward(texts(), "mine", {"gamma": 1.0}).result()
 
 
@@ -287,7 +287,7 @@ def test_what_is_wrong_with_a_datum_keeps_its_class(model: TrainingClient) -> No
 
 def test_an_upload_that_is_refused_keeps_its_class(service: ServiceClient) -> None:
     loss = trace_batch_loss(minimal, "mine", "logits")
-    with pytest.raises(InvalidLoss, match="a loss cannot be called '7'"):
+    with pytest.raises(InvalidLoss, match="invalid loss name '7'"):
         service.losses.register(replace(loss, name="7"))
 
 
@@ -322,5 +322,5 @@ def test_inputs_whose_shapes_do_not_fit(service: ServiceClient, model: TrainingC
         model.forward(texts(extra=lambda i, _: np.zeros((i + 1, 3))), "mine").result()
     with pytest.raises(InvalidInput, match="loss_fn_inputs: extra: not an array of numbers"):
         model.forward(texts(), "mine", loss_fn_inputs={"extra": "text"})
-    with pytest.raises(InvalidInput, match="extra is given for the batch, and by datum 0 too"):
+    with pytest.raises(InvalidInput, match="extra is passed for the batch, but datum 0 has it too"):
         model.forward(texts(extra=reference), "mine", loss_fn_inputs={"extra": 1.0}).result()

@@ -44,7 +44,7 @@ def test_a_session_does_not_see_anothers_losses(
     with embedded_service(trainer) as other:
         assert "mine" not in other.list_loss_functions()["available_loss_functions"]
         stranger = other.create_lora_training_client("tiny", rank=4)
-        with pytest.raises(InvalidInput, match="loss_fn 'mine' is not known here"):
+        with pytest.raises(InvalidInput, match="loss_fn 'mine' is not registered"):
             stranger.forward_backward(texts(), "mine").result()
         with pytest.raises(InvalidLoss, match="mine was registered with another client"):
             stranger.forward_backward(texts(), service.losses.by_name["mine"])

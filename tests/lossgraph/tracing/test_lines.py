@@ -154,7 +154,8 @@ def test_pythons_round_is_refused_in_plain_words() -> None:
     def rounds(outputs: Any, inputs: Any, mask: Any) -> LossFnOutput:
         return LossFnOutput(outputs.sum(), None, {"mean": round(outputs.mean().item(), 3)})
 
-    with pytest.raises(LossNotTraceable, match=r"it rounds a value with round\(\); leave that out, or use torch.round"):
+    message = r"it rounds a value with round\(\); remove the call, or use torch.round"
+    with pytest.raises(LossNotTraceable, match=message):
         trace_batch_loss(rounds, "mine", "logits")
     trace_batch_loss(
         lambda o, i, m: LossFnOutput(o.sum(), None, {"mean": torch.round(o.mean().item(), decimals=3)}),
@@ -189,8 +190,8 @@ def test_what_a_function_calls_its_numbers_is_reported_with_its_line() -> None:
     with pytest.raises(LossNotTraceable) as raised:
         trace_batch_loss(function, "mine", "logits")
     assert str(raised.value).startswith(f"{__file__}:{line + 1}: def plain(outputs: Any, inputs: Any, mask: Any)")
-    assert "a metric cannot be called 1; use a string" in str(raised.value)
-    with pytest.raises(LossNotTraceable, match=rf"{__file__}:\d+: .*\n    a metric cannot be called 1; use a string"):
+    assert "invalid metric name 1; use a string" in str(raised.value)
+    with pytest.raises(LossNotTraceable, match=rf"{__file__}:\d+: .*\n    invalid metric name 1; use a string"):
         trace_datum_loss(lambda logprobs: (logprobs.sum(), {1: logprobs.sum()}), {"logprobs": 1})
 
 

@@ -244,5 +244,5 @@ def test_a_graph_that_reads_other_attributes_is_refused(target: str, attribute: 
         return {"nodes": [*nodes, {"op": "output", "name": "output", "target": "output", "args": [{"ref": "y"}]}]}
 
     Graph.decode(graph("T"))
-    with pytest.raises(InvalidLoss, match=r"node 'y': the attribute .* cannot be read; known are T, data"):
+    with pytest.raises(InvalidLoss, match=r"node 'y': the attribute .* is not supported; use one of T, data"):
         Graph.decode(graph(attribute))

@@ -112,7 +112,7 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 def test_overwriting_must_be_asked_for(store: CheckpointStore, save: Callable[..., Any]) -> None:
     save(store, 1)
-    with pytest.raises(InvalidInput, match=r"exists already. Choose another name, or set overwrite=True"):
+    with pytest.raises(InvalidInput, match=r"already exists. Choose another name, or set overwrite=True"):
         save(store, 2)
     assert value_of(store) == 1
     save(store, 2, overwrite=True)
@@ -164,7 +164,7 @@ def test_damaged_files_are_named_and_do_not_spoil_the_listing(
     with pytest.raises(InvalidInput, match=r"checkpoint\.json is damaged"):
         store.load(broken)
     assert [summary.path for summary in store.listing()] == [PATH]
-    assert "is not a checkpoint and is ignored" in caplog.text
+    assert "which is not a valid checkpoint" in caplog.text
 
 
 # Kills
@@ -266,7 +266,7 @@ def test_a_kill_inside_an_overwrite_leaves_the_old_or_the_new(tmp_path: Path, sa
         # Whoever comes next, by whichever way, finds it.
         assert [summary.tinker_path for summary in fresh.listing()] == [str(PATH)]
         outcomes.append(value_of(fresh))
-        with pytest.raises(InvalidInput, match="exists already"):
+        with pytest.raises(InvalidInput, match="already exists"):
             save(fresh, 3)
         folder = fresh.root / "session-1+train+0" / "weights"
         left_behind += len(list(folder.iterdir())) > 1
@@ -326,7 +326,7 @@ def test_two_stores_on_one_folder_see_each_others_checkpoints(tmp_path: Path, sa
     one, other = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
     save(one, 1)
     assert value_of(other) == 1
-    with pytest.raises(InvalidInput, match="exists already"):
+    with pytest.raises(InvalidInput, match="already exists"):
         save(other, 2)
     save(other, 2, overwrite=True)
     assert value_of(one) == 2

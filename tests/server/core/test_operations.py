@@ -65,7 +65,7 @@ def test_a_lost_number_is_waited_for_and_then_refused(api: Api) -> None:
     assert "metrics" in api.run("optim_step", api.step(model, 3))
     late = api.post("forward_backward", api.train(model, 2))
     assert late.status_code == 400
-    assert "comes too late" in late.json()["detail"]
+    assert "arrived too late" in late.json()["detail"]
 
 
 def test_a_used_number_cannot_be_used_for_something_else(api: Api) -> None:
@@ -73,7 +73,7 @@ def test_a_used_number_cannot_be_used_for_something_else(api: Api) -> None:
     api.run("forward_backward", api.train(model, 1))
     refused = api.post("optim_step", api.step(model, 1))
     assert refused.status_code == 400
-    assert "already used, for forward_backward" in refused.json()["detail"]
+    assert "already used for forward_backward" in refused.json()["detail"]
     assert "metrics" in api.run("optim_step", api.step(model, 2))
 
 
@@ -192,7 +192,7 @@ def test_a_session_whose_client_died_is_ended_when_another_comes(api: Api, monke
         api.post("session_heartbeat", {"session_id": model.split(":")[0]})
     silent_session = api.trainer.registry.session(silent.split(":")[0])
     assert silent_session.last_heartbeat is not None
-    silent_session.last_heartbeat -= trainer_module.SILENCE + 1
+    silent_session.last_heartbeat -= trainer_module.HEARTBEAT_TIMEOUT + 1
     api.session()
     assert api.post("session_heartbeat", {"session_id": silent_session.session_id}).status_code == 410
     assert "it was unloaded" in api.run("forward_backward", api.train(silent, 1))["error"]

@@ -179,6 +179,6 @@ def test_overwriting_needs_the_flag_and_an_unnamed_state_gets_a_name_of_its_own(
     model = api.model()
     path = save(api, model, 1)
     failed = api.run("save_weights", {"model_id": model, "seq_id": 2, "path": "state"})
-    assert "exists already" in failed["error"]
+    assert "already exists" in failed["error"]
     assert save(api, model, 3, overwrite=True) == path
     assert api.run("save_weights", {"model_id": model, "seq_id": 4})["path"].endswith("/weights/checkpoint-000004")

@@ -147,7 +147,7 @@ def test_a_failed_operation_is_not_run_again_by_a_repeat_and_the_next_number_run
 def test_another_operation_under_a_used_number_is_refused(scheduler: Scheduler) -> None:
     log = Log()
     submit(scheduler, log, 1, kind="forward")
-    with pytest.raises(InvalidInput, match="number 1 of m was already used, for forward"):
+    with pytest.raises(InvalidInput, match="number 1 of m was already used for forward"):
         submit(scheduler, log, 1, kind="optim_step")
 
 
@@ -161,7 +161,7 @@ def test_a_missing_number_holds_up_the_rest_for_the_gap_timeout_only_and_is_refu
         assert time.monotonic() - started >= 0.1  # two gaps, each waited for
         assert log.ran == [("m", 1), ("m", 3), ("m", 6)]
         for number in (2, 4, 5):
-            with pytest.raises(InvalidInput, match=rf"number {number} of m comes too late: 6 has already run"):
+            with pytest.raises(InvalidInput, match=rf"number {number} of m arrived too late: 6 has already run"):
                 submit(scheduler, log, number)
     finally:
         scheduler.close()
@@ -201,7 +201,7 @@ def test_a_freed_number_may_still_be_used_if_nothing_later_ran(scheduler: Schedu
     assert submit(scheduler, log, 1).future.result(SOON) == ("m", 1)
     scheduler.free("m", 2)
     submit(scheduler, log, 3).future.result(SOON)
-    with pytest.raises(InvalidInput, match="comes too late"):
+    with pytest.raises(InvalidInput, match="arrived too late"):
         submit(scheduler, log, 2)
 
 
@@ -224,7 +224,7 @@ def test_results_can_be_found_any_number_of_times(scheduler: Scheduler) -> None:
 
 
 def test_an_unknown_result_is_not_found(scheduler: Scheduler) -> None:
-    with pytest.raises(NotFound, match="'m:7' is not known here, or its result is no longer kept"):
+    with pytest.raises(NotFound, match="'m:7' is unknown, or its result has expired"):
         scheduler.find("m:7")
 
 
@@ -242,9 +242,9 @@ def test_old_results_are_dropped_and_the_errors_say_so(fetched: bool) -> None:
         while time.monotonic() == old.kept_since:
             pass
         submit(scheduler, log, 3)
-        with pytest.raises(NotFound, match="no longer kept"):
+        with pytest.raises(NotFound, match="its result has expired"):
             scheduler.find("m:1")
-        with pytest.raises(InvalidInput, match="its result is no longer kept"):
+        with pytest.raises(InvalidInput, match="Either its result has expired"):
             submit(scheduler, log, 1)
         assert log.ran.count(("m", 1)) == 1
     finally:

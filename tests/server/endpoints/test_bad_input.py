@@ -123,10 +123,10 @@ INPUTS = f"{DATUM}.loss_fn_inputs"
         ("forward_backward_input.data", [], "data: the batch is empty"),
         ("forward_backward_input.data", {}, "data: must be a list"),
         ("forward_backward_input.data", ..., "data: missing"),
-        ("forward_backward_input.loss_fn", "nonsense", "loss_fn 'nonsense' is not known here; known are"),
+        ("forward_backward_input.loss_fn", "nonsense", "loss_fn 'nonsense' is not registered; available losses:"),
         ("forward_backward_input.loss_fn", 1, "loss_fn: must be a string"),
         ("forward_backward_input.loss_fn", "ppo", "datum 0: logprobs: missing; ppo needs target_tokens"),
-        ("forward_backward_input.loss_fn_config", {"x": 1}, "loss_fn_config: cross_entropy does not know 'x'"),
+        ("forward_backward_input.loss_fn_config", {"x": 1}, "loss_fn_config: cross_entropy has no setting 'x'"),
         ("forward_backward_input.loss_fn_config", [1], "loss_fn_config: must be an object"),
         ("forward_backward_input", ..., "forward_backward_input: must be an object"),
         ("model_id", "nobody", "there is no model 'nobody'; call create_model first"),
@@ -154,7 +154,7 @@ def test_a_bad_pass_is_refused_by_datum_and_field(
 
 def test_a_prompt_beyond_the_context_is_refused(shared_api: Api, model: str, seq: int) -> None:
     said = refusal(shared_api, "forward_backward", shared_api.train(model, seq, "x" * 2050))[1]
-    assert "datum 0: model_input: 2049 tokens, but tiny reads at most 2048. Cut it." in said
+    assert "datum 0: model_input: 2049 tokens, but tiny takes at most 2048. Truncate it." in said
 
 
 def test_nan_and_infinite_weights_are_refused_in_protobuf_too(shared_api: Api, model: str, seq: int) -> None:
@@ -175,7 +175,7 @@ def test_nan_and_infinite_weights_are_refused_in_protobuf_too(shared_api: Api, m
         ("optim_step", {"adam_params": {"beta1": 1}}, "adam_params.beta1 must lie in [0, 1)"),
         ("optim_step", {"adam_params": {"learning_rate": 1e300}}, "not finite"),
         ("optim_step", {"adam_params": []}, "adam_params: must be an object"),
-        ("optim_step", {"optimizer_params": {"type": "dimuon"}}, "this trainer has adamw only"),
+        ("optim_step", {"optimizer_params": {"type": "dimuon"}}, "only adamw is supported"),
         ("save_weights", {"path": "x", "ttl_seconds": -1}, "ttl_seconds must lie between"),
         ("save_weights", {"path": "x", "ttl_seconds": 10**12}, "ttl_seconds must lie between"),
         ("save_weights", {"path": "x", "ttl_seconds": 1.5}, "ttl_seconds: must be an integer"),
@@ -185,10 +185,10 @@ def test_nan_and_infinite_weights_are_refused_in_protobuf_too(shared_api: Api, m
         ("load_weights", {}, "path: missing"),
         ("load_weights", {"path": "x"}, "tinker://<run>/<kind>/<name>"),
         ("load_weights", {"path": "tinker://run/weights/none"}, "there is no such checkpoint"),
-        ("load_weights", {"path": "tinker://run/other/none"}, "there is no kind of checkpoint 'other'"),
+        ("load_weights", {"path": "tinker://run/other/none"}, "unknown checkpoint kind 'other'"),
         ("load_weights", {"path": "tinker://run/weights/x", "optimizer": 1}, "optimizer: must be true or false"),
         ("load_weights", {"path": "tinker://../weights/x"}, "there is no training run '..'"),
-        ("load_weights", {"path": "tinker://run/../x"}, "there is no kind of checkpoint '..'"),
+        ("load_weights", {"path": "tinker://run/../x"}, "unknown checkpoint kind '..'"),
         ("load_weights", {"path": "tinker://run/weights/.."}, "is not a valid checkpoint name"),
         ("load_weights", {"path": "tinker://run/weights/../../../etc/passwd"}, "tinker://<run>/<kind>/<name>"),
         ("load_weights", {"path": "tinker://a\0b/weights/x"}, "there is no training run"),
@@ -218,12 +218,12 @@ def test_what_could_lead_out_of_the_folder_is_no_name(shared_api: Api, model: st
         ({"lora_config": {"rank": "4"}}, "lora_config.rank: must be an integer"),
         ({"lora_config": {"seed": 2**64}}, "lora_config.seed: must be an integer"),
         ({"lora_config": {"train_mlp": False, "train_attn": False, "train_unembed": False}}, "trains nothing"),
-        ({"base_model": "nonsense"}, "base_model 'nonsense' is not served here; served are tiny"),
-        ({"base_model": "../tiny"}, "is not served here"),
+        ({"base_model": "nonsense"}, "base_model 'nonsense' is not served; available models: tiny"),
+        ({"base_model": "../tiny"}, "is not served"),
         ({"session_id": "nobody"}, "there is no session 'nobody'; call create_session first"),
         ({"model_seq_id": -1}, "model_seq_id must be at least 0"),
-        ({"optimizer_config": {"type": "dimuon"}}, "this trainer has adamw only, not 'dimuon'"),
-        ({"optimizer_config": {"type": ["x"]}}, "this trainer has adamw only"),
+        ({"optimizer_config": {"type": "dimuon"}}, "only adamw is supported, not 'dimuon'"),
+        ({"optimizer_config": {"type": ["x"]}}, "only adamw is supported"),
     ],
 )
 def test_bad_models_are_refused(shared_api: Api, body: Any, said: str) -> None:
@@ -236,10 +236,10 @@ def test_bad_models_are_refused(shared_api: Api, body: Any, said: str) -> None:
     [
         ({"sampling_session_id": "nobody"}, "there is no sampler 'nobody'"),
         ({"num_samples": 0}, "num_samples must be at least 1"),
-        ({"num_samples": 10**6}, "num_samples: 1000000 are more than the"),
+        ({"num_samples": 10**6}, "num_samples: 1000000 exceeds the"),
         ({"prompt": {"chunks": []}}, "prompt: no tokens"),
         ({"prompt": {"chunks": [{"tokens": [259]}]}}, "the token at [0] is 259"),
-        ({"prompt": {"chunks": [{"tokens": [1] * 3000}]}}, "3000 tokens, but tiny reads at most 2048"),
+        ({"prompt": {"chunks": [{"tokens": [1] * 3000}]}}, "3000 tokens, but tiny takes at most 2048"),
         ({"prompt": 5}, "prompt: must be an object with a list of chunks"),
         ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens must be at least 1"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature must be at least 0"),
@@ -248,7 +248,7 @@ def test_bad_models_are_refused(shared_api: Api, body: Any, said: str) -> None:
         ({"sampling_params": {"stop": [""]}}, "sampling_params.stop holds an empty string"),
         ({"sampling_params": {"stop": 5}}, "sampling_params.stop"),
         ({"sampling_params": None}, "sampling_params: missing"),
-        ({"topk_prompt_logprobs": 5}, "topk_prompt_logprobs: this trainer does not support it"),
+        ({"topk_prompt_logprobs": 5}, "topk_prompt_logprobs is not supported"),
         ({"seq_id": None}, "seq_id: missing"),
     ],
 )
@@ -261,7 +261,7 @@ def test_bad_samples_are_refused(shared_api: Api, body: Any, said: str) -> None:
     [
         ({}, "give either base_model or model_path"),
         ({"base_model": "tiny", "model_path": "tinker://a/weights/b"}, "give either base_model or model_path"),
-        ({"base_model": "nonsense"}, "is not served here"),
+        ({"base_model": "nonsense"}, "is not served"),
         ({"model_path": "tinker://a/weights/b"}, "there is no such checkpoint"),
         ({"model_path": "file:///etc/passwd"}, "tinker://<run>/<kind>/<name>"),
         ({"base_model": "tiny", "session_id": "nobody"}, "there is no session"),

@@ -122,7 +122,7 @@ def test_large_bodies_are_refused_with_or_without_a_length(shared_api: Api, chun
     content: Any = parts() if chunked else b" " * 2000
     response = shared_api.request("POST", "create_session", content=content, headers={"content-type": JSON})
     assert response.status_code == 413
-    assert "more than the 1000 bytes that are accepted; split the batch" in response.json()["detail"]
+    assert "exceeds the limit of 1000 bytes; split the batch" in response.json()["detail"]
     assert (
         shared_api.request("POST", "create_session", content=b"{}", headers={"content-type": JSON}).status_code == 200
     )

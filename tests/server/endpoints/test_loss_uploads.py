@@ -113,7 +113,7 @@ def test_an_upload_may_be_repeated(api: Api) -> None:
             "weights: the number of dimensions",
         ),
         ({"inputs": [INPUTS[0], {"name": "__class__", "rank": 1}]}, "the graph reads 'weights', which is not one"),
-        ({"inputs": [INPUTS[0], {"name": "A b", "rank": 1}]}, "an input cannot be called 'A b'"),
+        ({"inputs": [INPUTS[0], {"name": "A b", "rank": 1}]}, "invalid input name 'A b'"),
         ({"inputs": [{"name": "logprobs", "rank": 0}]}, "logprobs, with 1 dimension"),
         ({"inputs": [*INPUTS, *({"name": f"x{i}", "rank": 1} for i in range(16))]}, "at most 16 inputs, got 18"),
         ({"inputs": "x"}, "inputs: must be a list"),
@@ -150,7 +150,7 @@ def test_a_body_of_megabytes_is_not_read(shared_api: Api) -> None:
     body = upload(shared_api.session(), graph={"nodes": [node("a", "x" * 100)] * 100_000})
     answer = shared_api.post("create_custom_loss", body)
     assert answer.status_code == 413
-    assert f"more than the {routes.MAX_BYTES} bytes that are accepted; send less" in answer.json()["detail"]
+    assert f"exceeds the limit of {routes.MAX_BYTES} bytes; send less" in answer.json()["detail"]
     assert len(str(node("a", "x" * 100))) * MAX_NODES < routes.MAX_BYTES
 
 
@@ -172,7 +172,7 @@ def test_a_loss_belongs_to_its_session(api: Api) -> None:
     session = api.session()
     assert register(api, session).status_code == 200
     failed = api.run("forward_backward", named(api, api.model(), 1, "minimal"))
-    assert "loss_fn 'minimal' is not known here" in failed["error"]
+    assert "loss_fn 'minimal' is not registered" in failed["error"]
     model = api.model(session)
     assert "metrics" in api.run("forward_backward", named(api, model, 1, "minimal"))
     api.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
@@ -228,7 +228,7 @@ def test_inputs_of_the_batch_and_a_scale_are_only_for_those_who_know_them(shared
     model = shared_api.model()
     once = {"extra": {"data": [1.0], "dtype": "float32", "shape": [1]}}
     failed = shared_api.run("forward_backward", named(shared_api, model, 1, "cross_entropy", loss_fn_inputs=once))
-    assert "cross_entropy reads them from each datum" in failed["error"]
+    assert "cross_entropy reads its inputs from each datum" in failed["error"]
     answer = shared_api.post("forward_backward", named(shared_api, model, 2, "cross_entropy", scale=None))
     assert answer.status_code == 400
     assert "scale: must be a finite number" in answer.json()["detail"]
@@ -237,22 +237,22 @@ def test_inputs_of_the_batch_and_a_scale_are_only_for_those_who_know_them(shared
 @pytest.mark.parametrize(
     ("changes", "because"),
     [
-        ({"name": "a b"}, "a loss cannot be called 'a b'"),
-        ({"name": None}, "a loss cannot be called None"),
-        ({"name": "cross_entropy"}, "which is the name of a built-in loss"),
-        ({"name": "custom"}, "which is the name of a built-in loss"),
+        ({"name": "a b"}, "invalid loss name 'a b'"),
+        ({"name": None}, "invalid loss name None"),
+        ({"name": "cross_entropy"}, "it is reserved for a built-in loss"),
+        ({"name": "custom"}, "it is reserved for a built-in loss"),
         ({"source": "weights"}, "source must be one of logits, logprobs"),
         ({"source": "logprobs"}, "the graph reads 'model_outputs', which is not one of its inputs"),
         ({"inputs": "x"}, "inputs must be an object"),
         ({"inputs": {f"x{i}": None for i in range(65)}}, "at most 64 inputs, got 65"),
-        ({"inputs": {"__class__.x": None}}, "an input cannot be called '__class__.x'; use letters"),
+        ({"inputs": {"__class__.x": None}}, "invalid input name '__class__.x'; use letters"),
         ({"inputs": {"x": 1}}, "x: the number of dimensions of an input must be null, not 1"),
         ({"graph": None}, "a graph must be an object with a list of nodes"),
         ({"graph": graph(node("a", "torch.load", "x"))}, "'torch.load' is not among"),
         ({"hyperparameters": []}, "hyperparameters must be an object"),
         ({"hyperparameters": {"a b": {}}}, "must be a valid name, and its value an object"),
         ({"hyperparameters": {"a": {"default": []}}}, "default must be a number or string"),
-        ({"hyperparameters": {"a": {"default": "x"}}}, "only a number can change with each call"),
+        ({"hyperparameters": {"a": {"default": "x"}}}, "only numbers can change between calls"),
         ({"description": 1}, "description must be a string"),
     ],
 )
@@ -274,7 +274,7 @@ def test_nothing_is_unpickled_unless_the_owner_allows_it(shared_api: Api) -> Non
     body = {"session_id": shared_api.session(), "loss": {"name": "bomb"}, "pickled": pickled}
     answer = shared_api.post(f"{EXT}/losses", body)
     assert answer.status_code == 400
-    assert "--allow-pickled-losses and an --api-key" in answer.json()["detail"]
+    assert "--allow-pickled-losses and --api-key" in answer.json()["detail"]
 
 
 def test_what_cannot_be_unpickled(api: Api) -> None:
@@ -327,7 +327,7 @@ def test_a_loss_of_a_batch_whose_logits_would_not_fit(api: Api, monkeypatch: pyt
     monkeypatch.setattr("tinker_lightning.server.engine.batch_pass.MAX_LOGITS", 100)
     api.trainer.losses.register_function("plain", minimal)
     failed = api.run("forward_backward", named(api, api.model(), 1, "plain"))
-    assert "[1, 10, 259] logits are more than 100 at once. Send fewer or shorter datums." in failed["error"]
+    assert "logits of shape [1, 10, 259] exceed 100 elements. Send fewer or shorter datums." in failed["error"]
 
 
 def test_registrations_are_found_by_their_latest(api: Api) -> None:

@@ -106,7 +106,7 @@ def test_an_error_is_json_with_status_200_whatever_was_accepted(api: Api) -> Non
         assert response.status_code == 200
         assert response.headers["content-type"] == "application/json"
         assert response.json()["category"] == "user"
-        assert "loss_fn 'nonsense' is not known here" in response.json()["error"]
+        assert "loss_fn 'nonsense' is not registered" in response.json()["error"]
 
 
 def test_a_defect_is_reported_as_the_servers_with_its_class(api: Api) -> None:
@@ -151,7 +151,7 @@ def test_a_result_that_comes_during_the_poll_is_answered_at_once(api: Api, busy:
 def test_an_unknown_result_is_404(api: Api) -> None:
     response = api.post("retrieve_future", {"request_id": "nothing"})
     assert response.status_code == 404
-    assert "'nothing' is not known here" in response.json()["detail"]
+    assert "'nothing' is unknown" in response.json()["detail"]
 
 
 def test_closing_answers_waiting_pollers_at_once_and_refuses_new_work(

@@ -78,7 +78,7 @@ def test_logits_that_are_rescaled_behind_the_output_matrix_are_refused(
     tiny: BaseModel, tmp_path: Path, config: Any
 ) -> None:
     path = save(tmp_path, config, tiny.tokenizer)
-    with pytest.raises(InvalidInput, match=f"a {config.model_type} model scales or caps around its output matrix"):
+    with pytest.raises(InvalidInput, match=f"{config.model_type} models scale or cap their logits"):
         Catalog().get(path)
 
 

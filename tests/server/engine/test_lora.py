@@ -272,7 +272,7 @@ def test_a_copy_has_memory_of_its_own(tiny: BaseModel, make_adapter: Any) -> Non
 
 
 def test_a_rank_beyond_the_layers_is_refused_before_its_memory_is_taken(tiny: BaseModel) -> None:
-    with pytest.raises(InvalidInput, match=r"rank of 1000000000 .* up to 128"):
+    with pytest.raises(InvalidInput, match=r"rank of 1000000000 .* the maximum for this model is 128"):
         tiny.lora.new_weights(LoraConfig(rank=10**9))
 
 
@@ -284,12 +284,12 @@ def test_weights_of_another_model_are_refused(tiny: BaseModel, make_adapter: Any
     tensors = dict(weights.tensors)
     if damage == "missing":
         del tensors[name]
-        message = f"does not fit this base model: no tensor {name}"
+        message = f"does not match this base model: no tensor {name}"
     elif damage == "unknown":
         tensors["extra"] = torch.zeros(1)
-        message = "does not fit this base model: unknown tensor extra"
+        message = "does not match this base model: unknown tensor extra"
     else:
         tensors[name] = torch.zeros(4, 65)
-        message = rf"does not fit: {name} has the shape \[4, 65\], not \[4, 64\]"
+        message = rf"does not match: {name} has the shape \[4, 65\], not \[4, 64\]"
     with pytest.raises(InvalidInput, match=message):
         tiny.lora.check(LoraWeights(weights.config, tensors))

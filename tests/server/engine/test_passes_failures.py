@@ -47,8 +47,14 @@ def trained(base: BaseModel, make_adapter: Any) -> Adapter:
 
 
 REFUSED: dict[str, tuple[list[Datum], str, dict[str, float | str], type[TinkerLightningError], str]] = {
-    "unknown loss": ([GOOD], "mean_squared", {}, InvalidInput, r"loss_fn 'mean_squared' is not known.*cross_entropy"),
-    "unknown setting": ([GOOD], "cross_entropy", {"beta": 1.0}, InvalidInput, "cross_entropy does not know 'beta'"),
+    "unknown loss": (
+        [GOOD],
+        "mean_squared",
+        {},
+        InvalidInput,
+        r"loss_fn 'mean_squared' is not registered.*cross_entropy",
+    ),
+    "unknown setting": ([GOOD], "cross_entropy", {"beta": 1.0}, InvalidInput, "cross_entropy has no setting 'beta'"),
     "setting that is no number": ([policy_datum()], "dro", {"beta": "1"}, InvalidInput, "beta must be a finite number"),
     "setting that is NaN": ([policy_datum()], "dro", {"beta": NAN}, InvalidInput, "beta must be a finite number"),
     "no data": ([], "cross_entropy", {}, InvalidInput, "the batch is empty"),
@@ -63,7 +69,7 @@ REFUSED: dict[str, tuple[list[Datum], str, dict[str, float | str], type[TinkerLi
         "cross_entropy",
         {},
         InvalidDatum,
-        "datum 0: target_tokens: 100000000 alternatives are more than the vocabulary has",
+        "datum 0: target_tokens: 100000000 alternatives exceed the vocabulary of 259",
     ),
     "NaN weight": (
         [GOOD, GOOD, Datum.from_tokens([1, 2, 3], [0.0, 1.0, NAN]), GOOD],
@@ -95,7 +101,8 @@ REFUSED: dict[str, tuple[list[Datum], str, dict[str, float | str], type[TinkerLi
         "gspo",
         {},
         InvalidDatum,
-        r"datum 1: target_tokens: has the shape \[2, 2\], but gspo has one ratio for a sequence of targets, \[T\]",
+        r"datum 1: target_tokens: has the shape \[2, 2\], but gspo has one ratio per sequence "
+        r"and takes one target per position, \[T\]",
     ),
     "a distance for a threshold": (
         [policy_datum()],
@@ -159,21 +166,21 @@ REFUSED: dict[str, tuple[list[Datum], str, dict[str, float | str], type[TinkerLi
         "cross_entropy",
         {},
         InvalidDatum,
-        r"datum 1: target_tokens: the token at \[1, 0\] is -1, .*Mask it by a weight or advantage of 0",
+        r"datum 1: target_tokens: the token at \[1, 0\] is -1, .*Mask it with a weight or advantage of 0",
     ),
     "too long": (
         [Datum.from_tokens([1] * 2050)],
         "cross_entropy",
         {},
         InvalidDatum,
-        "datum 0: model_input: 2049 tokens, but tiny reads at most 2048",
+        "datum 0: model_input: 2049 tokens, but tiny takes at most 2048",
     ),
     "image": (
         [GOOD, Datum(ModelInput([ImageChunk(b"", "png", 2)]), {"target_tokens": [1, 2], "weights": [1.0, 1.0]})],
         "cross_entropy",
         {},
         InvalidDatum,
-        "datum 1: model_input: tiny reads text only",
+        "datum 1: model_input: tiny takes text only",
     ),
     "overflowing loss": (
         [policy_datum(), policy_datum(), policy_datum(logprobs=[-1e30, -1.0]), policy_datum()],
@@ -194,14 +201,14 @@ REFUSED: dict[str, tuple[list[Datum], str, dict[str, float | str], type[TinkerLi
         "ppo",
         {},
         OperationFailed,
-        "would not be finite; it was not added",
+        "would not be finite, so the gradient of this batch was not added",
     ),
     "overflowing gradient": (
         [GOOD, Datum.from_tokens([1, 2, 3], [0.0, 1e37, 1e37])],
         "cross_entropy",
         {},
         OperationFailed,
-        "would not be finite; it was not added. Scale the loss down",
+        "would not be finite, so the gradient of this batch was not added. Scale the loss down",
     ),
 }
 

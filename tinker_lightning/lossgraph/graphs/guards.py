@@ -36,7 +36,7 @@ def attribute(value: Any, name: Any) -> Any:
         return value.detach() if name == "data" else getattr(value, name)
     if isinstance(value, tuple) and len(value) == 2 and name in _OF_PAIRS:
         return value[_OF_PAIRS.index(name)]
-    raise InvalidLoss(f"the attribute {name!r:.140} cannot be read; known are {', '.join(sorted(ATTRIBUTES))}")
+    raise InvalidLoss(f"the attribute {name!r:.140} is not supported; use one of {', '.join(sorted(ATTRIBUTES))}")
 
 
 def is_mask(index: Any) -> bool:
@@ -150,15 +150,15 @@ def check_device(device: Any) -> None:
 
 def _device_error(device: Any) -> InvalidLoss:
     return InvalidLoss(
-        f"the device {device!r:.40} cannot be chosen, because a loss runs on the device of the model. Leave it out, or "
-        "use the device of an input, x.device."
+        f"the device {device!r:.40} cannot be chosen, because a loss runs on the device of the model. Omit it, or use "
+        "the device of an input, x.device."
     )
 
 
 def same(self: Tensor, *_: Any, **__: Any) -> Tensor:
     """Returns the tensor itself, because a loss runs on the device of the model."""
     if not isinstance(self, Tensor):
-        raise InvalidLoss(f"this is a method of tensors, and {type(self).__name__} is not a tensor")
+        raise InvalidLoss(f"this method needs a tensor, got {type(self).__name__}")
     return self
 
 

@@ -141,13 +141,13 @@ class Reader:
             return torch.device("cpu")  # replaced by the device of the run
         if isinstance(content, str) and content in _CONSTANTS.get(kind, {}):
             return _CONSTANTS[kind][content]
-        raise InvalidLoss(f"the argument {{{kind!r:.40}: {content!r:.40}}} is not known")
+        raise InvalidLoss(f"the argument {{{kind!r:.40}: {content!r:.40}}} is invalid")
 
 
 def check_attribute(name: Any = None, *_: Any) -> None:
     """Raises `InvalidLoss` if a graph cannot read an attribute."""
     if not isinstance(name, str) or name not in ATTRIBUTES:
-        raise InvalidLoss(f"the attribute {name!r:.140} cannot be read; known are {', '.join(sorted(ATTRIBUTES))}")
+        raise InvalidLoss(f"the attribute {name!r:.140} is not supported; use one of {', '.join(sorted(ATTRIBUTES))}")
 
 
 def encode_value(value: Any, names: Sequence[str]) -> Any:

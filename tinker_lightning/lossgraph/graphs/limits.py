@@ -39,15 +39,15 @@ class Meter:
         """Raises if a value is too large, or of a kind that a graph cannot hold."""
         if isinstance(value, Tensor):
             if value.ndim > _MAX_RANK:
-                raise InvalidLoss(f"a tensor of {value.ndim} dimensions; at most {_MAX_RANK} are allowed")
+                raise InvalidLoss(f"it returns a tensor with {value.ndim} dimensions; at most {_MAX_RANK} are allowed")
             self.elements(value.numel(), value.dtype.itemsize)
         elif isinstance(value, tuple | list):
             # Flat and short, because checking nested sequences could take too long.
             if len(value) > MAX_PIECES:
-                raise InvalidLoss(f"{len(value)} values at once; at most {MAX_PIECES} are allowed")
+                raise InvalidLoss(f"it returns {len(value)} values; at most {MAX_PIECES} are allowed")
             for part in value:
                 if isinstance(part, tuple | list):
-                    raise InvalidLoss("it returns sequences of sequences")
+                    raise InvalidLoss("it returns nested sequences")
                 self.size(part)
         elif value is not None and not isinstance(value, torch.dtype | torch.device):
             number(value)

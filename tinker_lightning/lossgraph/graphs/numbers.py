@@ -42,7 +42,7 @@ def _operator(name: str) -> Callable[..., Any]:
 def _joined(tuples: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
     """Joins tuples of numbers, such as shapes; tuples of tuples could double with every node."""
     if sum(len(each) for each in tuples) > MAX_TUPLE:
-        raise InvalidLoss(f"a tuple of more than {MAX_TUPLE} values")
+        raise InvalidLoss(f"a tuple may have at most {MAX_TUPLE} values")
     parts = tuple(part for each in tuples for part in each)
     if not all(isinstance(part, int | float) for part in parts):
         raise InvalidLoss("operator.add joins tuples of numbers only; join tensors with torch.cat or torch.stack")

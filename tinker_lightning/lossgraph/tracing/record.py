@@ -263,7 +263,7 @@ class Recorder(fx.Tracer):
     def _call_in_place(self, method: str, tensor: Any, *args: Any, **kwargs: Any) -> Value:
         """Records the call of a method that modifies its tensor."""
         if not isinstance(tensor, TensorValue):
-            reject(f"it calls {method} on something else than a tensor")
+            reject(f"it calls {method} on something other than a tensor")
         if method == "zero_":
             return self._write(tensor, torch.zeros_like(tensor))
         if method in ("fill_", "copy_"):

@@ -55,7 +55,7 @@ def loss_and_metrics(fn: Callable[..., Any], returned: Any) -> tuple[fx.Proxy, d
         wrong_output(fn, "its metrics as a dict", metrics)
     if unnamed := [name for name in metrics if not isinstance(name, str)]:
         with blaming_function(fn):
-            raise InvalidLoss(f"a metric cannot be called {unnamed[0]!r:.100}; use a string")
+            raise InvalidLoss(f"invalid metric name {unnamed[0]!r:.100}; use a string")
     return loss, dict(metrics)
 
 
@@ -69,7 +69,7 @@ def blaming_function(fn: Callable[..., Any]) -> Iterator[None]:
 
 
 def wrong_output(fn: Callable[..., Any], wanted: str, got: Any) -> NoReturn:
-    """Raises an error that says what a function must return."""
+    """Raises `LossNotTraceable` with what a function must return."""
     name = getattr(fn, "__name__", type(fn).__name__)
     with blaming_function(fn):
         raise InvalidLoss(f"{name} must return {wanted}, but returned {type(got).__name__}")

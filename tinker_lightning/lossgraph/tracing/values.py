@@ -123,12 +123,12 @@ def _needing_value(reason: str) -> Callable[..., NoReturn]:
 
 
 for _name, _reason in {
-    "__float__": "it converts a tensor to a Python number with float(); leave that out",
-    "__int__": "it converts a tensor to a Python number with int(); leave that out",
+    "__float__": "it converts a tensor to a Python number with float(); remove the conversion",
+    "__int__": "it converts a tensor to a Python number with int(); remove the conversion",
     "__index__": "it needs a tensor's value, or a size, as a Python integer (range, a list's index)",
     "__array__": "it passes a tensor to numpy or another library; only torch can be traced",
     "__str__": "it formats a value as text (an f-string, str(), print)",
-    "__round__": "it rounds a value with round(); leave that out, or use torch.round(x, decimals=3)",
+    "__round__": "it rounds a value with round(); remove the call, or use torch.round(x, decimals=3)",
     "__deepcopy__": "it copies a tensor with Python's copy; use x.clone()",
     "__reduce_ex__": "it copies or pickles a tensor; use x.clone()",
 }.items():

@@ -67,7 +67,7 @@ class TinkerPath:
             )
         check_run(self.run)
         if self.kind not in get_args(Kind):
-            raise NotFound(f"there is no kind of checkpoint {self.kind!r}; there are {', '.join(get_args(Kind))}")
+            raise NotFound(f"unknown checkpoint kind {self.kind!r}; use one of {', '.join(get_args(Kind))}")
 
     @classmethod
     def parse(cls, text: str) -> TinkerPath:
@@ -183,13 +183,13 @@ class CheckpointStore:
         with self._lock:
             if _read_summary(path, folder) == summary:  # otherwise it has been overwritten in the meantime
                 folders.remove_folder(folder)
-        raise NotFound(f"{path}: its time to live ended at {summary.expires_at}")
+        raise NotFound(f"{path} expired at {summary.expires_at}")
 
     def load(self, path: TinkerPath, *, training_state: bool = False) -> Saved:
         """Loads a checkpoint. All tensors come from the same save, even if it is overwritten meanwhile."""
         if training_state and path.kind != "weights":
             raise InvalidInput(
-                f"path: {path} has no optimizer state. Load it without, or load a checkpoint of save_state."
+                f"path: {path} has no optimizer state. Load only its weights, or a checkpoint written by save_state."
             )
         folder = self._folder(path)
         for _ in range(_ATTEMPTS):
@@ -204,7 +204,7 @@ class CheckpointStore:
             else:
                 if self.summary(path) == summary:
                     return Saved(summary.base_model, weights, state)
-        raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing, or is overwritten continuously")
+        raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing or keeps being overwritten")
 
     def open_adapter(self, path: TinkerPath) -> dict[str, BinaryIO]:
         """Opens the files of an adapter, all from the same save; they stay readable if the checkpoint is removed."""
@@ -218,7 +218,7 @@ class CheckpointStore:
                 if self.summary(path) == summary:
                     stack.pop_all()
                     return files
-        raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing, or is overwritten continuously")
+        raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing or keeps being overwritten")
 
     def listing(self, run: str | None = None) -> list[CheckpointSummary]:
         """Returns the checkpoints, oldest first. One that another process is overwriting may be missing."""
@@ -237,7 +237,7 @@ class CheckpointStore:
                 except (NotFound, OSError):
                     continue  # expired, or deleted in the meantime
                 except InvalidInput as error:
-                    logger.warning("%s is not a checkpoint and is ignored: %s", file, error)
+                    logger.warning("ignoring %s, which is not a valid checkpoint: %s", file, error)
         return sorted(found.values(), key=lambda summary: (summary.created_at, summary.tinker_path))
 
     def delete(self, path: TinkerPath) -> None:
@@ -261,7 +261,7 @@ def _folder_name(run: str) -> str:
 
 
 def _taken(path: TinkerPath) -> InvalidInput:
-    return InvalidInput(f"path: {path} exists already. Choose another name, or set overwrite=True.")
+    return InvalidInput(f"path: {path} already exists. Choose another name, or set overwrite=True.")
 
 
 def _expiry(ttl_seconds: int | None) -> str | None:

@@ -114,14 +114,14 @@ class LossRegistry:
                 return loss
             if loss_fn == CUSTOM:
                 raise InvalidInput(
-                    f"loss_fn_config: loss_id: this session has no loss {key!r:.140}, or no longer. Upload it with "
-                    "create_custom_loss and pass the handle that this returns."
+                    f"loss_fn_config: loss_id: this session has no loss {key!r:.140}, or it was evicted. Upload it "
+                    "with create_custom_loss and pass the returned handle."
                 )
-            known = ", ".join(self.listing(session_id))
-            gone = ", or no longer" if "@" in loss_fn else ""  # an id from register()
+            available = ", ".join(self.listing(session_id))
+            evicted = ", or was evicted" if "@" in loss_fn else ""  # an id from register()
             raise InvalidInput(
-                f"loss_fn {loss_fn!r:.140} is not known here{gone}; known are {known}. Register your own with "
-                "@custom_loss(client, name=...)."
+                f"loss_fn {loss_fn!r:.140} is not registered{evicted}; available losses: {available}. Register a "
+                "custom loss with @custom_loss(client, name=...)."
             )
 
         return found
@@ -146,30 +146,29 @@ class LossRegistry:
         """Stores a loss, and evicts the least recently used losses of the session to make room."""
         if size > MAX_VALUES:
             raise InvalidLoss(
-                f"{loss.name}: its graph has {size} values; a session may keep {MAX_VALUES}. Pass tables as inputs "
-                "instead of constants."
+                f"{loss.name}: its graph has {size} values, but a session may store at most {MAX_VALUES}. Pass tables "
+                "as inputs instead of constants."
             )
         with self._lock:
             session = self._sessions.setdefault(session_id, _SessionLosses())
             replaced = session.entries.get(loss_id)
             # Computed before anything is changed, so that a rejected loss does not evict others.
             kept = session.size - (0 if replaced is None else replaced.size)
-            going: list[str] = []
+            evicted: set[str] = set()
             for each, entry in session.entries.items():
                 if kept + size <= MAX_VALUES:
                     break
                 if each != loss_id:
-                    going.append(each)
+                    evicted.add(each)
                     kept -= entry.size
             if self._size - session.size + kept + size > MAX_VALUES_OF_ALL:
                 raise InvalidLoss(
-                    f"{loss.name}: this server has no room for more losses. Try again after other sessions have ended, "
-                    "or end those that you no longer need."
+                    f"{loss.name}: the losses of all sessions exceed the memory limit of this server. Finish sessions "
+                    "that you no longer need, or try again later."
                 )
-            for each in going:
+            for each in evicted:
                 del session.entries[each]
-            gone = set(going)
-            session.latest = {called: each for called, each in session.latest.items() if each not in gone}
+            session.latest = {known: each for known, each in session.latest.items() if each not in evicted}
             session.entries[loss_id] = _Entry(loss, size)
             session.entries.move_to_end(loss_id)
             if name is not None:
@@ -181,8 +180,8 @@ class LossRegistry:
         name = message.get("name")
         if not self._allow_pickled:
             raise InvalidLoss(
-                f"{name!r:.80} is a pickled function. Loading one runs arbitrary code, so this server accepts none. "
-                "Its owner can start it with --allow-pickled-losses and an --api-key. A traced function needs neither."
+                f"{name!r:.80} is a pickled function. Loading it could run arbitrary code, which this server does not "
+                "allow. Trace the function, or start the server with --allow-pickled-losses and --api-key."
             )
         self._check_name(str(name))
         try:
@@ -194,6 +193,4 @@ class LossRegistry:
     @staticmethod
     def _check_name(name: str) -> None:
         if name in _RESERVED:
-            raise InvalidInput(
-                f"a loss cannot be called {name!r}, which is the name of a built-in loss; use another name"
-            )
+            raise InvalidInput(f"invalid loss name {name!r}: it is reserved for a built-in loss; use another name")

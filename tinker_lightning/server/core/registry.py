@@ -99,7 +99,7 @@ class Registry:
         if session is None:
             raise NotFound(f"session_id: there is no session {session_id!r}; call create_session first")
         if must_be_open and session.finished:
-            raise InvalidInput(f"session_id: {session_id} was finished; open a new one with create_session")
+            raise InvalidInput(f"session_id: {session_id} is finished; open a new one with create_session")
         return session
 
     def sessions(self) -> list[ClientSession]:
@@ -168,7 +168,7 @@ class Registry:
                 self._samplers[sampler_id] = sampler  # moves it to the end, as most recently used
         if sampler is None:
             raise NotFound(
-                f"sampling_session_id: there is no sampler {sampler_id!r}, or it was evicted: only the last "
+                f"sampling_session_id: there is no sampler {sampler_id!r}, or it was evicted, because only the last "
                 f"{SAMPLER_BYTES >> 20} MiB of unsaved weights are kept. Save weights under a name to keep them."
             )
         return sampler

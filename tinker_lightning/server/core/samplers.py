@@ -52,9 +52,9 @@ class Sampling:
         sampler = self._registry.sampler(request.sampling_session_id)
         for name, off in _NOT_SUPPORTED.items():
             if getattr(request, name) != off:
-                raise InvalidInput(f"{name}: this trainer does not support it; leave it out")
+                raise InvalidInput(f"{name} is not supported; omit it")
         if request.num_samples > MAX_SAMPLES:
-            raise InvalidInput(f"num_samples: {request.num_samples} are more than the maximum of {MAX_SAMPLES}")
+            raise InvalidInput(f"num_samples: {request.num_samples} exceeds the maximum of {MAX_SAMPLES}")
 
         def run() -> SampleResponse:
             base = self._catalog.get(sampler.base_model)

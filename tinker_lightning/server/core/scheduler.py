@@ -70,7 +70,7 @@ class Job:
         logger.log(level, "op=%s %sms=%.1f %s", self.kind, self.labels, elapsed, outcome, exc_info=defect)
 
     def mark_fetched(self) -> None:
-        """Records that the result was fetched; it is kept a little longer in case the response was lost."""
+        """Records that the result was fetched, and keeps it a little longer in case the response was lost."""
         self.fetched = True
         self.kept_since = time.monotonic()
 
@@ -143,7 +143,7 @@ class Scheduler:
             known = self._jobs.get(job.request_id)
             if known is not None:
                 if known.kind != job.kind:
-                    raise InvalidInput(f"number {number} of {line} was already used, for {known.kind}")
+                    raise InvalidInput(f"number {number} of {line} was already used for {known.kind}")
                 return known
             if job.kept_since is not None:
                 job.mark_fetched()  # its result was dropped, but its owner still has the job
@@ -153,8 +153,8 @@ class Scheduler:
                 entry = self._lines.setdefault(line, _Line())
                 if number <= entry.last:
                     raise InvalidInput(
-                        f"number {number} of {line} comes too late: {entry.last} has already run. Either its result is "
-                        "no longer kept, or it was missing for so long that the numbers after it ran without it."
+                        f"number {number} of {line} arrived too late: {entry.last} has already run. Either its result "
+                        "has expired, or it was missing for so long that later numbers ran without it."
                     )
                 entry.freed.discard(number)
                 entry.waiting[number] = job
@@ -183,7 +183,7 @@ class Scheduler:
         with self._changed:
             job = self._jobs.get(request_id)
         if job is None:
-            raise NotFound(f"request_id {request_id!r} is not known here, or its result is no longer kept")
+            raise NotFound(f"request_id {request_id!r} is unknown, or its result has expired")
         return job
 
     def close(self, timeout: float = 30.0) -> None:
@@ -199,7 +199,7 @@ class Scheduler:
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
-                logger.warning("a job is still running after %.0f s and is interrupted", timeout)
+                logger.warning("interrupting a job that is still running after %.0f s", timeout)
                 # A thread that is still inside torch would make the interpreter abort at exit.
                 thread_id = ctypes.c_ulong(self._thread.ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(TrainerClosed))

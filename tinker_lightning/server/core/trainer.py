@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tinker_lightning.server")
 
 # Seconds without a heartbeat after which a client is considered dead. Clients send one every ten seconds.
-SILENCE = 900.0
-# How many seconds a running job may continue after its trainer was garbage-collected or the interpreter exits.
-_LAST_SECONDS = 3.0
+HEARTBEAT_TIMEOUT = 900.0
+# Seconds for which a running job may continue after its trainer was garbage-collected or the interpreter exits.
+_EXIT_GRACE = 3.0
 
 
 def default_data_dir() -> Path:
@@ -67,7 +67,7 @@ class EmbeddedTrainer:
         self._closing = False
         self._waiters: set[Callable[[], object]] = set()
         # Calling close() is optional: the thread stops when the trainer is garbage-collected or the interpreter exits.
-        weakref.finalize(self, self.scheduler.close, _LAST_SECONDS)
+        weakref.finalize(self, self.scheduler.close, _EXIT_GRACE)
 
     def open_session(
         self, user_metadata: dict[str, Any] | None = None, display_name: str | None = None
@@ -75,8 +75,8 @@ class EmbeddedTrainer:
         """Creates a session, and finishes sessions whose clients have stopped sending heartbeats."""
         for session in self.registry.sessions():
             beat = session.last_heartbeat
-            if not session.finished and beat is not None and time.monotonic() - beat > SILENCE:
-                logger.warning("%s has been silent for %.0f minutes and is ended", session.session_id, SILENCE / 60)
+            if not session.finished and beat is not None and time.monotonic() - beat > HEARTBEAT_TIMEOUT:
+                logger.warning("finishing %s: no heartbeat for %.0f min", session.session_id, HEARTBEAT_TIMEOUT / 60)
                 self.finish_session(session.session_id)
         return self.registry.open_session(user_metadata, display_name)
 

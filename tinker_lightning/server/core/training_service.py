@@ -51,7 +51,7 @@ class Training:
             raise InvalidInput(f"model_seq_id must be at least 0, got {request.model_seq_id}")
         optimizer = (request.optimizer_config or {}).get("type", "adamw")
         if optimizer != "adamw":
-            raise InvalidInput(f"optimizer_config: this trainer has adamw only, not {optimizer!r}")
+            raise InvalidInput(f"optimizer_config: only adamw is supported, not {optimizer!r}")
         config = request.lora_config or LoraConfig()
         session = self._registry.session(request.session_id, must_be_open=True)
         self._catalog.check(request.base_model)
@@ -93,13 +93,13 @@ class Training:
                 return run_batch_pass(base, adapter, request.data, loss, config, request.loss_fn_inputs, **options)
             if request.loss_fn_inputs:
                 raise InvalidInput(
-                    f"loss_fn_inputs: {request.loss_fn} reads them from each datum; inputs of the whole batch are for "
-                    "losses that were registered under a name"
+                    f"loss_fn_inputs: {request.loss_fn} reads its inputs from each datum; only registered batch-level "
+                    "losses take inputs for the whole batch"
                 )
             if loss is None:
                 return run_pass(base, adapter, request.data, request.loss_fn, config, **options)
             if config:
-                raise InvalidInput(f"loss_fn_config: {next(iter(config))} is not known; a custom loss takes loss_id")
+                raise InvalidInput(f"loss_fn_config: unknown setting {next(iter(config))!r}; use only loss_id")
             return run_pass(base, adapter, request.data, BoundGraph(loss), {}, **options)
 
         kind = "forward" if request.forward_only else "forward_backward"
@@ -110,7 +110,7 @@ class Training:
         """Takes an AdamW step with the accumulated gradient."""
         if request.optimizer_params is not None:
             kind = request.optimizer_params.get("type")
-            raise InvalidInput(f"optimizer_params: this trainer has adamw only, not {kind!r}; send adam_params")
+            raise InvalidInput(f"optimizer_params: only adamw is supported, not {kind!r}; send adam_params")
         params = request.adam_params or AdamParams()
 
         def run(_: BaseModel, adapter: Adapter) -> OptimStepResponse:
@@ -170,7 +170,7 @@ class Training:
     def save_weights_external(self, request: rq.SaveWeightsExternalRequest) -> Job:
         """Saves weights for download under a name."""
         if request.age_encryption_recipients:
-            raise InvalidInput("age_encryption_recipients: this trainer does not encrypt; leave them out")
+            raise InvalidInput("age_encryption_recipients is not supported, because weights are not encrypted; omit it")
         path = TinkerPath(request.model_id, "external_weights", request.path)
 
         def run(base: BaseModel, adapter: Adapter) -> rs.SaveWeightsExternalResponse:

@@ -39,7 +39,7 @@ _PIECE_BYTES = 1 << 20
 async def external_weights_urls(request: Request) -> Response:
     path = path_of(request)
     if path.kind != "external_weights":
-        raise InvalidInput(f"path: {path} cannot be downloaded file by file; save_weights_external makes one that can")
+        raise InvalidInput(f"path: {path} cannot be downloaded file by file; save it with save_weights_external")
     await run_in_threadpool(trainer_of(request).store.summary, path)
     expires = _signer(request).expiry()
     urls = {name: _signed_url(request, path, name, expires) for name in ADAPTER_FILES}
@@ -58,7 +58,7 @@ async def archive(request: Request) -> Response:
 async def signed(request: Request) -> Response:
     name, given = request.path_params["name"], request.query_params
     if not _signer(request).is_valid(name, given.get("expires", ""), given.get("signature", "")):
-        raise HTTPException(403, "this address is not, or no longer, valid; ask for a new one")
+        raise HTTPException(403, "this URL is invalid or has expired; request a new one")
     path, file = name.rsplit("/", 1)
     files = await run_in_threadpool(trainer_of(request).store.open_adapter, TinkerPath.parse(f"tinker://{path}"))
     return _Download(files, _tar(files) if file == _ARCHIVE else [files[file]])

@@ -50,7 +50,7 @@ async def heartbeat(request: Request) -> Response:
     body = await read(request, rq.SessionHeartbeatRequest)
     session = trainer_of(request).registry.session(body.session_id)
     if session.finished:
-        return answer({"detail": f"{body.session_id} was finished"}, 410)
+        return answer({"detail": f"{body.session_id} is finished"}, 410)
     session.last_heartbeat = time.monotonic()
     return answer({"type": "session_heartbeat"})
 

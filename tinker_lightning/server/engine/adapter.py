@@ -43,8 +43,8 @@ class Adapter:
         # Checked here and not in step(), because a non-finite gradient could be neither applied nor removed again.
         if not torch.isfinite(get_total_norm(total.values())):
             raise OperationFailed(
-                "with the gradient of this batch, the accumulated gradient would not be finite; it was not added. "
-                "Scale the loss down."
+                "the accumulated gradient would not be finite, so the gradient of this batch was not added. Scale the "
+                "loss down."
             )
         self.gradient = total
 
@@ -70,8 +70,8 @@ class Adapter:
         if not torch.isfinite(get_total_norm(parameter.detach() for parameter in self._parameters.values())):
             self._restore_state(backup)
             raise OperationFailed(
-                f"a step with learning_rate={params.learning_rate} and eps={params.eps} would make weights that "
-                "are not finite. The weights are unchanged, and the gradient is kept for another try."
+                f"a step with learning_rate={params.learning_rate} and eps={params.eps} would produce weights that "
+                "are not finite. The weights are unchanged, and the gradient is kept for another attempt."
             )
         self.gradient = {}
         return {"grad_norm": float(norm), "learning_rate": params.learning_rate}
@@ -94,7 +94,7 @@ class Adapter:
                 if training_state is not None and f"{key}/{name}" in training_state
             }
             if state and (len(state) != 3 or any(state[key].shape != parameter.shape for key in _MOMENTS)):
-                raise InvalidInput(f"the saved optimizer state does not fit the parameter {name}")
+                raise InvalidInput(f"the saved optimizer state does not match the parameter {name}")
             steps.append(state)
         with torch.no_grad():
             for (name, parameter), state in zip(self._parameters.items(), steps, strict=True):

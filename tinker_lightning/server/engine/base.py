@@ -73,8 +73,8 @@ class BaseModel:
         same_input = torch.allclose(given[0], self.hidden_states(tokens_BT), rtol=1e-3, atol=1e-5)
         if not (same_input and torch.equal(logits_BTV, expected_BTV)):
             raise InvalidInput(
-                f"{self.name}: a {self.arch} model scales or caps around its output matrix, which this trainer does "
-                "not reproduce. Use a model of another architecture, such as Llama or Qwen."
+                f"{self.name}: {self.arch} models scale or cap their logits, which is not supported. Use another "
+                "architecture, such as Llama or Qwen."
             )
 
 

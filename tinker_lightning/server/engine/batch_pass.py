@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 # A loss on logits gets the logits of the whole batch and keeps several tensors of this size, up to a gigabyte each.
 MAX_LOGITS = 1 << 28
 _PADDING: dict[Source, str] = {
-    "logits": "; padding has attention_mask 0, but logits like any other position",
-    "logprobs": "; behind the end of shorter datums all is 0",
+    "logits": "; padding has logits like any other position, so multiply by attention_mask",
+    "logprobs": "; shorter datums are padded with zeros",
 }
 # Limits for the intermediate tensors of a loss: their total size, and the number of elements read and written.
 MAX_LOSS_BYTES = 4 << 30
@@ -74,7 +74,7 @@ def run_batch_pass(
     targets_B = read_targets(data, lengths, base) if loss.source == "logprobs" else []
     shape = [len(data), max(lengths), *(targets_B[0].shape[1:] if targets_B else [base.vocab_size])]
     if math.prod(shape) > MAX_LOGITS:
-        raise InvalidInput(f"data: {shape} logits are more than {MAX_LOGITS} at once. Send fewer or shorter datums.")
+        raise InvalidInput(f"data: logits of shape {shape} exceed {MAX_LOGITS} elements. Send fewer or shorter datums.")
     limits = _limits(math.prod(shape))
     selected = loss.select({*loss_fn_inputs, *(name for datum in data for name in datum.loss_fn_inputs)})
     inputs = stack_inputs(data, loss_fn_inputs, selected, lengths, dtype, limits.elements)
@@ -135,11 +135,11 @@ def _hidden_states(base: BaseModel, tokens_B: Sequence[Tensor], token_budget: in
     lengths = [len(tokens) for tokens in tokens_B]
     batches = group_by_length(lengths, token_budget)
     padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
-    twice = len(batches) > 1 and padded * _activation_bytes(base) > KEPT_BYTES
+    recompute = len(batches) > 1 and padded * _activation_bytes(base) > KEPT_BYTES
     hidden_B: list[Tensor] = [torch.empty(0)] * len(tokens_B)
     for batch in batches:
         tokens_BT = pad_sequence([tokens_B[i] for i in batch], batch_first=True)
-        if twice and torch.is_grad_enabled():
+        if recompute and torch.is_grad_enabled():
             hidden_BTD = checkpoint(base.hidden_states, tokens_BT, use_reentrant=False, preserve_rng_state=False)
         else:
             hidden_BTD = base.hidden_states(tokens_BT)
@@ -173,7 +173,7 @@ def _per_datum(logprobs: Any, lengths: Sequence[int]) -> list[dict[str, TensorDa
     if not isinstance(logprobs, Tensor) or not logprobs.ndim or logprobs.shape[0] != len(lengths):
         got = f"the shape {list(logprobs.shape)}" if isinstance(logprobs, Tensor) else type(logprobs).__name__
         raise InvalidLoss(
-            f"its logprobs must have one row for each of the {len(lengths)} datums, as [B, T] has, got {got}. Return "
+            f"its logprobs must have one row for each of the {len(lengths)} datums, such as [B, T], got {got}. Return "
             "None if there are none; other numbers are diagnostics."
         )
     by_token = logprobs.ndim > 1 and logprobs.shape[1] == max(lengths)

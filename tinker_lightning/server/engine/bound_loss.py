@@ -44,13 +44,13 @@ class BoundLoss:
 
     def __init__(self, name: str, config: Mapping[str, float | str]) -> None:
         if name not in LOSSES:
-            raise InvalidInput(f"loss_fn {name!r} is not known here; known are {', '.join(sorted(LOSSES))}")
+            raise InvalidInput(f"loss_fn {name!r} is not registered; available losses: {', '.join(sorted(LOSSES))}")
         self.name = name
         self.spec = LOSSES[name]
         for key, value in config.items():
             if key not in self.spec.settings:
-                known = ", ".join(self.spec.settings) or "no settings at all"
-                raise InvalidInput(f"loss_fn_config: {name} does not know {key!r}; it takes {known}")
+                known = ", ".join(self.spec.settings) or "no settings"
+                raise InvalidInput(f"loss_fn_config: {name} has no setting {key!r}; it takes {known}")
             if not isinstance(value, float | int) or not math.isfinite(value):
                 raise InvalidInput(f"loss_fn_config: {key} must be a finite number, got {value!r}")
         self.config: dict[str, Any] = {**self.spec.settings, **config}
@@ -62,8 +62,8 @@ class BoundLoss:
         shape = datum.loss_fn_inputs["target_tokens"].shape
         if self.spec.is_of_sequence and len(shape) != 1:
             raise InvalidDatum(
-                f"target_tokens: has the shape {shape}, but {self.name} has one ratio for a sequence of targets, [T]; "
-                "ppo takes alternatives"
+                f"target_tokens: has the shape {shape}, but {self.name} has one ratio per sequence and takes one "
+                "target per position, [T]. Use ppo for alternatives."
             )
         arguments: list[Any] = []
         for name in self.spec.inputs:
@@ -160,7 +160,7 @@ class BoundGraph:
         started = time.monotonic()
         if self._spent > REQUEST_SECONDS:
             raise InvalidLoss(
-                f"the loss was stopped after {self._spent:.0f} s for the datums of this request; at most "
+                f"the loss was stopped after {self._spent:.0f} s over the datums of this request; at most "
                 f"{REQUEST_SECONDS:g} s are allowed. Send fewer datums at once."
             )
         try:

@@ -61,8 +61,8 @@ class Catalog:
         """Raises `ModelNotFound` if the model is not served. Does not load the model."""
         if self._names is not None and name not in self._names:
             raise ModelNotFound(
-                f"base_model {name!r} is not served here; served are {', '.join(self._names)}. Start the server with "
-                f"--model {name} to add it."
+                f"base_model {name!r} is not served; available models: {', '.join(self._names)}. Start the server "
+                f"with --model {name} to add it."
             )
 
     def get(self, name: str) -> BaseModel:
@@ -104,14 +104,14 @@ def _load(name: str, dtype: torch.dtype) -> BaseModel:
 def _build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     """Builds a model in a temporary folder and renames it, so that a partial build is never used."""
     if not folder.is_dir():
-        logger.info("preparing %s, once", folder)
+        logger.info("building %s", folder)
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         except OSError as error:
             raise InvalidInput(
-                f"models cannot be kept in {folder.parent}: {error.strerror}. Set TINKER_LIGHTNING_CACHE to a folder "
-                "that can be written."
+                f"cannot store models in {folder.parent}: {error.strerror}. Set TINKER_LIGHTNING_CACHE to a writable "
+                "folder."
             ) from error
         try:
             build(part)

@@ -42,7 +42,7 @@ def stack_inputs(
         holders = [i for i, datum in enumerate(data) if name in datum.loss_fn_inputs]
         if name in once:
             if holders:
-                raise InvalidInput(f"loss_fn_inputs: {name} is given for the batch, and by datum {holders[0]} too")
+                raise InvalidInput(f"loss_fn_inputs: {name} is passed for the batch, but datum {holders[0]} has it too")
             _check_size(name, math.prod(once[name].shape), max_elements)
             inputs[name] = _tensor(once[name], dtype).clone()  # the loss may write to it
             continue
@@ -95,4 +95,4 @@ def _tensor(tensor: TensorData, dtype: torch.dtype) -> Tensor:
 
 def _check_size(name: str, elements: int, max_elements: int) -> None:
     if elements > max_elements:
-        raise InvalidInput(f"loss_fn_inputs: {name}: it has {elements} values; at most {max_elements} are allowed")
+        raise InvalidInput(f"loss_fn_inputs: {name} has {elements} values; at most {max_elements} are allowed")

@@ -39,7 +39,7 @@ class LoraWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A peft adapter of one shape. It has no weights of its own; `LoraHost.use` inserts those of the active adapter."""
+    """A peft adapter of one shape, without weights; `LoraHost.use` inserts those of the active adapter."""
 
     name: str
     peft_config: peft.LoraConfig
@@ -80,12 +80,12 @@ class LoraHost:
         if missing or unknown:
             name = min(missing or unknown)
             raise InvalidInput(
-                f"the adapter does not fit this base model: {'no' if missing else 'unknown'} tensor {name}"
+                f"the adapter does not match this base model: {'no' if missing else 'unknown'} tensor {name}"
             )
         for name, shape in expected.items():
             if weights.tensors[name].shape != shape:
                 got = list(weights.tensors[name].shape)
-                raise InvalidInput(f"the adapter does not fit: {name} has the shape {got}, not {list(shape)}")
+                raise InvalidInput(f"the adapter does not match: {name} has the shape {got}, not {list(shape)}")
 
     def peft_config(self, config: LoraConfig) -> peft.LoraConfig:
         """Returns the config that peft saves with the tensors of such an adapter."""
@@ -116,8 +116,8 @@ class LoraHost:
     def _slot(self, config: LoraConfig) -> _Slot:
         if config.rank > self._largest_rank:
             raise InvalidInput(
-                f"lora_config: a rank of {config.rank} makes the adapter larger than the layers it adapts; this model "
-                f"takes up to {self._largest_rank}"
+                f"lora_config: a rank of {config.rank} makes the adapter larger than the layers it adapts; the maximum "
+                f"for this model is {self._largest_rank}"
             )
         key = (config.rank, config.train_attn, config.train_mlp, config.train_unembed)
         if key not in self._slots:
@@ -197,7 +197,7 @@ def _target_modules(layers: Mapping[str, str], config: LoraConfig) -> list[str]:
     train = {"unembed": config.train_unembed, "attn": config.train_attn, "mlp": config.train_mlp, "other": False}
     wanted = [name for name, part in layers.items() if train[part]]
     if not wanted:
-        raise InvalidInput("lora_config: this model has no layers of the kinds that are to be trained")
+        raise InvalidInput("lora_config: this model has no layers of the selected kinds; set train_attn or train_mlp")
     endings = {name.rsplit(".", 1)[-1] for name in wanted}
     if any(name.rsplit(".", 1)[-1] in endings for name, part in layers.items() if not train[part]):
         return sorted(wanted)

@@ -143,7 +143,7 @@ def _read_targets(datum: Datum, base: BaseModel) -> Tensor:
         raise InvalidDatum(f"target_tokens: has the shape {targets.shape}, so there is nothing to predict")
     if len(targets.shape) == 2 and targets.shape[1] > base.vocab_size:
         # Checked before the tensor is made dense, because a few bytes of sparse rows can declare any width.
-        raise InvalidDatum(f"target_tokens: {targets.shape[1]} alternatives are more than the vocabulary has")
+        raise InvalidDatum(f"target_tokens: {targets.shape[1]} alternatives exceed the vocabulary of {base.vocab_size}")
     dense = targets.to_torch()
     _check_range("target_tokens", dense, base.vocab_size)
     return dense
@@ -152,13 +152,13 @@ def _read_targets(datum: Datum, base: BaseModel) -> Tensor:
 def read_tokens(name: str, model_input: ModelInput, base: BaseModel) -> Tensor:
     """Returns the token ids of an input; `name` is used in error messages."""
     if not model_input.is_text:
-        raise InvalidDatum(f"{name}: {base.name} reads text only, and this has other chunks")
+        raise InvalidDatum(f"{name}: {base.name} takes text only, but the input has other chunks")
     tokens = torch.from_numpy(model_input.tokens().astype("int64"))
     if not len(tokens):
         raise InvalidDatum(f"{name}: no tokens")
     if len(tokens) > base.max_context_length:
         raise InvalidDatum(
-            f"{name}: {len(tokens)} tokens, but {base.name} reads at most {base.max_context_length}. Cut it."
+            f"{name}: {len(tokens)} tokens, but {base.name} takes at most {base.max_context_length}. Truncate it."
         )
     _check_range(name, tokens, base.vocab_size)
     return tokens
@@ -169,7 +169,7 @@ def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
     if len(wrong):
         at = wrong[0].tolist()
         token = int(tokens[tuple(at)])
-        fix = "Mask it by a weight or advantage of 0." if token < 0 else "Was it tokenized for another model?"
+        fix = "Mask it with a weight or advantage of 0." if token < 0 else "Was it tokenized for another model?"
         raise InvalidDatum(
             f"{name}: the token at {at} is {token}, but the vocabulary has ids 0..{vocab_size - 1}. {fix}"
         )

@@ -43,7 +43,7 @@ def sample(
     # A prompt that fills the context can be scored but not continued.
     budget = min(room, params.max_tokens if params.max_tokens is not None else room)
     if budget == 0 and not prompt_logprobs:
-        raise InvalidInput(f"prompt: its {len(tokens_T)} tokens fill the context and leave no room for an answer")
+        raise InvalidInput(f"prompt: its {len(tokens_T)} tokens fill the context and leave no room for a continuation")
     with base.lora.use(weights):
         decoder = base.model.get_decoder()
         output = decoder(input_ids=tokens_T[None], use_cache=True)
@@ -86,7 +86,7 @@ def _continue(
     for step in range(budget):
         logits_SV = base.head(hidden_SD).to(torch.promote_types(hidden_SD.dtype, torch.float32))
         if not logits_SV.isfinite().all():
-            raise OperationFailed("the model's logits are not finite, so there is nothing to sample from")
+            raise OperationFailed("the model's logits are not finite, so no token can be sampled")
         chosen_S = _choose(logits_SV, params, [sequence.generator for sequence in active])
         logprobs_S = (logits_SV.gather(-1, chosen_S[:, None])[:, 0] - logits_SV.logsumexp(-1)).tolist()
         for sequence, token, logprob in zip(active, chosen_S.tolist(), logprobs_S, strict=True):
