@@ -309,14 +309,14 @@ def ctrl_c_before_the_step_is_counted(module: RemoteModule, monkeypatch: pytest.
 
 
 def ctrl_c_while_a_metric_is_waited_for(module: RemoteModule, monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = module._late._wait
+    wait = module._deferred._wait
 
     def interrupted(future: Any) -> None:
         if module.lm.handle.remote.steps == 2:
             ctrl_c()
         wait(future)
 
-    monkeypatch.setattr(module._late, "_wait", interrupted)
+    monkeypatch.setattr(module._deferred, "_wait", interrupted)
 
 
 @pytest.mark.parametrize("n", [1, N])

@@ -260,7 +260,7 @@ def test_several_processes_raise_for_every_module(kind: Any, server: Server) -> 
 def test_what_a_nested_module_would_log_does_not_pile_up(server: Server) -> None:
     module = server.module(Nested)
     quiet().fit(module, loader())
-    assert not module.other._late._waiting
+    assert not module.other._deferred._waiting
 
 
 def test_a_wait_with_a_limit_is_one_for_all(server: Server) -> None:

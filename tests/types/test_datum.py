@@ -157,7 +157,7 @@ def test_lengths_are_left_to_the_server_where_only_it_knows_them() -> None:
 def test_provenance_comes_as_a_pair() -> None:
     span = ProvenanceSpan("sampled", "s", 0, 2)
     model_input = ModelInput.from_ints([1, 2])
-    with pytest.raises(InvalidDatum, match="set model_input_spans and loss_fn_input_spans, or neither"):
+    with pytest.raises(InvalidDatum, match="set both model_input_spans and loss_fn_input_spans, or neither"):
         Datum(model_input, {}, [span])
     assert Datum(model_input, {}, [span], [span]) != Datum(model_input)
     assert Datum(model_input, {}, [], []) == Datum(model_input)
@@ -248,17 +248,17 @@ def test_from_chat_without_an_end_token_takes_the_whole_turn() -> None:
 
 def test_from_chat_raises_for_a_template_that_rewrites_earlier_turns() -> None:  # R4.5
     tokenizer = make_tokenizer(LAST_TURN_THINKS)
-    with pytest.raises(InvalidDatum, match=r"message 2: .* writes earlier turns differently .* Datum\.from_tokens"):
+    with pytest.raises(InvalidDatum, match=r"message 2: .* renders earlier messages differently .* Datum\.from_tokens"):
         Datum.from_chat(CHAT, tokenizer)
 
 
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        (CHAT[:2], "no assistant turn, so there is nothing to learn"),
-        ([], "no assistant turn"),
-        ([{"content": "hello"}], "no assistant turn"),
-        (CHAT[2:], "message 0: the assistant speaks first; put the system or user message before it"),
+        (CHAT[:2], "no assistant message, so there is nothing to train on"),
+        ([], "no assistant message"),
+        ([{"content": "hello"}], "no assistant message"),
+        (CHAT[2:], "message 0 is an assistant message; put a system or user message before it"),
     ],
 )
 def test_from_chat_says_what_is_missing(messages: list[dict[str, str]], message: str) -> None:

@@ -87,7 +87,7 @@ def test_other_chunks_count_their_tokens(chunk: Any, length: int) -> None:
 @pytest.mark.parametrize(
     ("chunk", "message"),
     [
-        (ImageChunk(b"", "png"), "known here only if expected_tokens is given"),
+        (ImageChunk(b"", "png"), "is unknown; set expected_tokens"),
         (DmelChunk(b""), "ends before its ndim"),
         (DmelChunk(bytes([3, 1])), "ends before its dim 0"),
         (DmelChunk(bytes([3, 1]) + b"\xff" * 20), "ends before its dim 0"),

@@ -66,8 +66,8 @@ def test_defaults_agree_with_the_official_sdk() -> None:
         (lambda: SamplingParams(top_k=0), r"sampling_params\.top_k must be -1 \(off\) or at least 1, got 0"),
         (lambda: SamplingParams(top_p=0.0), r"sampling_params\.top_p must lie in \(0, 1\], got 0\.0"),
         (lambda: SamplingParams(top_p=1.5), "top_p"),
-        (lambda: SamplingParams(stop=""), "stop holds an empty string"),
-        (lambda: SamplingParams(stop=["a", ""]), "stop holds an empty string"),
+        (lambda: SamplingParams(stop=""), "stop contains an empty string"),
+        (lambda: SamplingParams(stop=["a", ""]), "stop contains an empty string"),
         (lambda: LoraConfig(rank=0), r"lora_config\.rank must be at least 1, got 0"),
         (
             lambda: LoraConfig(train_unembed=False, train_mlp=False, train_attn=False),

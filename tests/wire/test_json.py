@@ -298,7 +298,7 @@ WEIGHTS = (*DATUM, "loss_fn_inputs", "weights")
         (DATUM, 3, "datum 1: must be an object, got int 3"),
         ((*DATUM, "loss_fn_inputs"), [1], "datum 1: loss_fn_inputs: must be an object"),
         ((*DATUM, "model_input"), None, "datum 1: model_input: must be an object with a list of chunks, got nothing"),
-        ((*DATUM, "model_input_spans"), [], "datum 1: provenance comes as a pair"),
+        ((*DATUM, "model_input_spans"), [], "datum 1: set both model_input_spans"),
         (
             (*DATUM, "model_input_spans"),
             [{}],

@@ -1,7 +1,7 @@
 """All private names of Lightning that this package uses.
 
-A name is looked up when it is used, and before it is set. A Lightning release that has renamed it therefore raises an
-error, and does not train on silently. To support such a release, change the path here.
+Names are looked up on every use, so a Lightning release that renames one raises an error instead of training wrongly.
+To support such a release, change the path here.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Private:
     """A private attribute of Lightning.
 
     Args:
-        owner: The class of the objects that have it.
-        path: Where it is found from such an object, for example `fit_loop._data_fetcher` from a `Trainer`.
-        since: The first Lightning release that has it; in earlier ones nothing is set.
+        owner: The class that the path starts from.
+        path: The path of the attribute, for example `fit_loop._data_fetcher` from a `Trainer`.
+        since: The first Lightning release that has it; `set` does nothing in earlier ones.
     """
 
     owner: str
@@ -38,11 +38,7 @@ class Private:
     since: str = "0"
 
     def get(self, root: Any) -> Any:
-        """Returns the current value of the attribute.
-
-        Raises:
-            IncompatibleLightning: If there is no such attribute.
-        """
+        """Returns the value of the attribute; raises `IncompatibleLightning` if it does not exist."""
         try:
             return attrgetter(self.path)(root)
         except AttributeError as error:
@@ -52,11 +48,7 @@ class Private:
             ) from error
 
     def set(self, root: Any, value: Any) -> None:
-        """Sets the attribute, which must exist.
-
-        Raises:
-            IncompatibleLightning: If there is no such attribute.
-        """
+        """Sets the attribute; raises `IncompatibleLightning` if it does not exist."""
         if Version(__version__) < Version(self.since):
             return
         self.get(root)
@@ -64,7 +56,7 @@ class Private:
         setattr(attrgetter(owner)(root) if owner else root, name, value)
 
 
-# Connectors set the first two, which look public but are not declared.
+# The first two look public, but are set by connectors and not declared.
 CALLBACKS = Private("Trainer", "callbacks")
 LOG_EVERY_N_STEPS = Private("Trainer", "log_every_n_steps")
 CURRENT_RESULTS = Private("Trainer", "_results")
@@ -115,20 +107,16 @@ LAUNCH_FUNCTION = Private("launchers", "_MultiProcessingLauncher.launch")
 
 
 def before_launch(check: Callable[[pl.Trainer, Any], None]) -> None:
-    """Calls `check(trainer, module)` before Lightning starts processes; Lightning itself calls no hook there.
+    """Calls `check(trainer, module)` before Lightning starts processes, where it has no hook."""
 
-    Raises:
-        IncompatibleLightning: If Lightning starts processes in another way.
-    """
-    for launch in (LAUNCH_SCRIPT, LAUNCH_FUNCTION):
-        launch.set(launchers, _checked(launch.get(launchers), check))
+    def checked(launch: Any) -> Any:
+        @functools.wraps(launch)
+        def wrapper(self: Any, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+            if trainer is not None and args:
+                check(trainer, args[0])
+            return launch(self, function, *args, trainer=trainer, **kwargs)
 
+        return wrapper
 
-def _checked(launch: Any, check: Callable[[pl.Trainer, Any], None]) -> Any:
-    @functools.wraps(launch)
-    def checked(self: Any, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        if trainer is not None and args:
-            check(trainer, args[0])
-        return launch(self, function, *args, trainer=trainer, **kwargs)
-
-    return checked
+    for private in (LAUNCH_SCRIPT, LAUNCH_FUNCTION):
+        private.set(launchers, checked(private.get(launchers)))

@@ -1,4 +1,4 @@
-"""The parts of a `RemoteModule` that are not Lightning steps: the model, its session, its loss and its data."""
+"""The parts of a `RemoteModule` other than its steps: the model, its session, its loss and its data."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RemoteBase(pl.LightningModule):
     """Whether to log the gradient norm of each regularizer; costs a backward through the term, not the model."""
 
     regularizer_timeout: float | None = None
-    """How many seconds regularizers that are async or run on other threads may take."""
+    """The number of seconds that regularizers that are async or run on other threads may take."""
 
     _api_key: Secret | None = None
 
@@ -106,19 +106,19 @@ class RemoteBase(pl.LightningModule):
         self.lm = RemoteLM(self._session.client if model is None or isinstance(model, str) else model)
         self._scores = Scores()
         remote = self.lm.handle.remote
-        self._late = DeferredMetrics(remote.wait_for_end)
+        self._deferred = DeferredMetrics(remote.wait_for_end)
         remote.on_step = self._stepped
         remote.max_steps_in_flight = max_steps_in_flight
         remote.load_state = functools.partial(self._session.load, remote)
         self._chosen: tuple[Any, Chosen] | None = None
-        # The metrics of the micro-batches that have given the window a gradient, and of the present one.
+        # The metrics of the micro-batches whose gradients are in the window, and of the current one.
         self._window_metrics: list[tuple[dict[str, float], int]] = []
         self._batch_metrics: tuple[dict[str, float], int] = ({}, 0)
         self._logged: set[str] = set()
         self._warned: set[str] = set()
-        # What each stage and loader has logged of the loss in this epoch; None where the data lack an input of it.
+        # The metrics of the loss that each stage and loader has logged in this epoch; None if the data lack an input.
         self._evaluated: dict[tuple[str, int], set[str] | None] = {}
-        self._waiting: dict[str, Any] | None = None
+        self._loaded_window: dict[str, Any] | None = None
         self._samples = Samples(self.lm)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -133,7 +133,7 @@ class RemoteBase(pl.LightningModule):
 
     @property
     def checkpoint_file(self) -> object:
-        """The file that the trainer loads, as errors name it."""
+        """The name of the file that the trainer loads, for errors."""
         return (self.trainer.ckpt_path if self.has_trainer else None) or "the checkpoint"
 
     def save_hyperparameters(
@@ -180,9 +180,6 @@ class RemoteBase(pl.LightningModule):
         """Returns the datums of a batch, as any iterable. Override it for loaders that yield something else.
 
         It is called once per batch; look-ahead may call it before earlier batches are trained.
-
-        Raises:
-            InvalidDatum: If the batch is empty or not a list of datums.
         """
         return datums_of(batch)
 
@@ -210,10 +207,10 @@ class RemoteBase(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the accumulation window. The state dict names the remote states."""
         if contents.SECTION in checkpoint:
-            return  # the hooks have added them already
-        kept = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY)
-        if isinstance(kept, dict) and "_instantiator" not in kept:  # which `LightningCLI` adds
-            given = {name: value for name, value in kept.items() if name not in self._fixed}
+            return  # already added by the hooks
+        hparams = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY)
+        if isinstance(hparams, dict) and "_instantiator" not in hparams:  # which `LightningCLI` adds
+            given = {name: value for name, value in hparams.items() if name not in self._fixed}
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = given
         self.drain()
         contents.section_of(checkpoint).update(
@@ -224,19 +221,19 @@ class RemoteBase(pl.LightningModule):
         )
 
     def restore_window(self) -> None:
-        """Restores the accumulation window of the checkpoint that was loaded last."""
-        if self._waiting is not None:
-            contents.restore_gradients(self._waiting, self)
-            self._window_metrics = list(self._waiting["window_metrics"])
+        """Restores the accumulation window of the last checkpoint loaded."""
+        if self._loaded_window is not None:
+            contents.restore_gradients(self._loaded_window, self)
+            self._window_metrics = list(self._loaded_window["window_metrics"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continues from the remote states that a checkpoint names; a model is created at its first use.
+        """Loads the remote states that a checkpoint names; a model that does not exist is created at its first use.
 
         Raises:
-            InvalidInput: If the checkpoint has another base model, rank or format, or is not of a remote model.
+            InvalidInput: If the checkpoint has another base model, rank or format.
             NotFound: If a state is not on the server.
         """
-        self._waiting = contents.read_window(checkpoint, self.checkpoint_file)
+        self._loaded_window = contents.read_window(checkpoint, self.checkpoint_file)
         contents.load_states(checkpoint, self)
         self.restore_window()
 
@@ -246,9 +243,9 @@ class RemoteBase(pl.LightningModule):
         """Waits for all requests of the module's remote models, logs them, and raises unread failures as one error."""
         if self.has_trainer and self.trainer.received_sigterm:
             group.wait_for_all(self, LAST_WAIT)
-            self._late.log(wait=False)
+            self._deferred.log(wait=False)
         else:
-            self._late.log(wait=True)
+            self._deferred.log(wait=True)
             group.wait_for_all(self)
         group.raise_first(self)
 
@@ -261,15 +258,15 @@ class RemoteBase(pl.LightningModule):
         """Returns the gradients of local parameters that wait for an optimizer step, by name."""
         waits = any(remote.window for remote in group.remotes_of(self))
         if not waits and self.lm.handle.requires_grad and self.automatic_optimization:
-            return {}  # what is left are gradients of the last step
+            return {}  # only gradients of the last step are left
         return contents.local_gradients(self)
 
     def chosen_route(self) -> Chosen:
-        """Returns where the loss runs and how it is averaged, which is decided once per loss."""
+        """Returns where the loss runs and how it is averaged, decided once per loss."""
         loss: Any = self._modules.get("loss", self.loss)  # a loss that is an nn.Module
         regularized = bool(self.regularizers)
         if routes.is_plain_function(getattr(loss, "__func__", None)):
-            loss = loss.__func__  # a plain function, which the class has bound
+            loss = loss.__func__  # a plain function bound by the class
         key = (loss, self.route, self.reduction, repr(self.loss_config), regularized)
         if self._chosen is None or self._chosen[0] != key:
             chosen = routes.choose(
@@ -291,17 +288,17 @@ class RemoteBase(pl.LightningModule):
         """Waits a while for requests sent before an error, logs them, and adds their failures to the error as notes."""
         group.settle(self, timeout, error)
         with contextlib.suppress(TinkerLightningError):
-            self._late.log(wait=False)
+            self._deferred.log(wait=False)
 
     def delete_state(self, path: str) -> None:
         """Deletes a saved state on the server, if it exists."""
         group.delete_state(self, path)
 
     @contextmanager
-    def asked_ahead(self, trained: Any, data: list[Any], asked: Pass | None) -> Iterator[Remote]:
-        """Makes `datums(trained)` return `data` inside the `with` block, with the forward pass that was sent for it."""
+    def using_pass(self, trained: Any, data: list[Any], sent: Pass | None) -> Iterator[Remote]:
+        """Makes `datums(trained)` return `data`, whose forward pass was already sent, inside the `with` block."""
         remote, datums, own = self.lm.handle.remote, self.datums, vars(self).get("datums")
-        remote.expected, remote.missed = asked, False
+        remote.expected, remote.missed = sent, False
         self.datums = lambda batch: data if batch is trained else datums(batch)  # type: ignore[method-assign]
         try:
             yield remote
@@ -337,4 +334,4 @@ class RemoteBase(pl.LightningModule):
         if self.has_trainer and self.trainer.lightning_module is self:  # otherwise no hooks log
             trained = max(1, len(self._window_metrics))
             share = self.trainer.accumulate_grad_batches / trained if self.automatic_optimization else 1.0
-            self._late.add(sent, self.trainer, share)
+            self._deferred.add(sent, self.trainer, share)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class DatumLike(Protocol):
-    """A datum, ours or the official SDK's."""
+    """A datum of this library or of the official SDK."""
 
     model_input: Any
     loss_fn_inputs: Any
@@ -28,17 +28,13 @@ class DatumLike(Protocol):
 
 @runtime_checkable
 class PromptLike(Protocol):
-    """An input of the model, ours or the official SDK's."""
+    """A model input of this library or of the official SDK."""
 
     chunks: Any
 
 
 def datums_of(batch: Any) -> list[Any]:
-    """Returns the datums of a batch, which is a list of datums or a single one.
-
-    Raises:
-        InvalidDatum: If the batch is empty or not a list of datums.
-    """
+    """Returns the datums of a batch, which must be a list of datums or a single one."""
     if isinstance(batch, DatumLike):
         return [batch]
     if not isinstance(batch, Sequence) or not all(isinstance(datum, DatumLike) for datum in batch):
@@ -57,11 +53,7 @@ def datums_of(batch: Any) -> list[Any]:
 
 
 def as_list(given: Any) -> list[Any]:
-    """Returns what an override of `datums` returned, which may be any iterable, as a list.
-
-    Raises:
-        InvalidDatum: If it is not iterable.
-    """
+    """Returns the result of `datums`, which may be any iterable, as a list."""
     if isinstance(given, list):
         return given
     if isinstance(given, DatumLike):
@@ -72,7 +64,7 @@ def as_list(given: Any) -> list[Any]:
 
 
 def count_datums(batch: Any) -> int:
-    """Returns how many datums a batch has in nested lists, tuples and dicts; 0 if it has other contents.
+    """Returns the number of datums in nested lists, tuples and dicts.
 
     >>> from tinker_lightning import Datum
     >>> count_datums({"pairs": [(Datum.from_tokens([1, 2]), Datum.from_tokens([1, 3]))], "names": ["first"]})
@@ -86,11 +78,7 @@ def count_datums(batch: Any) -> int:
 
 
 def prompts_of(batch: Any, tokenizer: Any) -> list[ModelInput]:
-    """Returns the prompts of a batch: of each datum, model input, string or row of tokens, or of a single one.
-
-    Raises:
-        InvalidInput: If torch's default collate function has transposed rows of tokens.
-    """
+    """Returns the prompts of a batch: one or several datums, model inputs, strings or rows of tokens."""
     if isinstance(batch, Tensor | np.ndarray):
         return [ModelInput.from_ints(row) for row in (batch if batch.ndim > 1 else [batch])]
     if not isinstance(batch, Sequence) or isinstance(batch, str) or (batch and isinstance(batch[0], int)):
@@ -112,10 +100,7 @@ def _prompt(item: Any, tokenizer: Any) -> ModelInput:
 
 
 def except_datums(batch: Any, convert: Callable[[Any], Any]) -> Any:
-    """Converts the parts of a batch that are not datums or prompts, which are sent to the server as they are.
-
-    Lightning cannot rebuild the official SDK's, which are frozen dataclasses.
-    """
+    """Converts a batch except for datums and prompts: Lightning cannot rebuild frozen dataclasses of the SDK."""
     if isinstance(batch, DatumLike | PromptLike):
         return batch
     if type(batch) is dict:
@@ -126,7 +111,7 @@ def except_datums(batch: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 def keep_datums(plugin: Precision) -> None:
-    """Makes a precision plugin leave datums and prompts as they are."""
+    """Makes a precision plugin leave datums and prompts unchanged."""
     convert = functools.partial(type(plugin).convert_input, plugin)
     plugin.convert_input = functools.partial(except_datums, convert=convert)  # type: ignore[method-assign]
 

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def check(trainer: pl.Trainer, module: RemoteBase) -> None:
-    """Rejects a trainer that cannot train a remote model correctly.
-
-    Raises:
-        InvalidInput: If its processes, precision or callbacks, or objects of other packages, are not supported.
-    """
+    """Raises `InvalidInput` for a trainer that cannot train a remote model correctly."""
     check_processes(trainer)
     _check_precision(trainer)
     _check_imports(trainer)
@@ -37,12 +33,9 @@ def check(trainer: pl.Trainer, module: RemoteBase) -> None:
 
 
 def check_free(module: RemoteBase, trainer: pl.Trainer | None) -> None:
-    """Rejects a second trainer while another one runs the module.
+    """Raises `InvalidInput` for a second trainer while another one runs the module.
 
     The module is detached from the second one, which would call its hooks when it fails.
-
-    Raises:
-        InvalidInput: If another trainer runs the module.
     """
     if trainer is None or not module.has_trainer or module.trainer is trainer:
         return
@@ -50,17 +43,13 @@ def check_free(module: RemoteBase, trainer: pl.Trainer | None) -> None:
     if other.state.status == TrainerStatus.RUNNING and other.lightning_module is module:
         _compat.STRATEGY_MODULE.set(trainer, None)
         raise InvalidInput(
-            f"this {type(module).__name__} is being run by another trainer. Both would number the requests of one "
-            "remote model: wait for the first trainer, or create a second module."
+            f"this {type(module).__name__} is being run by another trainer, and both would number the requests of one "
+            "remote model. Wait for the first trainer, or create a second module."
         )
 
 
 def check_optimizers(trainer: pl.Trainer, module: RemoteBase) -> None:
-    """Rejects optimizers that would not train the remote model.
-
-    Raises:
-        InvalidInput: If the module is frozen, or no optimizer has the parameters of the remote model.
-    """
+    """Raises `InvalidInput` if no optimizer would train the remote model."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise InvalidInput(
             f"all parameters of this {type(module).__name__} are frozen, so there is nothing to train; call unfreeze() "
@@ -78,11 +67,7 @@ def check_optimizers(trainer: pl.Trainer, module: RemoteBase) -> None:
 
 
 def check_processes(trainer: pl.Trainer) -> None:
-    """Rejects more than one process.
-
-    Raises:
-        InvalidInput: If the trainer would run several processes.
-    """
+    """Raises `InvalidInput` if the trainer would run several processes."""
     launched = max(_compat.CLUSTER_ENVIRONMENT.get(trainer).world_size(), _compat.NUM_NODES_FLAG.get(trainer))
     # On a GPU machine, "auto" counts the GPUs, which are not used; on a CPU, the user has set the number.
     asked = len(_compat.PARALLEL_DEVICES.get(trainer)) if _compat.ACCELERATOR_FLAG.get(trainer) == "cpu" else 1

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     _Ran: TypeAlias = tuple[ForwardBackwardOutput, PendingBackward]
 
 _SUM = "loss:sum"
-# Metrics of a loss that the server has renamed, as this module would.
+# Metrics of a loss that the server has renamed to avoid clashes.
 _SET_APART = frozenset(f"loss/{name}" for name in OF_PASSES)
 
 
@@ -62,14 +62,14 @@ class DeferredMetrics:
     def are_monitored(self, trainer: pl.Trainer, *, by_step: bool = False) -> bool:
         """Returns whether a callback or scheduler monitors a deferred metric; any metric while no name is known yet.
 
-        With `by_step`, only those count that read a metric after this step.
+        With `by_step`, only those that read a metric after this step count.
         """
         schedulers = trainer.lr_scheduler_configs
-        looking: list[Any] = [*_compat.CALLBACKS.get(trainer), *schedulers]
+        readers: list[Any] = [*_compat.CALLBACKS.get(trainer), *schedulers]
         if by_step:
-            looking = [one for one in trainer.checkpoint_callbacks if _may_save(one, trainer.global_step)]
-            looking += [one for one in schedulers if _is_due(one, trainer)]
-        monitored = {getattr(one, "monitor", None) for one in looking} - {None}
+            readers = [one for one in trainer.checkpoint_callbacks if _may_save(one, trainer.global_step)]
+            readers += [one for one in schedulers if _is_due(one, trainer)]
+        monitored = {getattr(one, "monitor", None) for one in readers} - {None}
         return bool(monitored & self._names if self._names else monitored)
 
     def add(self, sent: Step, trainer: pl.Trainer, share: float) -> None:
@@ -117,7 +117,7 @@ def _may_save(callback: Any, step: int) -> bool:
 
 
 def _is_due(scheduler: LRSchedulerConfig, trainer: pl.Trainer) -> bool:
-    """Returns whether a scheduler reads its metric after this step; Lightning counts batches for that."""
+    """Returns whether a scheduler reads its metric after this step, which Lightning counts in batches."""
     batches = trainer.fit_loop.epoch_loop.batch_idx + 1
     return scheduler.interval == "step" and batches % scheduler.frequency == 0
 
@@ -129,10 +129,10 @@ def _metrics(sent: Step, share: float) -> dict[str, float]:
 
 
 def of_losses(ran: Sequence[_Ran], share: float = 1.0) -> dict[str, float]:
-    """Returns the values of a window's losses, scaled as their gradients were and by `share`, and their metrics.
+    """Returns the values of a window's losses, scaled like their gradients and by `share`, and their metrics.
 
-    The metrics of a single loss keep their names, or are logged under `base_loss/` if regularizers were added to it,
-    as those of a loss that runs locally. Several different losses have their own names as prefixes.
+    The metrics of a loss with regularizers are prefixed with `base_loss/`, as for a loss that runs locally; those of
+    several different losses with the names of the losses.
     """
     different: dict[tuple[bool, str, str], list[_Ran]] = {}
     for output, call in ran:
@@ -164,10 +164,9 @@ def of_losses(ran: Sequence[_Ran], share: float = 1.0) -> dict[str, float]:
 def of_pass(
     output: ForwardBackwardOutput, loss: Any, data: Sequence[Datum], config: Mapping[str, Any] | None
 ) -> dict[str, float]:
-    """Returns the metrics of a pass with a loss that runs on the server, by the names that they have on every route.
+    """Returns the metrics of a pass with a server-side loss, with the same names as on every other route.
 
-    Servers count different things for the losses that they know by name. So the metrics of these losses are computed
-    here, from the log-probabilities in the result.
+    Servers report different metrics for built-in losses, so those are computed here from the log-probabilities.
     """
     if not isinstance(loss, str) or loss not in BUILT_IN:
         metrics = {name: float(number) for name, number in output.metrics.items() if name not in OF_PASSES}
@@ -182,10 +181,7 @@ def of_pass(
 
 
 def combined(window: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
-    """Returns the metrics of a window, given those of each micro-batch with the number of its datums.
-
-    Counts are summed; others are reduced as their suffixes say, or averaged.
-    """
+    """Combines the metrics of micro-batches, given with their numbers of datums, as their names require."""
     found: dict[str, float] = {}
     for name in {name: None for metrics, _ in window for name in metrics}:
         values = [metrics[name] for metrics, _ in window if name in metrics]

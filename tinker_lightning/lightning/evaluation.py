@@ -28,10 +28,7 @@ def own_loss(
 ) -> tuple[float, dict[str, float], float]:
     """Returns the value of the module's loss with its regularizers, its metrics, and the weight of the batch.
 
-    A loss that only the server can evaluate takes a second forward pass.
-
-    Raises:
-        LossUnavailable: If an input is missing, or the server cannot evaluate the loss. Other errors are bugs.
+    A loss that only the server can evaluate takes a second forward pass. Errors other than `LossUnavailable` are bugs.
     """
     chosen = module.chosen_route()
     try:
@@ -97,10 +94,10 @@ def _is_missing(error: KeyError | AttributeError, batch: Any, data: list[Any]) -
 def _missing_input(error: Exception, data: list[Any], evaluate: Any) -> Exception | None:
     """Returns the error that names a missing input, if that is why a loss has failed.
 
-    A `KeyError`, or an error about None, may also be a bug. So the loss is called again with datums that raise
-    `MissingInput` where an input is missing.
+    A `KeyError`, or an error about None, may also be a bug. So the loss is called again with datums whose missing
+    inputs raise `MissingInput`.
     """
-    cause = error.__cause__ if isinstance(error, InvalidLoss) else error  # that of a regularizer is wrapped
+    cause = error.__cause__ if isinstance(error, InvalidLoss) else error  # errors of regularizers are wrapped
     if isinstance(cause, MissingInput):
         return cause
     if isinstance(cause, AttributeError) and any(cause.obj is datum for datum in data):
@@ -117,7 +114,7 @@ def _missing_input(error: Exception, data: list[Any], evaluate: Any) -> Exceptio
 
 
 def _tracked(datum: Any, also_get: bool) -> Any:
-    """Returns a copy of a datum, ours or the official SDK's, whose missing inputs raise `MissingInput`."""
+    """Returns a copy of a datum of any SDK whose missing inputs raise `MissingInput`."""
     tracked = copy.copy(datum)
     object.__setattr__(tracked, "loss_fn_inputs", _TrackedInputs(datum.loss_fn_inputs, also_get))
     return tracked

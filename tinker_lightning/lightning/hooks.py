@@ -1,4 +1,4 @@
-"""Work that every fit of a remote model needs, whether or not the hooks of a user's module call `super()`."""
+"""Work that every fit of a remote model needs, even if the hooks of a user's module do not call `super()`."""
 
 from __future__ import annotations
 
@@ -36,11 +36,7 @@ def detach(trainer: pl.Trainer) -> None:
 
 
 class RemoteHooks(pl.Callback):
-    """Checks losses, logs deferred metrics and waits for the server before any other callback runs.
-
-    Args:
-        module: The module that the trainer runs.
-    """
+    """Checks losses, logs deferred metrics and waits for the server before any other callback runs."""
 
     def __init__(self, module: RemoteBase) -> None:
         self._module = module
@@ -73,16 +69,12 @@ class RemoteHooks(pl.Callback):
         self._connect()
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Restores the accumulation windows of a checkpoint; Lightning has zeroed the gradients since it was loaded.
-
-        Raises:
-            InvalidInput: If no optimizer would train the remote model.
-        """
+        """Checks the optimizers and restores the accumulation windows, which Lightning has zeroed after loading."""
         module = self._module
         checks.check_optimizers(trainer, module)
         if trainer.ckpt_path is not None:
             module.restore_window()
-        module._waiting = None
+        module._loaded_window = None
         self._received = module.lm.handle.remote.received
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -94,11 +86,7 @@ class RemoteHooks(pl.Callback):
             module._window_metrics = []
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        """Rejects a loss that has no gradient or is not finite, and drops the accumulation window.
-
-        Raises:
-            InvalidLoss: If the loss cannot be trained on.
-        """
+        """Drops the accumulation window and raises `InvalidLoss` if a loss has no gradient or is not finite."""
         del trainer, pl_module
         with self._module._dropping():
             surrogate.check_scalar(loss)
@@ -107,11 +95,7 @@ class RemoteHooks(pl.Callback):
                 surrogate.check_finite(loss)
 
     def on_after_backward(self, *_: Any) -> None:
-        """Rejects a loss whose gradient does not reach the remote model, because it would train nothing.
-
-        Raises:
-            LossWithoutGradient: If no gradient has reached the remote model.
-        """
+        """Raises `LossWithoutGradient` if no gradient has reached the remote model."""
         module = self._module
         received, self._received = self._received, module.lm.handle.remote.received
         if module.automatic_optimization and module.lm.handle.requires_grad and received == self._received:
@@ -125,7 +109,7 @@ class RemoteHooks(pl.Callback):
         Waits for the metrics of this step if a callback or scheduler is about to read them.
         """
         self._hold.end()
-        deferred = self._module._late
+        deferred = self._module._deferred
         is_monitored = deferred.are_monitored(trainer, by_step=True)
         deferred.log(wait=is_monitored)
         if is_monitored:
@@ -133,12 +117,12 @@ class RemoteHooks(pl.Callback):
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Waits for the metrics of the last step if callbacks or schedulers monitor them."""
-        deferred = self._module._late
+        deferred = self._module._deferred
         deferred.log(wait=deferred.are_monitored(trainer))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Waits for the metrics of the epoch, so that other callbacks see them."""
-        self._module._late.log(wait=not trainer.received_sigterm)
+        self._module._deferred.log(wait=not trainer.received_sigterm)
 
     def on_train_end(self, *_: Any) -> None:
         """Waits for the last steps and logs them."""
@@ -156,7 +140,7 @@ class RemoteHooks(pl.Callback):
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Reads the window, in case the module overrides `on_load_checkpoint` without calling `super()`."""
         del trainer, pl_module
-        self._module._waiting = contents.read_window(checkpoint, self._module.checkpoint_file)
+        self._module._loaded_window = contents.read_window(checkpoint, self._module.checkpoint_file)
 
     def teardown(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Waits for everything in flight; the session stays, so that the next stage sees the same model."""

@@ -18,26 +18,21 @@ def not_plain(module: Any) -> list[str]:
 
 
 def fixed(module: Any) -> frozenset[str]:
-    """Returns the arguments that a subclass itself passes to `super().__init__`.
-
-    It passes them again when a file is loaded, so they would be passed twice if the file had them.
-    """
+    """Returns the arguments that a subclass hard-codes for `super().__init__`, which a file must not pass again."""
     *inner, (outermost, rest) = _calls(module)
     left = list(rest)
     given = set(outermost)
     for name, value in (pair for named, _ in reversed(inner) for pair in named.items()):
-        if left and value is left[0]:  # one of the `*args` of the outermost call, which are passed on in their order
+        if left and value is left[0]:  # one of the outermost call's `*args`, which are passed on in order
             left.pop(0)
             given.add(name)
     return frozenset(name for named, _ in inner for name in named) - given
 
 
 def for_files(value: Any, key: str | None) -> Any:
-    """Returns plain data without API keys, and with lists in place of tuples, which `yaml.safe_load` does not read.
+    """Returns plain data with API keys emptied, and with lists in place of tuples, which `yaml.safe_load` rejects.
 
-    Args:
-        value: The data.
-        key: The API key; every string that equals it becomes empty, and so does every value named `api_key`.
+    Every string that equals `key` and every value named `api_key` is an API key.
     """
     if isinstance(value, Mapping):
         return {name: "" if name == API_KEY and item else for_files(item, key) for name, item in value.items()}

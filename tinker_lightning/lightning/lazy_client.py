@@ -1,4 +1,4 @@
-"""The session of a module with its server, which is opened at the first use and closed with the module."""
+"""The session of a module with its server, opened at the first use and closed with the module."""
 
 from __future__ import annotations
 
@@ -22,14 +22,7 @@ _LAYERS = ("train_mlp", "train_attn", "train_unembed")
 
 
 class LazyClient:
-    """Creates the training client of a module at its first use, on a new model or from a saved state.
-
-    Args:
-        model: The name of a base model, a training client, or None for the model that `TINKER_BASE_MODEL` names.
-        settings: The settings of a new adapter.
-        base_url: The server; see `connect`.
-        api_key: The API key of the server.
-    """
+    """Creates the training client of a module at its first use, on a new model or from a saved state."""
 
     def __init__(self, model: Any, settings: dict[str, Any], base_url: str | None, api_key: str | None) -> None:
         # Empty for a training client, which has a model already.
@@ -43,12 +36,7 @@ class LazyClient:
         self._service: ServiceClient | None = None
 
     def client(self) -> Any:
-        """Creates a training client, with the state that was loaded before, if any.
-
-        Raises:
-            InvalidInput: If the adapter of that state has other settings.
-            NotFound: If that state is not on the server.
-        """
+        """Creates a training client, from the state that `load` was called with, if any."""
         if self._service is None:
             self._service = connect(self._base_url, api_key=self._api_key)
         path = self.resumes_from
@@ -61,16 +49,7 @@ class LazyClient:
             return client
 
     def load(self, remote: Remote, state: SavedState) -> None:
-        """Continues from a saved state; a model that does not exist yet is created from it at the first use.
-
-        Args:
-            remote: The model.
-            state: The saved state; its base model is used if the module names none.
-
-        Raises:
-            InvalidInput: If the state does not fit the model.
-            NotFound: If the state is not on the server.
-        """
+        """Loads a saved state; a model that does not exist yet is created from it at the first use."""
         exists = self.is_given or remote.is_made
         base_model: str | None = self.base_model
         rank = self._settings["rank"]
@@ -91,22 +70,14 @@ class LazyClient:
             self.resumes_from = state.path
 
     def close(self, *failure: Any) -> None:
-        """Closes the session, unless the training client was given; does not wait for requests after a failure.
-
-        Args:
-            failure: The arguments of `__exit__`, if it ends a `with` block.
-        """
+        """Closes the session if it was opened here; does not wait for requests after a `failure`, as in `__exit__`."""
         service, self._service = self._service, None
         if service is not None:
             service.__exit__(*(failure or (None, None, None)))
 
 
 def _check_adapter(path: str, info: WeightsInfoResponse, settings: dict[str, Any]) -> None:
-    """Rejects a state whose adapter has other settings, as far as the server reports them.
-
-    Raises:
-        InvalidInput: If a setting differs.
-    """
+    """Raises `InvalidInput` if the adapter of a state has other settings, as far as the server reports them."""
     saved = {"rank": info.lora_rank, **{name: getattr(info, name) for name in _LAYERS}}
     if differ := {name: value for name, value in saved.items() if value is not None and value != settings[name]}:
         theirs = ", ".join(f"{name}={value}" for name, value in differ.items())
@@ -119,13 +90,13 @@ def _check_adapter(path: str, info: WeightsInfoResponse, settings: dict[str, Any
 
 @contextmanager
 def _explaining_missing(path: str, server: Any) -> Iterator[None]:
-    """Raises `NotFound` with the path of a state, and what to do, if loading fails because the state is missing."""
+    """Raises `NotFound` with the path of the state if loading fails because it is missing."""
     try:
         yield
-    except (NotFound, InvalidInput) as error:  # servers differ in which of them they report
+    except (NotFound, InvalidInput) as error:  # which one depends on the server
         try:
             is_missing = not server.checkpoint_exists(path)
-        except TinkerLightningError:  # some servers cannot report it
+        except TinkerLightningError:  # not supported by some servers
             is_missing = isinstance(error, NotFound)
         if not is_missing:
             raise

@@ -33,7 +33,7 @@ class LookAhead:
 
     @contextmanager
     def step(self, module: RemoteBase, batch: Any) -> Iterator[None]:
-        """Sends the forward passes of a window at its first micro-batch; a step inside the block uses its own."""
+        """Sends all forward passes of a window at its first micro-batch; the step inside the block uses its own."""
         number = module.trainer.fit_loop.epoch_loop.total_batch_idx
         if number not in self._sent and not self._is_off:
             self._sent = dict(enumerate(self._send(module, batch), number))
@@ -41,7 +41,7 @@ class LookAhead:
             yield
             return
         data, sent = self._sent.pop(number)
-        with module.asked_ahead(batch, data, sent) as remote:
+        with module.using_pass(batch, data, sent) as remote:
             yield
             if sent is not None and remote.missed:
                 self._turn_off(module, "its training_step uses other datums than datums(batch) returns")
@@ -54,7 +54,7 @@ class LookAhead:
             not module.automatic_optimization
             or not module.chosen_route().needs_logprobs
             or not isinstance(loader, ResumableLoader)  # several loaders
-            or is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)  # the step draws
+            or is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
         ):
             return []
         data = trainer.datamodule
@@ -75,7 +75,7 @@ class LookAhead:
                     with rng.seeded(loader.seed + number):
                         data = as_list(module.datums(following))
                     sent.append((data, module.lm.send(data) if left > 1 else None))
-                except Exception:  # the step of this batch raises it again
+                except Exception:  # raised again by the step of this batch
                     break
         return sent
 

@@ -19,21 +19,20 @@ _RESERVED = OF_PASSES | SCORES | {LOSS, "loss", "grad_norm", "learning_rate", "e
 
 
 def of_loss(metrics: Mapping[str, float], *, is_of_library: bool) -> dict[str, float]:
-    """Returns the metrics of a loss as they are named in every stage, before `val_` or `test_` is prepended.
+    """Returns the metrics of a loss with reserved names prefixed: `grad_norm` becomes `loss/grad_norm`.
 
-    A metric with a reserved name, `grad_norm` for example, becomes `loss/grad_norm`. The library's `nll` and
-    `perplexity` are the module's own.
+    `nll` and `perplexity` of a library loss keep their names, because they are what the module logs itself.
     """
     return set_apart(metrics, _RESERVED - SCORES if is_of_library else _RESERVED, "loss")
 
 
 def of_part(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """Returns the metrics of one of several losses, which are logged next to its value."""
+    """Returns the metrics of one of several losses with its prefix; `value` is reserved for that of the loss."""
     return {prefix + name: number for name, number in set_apart(metrics, {VALUE}, "custom").items()}
 
 
 def reduction(name: str) -> Literal["sum", "min", "max", "mean"]:
-    """Returns how a metric is combined over batches: counts are summed, and others as the suffix of the name says."""
+    """Returns how a metric is combined over batches: counts are summed, others combined as their suffix says."""
     if name.rpartition("/")[2] in COUNTS or name.endswith(":sum"):
         return "sum"
     if name.endswith(":min"):

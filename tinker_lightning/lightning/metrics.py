@@ -1,4 +1,4 @@
-"""Torchmetrics of log-probabilities, weighted by token."""
+"""Token-weighted torchmetrics of log-probabilities."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TokenNLL(Metric):
         self.add_state("weight", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def _apply(self, fn: Any, exclude_state: Sequence[str] = ()) -> Self:
-        """Keeps the sums on the CPU in float64: half precision would stop counting, and some devices lack float64."""
+        """Keeps the sums on the CPU in float64: half precision would saturate, and some devices lack float64."""
         del fn, exclude_state
         return self
 
@@ -67,7 +67,7 @@ class Scores(torch.nn.ModuleDict):
     """Holds the negative log-likelihood and perplexity of each stage and loader, created with its first batch."""
 
     def updated(self, stage: str, loader: int, scored: Iterable[tuple[Tensor, Tensor]]) -> dict[str, TokenNLL]:
-        """Updates the metrics of a loader with the log-probabilities and weights of a batch; returns them by name."""
+        """Updates the metrics of a loader with the log-probabilities and weights of a batch and returns them."""
         metrics: dict[str, TokenNLL] = {}
         for name, kind in (("nll", TokenNLL), ("perplexity", TokenPerplexity)):
             key = f"{stage}_{name}_{loader}"

@@ -41,8 +41,7 @@ class RemoteModule(RemoteBase):
     trained model. It ends with `close()`, with a `with` block, or when the module is garbage-collected.
 
     Args:
-        model: The name of a base model, or a training client, ours or the official SDK's. `TINKER_BASE_MODEL` if not
-            given.
+        model: The name of a base model (default: `TINKER_BASE_MODEL`), or a training client of any SDK.
         rank: The LoRA rank.
         learning_rate: The learning rate of the default optimizer.
         betas: The betas of the default optimizer.
@@ -52,7 +51,7 @@ class RemoteModule(RemoteBase):
         train_mlp: Whether the MLP layers get an adapter.
         train_attn: Whether the attention layers get an adapter.
         train_unembed: Whether the output matrix gets an adapter.
-        max_steps_in_flight: How many steps may be in flight at once if the loss runs on the server.
+        max_steps_in_flight: The maximum number of steps in flight if the loss runs on the server.
         base_url: The URL of the server; see `connect`.
         api_key: The API key of the server.
     """
@@ -73,9 +72,9 @@ class RemoteModule(RemoteBase):
                 checks.check(trainer, self)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: ARG002
-        """Runs a forward pass and evaluates the loss; a loss that runs on the server is sent with the optimizer step.
+        """Evaluates the loss on a forward pass, or returns a deferred loss that is sent with the optimizer step.
 
-        Metrics that are known here are logged as means over the accumulation window so far.
+        Metrics are logged as means over the accumulation window so far.
         """
         data = as_list(self.datums(batch))
         chosen = self.chosen_route()
@@ -97,10 +96,10 @@ class RemoteModule(RemoteBase):
             own = metric_names.of_loss(composition.flatten(metrics), is_of_library=chosen.is_of_library)
             logged = own | {LOSS: loss.item()}
         else:
-            added = metrics.pop(TOTAL)  # without the base loss; the total is logged when the server has computed that
+            added = metrics.pop(TOTAL)  # the regularizers alone; the total is logged when the base loss arrives
             loss = loss + self._server_loss(data, chosen, inputs, added)
             logged = composition.flatten(metrics)
-        self._batch_metrics = (logged, len(data))  # which the window gets with the gradient
+        self._batch_metrics = (logged, len(data))  # added to the window with the gradient
         self._log_present(combined([*self._window_metrics, self._batch_metrics]), len(data))
         return loss
 
@@ -113,10 +112,9 @@ class RemoteModule(RemoteBase):
         self._evaluate("test", batch, batch_idx, dataloader_idx)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
-        """Samples a continuation of each prompt of a batch: inputs, datums, strings or rows of tokens.
+        """Samples a continuation of each prompt (input, datum, string or row of tokens) from the current weights.
 
-        Returns one dict per prompt with `tokens`, `logprobs`, `stop_reason` and `text`. It samples from the current
-        weights, also when it is called from another step or outside a trainer.
+        Returns one dict per prompt with `tokens`, `logprobs`, `stop_reason` and `text`.
         """
         del batch_idx, dataloader_idx
         return self._samples.of(batch, self.sampling_params())
@@ -126,7 +124,7 @@ class RemoteModule(RemoteBase):
         return SamplingParams(max_tokens=64)
 
     def configure_optimizers(self) -> Any:
-        """Returns AdamW with the settings of the constructor. Override it to add a scheduler."""
+        """Returns `RemoteAdamW` with the settings of the constructor. Override it to add a scheduler."""
         return RemoteAdamW(self.parameters(), lr=self.learning_rate, **self._adam)
 
     def clip_gradients(
@@ -135,11 +133,7 @@ class RemoteModule(RemoteBase):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Makes the server clip the gradient norm; gradients of local parameters are clipped locally.
-
-        Raises:
-            InvalidInput: If the server does not support the algorithm.
-        """
+        """Makes the server clip the gradient norm of a remote model; local gradients are clipped locally."""
         if not any(isinstance(one, RemoteHandle) for group in optimizer.param_groups for one in group["params"]):
             super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
@@ -165,7 +159,7 @@ class RemoteModule(RemoteBase):
         return self.lm.server_loss(data, chosen.loss, chosen.config, inputs=inputs, added=added) / tokens
 
     def _log_present(self, metrics: Mapping[str, float], batch_size: int) -> None:
-        """Logs the metrics of a step; Lightning would repeat the last value of metrics that this step lacks."""
+        """Logs the metrics of a step and drops those it lacks, whose last values Lightning would repeat."""
         for name in self._logged - metrics.keys():
             _compat.CURRENT_RESULTS.get(self.trainer).pop(f"training_step.{name}", None)
         self._logged = set(metrics)
@@ -176,7 +170,7 @@ class RemoteModule(RemoteBase):
         data = as_list(self.datums(batch))
         logprobs = self.lm(data)
         scores = self._scores.updated(stage, loader, zip(logprobs, map(weights_of, data), strict=True))
-        _compat.METRIC_ATTRIBUTES.set(self, None)  # Lightning looks for the names of new metrics again
+        _compat.METRIC_ATTRIBUTES.set(self, None)  # makes Lightning look up the names of new metrics
         for name, metric in scores.items():
             self.log(f"{stage}_{name}", metric, batch_size=len(data))
         if batch_idx == 0:
@@ -196,7 +190,7 @@ class RemoteModule(RemoteBase):
             self.log(f"{stage}_{name}", number, prog_bar=name == "loss", batch_size=weight, reduce_fx=reduce)
 
     def _drop_loss(self, stage: str, loader: int, logged: set[str], reason: str) -> None:
-        """Removes the loss from the scores of a loader: the mean of the other batches would be misleading."""
+        """Removes the loss from the scores of a loader, because a mean of the other batches would be misleading."""
         self._evaluated[stage, loader] = None
         results = _compat.CURRENT_RESULTS.get(self.trainer)
         several = results.dataloader_idx is not None

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Samples:
-    """Samples from a model, with one sampling client for as long as the weights do not change."""
+    """Samples from a model with one sampling client per version of its weights."""
 
     def __init__(self, lm: RemoteLM) -> None:
         self._lm = lm
@@ -34,7 +34,7 @@ class Samples:
         ]
 
     def forget(self) -> None:
-        """Drops the sampling client, because others may have trained the model of a client that the user passed."""
+        """Drops the sampling client: a model that the user passed may have been trained elsewhere."""
         self._made = None
 
     def _sampler(self) -> tuple[Any, Any]:

@@ -39,16 +39,15 @@ ROUTES: tuple[Route, ...] = ("auto", "builtin", "server", "two-pass")
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Where a loss runs and how its values are averaged: decided once, used by every step, look-ahead and checks.
+    """Where a loss runs and how its values are averaged.
 
     Args:
-        route: Where the loss runs.
-        loss: For `two-pass` a function of datums and log-probabilities; else what `RemoteLM.server_loss` takes.
-        config: The settings that go with each call.
-        local: The loss as a function of datums and log-probabilities, as it is reduced; None if only the server can
-            evaluate it, or if there is no loss.
-        tokens: Counts the tokens of a batch, for a loss that is divided by them.
-        weight: Returns how much a batch counts in the mean over several batches.
+        route: The chosen route.
+        loss: A function of datums and log-probabilities for `two-pass`; else what `RemoteLM.server_loss` takes.
+        config: The settings sent with each call.
+        local: The reduced loss as a function of datums and log-probabilities; None if only the server can evaluate it.
+        tokens: Counts the tokens that the loss is divided by; None for a loss that is not divided.
+        weight: Returns the weight of a batch in the mean over several batches.
         is_of_library: Whether the loss is one of `tinker_lightning.losses`.
         regularized: Whether regularizers are added to the loss.
     """
@@ -101,22 +100,16 @@ def choose(
 ) -> Chosen:
     """Returns the cheapest exact route for a loss, or the requested one, and logs it.
 
-    A custom Python function runs locally unless `route="server"`: tracing fixes the decisions that Python makes, which
-    may be meant to change. The functions of `tinker_lightning.losses` make none. Regularizers need the
-    log-probabilities locally, so that a pass with a server-side loss would be a third one.
+    A custom Python function runs locally unless `route="server"`, because tracing would freeze its Python branches.
+    With regularizers, which need the log-probabilities locally, a server-side loss would take a third pass.
 
     Args:
-        loss: A name, what `custom_loss` or `create_custom_loss` returned, a function of datums and log-probabilities,
-            or None if only regularizers count.
-        config: Its settings.
+        loss: A name, a registered loss, a function of datums and log-probabilities, or None for regularizers alone.
+        config: The settings of the loss.
         route: The requested route.
-        backend: Returns the client; called only if it is needed.
+        backend: Returns the client; called only if needed.
         regularized: Whether there are regularizers.
         reduction: How a loss that sums over tokens is reduced.
-
-    Raises:
-        InvalidInput: If the loss cannot run on that route, or a setting has a value that it cannot have.
-        LossNotTraceable: If `route="server"` and the function cannot be traced.
     """
     if route not in ROUTES:
         raise InvalidInput(f"route must be one of {', '.join(ROUTES)}, got {route!r}")
@@ -166,17 +159,17 @@ def _choose(
     loss: Any, config: dict[str, Any], route: Route, backend: Callable[[], TrainingBackend], regularized: bool
 ) -> tuple[Chosen, str]:
     local: Any
-    asked = "requested" if route != "auto" else ""
-    because = "its regularizers need the log-probabilities" if regularized and not asked else ""
+    requested = "requested" if route != "auto" else ""
+    because = "its regularizers need the log-probabilities" if regularized and not requested else ""
     if isinstance(loss, str) and loss in BUILT_IN:
-        function, is_here = getattr(losses, loss), bool(because) or route == "two-pass"
-        check_settings(function, config, may_have_others=not is_here)
+        function, runs_locally = getattr(losses, loss), bool(because) or route == "two-pass"
+        check_settings(function, config, may_have_others=not runs_locally)
         local = functools.partial(function, **known_settings(function, config))
-        if is_here:
-            return Chosen("two-pass", local, {}, local), asked or because
+        if runs_locally:
+            return Chosen("two-pass", local, {}, local), requested or because
         if route == "server":
             return Chosen("builtin", loss, config, local), "the requested server knows it by name"
-        return Chosen("builtin", loss, config, local), asked or "the server knows it by name"
+        return Chosen("builtin", loss, config, local), requested or "the server knows it by name"
     if route == "builtin":
         raise InvalidInput(f"{loss_name(loss)} is not built into servers, which know {', '.join(BUILT_IN)}")
     if isinstance(loss, str | ServerLoss | LossHandle):
@@ -185,23 +178,23 @@ def _choose(
         is_the_same_here = isinstance(own, LossHandle) or (isinstance(own, ServerLoss) and own.is_of_library)
         local = functools.partial(own, **config) if is_the_same_here else None
         if route != "two-pass" and not (because and is_the_same_here):
-            return Chosen("server", loss, config, local), asked or "it was registered there"
+            return Chosen("server", loss, config, local), requested or "it was registered there"
         if isinstance(own, str) or (isinstance(own, ServerLoss) and own.source != "logprobs"):
             raise InvalidInput(
                 f"{loss_name(own)} runs on the server only, because it is not computed from log-probabilities. Write "
                 "it as a function of datums and log-probabilities."
             )
         local = functools.partial(own, **config)
-        return Chosen("two-pass", local, {}, local), asked or because
+        return Chosen("two-pass", local, {}, local), requested or because
     if is_of_library(loss):
         check_settings(loss, config)
     local = functools.partial(loss, **config) if config else loss
     if route == "server":
-        return Chosen("server", _uploaded(loss, config, backend()), {}, local), asked
+        return Chosen("server", _uploaded(loss, config, backend()), {}, local), requested
     if route == "auto" and is_of_library(loss) and not regularized and _takes_losses(backend()):
         return Chosen("server", _uploaded(loss, config, backend()), {}, local), "the server computes it in one pass"
     surrogate.check_arguments(loss)
-    why = asked or (because if is_of_library(loss) else "") or "it is Python"
+    why = requested or (because if is_of_library(loss) else "") or "it is Python"
     return Chosen("two-pass", local, {}, local), why
 
 
@@ -217,7 +210,7 @@ def _uploaded(loss: Any, config: Mapping[str, Any], backend: TrainingBackend) ->
     function, settings = unwrapped(loss)
     if backend.losses is None:
         raise InvalidInput(f"{type(backend).__name__} does not take custom losses; use route='two-pass'")
-    # Nobody uses this name, so it must not clash with the names of built-in and registered losses.
+    # The name is internal and must not clash with the names of built-in and registered losses.
     name = f"{OF_LIBRARY if is_of_library(loss) else OF_OWN}{_NOT_IN_NAMES.sub('', loss_name(loss))[:50]}"
     return ServerLoss(backend.losses, name, function, "logprobs", {**settings, **config}, trace=True, of_lists=True)
 
@@ -227,7 +220,7 @@ def _takes_losses(backend: TrainingBackend) -> bool:
 
 
 def loss_name(loss: Any) -> str:
-    """Returns the name of a loss for messages; that of an overridden `loss` has the class in front, `Focal.loss`."""
+    """Returns the name of a loss for messages; an overridden `loss` method includes its class, `Focal.loss`."""
     if loss is None:
         return "regularizers"
     if isinstance(loss, ServerLoss | LossHandle):

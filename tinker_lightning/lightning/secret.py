@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Secret(str):
-    """A string that shows itself as `***`; a command line writes it to no configuration file."""
+    """A string with the repr `***` that command lines do not write to configuration files."""
 
     __slots__ = ()
 
@@ -27,7 +27,7 @@ class Secret(str):
 with contextlib.suppress(ImportError):  # the extra "cli"
     from jsonargparse.typing import register_type
 
-    # A configuration without the key can be used again: the key is then read from the environment.
+    # A configuration without the key can be reused: the key is then read from the environment.
     register_type(Secret, serializer=lambda _: None, deserializer=Secret)
 
 

@@ -37,14 +37,13 @@ if TYPE_CHECKING:
 class TinkerStrategy(SingleDeviceStrategy):
     """Trains a `RemoteModule` with one wait per step, however many micro-batches the step has.
 
-    The forward passes of an accumulation window are sent together. Checkpoints also store the position in the data and
-    the random number generators, so that a run resumes in the middle of an epoch as if it had never stopped. Remote
-    states are deleted with the last file that names them. Local GPUs are not used.
+    Checkpoints also store the position in the data and the random number generators, so that a run resumes in the
+    middle of an epoch as if it had never stopped. Local GPUs are not used.
 
     Args:
-        look_ahead: Whether the forward passes of a window are sent together.
-        release_states: Whether a remote state is deleted when no checkpoint file names it any more.
-        checkpoint_io: How files are written, as for any strategy.
+        look_ahead: Whether to send the forward passes of an accumulation window together.
+        release_states: Whether to delete a remote state when no checkpoint file names it anymore.
+        checkpoint_io: The plugin that writes files, as for any strategy.
         precision_plugin: The precision of local parameters, as for any strategy.
     """
 
@@ -63,8 +62,8 @@ class TinkerStrategy(SingleDeviceStrategy):
         self.release_states = release_states
         self._ahead = LookAhead()
         self._resumed: dict[str, Any] | None = None
-        self._begun: loop_position.BatchSnapshot | None = None
-        self._trained: list[dict[str, Any]] | None = None  # the position in the loaders when training ended
+        self._snapshot: loop_position.BatchSnapshot | None = None
+        self._loader_states: list[dict[str, Any]] | None = None  # the position in the loaders when training ended
         self._retention = StateRetention(self._delete_state, self._checkpoint_folders)
 
     @property
@@ -77,11 +76,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         del accelerator  # which Lightning has detected on this machine
 
     def setup_environment(self) -> None:
-        """Keeps local parameters on the CPU, even if Lightning has detected a GPU.
-
-        Raises:
-            InvalidInput: If the trainer would run several processes.
-        """
+        """Keeps local parameters on the CPU, even if Lightning has detected a GPU."""
         if self.lightning_module is not None:
             checks.check_processes(self.lightning_module.trainer)
         if isinstance(self.precision_plugin, MixedPrecision):
@@ -92,7 +87,7 @@ class TinkerStrategy(SingleDeviceStrategy):
     # Data.
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves the tensors of a batch, but not its datums; a module's own `transfer_batch_to_device` gets it whole."""
+        """Moves the tensors of a batch but not its datums, unless the module overrides `transfer_batch_to_device`."""
         module = self.lightning_module
         if module is None or not count_datums(batch) or is_overridden("transfer_batch_to_device", module):
             return super().batch_to_device(batch, device, dataloader_idx)
@@ -102,7 +97,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         return hook("on_after_batch_transfer", moved, dataloader_idx)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Wraps training loaders for look-ahead and resume, and others so that they leave its random numbers alone."""
+        """Wraps training loaders for look-ahead and resume, and isolates the random numbers of other loaders."""
         module = self.lightning_module
         if module is None or isinstance(dataloader, ResumableLoader | IsolatedRngLoader):
             return dataloader
@@ -116,9 +111,9 @@ class TinkerStrategy(SingleDeviceStrategy):
         )
 
     def on_train_start(self) -> None:
-        """Restores loops and random number generators, after all code that runs before training has drawn from them."""
+        """Restores loops and random number generators, after all code that runs before training."""
         self._ahead = LookAhead()
-        self._trained = None
+        self._loader_states = None
         resumed, self._resumed = self._resumed, None
         module = self.lightning_module
         if resumed is None or module is None:
@@ -139,7 +134,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         if not isinstance(module, RemoteModule):
             return super().training_step(*args, **kwargs)
-        self._begun = loop_position.BatchSnapshot(module.trainer, module)
+        self._snapshot = loop_position.BatchSnapshot(module.trainer, module)
         if not self.look_ahead or not args:
             return super().training_step(*args, **kwargs)
         with self._ahead.step(module, args[0]):
@@ -154,9 +149,9 @@ class TinkerStrategy(SingleDeviceStrategy):
             return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _Path, storage_options: Any | None = None) -> None:
-        """Writes a checkpoint with the random numbers and the position in the loops.
+        """Writes a checkpoint with the random number generators and the position in the loops.
 
-        The remote states of a file that it overwrites are deleted, or the new ones if the file cannot be written.
+        Deletes the remote states of a file that is overwritten, or the new ones if the file cannot be written.
         """
         module = self.lightning_module
         new: frozenset[str] = frozenset()
@@ -166,13 +161,13 @@ class TinkerStrategy(SingleDeviceStrategy):
                 RemoteModule.on_save_checkpoint(module, checkpoint)
             section = contents.section_of(checkpoint)
             section["strategy"] = {"rng": rng.capture(), "loop_position": loop_position.capture(trainer)}
-            if self._begun is not None and self._begun.is_under_way(trainer):
+            if self._snapshot is not None and self._snapshot.is_under_way(trainer):
                 # The batch is trained again after a resume: its draws, logs and gradients must not count twice.
-                section["strategy"]["rng"] = rng.capture(self._begun.rng)
-                section["strategy"]["loop_position"]["epoch_metrics"] = self._begun.epoch_metrics
-                section.update(self._begun.window())
-            if self._trained is not None and "loops" in checkpoint:  # another stage may have replaced the loaders since
-                checkpoint["loops"]["fit_loop"]["state_dict"].setdefault("combined_loader", self._trained)
+                section["strategy"]["rng"] = rng.capture(self._snapshot.rng)
+                section["strategy"]["loop_position"]["epoch_metrics"] = self._snapshot.epoch_metrics
+                section.update(self._snapshot.window())
+            if self._loader_states is not None and "loops" in checkpoint:  # loaders may have been replaced since
+                checkpoint["loops"]["fit_loop"]["state_dict"].setdefault("combined_loader", self._loader_states)
             for each in trainer.loggers:
                 each.save()  # rows before the checkpoint are not logged again after a resume
             new = contents.states_in(checkpoint, module)
@@ -195,16 +190,12 @@ class TinkerStrategy(SingleDeviceStrategy):
             self._retention.replaced(filepath, old)
 
     def load_checkpoint(self, checkpoint_path: _Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint; the random numbers and the position in the loops are restored when training starts.
-
-        Raises:
-            InvalidInput: If the file is damaged, has another format version, none, or lacks a key.
-        """
-        # Lightning 2.5 does not know the argument.
-        chosen = {} if weights_only is None else {"weights_only": weights_only}
+        """Reads a checkpoint; raises `InvalidInput` if it is damaged. The position is restored when training starts."""
+        # Lightning 2.5 does not have the argument.
+        options = {} if weights_only is None else {"weights_only": weights_only}
         try:
-            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, **chosen)
-        except Exception as error:  # the kind depends on where the file is damaged
+            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, **options)
+        except Exception as error:  # the type depends on where the file is damaged
             if isinstance(error, OSError) and str(checkpoint_path) in str(error):
                 raise
             raise InvalidInput(
@@ -219,7 +210,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         return checkpoint
 
     def _read_position(self, checkpoint: dict[str, Any], file: _Path) -> dict[str, Any] | None:
-        """Returns the random numbers and the position in loops and loaders; None for a file of another strategy."""
+        """Returns the position in random numbers, loops and loaders; None for a file of another strategy."""
         if contents.SECTION not in checkpoint and not isinstance(self.lightning_module, RemoteModule):
             return None
         if contents.OPTIMIZERS not in checkpoint:
@@ -261,7 +252,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         if module is not None:
             loaders: Any = CombinedLoader(module.trainer.train_dataloader, "max_size_cycle").flattened
-            self._trained = [loader.state_dict() for loader in loaders if isinstance(loader, ResumableLoader)]
+            self._loader_states = [loader.state_dict() for loader in loaders if isinstance(loader, ResumableLoader)]
         if module is not None and not isinstance(module, RemoteModule):
             group.wait_for_all(module)
             group.raise_first(module)

@@ -71,11 +71,7 @@ class RemoteAdamW(torch.optim.AdamW):
         return loss
 
     def clip(self, norm: float) -> None:
-        """Clips the gradient of the next step to this norm, on the server.
-
-        Raises:
-            InvalidInput: If there are local parameters too, whose gradients are on this machine.
-        """
+        """Makes the server clip the gradient of the next step; raises `InvalidInput` if there are local parameters."""
         if not all(isinstance(parameter, RemoteHandle) for group in self.param_groups for parameter in group["params"]):
             raise InvalidInput(
                 "gradient_clip_val is a norm over all parameters, but the gradient of the remote model is on the "
@@ -86,11 +82,7 @@ class RemoteAdamW(torch.optim.AdamW):
         self.clip_next = norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group.
-
-        Raises:
-            InvalidInput: If the server does not support its settings; the group is not added.
-        """
+        """Adds a parameter group; raises `InvalidInput` if the server does not support its settings."""
         param_group.setdefault("grad_clip_norm", self._grad_clip_norm)
         super().add_param_group(param_group)
         try:
@@ -100,7 +92,7 @@ class RemoteAdamW(torch.optim.AdamW):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict, also one of torch's AdamW, which has no `grad_clip_norm`."""
+        """Loads a state dict of this class or of torch's AdamW, which has no `grad_clip_norm`."""
         norms = [group["grad_clip_norm"] for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, norm in zip(self.param_groups, norms, strict=True):
@@ -135,7 +127,7 @@ def _adam_params(group: dict[str, Any]) -> AdamParams:
 
 
 def _check(group: dict[str, Any]) -> None:
-    """Rejects settings that the server does not support, and a norm over local and remote gradients together."""
+    """Raises `InvalidInput` for settings that the server does not support."""
     handles = [isinstance(parameter, RemoteHandle) for parameter in group["params"]]
     for name in ("maximize", "amsgrad"):
         if group.get(name) and any(handles):

@@ -62,11 +62,7 @@ class ServerCall:
         return str(self.loss if isinstance(self.loss, str) else self.loss.name)
 
     def prepare(self, backend: TrainingBackend) -> PendingBackward:
-        """Validates the call and converts it to a request.
-
-        Raises:
-            InvalidInput: If the call is invalid, or the gradient of the loss is 0.
-        """
+        """Validates the call and converts it to a request; raises if the gradient of the loss is 0."""
         scale = float(self.gradients[0]) if self.gradients else 0.0
         check_factor(self.name, scale)
         config = self.config or None

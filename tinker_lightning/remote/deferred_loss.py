@@ -1,4 +1,4 @@
-"""The value of a loss that runs on the server: it is not known yet, so only affine functions of it are defined."""
+"""The value of a server-side loss, which is not known yet, so that only affine functions of it are defined."""
 
 from __future__ import annotations
 
@@ -33,18 +33,13 @@ _PROBES: tuple[Callable[[int], float], ...] = (_far, _near, lambda i: 2 * _near(
 class DeferredLoss(Tensor):
     """NaN, connected to the autograd graph.
 
-    For NaN, a `relu`, a `where` or an `if` takes one of its branches and would train with its gradient. So every
-    function is also called with a few numbers instead of NaN: its result must be affine in them, and the same branch
-    must be taken for all of them.
+    A `relu`, a `where` or an `if` of NaN would silently train one of its branches. So every function is also called
+    with a few numbers in place of NaN: its result must be affine in them, and its branch the same for all of them.
     """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls the function.
-
-        Raises:
-            InvalidLoss: If it is not affine.
-        """
+        """Calls the function; raises `InvalidLoss` if it is not affine."""
         del types
         with torch._C.DisableTorchFunctionSubclass():
             probes = [_replaced((args, kwargs or {}), values) for values in _PROBES]
@@ -58,12 +53,12 @@ class DeferredLoss(Tensor):
         return iter(self.unbind())
 
     def __format__(self, spec: str) -> str:
-        """Formats the value as a number, which torch does for its own class only."""
+        """Formats the value as a number, which torch does only for `Tensor` itself."""
         return format(self.detach(), spec)
 
 
 def _matters(result: Any) -> bool:
-    """Returns whether a result takes part in training, or is a decision, such as a bool."""
+    """Returns whether a result takes part in training or is a decision, such as a bool."""
     if isinstance(result, Tensor):
         return result.requires_grad or not (result.is_floating_point() or result.is_complex())
     return isinstance(result, bool)
@@ -72,7 +67,7 @@ def _matters(result: Any) -> bool:
 def _is_affine(func: Any, probes: list[tuple[Any, Any]], result: Any) -> bool:
     try:
         far, near, mirrored, zero = ([_number(one) for one in tree_leaves(func(*a, **k))] for a, k in probes)
-    except RuntimeError:  # it only accepts tensors of the graph
+    except RuntimeError:  # the function only accepts tensors of the graph
         return False
     for a, b, c, d, given in zip(far, near, mirrored, zero, tree_leaves(result), strict=True):
         if not isinstance(a, Tensor):

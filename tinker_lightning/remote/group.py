@@ -28,7 +28,7 @@ def remotes_of(module: nn.Module) -> list[Remote]:
 
 
 def wait_for_all(module: nn.Module, timeout: float | None = None) -> None:
-    """Waits until everything that was sent is done, at most `timeout` seconds."""
+    """Waits until all requests are done, at most `timeout` seconds."""
     end = None if timeout is None else time.monotonic() + timeout
     for remote in remotes_of(module):
         if end is None:
@@ -38,18 +38,18 @@ def wait_for_all(module: nn.Module, timeout: float | None = None) -> None:
 
 
 def raise_first(module: nn.Module) -> None:
-    """Raises the first failure that nobody has read, with the others as its notes."""
+    """Raises the first unread failure, with the others as its notes."""
     raise_together([failure for remote in remotes_of(module) for failure in remote.unread.take_failures()])
 
 
 def settle(module: nn.Module, timeout: float, error: BaseException) -> None:
-    """Waits for what was sent before an error, and adds its failures as notes so that no later fit raises them.
+    """Waits for requests sent before an error, and adds their failures as notes, so that no later fit raises them.
 
-    An exception that ends the process shows no notes; the failures are then left to the next use of the models.
+    A `KeyboardInterrupt` or `SystemExit` gets no notes; the next use of the models raises the failures.
     """
     end = time.monotonic() + timeout
     for remote in remotes_of(module):
-        # Those of the client include forward passes that look-ahead sent.
+        # The client's failures include those of forward passes that look-ahead sent.
         of_client = [remote.backend.unread] if remote.is_made else []
         for unread in (remote.unread, *of_client):
             unread.wait(max(0.0, end - time.monotonic()))
@@ -59,7 +59,7 @@ def settle(module: nn.Module, timeout: float, error: BaseException) -> None:
 
 @contextmanager
 def fresh_states(module: nn.Module) -> Iterator[None]:
-    """Saves new states inside the `with` block, which no state dict outside of it names."""
+    """Makes saves inside the `with` block create new states, which no state dict outside of it names."""
     shared = [(remote, remote.saved) for remote in remotes_of(module)]
     for remote, _ in shared:
         remote.saved = None

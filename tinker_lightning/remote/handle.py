@@ -26,7 +26,7 @@ class RemoteGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Rejects reads and writes: a norm or a clip of the placeholder would silently have no effect."""
+        """Raises on reads and writes, because a norm or clip of the placeholder would silently have no effect."""
         del types
         name = getattr(func, "__name__", str(func))
         if name in ("__get__", "__set__"):

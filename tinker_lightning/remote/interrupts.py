@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class SigintHold:
     """Delays SIGINT while it is active; several may overlap, and the last one to end delivers it.
 
-    It has no effect outside of the main thread, which alone receives signals.
+    Has no effect outside of the main thread, the only one that receives signals.
     """
 
     _active: ClassVar[set[SigintHold]] = set()
@@ -26,7 +26,7 @@ class SigintHold:
         handler = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or not callable(handler):
             return
-        if handler is not SigintHold._defer:  # also if someone has replaced it in the meantime
+        if handler is not SigintHold._defer:  # also if another handler was installed in the meantime
             SigintHold._handler = handler
             SigintHold._active.clear()
             SigintHold._received.clear()
@@ -38,11 +38,7 @@ class SigintHold:
         SigintHold._received.append((number, frame))
 
     def end(self, *, deliver: bool = True) -> None:
-        """Ends the hold.
-
-        Args:
-            deliver: Whether to deliver a SIGINT that was received; False if the work ends anyway.
-        """
+        """Ends the hold, and delivers a SIGINT that was received unless `deliver` is False."""
         if self not in SigintHold._active:
             return
         SigintHold._active.remove(self)

@@ -60,12 +60,12 @@ class RemoteLM(nn.Module):
         return self.handle.remote.save().path
 
     def get_extra_state(self) -> Tensor:
-        """Saves the state on the server and returns its record for the `state_dict`; empty if there is no model yet."""
+        """Saves the model on the server and returns the record of its state; empty if there is no model yet."""
         remote = self.handle.remote
         return remote.save().to_tensor() if remote.has_weights else torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor | None) -> None:
-        """Loads the weights that a `state_dict` refers to; does nothing for None, after they were loaded otherwise."""
+        """Loads the state that a record names; None means that it is already loaded."""
         if state is None:
             return
         if state.numel():
@@ -113,8 +113,8 @@ class RemoteLM(nn.Module):
             data: The datums.
             loss: The name of the loss, or the result of `custom_loss` or `create_custom_loss`.
             config: The settings of the loss.
-            inputs: Inputs of the loss that are given once for the batch instead of with each datum.
-            added: The value of local terms that are added to the loss, so that a `RemoteModule` can log the total.
+            inputs: Inputs of the loss for the whole batch.
+            added: The value of local terms added to the loss, so that a `RemoteModule` can log the total.
         """
         given = {name: TensorData.of(value) for name, value in (inputs or {}).items()}
         call = ServerCall(to_datums(data), loss, dict(config or {}), added=added, inputs=given)

@@ -27,8 +27,8 @@ RECORD_PREFIX = f'{{"{_VERSION_KEY}":'.encode()
 class SavedState:
     """A model that was saved on the server, with its optimizer.
 
-    The record is JSON in a tensor of bytes: safetensors files can contain nothing but tensors, and `torch.save` writes
-    each tensor as a separate entry, so a record can be read from a file without unpickling.
+    The record is JSON in a tensor of bytes: safetensors files only contain tensors, and `torch.save` writes each tensor
+    as a separate entry, so a record can be read without unpickling.
     """
 
     path: str
@@ -43,16 +43,12 @@ class SavedState:
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Self:
-        """Reads what `to_tensor` returned; raises like `from_bytes`."""
+        """Reads the result of `to_tensor`; raises like `from_bytes`."""
         return cls.from_bytes(tensor.numpy(force=True).tobytes())
 
     @classmethod
     def from_bytes(cls, record: bytes) -> Self:
-        """Reads a record from its bytes.
-
-        Raises:
-            InvalidInput: If it is not a record, or a record of another version.
-        """
+        """Reads a record from its bytes; raises `InvalidInput` if it is damaged or has another format version."""
         try:
             content = orjson.loads(record)
         except orjson.JSONDecodeError as error:
@@ -66,11 +62,7 @@ class SavedState:
 
 
 def check_format(found: Any, what: str, version_key: str, keys: Iterable[str]) -> dict[str, Any]:
-    """Returns a part of a file if its format is that of this version; `what` is its name in errors.
-
-    Raises:
-        InvalidInput: If it has another version, no version, or lacks a key.
-    """
+    """Returns a part of a file, called `what` in errors; raises if it lacks a key or has another format version."""
     version = found.get(version_key) if isinstance(found, dict) else None
     if version is None:
         raise InvalidInput(

@@ -1,6 +1,6 @@
 """The accumulation window of a remote model: gradients that are kept locally until the optimizer steps.
 
-The protocol has no `zero_grad`: a gradient on the server cannot be dropped, so nothing is sent before the step.
+The protocol has no `zero_grad`, so nothing is sent before the step.
 """
 
 from __future__ import annotations
@@ -134,12 +134,7 @@ class Remote:
                 self.while_waiting()
 
     def receive(self, call: Call | ServerCall, gradients: Sequence[Tensor]) -> None:
-        """Adds the gradient of a call to the window.
-
-        Raises:
-            InvalidInput: If the weights have changed since the call.
-            LossNotFinite: If the gradient is NaN or infinite; the window is dropped, because it cannot be trained on.
-        """
+        """Adds the gradient of a call to the window; drops the window and raises if it is not finite."""
         if isinstance(call, Call):
             self.check_version(call.version)
         for i, gradient in enumerate(gradients):
@@ -172,11 +167,7 @@ class Remote:
         self.window = []
 
     def prepare(self) -> list[PendingBackward]:
-        """Validates and converts the window; waits while too many steps are in flight.
-
-        Raises:
-            TinkerLightningError: If an earlier request has failed, or a call is invalid; then the window is dropped.
-        """
+        """Validates and converts the window, or drops it if a call is invalid; waits while too many steps run."""
         self.unread.raise_first()
         if not self.window:
             return []
@@ -231,8 +222,8 @@ class Remote:
             if backwards:
                 self.drop()
                 error.add_note(
-                    f"{len(backwards)} of the window's {len(prepared)} backwards were sent before this error, but no "
-                    "step: they would become part of the next one. Load a state that was saved before."
+                    f"{len(backwards)} of the window's {len(prepared)} backward passes were sent before this error, "
+                    "but no step, so they would become part of the next step. Load a state that was saved before."
                 )
             raise
         pairs = zip(backwards, prepared, strict=True)

@@ -46,11 +46,8 @@ class Datum:
         model_input: The input of the model.
         loss_fn_inputs: The inputs of the loss by name: `target_tokens`, `weights`, `advantages`, `logprobs`, or any
             custom name. Values may be lists, numpy arrays, torch tensors or `TensorData`.
-        model_input_spans: The origin of the input tokens (few losses need it).
+        model_input_spans: The origin of the input tokens; few losses need it.
         loss_fn_input_spans: The origin of the target tokens; requires `model_input_spans`.
-
-    Raises:
-        InvalidDatum: If the length of a per-token input differs from that of `model_input`.
     """
 
     __slots__ = ("loss_fn_input_spans", "loss_fn_inputs", "model_input", "model_input_spans")
@@ -68,7 +65,7 @@ class Datum:
         loss_fn_input_spans: Sequence[ProvenanceSpan] | None = None,
     ) -> None:
         if (model_input_spans is None) != (loss_fn_input_spans is None):
-            raise InvalidDatum("provenance comes as a pair: set model_input_spans and loss_fn_input_spans, or neither")
+            raise InvalidDatum("set both model_input_spans and loss_fn_input_spans, or neither")
         if not isinstance(model_input, ModelInput):
             raise InvalidDatum(
                 f"model_input must be a ModelInput, got {type(model_input).__name__}. Create one with "
@@ -89,8 +86,8 @@ class Datum:
 
         Args:
             tokens: Prompt and response together.
-            weights: The weight of each *token* in the loss, usually 0 on the prompt and 1 on the response. The first
-                token is never predicted, so its weight is not used. Defaults to ones.
+            weights: The weight of each *token*, by default 1; usually 0 on the prompt. That of the first token, which
+                is never predicted, is not used.
             truncate: Whether to cut tokens and weights to the shorter of the two instead of raising.
         """
         ids = token_array(tokens)
@@ -118,8 +115,8 @@ class Datum:
             input_tokens: The tokens of the input, `[T]`.
             target_tokens: The token to predict at each position, `[T]`, or `K` alternatives, `[T, K]`.
             truncate: Whether to cut the input and the per-token inputs to the shortest of them instead of raising.
-            **named_tensors: Other inputs of the loss, such as `weights`, `advantages` or `logprobs`. The length is
-                only checked for the per-token names of the protocol.
+            **named_tensors: Other inputs of the loss, such as `weights`, `advantages` or `logprobs`. Only the lengths
+                of the protocol's per-token inputs are checked.
         """
         ids = token_array(input_tokens)
         inputs = {"target_tokens": _tensor("target_tokens", target_tokens)}
@@ -141,10 +138,10 @@ class Datum:
         """
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         if not turns:
-            raise InvalidDatum("the conversation has no assistant turn, so there is nothing to learn from it")
+            raise InvalidDatum("the conversation has no assistant message, so there is nothing to train on")
         if turns[0] == 0:
             # The assistant's header is taken from the prompt that the template renders for the messages before it.
-            raise InvalidDatum("message 0: the assistant speaks first; put the system or user message before it")
+            raise InvalidDatum("message 0 is an assistant message; put a system or user message before it")
         ids = _render(tokenizer, messages, generate=False)
         weights = np.zeros(len(ids), np.float32)
         for turn in turns:
@@ -152,8 +149,8 @@ class Datum:
             through = _render(tokenizer, messages[: turn + 1], generate=False)
             if ids[: len(prompt)] != prompt or ids[: len(through)] != through:
                 raise InvalidDatum(
-                    f"message {turn}: this tokenizer's chat template writes earlier turns differently once later ones "
-                    "follow, so the assistant's tokens cannot be identified. Build the datum with "
+                    f"message {turn}: this tokenizer's chat template renders earlier messages differently when later "
+                    "ones follow, so the assistant's tokens cannot be identified. Build the datum with "
                     "Datum.from_tokens(tokens, weights)."
                 )
             reply = through[len(prompt) :]
@@ -164,10 +161,6 @@ class Datum:
 
     def with_inputs(self, inputs: Mapping[str, TensorLike] | None = None, **named: TensorLike) -> Datum:
         """Returns a copy of the datum with loss inputs added or replaced.
-
-        Args:
-            inputs: Loss inputs by name.
-            **named: Loss inputs as keyword arguments.
 
         >>> Datum.from_tokens([1, 2, 3]).with_inputs(advantages=[0.5, -0.5]).loss_fn_inputs.keys()
         dict_keys(['target_tokens', 'weights', 'advantages'])
@@ -197,7 +190,7 @@ class Datum:
 
 
 def collate(batch: Sequence[Any]) -> list[Any]:
-    """Returns the batch as a list, for use as `collate_fn`: the default of `DataLoader` cannot batch datums.
+    """Returns the batch as a list; pass it as `collate_fn`, because the default cannot batch datums.
 
     >>> len(collate([Datum.from_tokens([1, 2]), Datum.from_tokens([1, 2, 3])]))
     2

@@ -137,7 +137,7 @@ class ModelInput:
 
 
 def token_array(tokens: TensorLike) -> npt.NDArray[np.int32]:
-    """Returns token ids as a 1-D int32 array, without a copy if they are int32; raises if they are not valid ids."""
+    """Returns token ids as a 1-D int32 array, without a copy if possible; raises if they are not valid ids."""
     try:
         array: npt.NDArray[Any] = tokens.to_numpy() if isinstance(tokens, TensorData) else as_array(tokens)
     except InvalidTensor as error:
@@ -168,7 +168,7 @@ def _chunk_length(chunk: ModelInputChunk) -> int:
         return chunk.expected_tokens
     if isinstance(chunk, DmelChunk):
         return _dmel_length(chunk.dmel)
-    raise InvalidDatum("the token length of an image is known here only if expected_tokens is given")
+    raise InvalidDatum("the token length of an image is unknown; set expected_tokens")
 
 
 def _dmel_length(dmel: bytes) -> int:

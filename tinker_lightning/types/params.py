@@ -36,7 +36,7 @@ class SamplingParams:
     Args:
         max_tokens: The maximum number of tokens; None for the rest of the context.
         seed: Makes sampling reproducible for a given prompt and weights; None for a new seed each time.
-        stop: Strings or token ids that end a sequence, in addition to the end-of-text token; `[]` disables that, too.
+        stop: Strings or token ids that end a sequence, in addition to the end-of-text token, which `[]` disables.
         temperature: The softmax temperature; 0 is greedy.
         top_k: Restricts sampling to the k most likely tokens; -1 for all.
         top_p: Restricts sampling to the most likely tokens whose probabilities add up to this value.
@@ -59,7 +59,7 @@ class SamplingParams:
         if not 0 < self.top_p <= 1:
             raise InvalidInput(f"sampling_params.top_p must lie in (0, 1], got {self.top_p}")
         if self.stop == "" or (isinstance(self.stop, list) and "" in self.stop):
-            raise InvalidInput("sampling_params.stop holds an empty string, which every text contains")
+            raise InvalidInput("sampling_params.stop contains an empty string, which would end every sequence")
 
 
 @dataclass(frozen=True, slots=True)

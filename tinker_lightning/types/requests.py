@@ -187,7 +187,7 @@ class SaveWeightsForSamplerRequest(ModelRequest):
         ModelRequest.__post_init__(self)
         _check_ttl(self.ttl_seconds)
         if self.path is None and self.sampling_session_seq_id is None:
-            raise InvalidInput("give a path to save under a name, or a sampling_session_seq_id to sample from at once")
+            raise InvalidInput("give a path to save under a name, or a sampling_session_seq_id to sample immediately")
 
 
 @dataclass(frozen=True, slots=True)

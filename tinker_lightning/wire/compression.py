@@ -17,16 +17,10 @@ def compress(body: bytes, level: int = 3) -> bytes:
 
 
 def decompress(body: bytes, limit: int) -> bytes:
-    """Decompresses a zstd body.
-
-    Raises:
-        MessageTooLarge: If the result exceeds `limit` bytes: a few kilobytes can decompress to terabytes.
-        InvalidMessage: If the body is not zstd or is truncated.
-    """
+    """Decompresses a zstd body; raises `MessageTooLarge` if the result exceeds `limit` bytes."""
     parts: list[bytes] = []
     size = 0
-    # A frame's window is allocated before the first byte is decompressed, so it is limited as well, to the 8 MiB of
-    # RFC 9659.
+    # A frame's window is allocated before anything is decompressed, so it is limited as well, to RFC 9659's 8 MiB.
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 23)
     # `stream_reader` does not detect truncated bodies.
     frame = decompressor.decompressobj()

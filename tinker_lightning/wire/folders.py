@@ -31,8 +31,7 @@ _ATTEMPTS = 100
 def new_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yields a temporary folder that is renamed to `folder` after the `with` block, or deleted on an exception.
 
-    Raises:
-        FileExistsError: If the folder exists and `overwrite` is not set.
+    Raises `FileExistsError` if the folder exists and `overwrite` is not set.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=LEFTOVERS[0], dir=folder.parent))

@@ -58,12 +58,7 @@ def loads(body: bytes) -> dict[str, Any]:
 
 
 def parse(cls: type[T], body: bytes) -> T:
-    """Parses a JSON body into a dataclass.
-
-    Raises:
-        InvalidMessage: If the body is not JSON, or a field is missing or has the wrong type.
-        InvalidInput: If the class rejects a value.
-    """
+    """Parses a JSON body into a dataclass; raises `InvalidMessage`, or `InvalidInput` if the class rejects a value."""
     return typing.cast("T", _decode(cls, loads(body), ""))
 
 

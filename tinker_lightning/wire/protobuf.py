@@ -56,11 +56,7 @@ def encode_forward_backward(request: ForwardBackwardRequest) -> bytes:
 
 
 def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
-    """Parses a pass.
-
-    Raises:
-        InvalidMessage: If the body is malformed, or a datum is invalid; names the datum and the field.
-    """
+    """Parses a pass; raises `InvalidMessage` with the datum and field if it is invalid."""
     message = _parse(pb.ForwardBackwardRequest(), body)
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():

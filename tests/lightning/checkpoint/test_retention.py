@@ -312,7 +312,7 @@ def test_a_state_that_cannot_be_deleted_is_a_warning(
     assert trainer.global_step == 8
     (warning,) = [record for record in caplog.records if "could not be deleted" in record.message]
     assert warning.levelno == logging.WARNING
-    assert "is named by no checkpoint file any more" in warning.message
+    assert "is not named by any checkpoint file" in warning.message
     assert len(server.states()) == 2
 
 

@@ -245,7 +245,7 @@ def test_bad_models_are_refused(shared_api: Api, body: Any, said: str) -> None:
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature must be at least 0"),
         ({"sampling_params": {"top_p": 0}}, "sampling_params.top_p must lie in (0, 1]"),
         ({"sampling_params": {"top_k": 0}}, "sampling_params.top_k must be"),
-        ({"sampling_params": {"stop": [""]}}, "sampling_params.stop holds an empty string"),
+        ({"sampling_params": {"stop": [""]}}, "sampling_params.stop contains an empty string"),
         ({"sampling_params": {"stop": 5}}, "sampling_params.stop"),
         ({"sampling_params": None}, "sampling_params: missing"),
         ({"topk_prompt_logprobs": 5}, "topk_prompt_logprobs is not supported"),

@@ -28,7 +28,7 @@ SECTION = "tinker"
 """The key of the section in a checkpoint."""
 
 OPTIMIZERS = "optimizer_states"
-"""A key that full checkpoints have, and files that were saved with `save_weights_only=True` lack."""
+"""A key that files saved with `save_weights_only=True` lack."""
 
 _WINDOW_KEYS = ("windows", "local_gradients", "window_metrics")
 
@@ -40,16 +40,7 @@ def section_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_section(checkpoint: Mapping[str, Any], file: object, *keys: str) -> dict[str, Any]:
-    """Returns the section of a checkpoint that was read from a file.
-
-    Args:
-        checkpoint: The content of the file.
-        file: The name of the file, for errors.
-        keys: What the section must have.
-
-    Raises:
-        InvalidInput: If there is no section, or it has another format version, none, or lacks a key.
-    """
+    """Returns the section of a checkpoint; raises `InvalidInput` if it lacks a key or has another format version."""
     if SECTION not in checkpoint:
         raise InvalidInput(
             f"{file} lacks {SECTION!r}: it was not written by a RemoteModule, or was changed since. Load a checkpoint "
@@ -59,22 +50,14 @@ def read_section(checkpoint: Mapping[str, Any], file: object, *keys: str) -> dic
 
 
 def read_window(checkpoint: Mapping[str, Any], file: object) -> dict[str, Any] | None:
-    """Returns the accumulation window of a checkpoint; None for a file of weights that has none.
-
-    Raises:
-        InvalidInput: If the window is missing or not in this version's format.
-    """
+    """Returns the accumulation window of a checkpoint; None for a file of weights that has none."""
     if SECTION not in checkpoint and OPTIMIZERS not in checkpoint:
         return None
     return read_section(checkpoint, file, *_WINDOW_KEYS)
 
 
 def check_entry(checkpoint: Mapping[str, Any], file: object, path: str) -> None:
-    """Rejects a checkpoint that lacks an entry of its nested dicts, for example `loops.fit_loop`.
-
-    Raises:
-        InvalidInput: If it is missing.
-    """
+    """Raises `InvalidInput` if a checkpoint lacks an entry of its nested dicts, for example `loops.fit_loop`."""
     found: Any = checkpoint
     for key in path.split("."):
         check_keys(found, f"{path!r} of {file}", (key,))
@@ -85,11 +68,6 @@ def load_states(checkpoint: dict[str, Any], module: nn.Module) -> None:
     """Loads the remote states that a checkpoint names, before anything local changes.
 
     The records are removed, so that `load_state_dict` does not load the states again.
-
-    Raises:
-        InvalidInput: If the checkpoint does not name a state of each remote model in this version's format, or a state
-            does not fit its model.
-        NotFound: If a state is not on the server.
     """
     entries = checkpoint.get("state_dict", {})
     for key, model in _keys(module).items():
@@ -147,7 +125,7 @@ def window_state(window: Sequence[Call | ServerCall]) -> list[dict[str, Any]]:
 
 
 def window_from(state: Sequence[dict[str, Any]]) -> list[Call | ServerCall]:
-    """Returns the window that `window_state` converted."""
+    """Converts the result of `window_state` back to a window."""
     window: list[Call | ServerCall] = []
     for entry in state:
         datums = [_datum_from(datum) for datum in entry["datums"]]

@@ -24,21 +24,17 @@ _UNREADABLE = "?"
 
 
 class StateRetention:
-    """Deletes a remote state when no checkpoint file names it any more.
+    """Deletes a remote state when no checkpoint file names it anymore.
 
-    No two files are written with the same state, but a file may be copied or linked. What a file names is read from
-    the file, because the process that wrote it may have ended.
-
-    Args:
-        delete: Deletes a state on the server.
-        folders: Returns the folders of the trainer's checkpoint callbacks, where copies are looked for.
+    Each file is written with its own states, but files may be copied or linked. So the states are read from the files,
+    also from those in `folders()`, the folders of the trainer's checkpoint callbacks.
     """
 
     def __init__(self, delete: Callable[[str], object], folders: Callable[[], Iterable[str]]) -> None:
         self._delete = delete
         self._folders = folders
         self._read: dict[str, tuple[str, frozenset[str]]] = {}
-        self._unwritten: dict[str, frozenset[str]] = {}  # what files that are still being written will name
+        self._unwritten: dict[str, frozenset[str]] = {}  # the states of files that are still being written
         self._replaced: dict[str, str] = {}  # states to delete, and the files that named them
 
     def states_of(self, file: str | os.PathLike[str]) -> frozenset[str]:
@@ -46,23 +42,13 @@ class StateRetention:
         return self._named_by(str(file)) | self._unwritten.get(str(file), _NONE)
 
     def replaced(self, file: str | os.PathLike[str], old: frozenset[str], new: frozenset[str] = _NONE) -> None:
-        """Deletes the states of a file that was overwritten or removed, once no file names them.
-
-        Args:
-            file: The file.
-            old: What it named before.
-            new: What it names now, or will when it has been written.
-        """
+        """Deletes the `old` states of a file that was overwritten with `new` ones or removed, if no file names them."""
         self._unwritten[str(file)] = new
         self._replaced |= dict.fromkeys(old - new - {_UNREADABLE}, str(file))
         self.release()
 
     def release(self, *, all_written: bool = False) -> None:
-        """Deletes replaced states; none while a file that replaces one is still being written.
-
-        Args:
-            all_written: Whether all files have been written, even if a plugin has put them elsewhere.
-        """
+        """Deletes replaced states, unless files are still being written; `all_written` overrides the check."""
         written = [file for file, states in self._unwritten.items() if not states or states <= self._named_by(file)]
         for file in written:
             del self._unwritten[file]
@@ -74,10 +60,10 @@ class StateRetention:
                 if not self._named_near(file) & {state, _UNREADABLE}:
                     self._delete(state)
             except Exception as error:  # costs space on the server and nothing else
-                logger.warning("%s is named by no checkpoint file any more, but could not be deleted: %s", state, error)
+                logger.warning("%s is not named by any checkpoint file, but could not be deleted: %s", state, error)
 
     def _named_near(self, file: str) -> frozenset[str]:
-        """Returns what possible copies of a file name: in its folder, and in those of checkpoint callbacks."""
+        """Returns the states named by possible copies of a file, in its folder and those of checkpoint callbacks."""
         fs, path = url_to_fs(file)
         named = self._named_in(fs, posixpath.dirname(path), 1, posixpath.splitext(path)[1])
         for folder in self._folders():
@@ -90,7 +76,7 @@ class StateRetention:
         return self._named_in(fs, posixpath.dirname(path), 1, f"/{posixpath.basename(path)}")
 
     def _named_in(self, fs: AbstractFileSystem, folder: str, depth: int | None, ending: str) -> frozenset[str]:
-        """Returns what the files of a folder name. One request lists them, and only new and changed ones are read."""
+        """Returns the states named by the files of a folder. Only new and changed files are read."""
         fs.invalidate_cache(folder)  # another process may have written a file
         named: set[str] = set()
         for path, info in fs.find(folder, depth, detail=True).items():
@@ -103,7 +89,7 @@ class StateRetention:
 
 
 def _read_states(fs: AbstractFileSystem, file: str) -> frozenset[str]:
-    """Reads the records of remote models in a file of `torch.save`, where each is an entry of the archive."""
+    """Returns the states named by a file of `torch.save`, where each record is an entry of the archive."""
     states = set()
     try:
         with fs.open(file, "rb") as opened, zipfile.ZipFile(opened) as archive:

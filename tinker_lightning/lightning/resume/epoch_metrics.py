@@ -32,7 +32,7 @@ def capture(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
-    """Restores what `capture` returned, before anything is logged."""
+    """Restores the result of `capture`, before anything is logged."""
     metrics = _metrics(trainer)
     for name, saved in state["metrics"].items():
         if name in metrics:
@@ -80,9 +80,8 @@ def _logged(item: Any) -> dict[str, Any]:
 
 
 def _state(metric: Metric) -> dict[str, Any]:
-    return {"count": metric.update_count, "states": {name: _copy(state) for name, state in metric.metric_state.items()}}
-
-
-def _copy(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
-    """Copies a state. A metric changes its tensors in place, but only appends to its lists."""
-    return state.clone() if isinstance(state, Tensor) else list(state)
+    # A metric changes its tensors in place, but only appends to its lists.
+    states = {
+        name: state.clone() if isinstance(state, Tensor) else list(state) for name, state in metric.metric_state.items()
+    }
+    return {"count": metric.update_count, "states": states}

@@ -1,7 +1,7 @@
 """Loaders with look-ahead that resume at the batch where training stopped.
 
-A loader is replayed, not pickled: the random number generators at the start of its epoch are stored, and after a resume
-its batches are drawn again up to the last one that was trained. A loader with a `state_dict` uses that instead.
+A loader is replayed, not pickled: a checkpoint stores the random number generators at the start of the epoch, and a
+resume draws the batches again up to the last one trained. A loader with a `state_dict` uses that instead.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ _SET_BY_LIGHTNING = ("worker_init_fn", "_iterator")
 
 
 def check_state(state: dict[str, Any], what: str) -> None:
-    """Rejects the state of a loader that lacks a key; `what` names the state in the error.
-
-    Raises:
-        InvalidInput: If a key is missing.
-    """
+    """Raises `InvalidInput` if the state of a loader, called `what` in the message, lacks a key."""
     check_keys(state, what, ("drawn", "count", "start", "inner"))
     if state["start"] is not None:
         check_keys(state["start"], what, ("rng", "generators", "is_warm"))
@@ -62,10 +58,7 @@ class _Wrapper:
 class ResumableLoader(_Wrapper):
     """Loads training batches. Its state is the position after the last batch trained, not after the last one drawn.
 
-    Args:
-        loader: Any iterable of batches that can be iterated once per epoch.
-        trained: How many batches of this epoch have been trained so far.
-        is_over: Whether this epoch's last batch has been trained.
+    `trained` returns the number of batches of this epoch trained so far, `is_over` whether that includes the last one.
     """
 
     def __init__(self, loader: Iterable[Any], trained: Callable[[], int], is_over: Callable[[], bool]) -> None:
@@ -98,7 +91,7 @@ class ResumableLoader(_Wrapper):
         return 0 if self._run.start is None else _seed(self._run.start)
 
     def peek(self, after: int, count: int) -> list[Any]:
-        """Returns up to `count` batches after number `after` of this epoch; fewer if it ends or fails."""
+        """Returns up to `count` batches after number `after` of this epoch; fewer if the loader ends or fails."""
         return self._run.peek(after, count)
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,7 +215,7 @@ class _Mark:
 
 
 def _pass(loader: Iterable[Any], seed: int) -> Iterator[Any]:
-    """Yields the batches of a pass, the first with the current generators: a loader draws its order from them."""
+    """Yields the batches of a pass, the first with the current generators, from which a loader draws its order."""
     iterator = iter(loader)
     first = next(iterator, _END)
     if first is not _END:
@@ -231,13 +224,7 @@ def _pass(loader: Iterable[Any], seed: int) -> Iterator[Any]:
 
 
 def _seeded(iterator: Iterator[Any], seed: int, count: int = 0) -> Iterator[Any]:
-    """Yields batches, each drawn with its own seed: how far ahead it is drawn must not change what training draws.
-
-    Args:
-        iterator: The iterator of a loader.
-        seed: The seed of the pass.
-        count: How many batches of the pass were drawn before.
-    """
+    """Yields batches after the first `count`, each drawn with its own seed, so that look-ahead changes no numbers."""
     while True:
         count += 1
         with rng.seeded(seed + count):
@@ -262,7 +249,7 @@ def _start(loader: Any) -> dict[str, Any]:
 
 
 def _own(loader: Any) -> dict[str, Any]:
-    """Returns what the next pass of a loader depends on, apart from the global generators."""
+    """Returns the state that the next pass of a loader depends on, apart from the global generators."""
     return {
         "generators": [generator.get_state() for generator in _generators(loader)],
         "is_warm": _is_warm(loader),
@@ -270,7 +257,7 @@ def _own(loader: Any) -> dict[str, Any]:
 
 
 def _end_pass(loader: Any, own: dict[str, Any], inner: Any) -> None:
-    """Puts a loader into the state that it had at the end of its last pass."""
+    """Restores the state of a loader at the end of its last pass."""
     with rng.kept():
         if inner is not None:
             loader.load_state_dict(inner)
@@ -285,7 +272,7 @@ def _is_warm(loader: Any) -> bool:
 
 
 def _warm(loader: Any, own: dict[str, Any]) -> None:
-    """Starts persistent workers if they were running, because then a pass draws fewer random numbers."""
+    """Starts persistent workers if they were running, because a pass draws fewer random numbers with them."""
     if own["is_warm"] and getattr(loader, "persistent_workers", False) and not _is_warm(loader):
         iter(loader)
 
@@ -294,8 +281,8 @@ def _set_generators(loader: Any, own: dict[str, Any]) -> None:
     generators, states = _generators(loader), own["generators"]
     if len(generators) != len(states):
         raise InvalidInput(
-            f"the checkpoint was saved with {len(states)} generators of random numbers in the training loader, but "
-            f"this one has {len(generators)}. Resume with a loader of the same configuration."
+            f"the checkpoint was saved with {len(states)} random number generators in the training loader, but this "
+            f"one has {len(generators)}. Resume with a loader of the same configuration."
         )
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)

@@ -1,8 +1,8 @@
 """Resumes Lightning's loops exactly where a checkpoint was written.
 
-Lightning infers the position from its counters and skips some of the work that is still due there: logging a step's
-row, a validation, the end of the epoch, a scheduler that waits for a metric. Here the position is stored, and the
-remaining work runs before training resumes.
+Lightning infers the position from its counters and skips some of the remaining work: logging a step's row, a
+validation, the end of the epoch, a scheduler that waits for a metric. Here the position is stored, and that work runs
+before training resumes.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def raise_limits(trainer: pl.Trainer, checkpoint: dict[str, Any], resumed: dict[
     """Raises the limits of a run that has reached them but has work left, so that Lightning enters its loops."""
     loop = trainer.fit_loop.epoch_loop
     resumed["max_steps"] = loop.max_steps
-    place = resumed["loop_position"]
-    if place["where"] != EPOCH_START:
-        checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"] = place["epochs"][0]
-    if place["where"] not in (EPOCH_START, BATCH_START) and loop.max_steps != -1:
+    position = resumed["loop_position"]
+    if position["where"] != EPOCH_START:
+        checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"] = position["epochs"][0]
+    if position["where"] not in (EPOCH_START, BATCH_START) and loop.max_steps != -1:
         loop.max_steps = max(loop.max_steps, checkpoint["global_step"] + 1)
 
 
@@ -106,31 +106,31 @@ def restore_limits(trainer: pl.Trainer, resumed: dict[str, Any]) -> None:
     loop.max_steps = resumed.get("max_steps", loop.max_steps)
 
 
-def restore_loops(trainer: pl.Trainer, place: dict[str, Any]) -> None:
+def restore_loops(trainer: pl.Trainer, position: dict[str, Any]) -> None:
     """Restores the position of the loops and runs the remaining work there."""
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    where = place["where"]
-    _count(fit.epoch_progress, place["epochs"], is_under_way=where != EPOCH_START)
-    _count(loop.batch_progress, place["batches"])
-    loop.batch_progress.is_last_batch = place["is_last_batch"]
-    _compat.BATCHES_THAT_STEPPED.set(trainer, place["logged_steps"])
-    for name, epoch in zip((_compat.TRAIN_RELOAD_EPOCH, _compat.VAL_RELOAD_EPOCH), place["reloaded"], strict=True):
+    where = position["where"]
+    _count(fit.epoch_progress, position["epochs"], is_under_way=where != EPOCH_START)
+    _count(loop.batch_progress, position["batches"])
+    loop.batch_progress.is_last_batch = position["is_last_batch"]
+    _compat.BATCHES_THAT_STEPPED.set(trainer, position["logged_steps"])
+    for name, epoch in zip((_compat.TRAIN_RELOAD_EPOCH, _compat.VAL_RELOAD_EPOCH), position["reloaded"], strict=True):
         name.set(trainer, epoch)
-    _compat.CALLBACK_METRICS.get(trainer).update(place["callback_metrics"])
+    _compat.CALLBACK_METRICS.get(trainer).update(position["callback_metrics"])
     _compat.FIT_RESTARTING.set(trainer, False)
     loop.restarting = False
     _compat.EPOCH_RESTART_STAGE.set(trainer, EpochStage.NONE)
     callbacks = _compat.CALLBACKS.get(trainer)
     if where != EPOCH_START and any(isinstance(one, GradientAccumulationScheduler) for one in callbacks):
-        trainer.accumulate_grad_batches = place["accumulate"]  # the scheduler sets it only at epoch starts
+        trainer.accumulate_grad_batches = position["accumulate"]  # the scheduler sets it only at epoch starts
     if where not in (EPOCH_START, EPOCH_END):
-        epoch_metrics.restore(trainer, place["epoch_metrics"])
-        if place["batches"][0]:
+        epoch_metrics.restore(trainer, position["epoch_metrics"])
+        if position["batches"][0]:
             _compat.FIRST_LOOP_ITER.set(trainer, True)  # otherwise the next batch would reset them
     if where in (BATCH_END, VALIDATION, VALIDATION_END):
-        where = _end_batch(trainer, place)
+        where = _end_batch(trainer, position)
     elif where == EPOCH_END:
-        where = _end_epoch(trainer, place)
+        where = _end_epoch(trainer, position)
     if where == EPOCH_START:
         _compat.FIT_RESTART_STAGE.set(trainer, FitStage.NONE)
         _compat.FIT_RESUMING.set(trainer, False)  # a new epoch starts a new pass over the data
@@ -141,11 +141,11 @@ def restore_loops(trainer: pl.Trainer, place: dict[str, Any]) -> None:
             _count_logged_steps(trainer, -1)  # a loop that restarts counts it again
 
 
-def _end_batch(trainer: pl.Trainer, place: dict[str, Any]) -> str:
+def _end_batch(trainer: pl.Trainer, position: dict[str, Any]) -> str:
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    if place["row"] is not None:
-        _compat.LOG_METRICS.get(trainer)(place["row"])
-    _compat.SKIP_NEXT_VAL.set(trainer, place["where"] == VALIDATION_END)
+    if position["row"] is not None:
+        _compat.LOG_METRICS.get(trainer)(position["row"])
+    _compat.SKIP_NEXT_VAL.set(trainer, position["where"] == VALIDATION_END)
     loop.on_advance_end(_compat.DATA_FETCHER.get(trainer))
     if not loop.done:
         return BATCH_START
@@ -153,14 +153,14 @@ def _end_batch(trainer: pl.Trainer, place: dict[str, Any]) -> str:
     return EPOCH_START
 
 
-def _end_epoch(trainer: pl.Trainer, place: dict[str, Any]) -> str:
+def _end_epoch(trainer: pl.Trainer, position: dict[str, Any]) -> str:
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    if not place["is_cut"]:
+    if not position["is_cut"]:
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
     _count_logged_steps(trainer, -1)  # as Lightning does around an epoch's row
-    _compat.LOG_METRICS.get(trainer)(place["row"])
+    _compat.LOG_METRICS.get(trainer)(position["row"])
     _count_logged_steps(trainer, 1)
-    if place["is_cut"] and not _compat.IS_TRAINING_DONE.get(trainer):
+    if position["is_cut"] and not _compat.IS_TRAINING_DONE.get(trainer):
         return BATCH_START
     fit.epoch_progress.increment_processed()
     fit.epoch_progress.increment_completed()
@@ -201,7 +201,7 @@ def _is_cut(trainer: pl.Trainer) -> bool:
 
 
 def _row(trainer: pl.Trainer, where: str) -> dict[str, Any] | None:
-    """Returns the row that Lightning would log next, without values that `on_train_batch_end` may still log."""
+    """Returns the row that Lightning would log next, without values logged by `on_train_batch_end`."""
     if where == BATCH_END:
         is_step = not _compat.SHOULD_ACCUMULATE.get(trainer)() or not trainer.lightning_module.automatic_optimization
         if not is_step or not (_compat.SHOULD_UPDATE_LOGS.get(trainer) or trainer.fast_dev_run):  # type: ignore[attr-defined]

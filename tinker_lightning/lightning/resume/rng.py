@@ -22,11 +22,7 @@ KEYS = ("torch", "numpy", "python")
 
 
 def capture(of: Snapshot | None = None) -> dict[str, Any]:
-    """Returns the states of all three generators as tensors and plain data, which load with `weights_only=True`.
-
-    Args:
-        of: An earlier snapshot; the current states if not given.
-    """
+    """Returns the current states, or those of a snapshot, as plain data that loads with `weights_only=True`."""
     torch_state, (kind, keys, position, has_gauss, gauss), (version, words, next_gauss) = of or snapshot()
     return {
         "torch": torch_state,
@@ -36,7 +32,7 @@ def capture(of: Snapshot | None = None) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Restores what `capture` returned."""
+    """Restores the result of `capture`."""
     kind, keys, position, has_gauss, gauss = state["numpy"]
     version, words, next_gauss = state["python"]
     numpy_state = (kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss)
@@ -44,7 +40,7 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def digest(state: dict[str, Any], generators: Iterable[Tensor] = ()) -> int:
-    """Returns a hash of what `capture` returned, and of the states of further generators."""
+    """Returns a hash of the result of `capture` and the states of further generators."""
     _, keys, position, *_ = state["numpy"]
     digest = zlib.crc32(str(position).encode())
     for part in (state["torch"], keys, state["python"][1], *generators):
