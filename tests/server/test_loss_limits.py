@@ -208,7 +208,7 @@ def registered(api: Api, session: str, name: str, values: int) -> Any:
 
 def test_a_loss_that_has_no_room_is_refused(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_registry, "MAX_VALUES", 100)
-    monkeypatch.setattr(loss_registry, "MAX_VALUES_OF_ALL", 150)
+    monkeypatch.setattr(loss_registry, "MAX_TOTAL_VALUES", 150)
     first, second = api.session(), api.session()
     assert "a session may store at most 100" in registered(api, first, "wide", 120).json()["detail"]
     assert registered(api, first, "a", 60).status_code == 200

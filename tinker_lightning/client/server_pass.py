@@ -93,7 +93,7 @@ def prepare(
         asked = _batch_pass(data, loss_id, settings, inputs, scale)
         if own.is_of_library:
             asked = replace(asked, finish=_with_values)
-        return replace(asked, lose=functools.partial(own.lose, loss_id), graphs=own.graphs(loss_id))
+        return replace(asked, lose=functools.partial(own.invalidate, loss_id), graphs=own.graphs(loss_id))
     name = loss_name(loss_fn)
     if not session.extensions.server_losses:
         return built_in(spread(data, inputs or {}), name, config or {}, scale)

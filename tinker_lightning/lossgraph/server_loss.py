@@ -12,11 +12,11 @@ from tinker_lightning.losses.surrogate import function_name
 from tinker_lightning.lossgraph.graph_loss import BATCH_SOURCES, GraphLoss, LossFnOutput, check_name
 from tinker_lightning.lossgraph.settings import (
     Hyperparameter,
+    cast_like_defaults,
     check_settings,
     unknown_setting,
-    with_types_of_defaults,
 )
-from tinker_lightning.lossgraph.tracing.trace import read_hyperparameters, takes_others, trace_batch_loss
+from tinker_lightning.lossgraph.tracing.trace import accepts_any_setting, read_hyperparameters, trace_batch_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,7 +57,7 @@ class LossClient(Protocol):
 class _Upload:
     loss: GraphLoss
     loss_id: str = ""
-    is_there: bool = False
+    is_uploaded: bool = False
 
 
 class ServerLoss:
@@ -87,8 +87,8 @@ class ServerLoss:
         self._uploads: list[_Upload] = []  # least recently used first
         self._function_id: str | None = None
         defaults = read_hyperparameters(function, source)
-        self._takes_others = takes_others(function)
-        if not self._takes_others and (unknown := [key for key in fixed if key not in defaults]):
+        self._accepts_any_setting = accepts_any_setting(function)
+        if not self._accepts_any_setting and (unknown := [key for key in fixed if key not in defaults]):
             raise InvalidLoss(f"{name} has no hyperparameter {unknown[0]!r}; it has {', '.join(defaults) or 'none'}")
         self._known = {key: Hyperparameter(value) for key, value in {**defaults, **fixed}.items()}
         if trace:
@@ -110,20 +110,20 @@ class ServerLoss:
         self._check_fixed(config)
         if not self._trace:
             return self._function_id or self._register_function(), dict(config)
-        if not self._takes_others and (unknown := [name for name in config if name not in self._known]):
+        if not self._accepts_any_setting and (unknown := [name for name in config if name not in self._known]):
             raise InvalidInput(unknown_setting(self.name, unknown[0], self._known))
-        upload = self._uploaded(with_types_of_defaults(self._known, config), frozenset(present))
+        upload = self._uploaded(cast_like_defaults(self._known, config), frozenset(present))
         known_there = upload.loss.hyperparameters
         carried = {name: value for name, value in config.items() if not known_there[name].fixed}
         check_settings(self.name, known_there, carried)
         return upload.loss_id, carried
 
-    def lose(self, loss_id: str) -> None:
-        """Uploads the loss again at the next call, because a pass failed and the server may have evicted it."""
+    def invalidate(self, loss_id: str) -> None:
+        """Marks the loss for another upload, because a pass failed and the server may have evicted it."""
         if self._function_id == loss_id:
             self._function_id = None
         for upload in list(self._uploads):
-            upload.is_there &= upload.loss_id != loss_id
+            upload.is_uploaded &= upload.loss_id != loss_id
 
     def graphs(self, loss_id: str) -> list[Graph]:
         """Returns the graph of the loss with this id, or an empty list if it was not traced."""
@@ -166,8 +166,8 @@ class ServerLoss:
                 of_lists=self._of_lists,
             )
             upload = _Upload(loss)
-        if not upload.is_there:
-            upload.loss_id, upload.is_there = self.server.register(upload.loss), True
+        if not upload.is_uploaded:
+            upload.loss_id, upload.is_uploaded = self.server.register(upload.loss), True
         self._uploads = [*(each for each in self._uploads if each is not upload), upload][-_KEPT_UPLOADS:]
         return upload
 

@@ -25,13 +25,13 @@ class Hyperparameter:
 
 
 def check_settings(
-    loss: str, known: Mapping[str, Hyperparameter], given: Mapping[str, Any], *, takes_others: bool = False
+    loss: str, known: Mapping[str, Hyperparameter], given: Mapping[str, Any], *, accepts_any_setting: bool = False
 ) -> dict[str, Setting]:
     """Returns all settings of a loss, the defaults overridden by `given`; raises `InvalidInput` if one is invalid."""
     values = {name: each.default for name, each in known.items()}
-    for name, value in with_types_of_defaults(known, given).items():
+    for name, value in cast_like_defaults(known, given).items():
         if name not in known:
-            if takes_others:
+            if accepts_any_setting:
                 values[name] = value
                 continue
             raise InvalidInput(unknown_setting(loss, name, known))
@@ -54,7 +54,7 @@ def unknown_setting(loss: str, name: str, known: Mapping[str, Any]) -> str:
     return f"loss_fn_config: {loss} has no setting {name!r}; it takes {', '.join(known) or 'no settings'}"
 
 
-def with_types_of_defaults(known: Mapping[str, Hyperparameter], given: Mapping[str, Any]) -> dict[str, Any]:
+def cast_like_defaults(known: Mapping[str, Hyperparameter], given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns settings with the types of their defaults, because all numbers on the wire are floats."""
     values = {name: to_python(value) for name, value in given.items()}
     for name in known.keys() & values.keys():

@@ -266,7 +266,7 @@ def is_wrong(logprobs: Tensor, weights: Tensor) -> Any:
         (ranges, "range(logprobs.shape[0])", "as a Python integer"),
         (captures, "logprobs * LEARNED", r"uses a tensor of shape \[\] from outside"),
         (foreign, "np.exp(logprobs)", "numpy|ufunc"),
-        (to_numpy, ".numpy().sum()", r"calls .numpy\(\), which leaves torch"),
+        (to_numpy, ".numpy().sum()", r"calls .numpy\(\), which a graph cannot hold"),
         (floats, "float(weights.sum())", r"with float\(\)"),
         (randoms, "torch.rand(5)", "torch.rand, which is not among the functions"),
         (drops_out, "F.dropout(logprobs)", "'torch.nn.functional.dropout' is not among"),

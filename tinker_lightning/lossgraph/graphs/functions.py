@@ -71,14 +71,14 @@ margin_ranking_loss mish mse_loss nll_loss normalize pad pairwise_distance poiss
 silu smooth_l1_loss soft_margin_loss softmax softmin softplus softsign tanh tanhshrink threshold triplet_margin_loss
 """
 # From `torch.special`. The others are slow series, or have no gradient.
-_OF_SPECIAL = """
+_TORCH_SPECIAL = """
 digamma entr erf erfc erfinv exp2 expit expm1 gammaln log1p log_softmax logit logsumexp psi round sinc softmax xlog1py
 xlogy
 """
 _SPECIAL: dict[str, Function] = {
     "div": Function(guards.divide),
     "divide": Function(guards.divide),
-    **{name: Function(guards.whole(getattr(torch, name))) for name in ("floor_divide", "fmod", "remainder")},
+    **{name: Function(guards.integer_division(getattr(torch, name))) for name in ("floor_divide", "fmod", "remainder")},
     "repeat_interleave": Function(guards.repeat_interleave),
     "split": Function(guards.split),
     "chunk": Function(guards.chunk),
@@ -100,8 +100,8 @@ def _functions() -> dict[str, Function]:
     allowed: dict[str, Function] = {
         **{name: Function(call) for name, call in {**OPERATORS, **MATH}.items()},
         "operator.matmul": _SPECIAL["matmul"],
-        "operator.floordiv": Function(guards.whole(OPERATORS["operator.floordiv"])),
-        "operator.mod": Function(guards.whole(OPERATORS["operator.mod"])),
+        "operator.floordiv": Function(guards.integer_division(OPERATORS["operator.floordiv"])),
+        "operator.mod": Function(guards.integer_division(OPERATORS["operator.mod"])),
         "operator.getitem": Function(guards.getitem),
         "operator.setitem": Function(guards.setitem, work=work.setitem_work),
         "torch.tensor": Function(guards.tensor, is_factory=True),
@@ -123,7 +123,7 @@ def _functions() -> dict[str, Function]:
         allowed[f"torch.nn.functional.{name}"] = allowed[_get_qualified_name(call)] = Function(
             call, inside=work.broadcast
         )
-    for name in _OF_SPECIAL.split():
+    for name in _TORCH_SPECIAL.split():
         call = getattr(torch.special, name)
         allowed[f"torch.special.{name}"] = allowed[_get_qualified_name(call)] = Function(call)
     vector_norm = torch.linalg.vector_norm
@@ -146,7 +146,7 @@ def _methods() -> dict[str, Function]:
     allowed["numel"] = Function(guards.numel)
     allowed["new_tensor"] = Function(guards.new_tensor, is_factory=True)
     for name in ("cpu", "cuda"):  # a loss runs on the device of the model
-        allowed[name] = Function(guards.same)
+        allowed[name] = Function(guards.unchanged)
     return allowed
 
 

@@ -26,16 +26,16 @@ MAX_PIECES = 1024
 _PIECES = f"a tensor can be split into at most {MAX_PIECES} pieces"
 _SINGULAR_VALUES = "is not supported: it needs a singular value decomposition"
 
-_OF_TENSORS = frozenset({"T", "data", "device", "dtype", "mT", "ndim", "shape"})
-_OF_PAIRS = ("values", "indices")  # of the results of max, sort and topk
-ATTRIBUTES = _OF_TENSORS | {*_OF_PAIRS}
+_TENSOR_ATTRIBUTES = frozenset({"T", "data", "device", "dtype", "mT", "ndim", "shape"})
+_PAIR_ATTRIBUTES = ("values", "indices")  # of the results of max, sort and topk
+ATTRIBUTES = _TENSOR_ATTRIBUTES | {*_PAIR_ATTRIBUTES}
 
 
 def attribute(value: Any, name: Any) -> Any:
-    if isinstance(value, Tensor) and name in _OF_TENSORS:
+    if isinstance(value, Tensor) and name in _TENSOR_ATTRIBUTES:
         return value.detach() if name == "data" else getattr(value, name)
-    if isinstance(value, tuple) and len(value) == 2 and name in _OF_PAIRS:
-        return value[_OF_PAIRS.index(name)]
+    if isinstance(value, tuple) and len(value) == 2 and name in _PAIR_ATTRIBUTES:
+        return value[_PAIR_ATTRIBUTES.index(name)]
     raise InvalidLoss(f"the attribute {name!r:.140} is not supported; use one of {', '.join(sorted(ATTRIBUTES))}")
 
 
@@ -94,8 +94,8 @@ def _check_numbers(data: Any) -> None:
         raise InvalidLoss(f"torch.tensor takes numbers, not {type(data).__name__}; join tensors with torch.stack")
 
 
-def whole(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an integer division that computes `x // -1` as `-x // 1`, which wraps.
+def integer_division(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a division so that it computes `x // -1` as `-x // 1` for integers.
 
     In torch up to 2.8, dividing the smallest integer by -1 raises SIGFPE, which ends the process.
     """
@@ -122,7 +122,8 @@ def _is_signed(value: Any) -> bool:
 
 
 def divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Tensor:
-    result: Tensor = (whole(torch.div) if rounding_mode else torch.div)(input, other, rounding_mode=rounding_mode)
+    function = integer_division(torch.div) if rounding_mode else torch.div
+    result: Tensor = function(input, other, rounding_mode=rounding_mode)
     return result
 
 
@@ -134,7 +135,7 @@ def split(tensor: Tensor, split_size_or_sections: Any = None, dim: int = 0, *, s
 
 
 def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    same(self)
+    unchanged(self)
     target = args[0] if args else None
     if isinstance(target, str) or (isinstance(target, int) and not isinstance(target, bool)):
         raise _device_error(target)
@@ -155,7 +156,7 @@ def _device_error(device: Any) -> InvalidLoss:
     )
 
 
-def same(self: Tensor, *_: Any, **__: Any) -> Tensor:
+def unchanged(self: Tensor, *_: Any, **__: Any) -> Tensor:
     """Returns the tensor itself, because a loss runs on the device of the model."""
     if not isinstance(self, Tensor):
         raise InvalidLoss(f"this method needs a tensor, got {type(self).__name__}")

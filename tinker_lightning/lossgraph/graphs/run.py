@@ -53,7 +53,7 @@ class Program:
         environment: list[Any] = [*values, *(None for _ in self.graph.calls)]
         meter = Meter(limits)
         for i, node, function in self._calls("the loss has run for", limits):
-            with _blaming(node):
+            with _error_at_node(node):
                 if i >= checked:
                     _count_parts(node, environment, meter)
                 args, kwargs = _resolve(node, function, environment, device)
@@ -73,11 +73,11 @@ class Program:
         environment: list[Any] = [*(_shape_of(value) for value in values), *(None for _ in self.graph.calls)]
         meter = Meter(limits)
         for target, value in zip(self.graph.inputs, values, strict=True):
-            with _blaming(Node("placeholder", target, target)):
+            with _error_at_node(Node("placeholder", target, target)):
                 meter.size(value)
         checked = 0
         for i, node, function in self._calls("checking the loss took", limits):
-            with _blaming(node):
+            with _error_at_node(node):
                 _count_parts(node, environment, meter)
                 args, kwargs = _resolve(node, function, environment, _META)
                 if _check_dynamic(node, function, args, kwargs, meter):
@@ -136,7 +136,7 @@ def _new_bytes(args: Any, kwargs: Any, result: Any) -> int:
 
 
 @contextmanager
-def _blaming(node: Node) -> Iterator[None]:
+def _error_at_node(node: Node) -> Iterator[None]:
     """Converts exceptions to `InvalidLoss` with the name of the node."""
     try:
         yield

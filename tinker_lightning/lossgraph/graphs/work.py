@@ -16,9 +16,8 @@ from tinker_lightning.lossgraph.graphs.guards import check_index, is_mask
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# The dtypes with fast matrix products. For others torch runs a plain loop, which is at least a hundred times slower for
-# some memory layouts.
-_QUICK = (torch.float32, torch.float64)
+# For other dtypes torch computes matrix products in a plain loop, which can be more than a hundred times slower.
+_FAST_DTYPES = (torch.float32, torch.float64)
 # The names of torch's parameters for the operands of products: the left one, then the right one.
 _FACTORS = ("input", "other", "mat2", "vec", "tensor")
 
@@ -40,7 +39,7 @@ def _factors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Te
 
 def _multiplications(count: int, *operands: Any) -> int:
     """Returns the work of this many multiplications."""
-    return count // 16 if all(operand.dtype in _QUICK for operand in operands) else 8 * count
+    return count // 16 if all(operand.dtype in _FAST_DTYPES for operand in operands) else 8 * count
 
 
 def product_inside(*args: Any, **kwargs: Any) -> int:

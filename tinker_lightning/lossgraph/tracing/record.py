@@ -33,8 +33,8 @@ from tinker_lightning.lossgraph.tracing.kinds import GETATTR, kind_of, may_share
 from tinker_lightning.lossgraph.tracing.lines import here, place_of, within
 from tinker_lightning.lossgraph.tracing.signatures import globals_of
 from tinker_lightning.lossgraph.tracing.values import (
+    ALTERNATIVES,
     SETTING,
-    WAYS_OUT,
     Memory,
     NeedsSettings,
     TensorValue,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from tinker_lightning.lossgraph.tracing.values import Kind
 
 # While tracing, torch.fx replaces functions of `math`, some of torch and methods of modules for the whole process.
-_ONE_AT_A_TIME = threading.RLock()
+_TRACING_LOCK = threading.RLock()
 # Modules whose functions torch.fx replaces by functions that look for stand-ins first. The originals would ask for the
 # type of a number, accept single sizes only if the first is a Python number, and read the memory of a stand-in that is
 # passed as a dtype.
@@ -67,7 +67,7 @@ abs_ add_ clamp_ clamp_max_ clamp_min_ copy_ div_ exp_ fill_ log_ masked_fill_ m
 scatter_add_ sigmoid_ sqrt_ square_ sub_ tanh_ zero_
 """
 IN_PLACE = frozenset(_IN_PLACE.split())
-_OF_LISTS = ("cat", "concat", "dstack", "hstack", "pad_sequence", "stack", "vstack")
+_LIST_FUNCTIONS = ("cat", "concat", "dstack", "hstack", "pad_sequence", "stack", "vstack")
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift")
 
 
@@ -98,7 +98,7 @@ def record(fn: Callable[..., Any], body: Callable[[Recorder], Any]) -> Graph:
 
     # torch.fx replaces functions of `math` in the globals of the traced function, so these must be the user's.
     traced = types.FunctionType(driver.__code__, globals_of(fn), closure=driver.__closure__)
-    with _ONE_AT_A_TIME:
+    with _TRACING_LOCK:
         raised.clear()
         try:
             recorder.trace(traced)
@@ -111,7 +111,7 @@ def record(fn: Callable[..., Any], body: Callable[[Recorder], Any]) -> Graph:
             if isinstance(error, InvalidInput) and not isinstance(error, InvalidLoss):
                 raise  # from a loss of the library: a setting is invalid, or an input is missing
             reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
-            raise LossNotTraceable(f"{place_of(error)}{reason.partition(chr(10))[0][:300]}. {WAYS_OUT}") from error
+            raise LossNotTraceable(f"{place_of(error)}{reason.partition(chr(10))[0][:300]}. {ALTERNATIVES}") from error
 
 
 class Recorder(fx.Tracer):
@@ -157,7 +157,7 @@ class Recorder(fx.Tracer):
             graph = Graph(tuple(self.inputs), calls, mapped(output, place))
             decoded = Graph.decode(graph.encode())  # as on the server, so that errors are raised here already
         except InvalidLoss as error:
-            raise LossNotTraceable(f"{error}. {WAYS_OUT}") from error
+            raise LossNotTraceable(f"{error}. {ALTERNATIVES}") from error
         return replace(decoded, places=self._places)
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> Value:
@@ -348,7 +348,7 @@ def _check_kinds(target: str, args: Any, kwargs: Any) -> None:
         raise InvalidLoss("repeat_interleave takes an integer number of repeats, not a tensor")
     if target.startswith("math.") and any(each.node.kind != "number" for each in stand_ins(args)):
         raise InvalidLoss(f"{target} works on numbers, and .item() is still a tensor; use torch.{target[5:]}")
-    if target.rpartition(".")[2] in _OF_LISTS and args and isinstance(args[0], TensorValue):
+    if target.rpartition(".")[2] in _LIST_FUNCTIONS and args and isinstance(args[0], TensorValue):
         raise InvalidLoss(
             "it joins a list of tensors, but on a server the batch is already one tensor, [B, T], with zeros after the "
             "end of shorter datums"

@@ -54,13 +54,13 @@ def loss_and_metrics(fn: Callable[..., Any], returned: Any) -> tuple[fx.Proxy, d
     if not isinstance(metrics, Mapping):
         wrong_output(fn, "its metrics as a dict", metrics)
     if unnamed := [name for name in metrics if not isinstance(name, str)]:
-        with blaming_function(fn):
+        with error_at_function(fn):
             raise InvalidLoss(f"invalid metric name {unnamed[0]!r:.100}; use a string")
     return loss, dict(metrics)
 
 
 @contextmanager
-def blaming_function(fn: Callable[..., Any]) -> Iterator[None]:
+def error_at_function(fn: Callable[..., Any]) -> Iterator[None]:
     """Adds the line of a function to an error about it."""
     try:
         yield
@@ -71,7 +71,7 @@ def blaming_function(fn: Callable[..., Any]) -> Iterator[None]:
 def wrong_output(fn: Callable[..., Any], wanted: str, got: Any) -> NoReturn:
     """Raises `LossNotTraceable` with what a function must return."""
     name = getattr(fn, "__name__", type(fn).__name__)
-    with blaming_function(fn):
+    with error_at_function(fn):
         raise InvalidLoss(f"{name} must return {wanted}, but returned {type(got).__name__}")
 
 

@@ -14,7 +14,7 @@ from tinker_lightning.lossgraph.graphs.run import Program
 from tinker_lightning.lossgraph.settings import Hyperparameter, Setting, to_python
 from tinker_lightning.lossgraph.tracing.record import Recorder, record
 from tinker_lightning.lossgraph.tracing.signatures import (
-    blaming_function,
+    error_at_function,
     loss_and_metrics,
     signature_of,
     wrong_output,
@@ -72,7 +72,7 @@ def trace_batch_loss(
         except NeedsSettings as needed:  # the control flow depends on these settings
             must_fix |= needed.names
     description = (inspect.getdoc(fn) or "").partition("\n")[0][:200]
-    with blaming_function(fn):
+    with error_at_function(fn):
         names = dict.fromkeys(inputs.names)
         return GraphLoss(name, source, names, Program(graph), hyperparameters, description, inputs.asked)
 
@@ -102,7 +102,7 @@ def trace_datum_loss(fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> 
         return loss_and_metrics(fn, fn(*given))
 
     graph = record(fn, body)
-    with blaming_function(fn):
+    with error_at_function(fn):
         return GraphLoss(name, "datum", inputs, Program(graph))
 
 
@@ -124,7 +124,7 @@ def read_hyperparameters(fn: Callable[..., Any], source: Source) -> dict[str, Se
     return settings
 
 
-def takes_others(fn: Callable[..., Any]) -> bool:
+def accepts_any_setting(fn: Callable[..., Any]) -> bool:
     """Returns whether a function has `**kwargs`, so that it accepts settings of any name."""
     return any(each.kind is each.VAR_KEYWORD for each in signature_of(fn).parameters.values())
 

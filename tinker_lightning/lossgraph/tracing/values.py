@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Self
 
-# An "item" is a number in Python and a tensor of one element in a graph. Whatever else is known before a graph runs on
-# values (sizes, settings, dtypes) is a "number", except for whole shapes.
+# An "item" is a number in Python and a tensor of one element in a graph. Everything else that is known before a graph
+# runs on values (sizes, settings, dtypes) is a "number", except for whole shapes.
 Kind: TypeAlias = Literal["tensor", "number", "item", "shape", "tuple"]
 
-WAYS_OUT = (
+ALTERNATIVES = (
     "Write it with torch.where and operations on whole tensors, or run it locally: forward_backward_custom runs any "
     "Python, at the cost of a second forward pass."
 )
 SETTING = "hyperparameters."
-# Methods that leave torch. `item` is not among them, because a graph represents a number as a tensor of one element.
-_LEAVING = ("backward", "numpy", "tolist", "__array__", "retain_grad", "register_hook", "requires_grad_")
+# Methods whose results a graph cannot hold. It does hold those of `item`, as a tensor of one element.
+_NON_TORCH_METHODS = ("backward", "numpy", "tolist", "__array__", "retain_grad", "register_hook", "requires_grad_")
 _RANKS = ("dim", "ndimension", "ndim")
 _PARTS = ("values", "indices")  # of what max, sort and topk return
 # Exceptions raised by stand-ins since tracing began. If the function catches one, the trace would be wrong.
@@ -222,8 +222,8 @@ def _read(value: Value, attribute: str) -> Any:
 
 def _method(value: Value, name: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if name in _LEAVING:
-            reject(f"it calls .{name}(), which leaves torch; keep every value a tensor")
+        if name in _NON_TORCH_METHODS:
+            reject(f"it calls .{name}(), which a graph cannot hold; keep every value a tensor")
         return value.tracer.create_proxy("call_method", name, (value, *args), kwargs)
 
     return call
@@ -243,7 +243,7 @@ def needs_value(value: fx.Proxy, reason: str) -> NoReturn:
     reject(reason)
 
 
-def reject(reason: str, fix: str = WAYS_OUT) -> NoReturn:
+def reject(reason: str, fix: str = ALTERNATIVES) -> NoReturn:
     """Raises `LossNotTraceable` for the line that is being traced."""
     raised.append(LossNotTraceable(f"{here()}{reason}. {fix}"))
     raise raised[-1]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Limits for the number of nodes and arguments in the graphs of a session, about a hundred megabytes, and of all
 # sessions. A session evicts its own least recently used losses, never those of another session.
 MAX_VALUES = 1 << 18
-MAX_VALUES_OF_ALL = 1 << 22
+MAX_TOTAL_VALUES = 1 << 22
 CUSTOM = "custom"
 _RESERVED = (*LOSSES, CUSTOM, "stable_reinforce")
 
@@ -64,20 +64,20 @@ class LossRegistry:
         inputs = {each.name: each.rank for each in request.inputs}
         message = {"name": request.name, "source": "datum", "inputs": inputs, "graph": request.graph}
         loss = GraphLoss.decode(message, ("datum",))
-        self._keep(request.session_id, loss_id, loss, loss.program.graph.size)
+        self._store(request.session_id, loss_id, loss, loss.program.graph.size)
         return loss_id
 
     def register(self, request: rq.RegisterLossRequest) -> str:
         """Stores a batch-level loss by name and returns an id for this version of it."""
         if request.pickled is not None:
-            python = self._unpickled(request.loss, request.pickled)
+            python = self._unpickle(request.loss, request.pickled)
             loss_id = f"{python.name}@{hashlib.sha256(request.pickled).hexdigest()[:16]}"
-            self._keep(request.session_id, loss_id, python, 1 + len(request.pickled) // 64, python.name)
+            self._store(request.session_id, loss_id, python, 1 + len(request.pickled) // 64, python.name)
         else:
             loss = GraphLoss.decode(request.loss)
             loss_id = f"{loss.name}@{loss.digest}"
             self._check_name(loss.name)
-            self._keep(request.session_id, loss_id, loss, loss.program.graph.size, loss.name)
+            self._store(request.session_id, loss_id, loss, loss.program.graph.size, loss.name)
         return loss_id
 
     def register_function(
@@ -91,7 +91,7 @@ class LossRegistry:
                 self._functions[name] = loss
             return name
         loss_id = f"{name}@function-{next(self._count)}"
-        self._keep(session_id, loss_id, loss, 1, name)
+        self._store(session_id, loss_id, loss, 1, name)
         return loss_id
 
     def find(self, session_id: str, loss_fn: str, loss_id: Any = None) -> Callable[[], Loss | None]:
@@ -142,7 +142,7 @@ class LossRegistry:
         with self._lock:
             self._size -= self._sessions.pop(session_id, _SessionLosses()).size
 
-    def _keep(self, session_id: str, loss_id: str, loss: Loss, size: int, name: str | None = None) -> None:
+    def _store(self, session_id: str, loss_id: str, loss: Loss, size: int, name: str | None = None) -> None:
         """Stores a loss, and evicts the least recently used losses of the session to make room."""
         if size > MAX_VALUES:
             raise InvalidLoss(
@@ -161,7 +161,7 @@ class LossRegistry:
                 if each != loss_id:
                     evicted.add(each)
                     kept -= entry.size
-            if self._size - session.size + kept + size > MAX_VALUES_OF_ALL:
+            if self._size - session.size + kept + size > MAX_TOTAL_VALUES:
                 raise InvalidLoss(
                     f"{loss.name}: the losses of all sessions exceed the memory limit of this server. Finish sessions "
                     "that you no longer need, or try again later."
@@ -176,7 +176,7 @@ class LossRegistry:
             self._size += kept + size - session.size
             session.size = kept + size
 
-    def _unpickled(self, message: dict[str, Any], pickled: bytes) -> PythonLoss:
+    def _unpickle(self, message: dict[str, Any], pickled: bytes) -> PythonLoss:
         name = message.get("name")
         if not self._allow_pickled:
             raise InvalidLoss(

@@ -137,11 +137,11 @@ class Training:
             saved = self._store.load(path, training_state=request.optimizer)
             if saved.base_model != base.name:
                 raise InvalidInput(f"path: {path} was trained on {saved.base_model}, but this model is {base.name}")
-            theirs, own = saved.weights.config, adapter.weights.config
+            loaded, own = saved.weights.config, adapter.weights.config
             for name in ("rank", "train_unembed", "train_mlp", "train_attn"):
-                if getattr(theirs, name) != getattr(own, name):
+                if getattr(loaded, name) != getattr(own, name):
                     raise InvalidInput(
-                        f"path: {path} has {name}={getattr(theirs, name)}, but this model has {getattr(own, name)}. "
+                        f"path: {path} has {name}={getattr(loaded, name)}, but this model has {getattr(own, name)}. "
                         "Create a model from the state instead."
                     )
             base.lora.check(saved.weights)

@@ -19,7 +19,7 @@ from tinker_lightning.losses.surrogate import check_finite, check_scalar, number
 from tinker_lightning.lossgraph.graph_loss import check_given, metric_names
 from tinker_lightning.lossgraph.graphs.limits import Limits
 from tinker_lightning.server.engine.batching import group_by_length
-from tinker_lightning.server.engine.bound_loss import blaming, loss_gradient
+from tinker_lightning.server.engine.bound_loss import error_context, loss_gradient
 from tinker_lightning.server.engine.inputs import stack_inputs
 from tinker_lightning.server.engine.passes import TOKEN_BUDGET, read_targets, read_tokens
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
@@ -80,7 +80,7 @@ def run_batch_pass(
     inputs = stack_inputs(data, loss_fn_inputs, selected, lengths, dtype, limits.elements)
     mask_BT = pad_sequence([torch.ones(length, dtype=dtype) for length in lengths], batch_first=True)
     shapes = _sources(loss.source, torch.empty(shape, dtype=dtype, device="meta"), mask_BT)
-    with blaming(loss.name):
+    with error_context(loss.name):
         loss.check(shapes, inputs, settings, limits)
 
     with base.lora.use(adapter.weights) as parameters, torch.no_grad() if forward_only else nullcontext():
@@ -90,7 +90,7 @@ def run_batch_pass(
         else:
             model_output = _target_logprobs(base, hidden_B, targets_B)
         leaf = model_output.detach().requires_grad_(not forward_only)
-        with blaming(loss.name):
+        with error_context(loss.name):
             output = loss(_sources(loss.source, leaf, mask_BT), inputs, settings, limits)
             check_scalar(output.loss)
             check_finite(output.loss, hint=_PADDING[loss.source])

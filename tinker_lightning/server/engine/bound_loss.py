@@ -170,7 +170,7 @@ class BoundGraph:
 
 
 @contextmanager
-def blaming(what: str) -> Iterator[None]:
+def error_context(what: str) -> Iterator[None]:
     """Prefixes the message of an `InvalidLoss` with the loss that caused it."""
     try:
         yield

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.server.engine.pretrained import PROCESS_WIDE
+from tinker_lightning.server.engine.pretrained import PATCH_LOCK
 from tinker_lightning.types import LoraConfig
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class LoraHost:
         )
         # On the meta device peft draws no random numbers. `low_cpu_mem_usage` has the same effect, but patches
         # nn.Module for all threads of the process.
-        with PROCESS_WIDE, warnings.catch_warnings(), torch.device("meta"):
+        with PATCH_LOCK, warnings.catch_warnings(), torch.device("meta"):
             # Only the adapter of the output matrix is trained; the tied embedding does not change.
             warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
             # peft detects layers with a transposed matrix (GPT-2's Conv1D) and warns about them.

@@ -18,7 +18,7 @@ from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses.surrogate import set_apart
 from tinker_lightning.lossgraph.datum_inputs import combine_metrics
 from tinker_lightning.server.engine.batching import group_by_length
-from tinker_lightning.server.engine.bound_loss import BoundGraph, BoundLoss, blaming
+from tinker_lightning.server.engine.bound_loss import BoundGraph, BoundLoss, error_context
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def run_pass(
             terms: list[Tensor] = []
             logprobs_B = _logprobs(base, [examples[i] for i in batch])
             for i, logprobs in zip(batch, logprobs_B, strict=True):
-                with blaming(f"datum {i}: {loss.name}"):
+                with error_context(f"datum {i}: {loss.name}"):
                     evaluated = loss.evaluate(logprobs, examples[i].arguments)
                 terms.append(evaluated.term if scale == 1 else evaluated.term * scale)
                 total += evaluated.value
@@ -109,7 +109,7 @@ def _read(index: int, datum: Datum, base: BaseModel, loss: BoundLoss | BoundGrap
     try:
         tokens = read_tokens("model_input", datum.model_input, base)
         targets = _read_targets(datum, base)
-        with blaming(f"datum {index}: {loss.name}"):
+        with error_context(f"datum {index}: {loss.name}"):
             arguments = loss.read(datum, dtype=dtype)
     except InvalidLoss:
         raise

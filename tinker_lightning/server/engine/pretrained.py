@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 # Held while a library temporarily changes process-wide state: transformers patches torch and its own classes while it
 # builds a model, and `warnings.catch_warnings` replaces the filters. If two threads did this at once, one of them could
 # permanently restore the temporary state of the other.
-PROCESS_WIDE = threading.RLock()
+PATCH_LOCK = threading.RLock()
 
 
 def load_model(path: Path | str, dtype: torch.dtype, **options: Any) -> Any:
@@ -21,7 +21,7 @@ def load_model(path: Path | str, dtype: torch.dtype, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    with PROCESS_WIDE:
+    with PATCH_LOCK:
         shows_bars = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
         try:

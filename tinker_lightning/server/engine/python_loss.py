@@ -12,7 +12,7 @@ from torch import Tensor
 from tinker_lightning.errors import InvalidInput, InvalidLoss, TinkerLightningError
 from tinker_lightning.lossgraph.graph_loss import BATCH_SOURCES, LossFnOutput, Source, check_name
 from tinker_lightning.lossgraph.settings import Hyperparameter, Setting, check_settings
-from tinker_lightning.lossgraph.tracing.trace import read_hyperparameters, takes_others
+from tinker_lightning.lossgraph.tracing.trace import accepts_any_setting, read_hyperparameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,7 +44,7 @@ class PythonLoss:
     def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
         """Returns all settings: the defaults, overridden by `given`; raises `InvalidInput` if one is invalid."""
         known = {name: Hyperparameter(default) for name, default in self.defaults.items()}
-        return check_settings(self.name, known, given, takes_others=takes_others(self.function))
+        return check_settings(self.name, known, given, accepts_any_setting=accepts_any_setting(self.function))
 
     @property
     def reads(self) -> None:
