@@ -104,7 +104,7 @@ class GraphLoss:
         present = set(present)
         if missing := [name for name in self.inputs if name not in present]:
             raise InvalidInput(
-                f"loss_fn_inputs: {', '.join(missing)}: missing; {self.name} reads it. Give it with each datum, "
+                f"loss_fn_inputs: {', '.join(missing)}: missing; {self.name} reads it. Pass it with each datum, "
                 f"Datum.from_targets(..., {missing[0]}=...), or once for the batch, "
                 f"loss_fn_inputs={{{missing[0]!r}: ...}}."
             )

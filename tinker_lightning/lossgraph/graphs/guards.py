@@ -151,7 +151,7 @@ def check_device(device: Any) -> None:
 
 def _device_error(device: Any) -> InvalidLoss:
     return InvalidLoss(
-        f"the device {device!r:.40} cannot be chosen, because a loss runs on the device of the model. Omit it, or use "
+        f"the device {device!r:.40} is not supported, because a loss runs on the device of the model. Omit it, or use "
         "the device of an input, x.device."
     )
 

@@ -239,13 +239,13 @@ class Recorder(fx.Tracer):
             return self._detached[traced.ref]
         if isinstance(value, Tensor):
             reject(
-                f"it uses a tensor of shape {list(value.shape)} from outside. Give it to the loss among its inputs, or "
-                "use a number (.item()) or a list (.tolist()) in its place"
+                f"it uses a tensor of shape {list(value.shape)} from outside. Pass it to the loss as an input, or use "
+                "a number (.item()) or a list (.tolist()) instead"
             )
         if isinstance(value, np.generic):
             return value.item()
         if isinstance(value, np.ndarray):
-            reject("it uses a numpy array from outside. Give it to the loss among its inputs")
+            reject("it uses a numpy array from outside. Pass it to the loss as an input")
         encode_value(value, ())
         return value
 
