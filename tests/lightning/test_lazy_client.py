@@ -50,29 +50,29 @@ def test_a_file_of_another_rank_than_the_clients_is_rejected(service: ServiceCli
     resumed(new(service, RemoteModule), file)
 
 
-@pytest.mark.parametrize("is_made", [False, True])
-def test_a_file_of_another_adapter_is_rejected(is_made: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_created", [False, True])
+def test_a_file_of_another_adapter_is_rejected(is_created: bool, tmp_path: Path) -> None:
     with own(train_unembed=False) as module:
         file = written(module, tmp_path)
     with own(train_mlp=False, train_unembed=False) as module:
-        if is_made:
+        if is_created:
             logprobs_of(module)
         with pytest.raises(InvalidInput, match=r"has train_mlp=True, but this .* has (train_mlp=)?False"):
             resumed(module, file)
-        assert module.lm.handle.remote.is_made == is_made
+        assert module.lm.handle.remote.is_created == is_created
     with own(train_unembed=False) as module:
         resumed(module, file)
         assert module.lm.handle.remote.steps == 2
 
 
-@pytest.mark.parametrize("is_made", [False, True])
-def test_a_missing_state_is_reported_with_its_path(is_made: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_created", [False, True])
+def test_a_missing_state_is_reported_with_its_path(is_created: bool, tmp_path: Path) -> None:
     with own() as module:
         file = written(module, tmp_path)
         path = state_in(file)
         module.delete_state(path)
     with own() as module:
-        if is_made:
+        if is_created:
             logprobs_of(module)
         with pytest.raises(NotFound, match=f"{path} that the checkpoint names is not on the server"):
             resumed(module, file)

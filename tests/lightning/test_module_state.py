@@ -108,7 +108,7 @@ def test_a_module_that_was_never_used_names_nothing(service: ServiceClient) -> N
     assert state[ENTRY].numel() == 0
     fresh = RemoteModule("tiny")
     fresh.load_state_dict(state)
-    assert not fresh.lm.handle.remote.is_made
+    assert not fresh.lm.handle.remote.is_created
     module, _ = trained(service)
     with pytest.raises(InvalidInput, match="names no state on the server"):
         module.load_state_dict(state)

@@ -50,7 +50,7 @@ class LazyClient:
 
     def load(self, remote: Remote, state: SavedState) -> None:
         """Loads a saved state; a model that does not exist yet is created from it at the first use."""
-        exists = self.is_given or remote.is_made
+        exists = self.is_given or remote.is_created
         base_model: str | None = self.base_model
         rank = self._settings["rank"]
         if exists:

@@ -50,7 +50,7 @@ def settle(module: nn.Module, timeout: float, error: BaseException) -> None:
     end = time.monotonic() + timeout
     for remote in remotes_of(module):
         # The client's failures include those of forward passes that look-ahead sent.
-        of_client = [remote.backend.unread] if remote.is_made else []
+        of_client = [remote.backend.unread] if remote.is_created else []
         for unread in (remote.unread, *of_client):
             unread.wait(max(0.0, end - time.monotonic()))
             if isinstance(error, Exception):
@@ -73,7 +73,7 @@ def fresh_states(module: nn.Module) -> Iterator[None]:
 def delete_state(module: nn.Module, path: str) -> None:
     """Deletes a state on whichever server holds it; a state that does not exist is not an error."""
     remotes = remotes_of(module)
-    made = [remote for remote in remotes if remote.is_made] or remotes[:1]
+    made = [remote for remote in remotes if remote.is_created] or remotes[:1]
     backends: dict[int, Any] = {id(remote.backend): remote.backend for remote in made}
     failures: list[Exception] = []
     for backend in backends.values():

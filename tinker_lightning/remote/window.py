@@ -78,14 +78,14 @@ class Remote:
         return self._backend
 
     @property
-    def is_made(self) -> bool:
+    def is_created(self) -> bool:
         """Whether the backend exists."""
         return self._backend is not None
 
     @property
     def has_weights(self) -> bool:
         """Whether there are weights to save: those of a model, or of a state that it will be created from."""
-        return self.is_made or self._was_loaded
+        return self.is_created or self._was_loaded
 
     def point_to(self, backend: Any) -> None:
         """Switches to another backend and drops the window."""

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LEFTOVERS = (".part-", ".gone-")
-_ASIDE = ".old-"
-_TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
-_LEFTOVERS_KEPT = 86400.0
+_BACKUP_PREFIX = ".old-"
+_EXISTS = (errno.EEXIST, errno.ENOTEMPTY)
+_LEFTOVER_SECONDS = 86400.0
 # How often a write is retried if another process writes the same folder at the same time.
 _ATTEMPTS = 100
 
@@ -41,7 +41,7 @@ def new_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
         for file in part.iterdir():
             sync(file)
         sync(part)
-        _put(part, folder, overwrite=overwrite)
+        _move(part, folder, overwrite=overwrite)
         sync(folder.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -54,19 +54,19 @@ def find_folder(folder: Path) -> bool:
         if folder.exists():
             return True
         with contextlib.suppress(OSError):
-            _aside(folder).rename(folder)
+            _backup(folder).rename(folder)
     return folder.exists()
 
 
 def remove_folder(folder: Path) -> None:
     """Removes a folder if it exists."""
-    _discard(_aside(folder))  # first, because the backup would be restored otherwise
+    _discard(_backup(folder))  # first, because the backup would be restored otherwise
     _discard(folder)
 
 
-def place_of(folder: Path) -> Path:
+def original_path(folder: Path) -> Path:
     """Returns the original path of a folder, which may have been renamed to its backup name."""
-    return folder.with_name(folder.name.removeprefix(_ASIDE))
+    return folder.with_name(folder.name.removeprefix(_BACKUP_PREFIX))
 
 
 def sync(path: Path) -> None:
@@ -82,25 +82,25 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _aside(folder: Path) -> Path:
-    return folder.with_name(f"{_ASIDE}{folder.name}")
+def _backup(folder: Path) -> Path:
+    return folder.with_name(f"{_BACKUP_PREFIX}{folder.name}")
 
 
-def _put(part: Path, folder: Path, *, overwrite: bool) -> None:
+def _move(part: Path, folder: Path, *, overwrite: bool) -> None:
     for _ in range(_ATTEMPTS):
         try:
             if find_folder(folder) and overwrite:
-                _discard(_aside(folder))
+                _discard(_backup(folder))
                 with contextlib.suppress(FileNotFoundError):
-                    folder.rename(_aside(folder))
+                    folder.rename(_backup(folder))
             part.rename(folder)
         except OSError as error:  # renaming onto an existing folder fails, so nothing is overwritten by accident
-            if error.errno not in _TAKEN:
+            if error.errno not in _EXISTS:
                 raise
             if not overwrite:
                 break
         else:
-            _discard(_aside(folder))
+            _discard(_backup(folder))
             return
     raise FileExistsError(str(folder))
 
@@ -118,5 +118,5 @@ def _discard(folder: Path) -> None:
 def _clear_leftovers(parent: Path) -> None:
     for folder in parent.iterdir():
         with contextlib.suppress(OSError):
-            if folder.name.startswith(LEFTOVERS) and folder.stat().st_mtime < time.time() - _LEFTOVERS_KEPT:
+            if folder.name.startswith(LEFTOVERS) and folder.stat().st_mtime < time.time() - _LEFTOVER_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -167,7 +167,7 @@ def test_files_of_other_models_are_rejected_before_a_model_is_created(bench: Ben
     ):
         with pytest.raises(InvalidInput, match=message):
             quiet(max_epochs=1).fit(module, loaders("shuffled"), ckpt_path=str(path))
-        assert not module.lm.handle.remote.is_made
+        assert not module.lm.handle.remote.is_created
 
 
 def without(content: Any, *keys: str | int) -> None:

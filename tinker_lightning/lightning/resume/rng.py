@@ -36,7 +36,7 @@ def restore(state: dict[str, Any]) -> None:
     kind, keys, position, has_gauss, gauss = state["numpy"]
     version, words, next_gauss = state["python"]
     numpy_state = (kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss)
-    _put((state["torch"], numpy_state, (version, tuple(words.tolist()), next_gauss)))
+    _set((state["torch"], numpy_state, (version, tuple(words.tolist()), next_gauss)))
 
 
 def digest(state: dict[str, Any], generators: Iterable[Tensor] = ()) -> int:
@@ -55,7 +55,7 @@ def kept() -> Iterator[None]:
     try:
         yield
     finally:
-        _put(outside)
+        _set(outside)
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def snapshot() -> Snapshot:
     return torch.get_rng_state(), np.random.get_state(legacy=True), random.getstate()
 
 
-def _put(states: Snapshot) -> None:
+def _set(states: Snapshot) -> None:
     torch_state, numpy_state, python_state = states
     torch.set_rng_state(torch_state)
     np.random.set_state(numpy_state)

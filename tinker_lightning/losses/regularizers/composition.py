@@ -67,7 +67,7 @@ def evaluate(
     base_loss, returned = _run(data, base, of_base, terms, of_terms, timeout)
     contributions, telemetry = [], {}
     for term, weight, logprobs in zip(terms, weights, of_terms, strict=True):
-        with _blaming(term):
+        with _naming_errors(term):
             value, metrics = surrogate.loss_and_metrics(returned[term.name], logprobs, needs_gradient=False)
             value = value.reshape(())
             contributions.append(weight * value)
@@ -142,7 +142,7 @@ def _run(
         failed = [term for term in terms if _has_failed(running[term.name])]
         returned = {}
         for term in [*failed, *terms]:  # a failure is the reason why others are not done
-            with _blaming(term, None if running[term.name].done() else timeout):
+            with _naming_errors(term, None if running[term.name].done() else timeout):
                 returned[term.name] = running[term.name].result(timeout=0)
         return base_loss, returned
     finally:
@@ -157,7 +157,7 @@ def _start(term: Regularizer, data: list[Any], logprobs: list[Tensor]) -> Future
         returned = term.fn(data, logprobs)
         return on_loop(returned, term.name) if inspect.isawaitable(returned) else returned
 
-    with _blaming(term):
+    with _naming_errors(term):
         if term.run_in_executor and not term.is_async:
             return on_thread(lambda: _result(call()), term.name)
         returned = call()
@@ -177,7 +177,7 @@ def _has_failed(future: Future[Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _blaming(term: Regularizer, timeout: float | None = None) -> Iterator[None]:
+def _naming_errors(term: Regularizer, timeout: float | None = None) -> Iterator[None]:
     """Adds the name of the regularizer to errors; `timeout` is the one that has expired, if any."""
     try:
         yield

@@ -227,7 +227,7 @@ class CheckpointStore:
         found: dict[Path, CheckpointSummary] = {}
         with self._lock:
             for file in self.root.glob(f"{'*' if run is None else _folder_name(run)}/*/*/{_SUMMARY}"):
-                folder = folders.place_of(file.parent)
+                folder = folders.original_path(file.parent)
                 if folder in found or folder.name.startswith(folders.LEFTOVERS):
                     continue
                 try:
