@@ -26,9 +26,11 @@ Each class also derives from the matching builtin, so that `except ValueError` w
     ├── ResultTimeout (TimeoutError)       a result did not arrive within the timeout
     ├── ClientClosed (RuntimeError)        a client was used after `close()`
     ├── ClientForked (RuntimeError)        a client was used in a forked process
+    ├── Unsupported (NotImplementedError)  the server has no such function
     ├── IncompatibleLightning (RuntimeError)  the installed Lightning release is not compatible
     └── OperationFailed (RuntimeError)     an operation failed on the server
         ├── ResultExpired                  it succeeded, but its result has expired
+        ├── AnswerLost                     it may or may not have been executed
         └── TrainerClosed                  the embedded trainer was closed before it finished
 """
 
@@ -162,12 +164,20 @@ class IncompatibleLightning(TinkerLightningError, RuntimeError):
     """The installed Lightning lacks an attribute that this library needs."""
 
 
+class Unsupported(TinkerLightningError, NotImplementedError):
+    """The server does not offer what was asked for."""
+
+
 class OperationFailed(TinkerLightningError, RuntimeError):
     """An operation failed on the server; the model is unchanged."""
 
 
 class ResultExpired(OperationFailed):
     """The operation succeeded, but its result has expired on the server."""
+
+
+class AnswerLost(OperationFailed):
+    """It is unknown whether the server has executed the operation, and it cannot be sent again safely."""
 
 
 class TrainerClosed(OperationFailed):

@@ -47,7 +47,10 @@ def test_a_backend_without_all_methods_raises_and_names_them() -> None:
 
         def forward(self) -> None: ...
 
-    with pytest.raises(InvalidInput, match=r"^Half cannot be trained: it has no prepare, send, forward_backward, .*"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"^Half cannot be trained: it has no prepare, prepare_gradient, .*",
+    ):
         as_backend(Half())
 
 

@@ -177,16 +177,6 @@ def test_the_forward_needs_targets_only() -> None:  # R1.1
         surrogate.forward_datums([datums()[0], Datum(ModelInput.from_ints([1]), {})])
 
 
-def test_linear_datums_carry_minus_the_gradient_and_nothing_else() -> None:  # R1.4
-    gradients = [torch.full((n,), float(n)) for n in LENGTHS]
-    data = datums(reference=TensorData([0.5]))
-    for n, datum, linear in zip(LENGTHS, data, surrogate.linear_datums(data, gradients), strict=True):
-        assert linear.model_input is datum.model_input
-        assert linear.loss_fn_inputs["target_tokens"] is datum.loss_fn_inputs["target_tokens"]
-        assert linear.loss_fn_inputs["weights"] == TensorData(np.full(n, -n, np.float32))
-        assert set(linear.loss_fn_inputs) == {"target_tokens", "weights"}
-
-
 def test_leaves_have_the_shape_of_the_targets() -> None:  # R1.1, R1.2
     data = [Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [[1, 2], [3, 4]]})]
     flat = ForwardBackwardOutput([{"logprobs": TensorData([-1.0, -2.0, -3.0, -4.0])}])

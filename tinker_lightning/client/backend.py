@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from torch import Tensor
 
     from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
     from tinker_lightning.client.loss_uploads import Losses
@@ -39,6 +41,14 @@ class TrainingBackend(Protocol):
         scale: float = 1.0,
     ) -> Any:
         """Checks a pass and converts it into the request that `send` takes; raises `InvalidInput` if it is invalid."""
+
+    def prepare_gradient(
+        self, data: list[Datum], gradients: Sequence[Tensor], logprobs: Sequence[Tensor] | None = None
+    ) -> Any:
+        """Converts the gradient of a loss with respect to log-probabilities into the request that `send` takes."""
+
+    def computes(self, loss: str) -> bool:
+        """Returns whether the server trains with a built-in loss as the protocol defines it."""
 
     def send(self, request: Any, *, forward_only: bool = False) -> TinkerFuture[ForwardBackwardOutput]:
         """Sends a request that `prepare` returned, with or without a gradient."""

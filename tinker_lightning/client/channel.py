@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from tinker_lightning.client.connection import Connection
 from tinker_lightning.client.credentials import Credentials
 from tinker_lightning.client.futures import UnreadFailures, raise_together
+from tinker_lightning.client.live_weights import LiveWeights
 from tinker_lightning.client.loop import BackgroundLoop
 from tinker_lightning.client.session import Session
 from tinker_lightning.errors import ClientClosed, ClientForked
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     import httpx
 
+    from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.retry_policy import RetryPolicy
 
 T = TypeVar("T")
@@ -51,13 +53,16 @@ class Channel:
         transport: httpx.AsyncBaseTransport | None,
         retry_policy: RetryPolicy,
         on_close: Callable[[], None] | None,
+        dialect: Dialect | None = None,
     ) -> None:
         self.url = url
+        self._dialect = dialect
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._connection = Connection(url, Credentials(api_key), transport, retry_policy)
         self._loop = BackgroundLoop(self._connection.close)
         self._session: Session | None = None
+        self.live = LiveWeights()
         self._closed = False
         # The unread failures of each client, kept beyond the client itself. Changed in place: the finalizer holds it.
         self._unread: list[tuple[weakref.ref[Any], UnreadFailures]] = []
@@ -69,7 +74,7 @@ class Channel:
         self.check_usable()
         with self._lock:
             if self._session is None:
-                self._session = self.wait(Session.open(self._connection))
+                self._session = self.wait(Session.open(self._connection, self._dialect))
             return self._session
 
     def count(self, kind: str) -> int:

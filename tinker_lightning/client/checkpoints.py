@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from tinker_lightning.errors import InvalidInput, NotFound
+from tinker_lightning.errors import InvalidInput, NotFound, Unsupported
 from tinker_lightning.types.responses import CheckpointsList
 
 if TYPE_CHECKING:
     from tinker_lightning.client.connection import Connection
+    from tinker_lightning.client.session import Session
 
 # How long a deletion is retried: training may be waiting for it, and a checkpoint that stays does no harm.
 DELETE_SECONDS = 5.0
 
-_PATH = re.compile(r"tinker://([^/]+)/((?:weights|sampler_weights|external_weights)/[^/]+)")
+# tinker://run/kind/name, and the forms of other servers: tinker://model/name, twinkle://run/kind/name.
+_KINDS = "weights|sampler_weights|external_weights"
+_PATH = re.compile(rf"(?:tinker|twinkle)://([^/]+)/((?:(?:{_KINDS})/)?(?!(?:{_KINDS})$)[^/]+)")
 
 
 def parse(path: str) -> tuple[str, str]:
@@ -64,13 +66,25 @@ async def can_be_external(connection: Connection) -> bool:
     return True
 
 
-async def delete(connection: Connection, path: str, *, missing_ok: bool) -> None:
-    """Deletes a checkpoint; raises `NotFound` if there is none, unless `missing_ok`."""
-    # Checked first: a retry after a lost response no longer finds the checkpoint, which is not an error.
+async def delete(session: Session, path: str, *, missing_ok: bool) -> None:
+    """Deletes a checkpoint.
+
+    Raises:
+        NotFound: If there is none and `missing_ok` is not set.
+        Unsupported: If the server cannot delete checkpoints.
+    """
+    connection = session.connection
+    unsupported = Unsupported(f"{path} stays on the server: {connection.url} cannot delete checkpoints")
+    if not session.dialect.deletes_checkpoints:
+        raise unsupported
+    # Checked first: a retry after a lost answer no longer finds the checkpoint, which is not an error.
     if not missing_ok and not await exists(connection, path):
         raise missing(path)
-    with contextlib.suppress(NotFound):
+    try:
         await connection.send("DELETE", url(path), seconds=DELETE_SECONDS)
+    except NotFound:  # gone since, or there is no such endpoint
+        if await exists(connection, path):
+            raise unsupported from None
 
 
 def missing(path: str) -> NotFound:

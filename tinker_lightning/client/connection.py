@@ -13,6 +13,7 @@ import httpx
 
 from tinker_lightning.client.retry_policy import FIRST_CONTACT_SECONDS, RetryPolicy, StatusLog
 from tinker_lightning.errors import (
+    AnswerLost,
     ClientClosed,
     ConnectionDropped,
     InvalidInput,
@@ -48,6 +49,12 @@ _TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
 _SILENT_SECONDS = 5.0
 _FIX_URL = "Correct the URL (TINKER_BASE_URL or url=)."
 _FIX_ADDRESS = "Use http://host:port, or 'embedded' for a trainer in this process."
+
+# Failures before the request left, and statuses by which a server says that it did not take it.
+_NOT_SENT = httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol
+_NOT_ACCEPTED = frozenset({402, 429, 503})
+_SHOWN_AT_ONCE = frozenset({402, 429, 500})
+_MAY_HAVE_RUN = "The server may have executed it, and would do so twice if it were sent again."
 
 # A client uses the same few URLs again and again, and parsing one takes a tenth of a request's time.
 _parsed = functools.lru_cache(maxsize=256)(httpx.URL)
@@ -100,6 +107,7 @@ class Connection:
         raw_key: bool = False,
         accept: Callable[[httpx.Response], bool] | None = None,
         seconds: float | None = None,
+        repeatable: bool = True,
     ) -> httpx.Response:
         """Sends a request, retrying where that may help, and returns a response that is not an error.
 
@@ -111,8 +119,10 @@ class Connection:
             raw_key: Whether to send the API key itself instead of a token.
             accept: Returns whether the caller handles a response with an error status.
             seconds: How long to retry; by default as the retry policy says.
+            repeatable: Whether the request may be sent again after the server may have received it.
 
         Raises:
+            AnswerLost: If the server may have received a request that is not repeatable.
             TinkerLightningError: If the request fails.
         """
         content = {"Content-Type": JSON} if body is not None else {}
@@ -133,6 +143,8 @@ class Connection:
             except httpx.TransportError as cause:
                 error: TinkerLightningError = self._transport_error(method, path, cause)
                 error.__cause__ = cause
+                if not repeatable and not isinstance(cause, _NOT_SENT):
+                    raise AnswerLost(f"{error} {_MAY_HAVE_RUN}") from cause
             except httpx.RequestError as cause:
                 raise NotAnApi(
                     f"{self.url}{path} sent a response that cannot be decoded: {cause}. {_FIX_URL}"
@@ -146,11 +158,13 @@ class Connection:
                 error = self._status_error(method, path, response)
                 if not _may_succeed_later(response):
                     raise error
+                if not repeatable and response.status_code not in _NOT_ACCEPTED:
+                    raise AnswerLost(f"{error} {_MAY_HAVE_RUN}")
             delay = self._retry_policy.delay(attempt, response)
             waited = time.monotonic() - started
             if waited + delay > self._limit(response, seconds):
                 raise error
-            if waited + delay > _SILENT_SECONDS or (response is not None and response.status_code in (402, 429)):
+            if waited + delay > _SILENT_SECONDS or (response is not None and response.status_code in _SHOWN_AT_ONCE):
                 state = type(error).__name__ if response is None else f"HTTP {response.status_code}"
                 self.status_log.show(self.url, f"waiting because of {state}", str(error))
                 shown = True
@@ -224,6 +238,8 @@ class Connection:
         message = f"{method} {path}: {_detail(body) or response.text[:200] or 'no reason given'}"
         if status == 404:
             return NotFound(message)
+        if status == 409 and _is_final_conflict(response):
+            return OperationFailed(message)
         if 400 <= status < 500 and not _may_succeed_later(response):
             return input_error((body or {}).get("error_class"))(message)
         return OperationFailed(f"{message} (HTTP {status})")
@@ -256,14 +272,30 @@ def _may_succeed_later(response: httpx.Response) -> bool:
     if asked in ("true", "false"):
         return bool(asked == "true")
     status = response.status_code
+    if status == 409 and _is_final_conflict(response):
+        return False
     # An empty 400 comes from a proxy in between, not from the server.
     return status in (402, 408, 409, 429) or status >= 500 or (status == 400 and not response.content)
+
+
+def _is_final_conflict(response: httpx.Response) -> bool:
+    """Returns whether a 409 stays one: a name that is taken, or a number that the server does not expect."""
+    return any(words in response.text.lower() for words in ("already exists", "sequence conflict"))
 
 
 def _detail(body: dict[str, Any] | None) -> str:
     if body is None:
         return ""
     for key in ("detail", "error", "message"):
+        if isinstance(body.get(key), list):  # one entry for each wrong field, as FastAPI writes it
+            return "; ".join(_field_error(entry) for entry in body[key])
         if body.get(key):
             return str(body[key])
     return ""
+
+
+def _field_error(entry: Any) -> str:
+    if not isinstance(entry, dict):
+        return str(entry)
+    field = ".".join(str(part) for part in entry.get("loc", ()) if part != "body")
+    return f"{field}: {entry.get('msg', 'invalid')}" if field else str(entry.get("msg", entry))

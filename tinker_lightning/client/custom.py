@@ -37,13 +37,15 @@ class CustomLosses:
 
     Args:
         model_id: The model.
-        send: Sends datums with the surrogate loss; with `forward_only`, without a gradient.
+        forward: Requests the log-probabilities of datums.
+        backward: Sends datums with the gradient of a loss and the log-probabilities it was computed from.
     """
 
-    def __init__(self, model_id: str, send: Send) -> None:
+    def __init__(self, model_id: str, forward: Send, backward: Send) -> None:
         self.steps = 0
         self._model_id = model_id
-        self._send = send
+        self._forward = forward
+        self._backward = backward
         self._pending: list[CustomLossFuture] = []
         # Held while losses run, so that a step on another thread does not overtake their backwards.
         self._lock = threading.RLock()
@@ -54,9 +56,7 @@ class CustomLosses:
 
     def submit(self, given: list[Any], datums: list[Datum], evaluate: Evaluate) -> CustomLossFuture:
         """Sends the forward of a loss; `given` is what the loss receives, in the caller's types."""
-        forward = self._send(surrogate.forward_datums(datums), forward_only=True)
-        backward = partial(self._send, forward_only=False)
-        future = CustomLossFuture(self._model_id, given, datums, evaluate, forward, backward)
+        future = CustomLossFuture(self._model_id, given, datums, evaluate, self._forward(datums), self._backward)
         with self._lock:
             self._pending.append(future)
         return future
@@ -113,6 +113,7 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
         self._evaluate = evaluate
         self._send_backward: Send | None = send
         self._evaluation: Evaluation | None = None
+        self._leaves: list[Tensor] = []
         self._sent = False
         self._lock = threading.RLock()
         # Without a forward there will be no loss: the next use of the client raises the failure.
@@ -136,8 +137,8 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
             if self._settle_failure(self._forward._source) or self._evaluation is not None or self.done():
                 return
             try:
-                leaves = surrogate.leaves(self._forward.result(), self._datums)
-                self._evaluation = self._evaluate(self._data, leaves)
+                self._leaves = surrogate.leaves(self._forward.result(), self._datums)
+                self._evaluation = self._evaluate(self._data, self._leaves)
             except Exception as error:
                 if isinstance(error, TinkerLightningError) and error.operation is None:
                     error.operation, error.model_id = OPERATION, self._model_id
@@ -150,14 +151,16 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
             if send is None or evaluation is None or self.done():
                 return
             try:
-                linear = surrogate.linear_datums(self._datums, evaluation.gradients)
-                backward = send(linear)
+                backward = send(self._datums, evaluation.gradients, self._leaves)
             except Exception as error:
                 self._fail(error)
                 return
             self._sent = True  # not earlier: if an interrupt prevented the sending, the next step sends it
             # A future may be kept for long; it needs neither the datums nor the client any more.
-            self._data, self._datums, self._send_backward = [], [], None
+            self._data, self._datums, self._leaves, self._send_backward = [], [], [], None
+        if not backward.is_sent:
+            # It is sent with the step, which raises its failure; the loss and the log-probabilities are known now.
+            backward = self._forward
         merged = backward.then(lambda output: surrogate.with_metrics(output, evaluation))
         merged._source.add_done_callback(self._settle)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import httpx
 
+from tinker_lightning.client.dialects.known import EMBEDDED
 from tinker_lightning.client.service import ServiceClient
 from tinker_lightning.errors import TinkerLightningError
 
@@ -24,4 +25,5 @@ def connect() -> ServiceClient:
         transport=transport,
         on_close=trainer.close,
         in_process=trainer.losses.register_function,
+        dialect=EMBEDDED,
     )

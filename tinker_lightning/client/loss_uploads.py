@@ -92,7 +92,13 @@ class Losses:
             [rq.CustomLossInput(name, rank or 0) for name, rank in sent.inputs.items()],
             sent.program.graph.encode(),
         )
-        operation = encode("create_custom_loss", "create_custom_loss", request, rs.CreateCustomLossResponse)
+        operation = encode(
+            self._channel.session.dialect,
+            "create_custom_loss",
+            "create_custom_loss",
+            request,
+            rs.CreateCustomLossResponse,
+        )
         return TinkerFuture(self._channel.run(perform(session, operation)), f"create_custom_loss {handle.name}")
 
     @property

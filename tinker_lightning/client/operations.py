@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import httpx
 
 from tinker_lightning.client.connection import JSON, PROTOBUF
+from tinker_lightning.client.dialects import encoding
 from tinker_lightning.errors import (
+    AnswerLost,
+    InvalidInput,
     InvalidMessage,
     NotFound,
     OperationFailed,
@@ -32,6 +35,7 @@ from tinker_lightning.wire import json as wire_json
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.session import Session
 
 T = TypeVar("T")
@@ -45,6 +49,8 @@ _BINARY: dict[type[Any], Callable[[bytes], Any]] = {
 }
 # The longest pause between polls of a server that answers polls immediately.
 _POLL_SECONDS = 1.0
+# How many answers of 500 to a poll are taken for a passing fault.
+_BROKEN_POLLS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +64,25 @@ class Operation(Generic[T]):
     result: type[T]
     model_id: str | None = None  # or the sampler's id
     seq_id: int | None = None
+    request: Any = None  # kept where the number may change until the operation is posted
 
     def __str__(self) -> str:
         return self.name if self.model_id is None else f"{self.name} {self.seq_id} of {self.model_id}"
 
 
-def encode(name: str, endpoint: str, request: Any, result: type[T]) -> Operation[T]:
-    """Encodes a request: a pass as protobuf, everything else as JSON.
+def encode(dialect: Dialect, name: str, endpoint: str, request: Any, result: type[T]) -> Operation[T]:
+    """Encodes a request in the terms of a dialect.
 
     Raises:
         InvalidInput: If it contains something that cannot be sent.
     """
     if isinstance(request, ForwardBackwardRequest):
-        operation = Operation(name, endpoint, protobuf.encode_forward_backward(request), PROTOBUF, result)
+        endpoint, body, content_type = encoding.encode_pass(dialect, request)
+        operation = Operation(name, endpoint, body, content_type, result)
     else:
-        operation = Operation(name, endpoint, wire_json.dumps(request), JSON, result)
+        operation = Operation(name, endpoint, encoding.encode_json(dialect, endpoint, request), JSON, result)
+    if dialect.numbers == "strict":
+        operation = replace(operation, request=request)
     if isinstance(request, ModelRequest):
         return replace(operation, model_id=request.model_id, seq_id=request.seq_id)
     if isinstance(request, SampleRequest):
@@ -80,19 +90,36 @@ def encode(name: str, endpoint: str, request: Any, result: type[T]) -> Operation
     return operation
 
 
-async def perform(session: Session, operation: Operation[T], *, on_submitted: Callable[[], None] | None = None) -> T:
+def renumbered(dialect: Dialect, operation: Operation[T], seq_id: int) -> Operation[T]:
+    """Returns an operation with another number."""
+    request = replace(operation.request, seq_id=seq_id)
+    return encode(dialect, operation.name, operation.endpoint, request, operation.result)
+
+
+async def perform(
+    session: Session, operation: Operation[T], *, on_submitted: Callable[[bool], None] | None = None
+) -> T:
     """Submits an operation and waits for its result.
+
+    Args:
+        session: The session.
+        operation: The operation.
+        on_submitted: Called after the submission with whether the server has taken it, or may have.
 
     Raises:
         TinkerLightningError: With the operation, its model, number and request id in the message.
     """
     request_id = ""
     try:
+        taken = True
         try:
             response = await _submit(session, operation)
+        except TinkerLightningError as error:
+            taken = isinstance(error, AnswerLost)
+            raise
         finally:
             if on_submitted is not None:
-                on_submitted()
+                on_submitted(taken)
         request_id = response.headers.get(REQUEST_ID_HEADER, "")
         if not session.extensions.submit_and_wait or response.status_code == 408:
             request_id = str(session.connection.json(response).get("request_id") or "")
@@ -115,31 +142,64 @@ async def _submit(session: Session, operation: Operation[Any]) -> httpx.Response
         headers["Content-Encoding"] = "zstd"
     prefix = "/ext/v1/" if wait else "/api/v1/"
     accept = _is_receipt if wait else None
-    return await session.connection.send("POST", prefix + operation.endpoint, body, headers=headers, accept=accept)
+    return await session.connection.send(
+        "POST",
+        prefix + operation.endpoint,
+        body,
+        headers=headers,
+        accept=accept,
+        repeatable=_is_repeatable(session.dialect, operation),
+    )
+
+
+def _is_repeatable(dialect: Dialect, operation: Operation[Any]) -> bool:
+    """Returns whether an operation that may have been received can be sent again without harm."""
+    if dialect.deduplicates or operation.endpoint == "asample":
+        return True
+    return operation.name == "forward" and dialect.numbers == "ignored"
 
 
 async def _fetch(session: Session, operation: Operation[Any], request_id: str) -> httpx.Response:
     """Polls until the result is available; logs each change of the server's queue state once."""
     if not request_id:
         raise OperationFailed("the server accepted the request but returned no request_id for its result")
-    body = wire_json.dumps(RetrieveFutureRequest(request_id))
+    body = encoding.encode_json(session.dialect, "retrieve_future", RetrieveFutureRequest(request_id))
     headers = {"Accept": _accept(operation)}
     subject = operation.model_id or operation.name
     quick = 0.01
+    broken = 0
+    # Others answer 500 for as long as they are asked for a result that they cannot encode, such as NaN.
+    accept = _is_expected if session.dialect.deduplicates else _is_expected_or_broken
     while True:
         asked = time.monotonic()
         try:
             response = await session.connection.send(
-                "POST", "/api/v1/retrieve_future", body, headers=headers, accept=_is_expected
+                "POST", "/api/v1/retrieve_future", body, headers=headers, accept=accept
             )
         except NotFound as error:
+            if operation.endpoint == "load_weights" and not session.dialect.deduplicates:
+                raise  # such servers answer a poll with the failure itself
             raise ResultExpired(f"the server does not have its result, or no longer: {error}") from error
+        except InvalidInput as error:
+            if session.dialect.deduplicates:
+                raise
+            raise OperationFailed(str(error)) from error
         except ServerUnreachable as error:
             if isinstance(error.__cause__, httpx.ReadTimeout):
                 continue  # the server holds polls for longer than our read timeout
             raise
         if response.status_code == 410:
             raise ResultExpired("the server no longer keeps its result. Resume from the last checkpoint.")
+        if response.status_code == 500:
+            broken += 1
+            if broken > _BROKEN_POLLS:
+                raise OperationFailed(
+                    f"{session.connection.url} cannot return the result: POST /api/v1/retrieve_future answers HTTP 500 "
+                    f"({response.text[:100]!r}). Results with NaN cannot be encoded as JSON: look for a token id that "
+                    "the model does not have, or for weights that are no longer finite."
+                )
+            await asyncio.sleep(broken * _POLL_SECONDS)
+            continue
         pending = _pending(response)
         if pending is None:
             session.connection.status_log.show(subject, "active")
@@ -178,6 +238,10 @@ def _pending(response: httpx.Response) -> dict[str, Any] | None:
 
 def _is_expected(response: httpx.Response) -> bool:
     return response.status_code in (408, 410)
+
+
+def _is_expected_or_broken(response: httpx.Response) -> bool:
+    return response.status_code in (408, 410, 500)
 
 
 def _is_receipt(response: httpx.Response) -> bool:

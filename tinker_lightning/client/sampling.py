@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
-from tinker_lightning.client import tokenizer
+from tinker_lightning.client import checkpoints, tokenizer
 from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
 from tinker_lightning.client.operations import Operation, encode, perform
 from tinker_lightning.client.sdk import inputs
@@ -27,8 +28,9 @@ _RESAMPLINGS = 3
 class SamplingClient:
     """Samples from fixed weights. Sampling methods return a future at once. Created by a `ServiceClient`."""
 
-    def __init__(self, channel: Channel, sampler_id: str) -> None:
+    def __init__(self, channel: Channel, sampler_id: str, model_path: str | None = None) -> None:
         self.sampler_id = sampler_id
+        self._model_path = model_path
         self.unread = UnreadFailures()
         self._channel = channel
         self._lock = threading.Lock()
@@ -41,7 +43,7 @@ class SamplingClient:
             channel.session.session_id, channel.count("sampler"), base_model, model_path
         )
         created = channel.call("/api/v1/create_sampling_session", request, CreateSamplingSessionResponse)
-        return channel.watch(cls(channel, created.sampling_session_id))
+        return channel.watch(cls(channel, created.sampling_session_id, model_path))
 
     def sample(
         self,
@@ -75,6 +77,9 @@ class SamplingClient:
         self._channel.check_usable()
         self.unread.raise_first()
         session = self._channel.session
+        if not session.dialect.samples_old_weights:
+            run = checkpoints.parse(self._model_path)[0] if self._model_path is not None else None
+            self._channel.live.check(self._model_path or self.sampler_id, run)
         model_input = inputs.to_model_input(prompt)
 
         def operation() -> Operation[SampleResponse]:
@@ -83,15 +88,24 @@ class SamplingClient:
                 request = SampleRequest(
                     self.sampler_id, number, model_input, params, num_samples, prompt_logprobs=prompt_logprobs
                 )
-                encoded = encode(name, "asample", request, SampleResponse)
+                encoded = encode(session.dialect, name, "asample", request, SampleResponse)
                 self._next_number += 1
             return encoded
 
         first = operation()
-        return TinkerFuture(self._channel.run(_sample(session, first, operation)), str(first))
+        future = TinkerFuture(self._channel.run(_sample(session, first, operation)), str(first))
+        return future.then(lambda response: _aligned(response, model_input.length)) if prompt_logprobs else future
 
     def _sampler(self) -> GetSamplerResponse:
         return self._channel.fetch(f"/api/v1/samplers/{self.sampler_id}", GetSamplerResponse)
+
+
+def _aligned(response: SampleResponse, length: int) -> SampleResponse:
+    """Returns a response with one log-probability per token of the prompt; some servers leave out the first."""
+    logprobs = response.prompt_logprobs
+    if logprobs is None or len(logprobs) != length - 1:
+        return response
+    return replace(response, prompt_logprobs=[None, *logprobs])
 
 
 async def _sample(

@@ -9,14 +9,16 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from torch import Tensor
 
+from tinker_lightning.client.dialects.surrogate import completed, times
 from tinker_lightning.client.loss_handle import LossHandle, located
 from tinker_lightning.client.sdk.inputs import loss_name
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
+from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.losses.scaling import scaled
 from tinker_lightning.lossgraph.datum_inputs import SCALE, select_inputs
@@ -29,6 +31,8 @@ from tinker_lightning.types.tensor import as_array
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from tinker_lightning.client.dialects.dialect import Dialect
+    from tinker_lightning.client.dialects.surrogate import Surrogate
     from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.client.loss_uploads import Losses
     from tinker_lightning.client.session import Session
@@ -53,6 +57,9 @@ class ServerPass:
     finish: Callable[[ForwardBackwardOutput], ForwardBackwardOutput] | None = None  # converts the result
     lose: Callable[[], None] | None = None  # called if the server may have dropped the loss
     graphs: Sequence[Graph] = ()  # as they were traced here, to find the line of an error
+    per_batch: Literal["no", "call", "window"] = "no"  # the sequences by which the server divides
+    even_batch: bool = False  # the server needs an even number of datums
+    forward_only: str = ""  # why the pass has no gradient on this server
 
     def received(self, future: TinkerFuture[ForwardBackwardOutput]) -> TinkerFuture[ForwardBackwardOutput]:
         """Returns the future that the caller gets.
@@ -66,6 +73,16 @@ class ServerPass:
             future._source.add_done_callback(lambda source: lose() if _is_rejected(source) else None)
         finish = self.finish or (lambda output: output)
         return future.then(finish, functools.partial(located, graphs=self.graphs))
+
+    def for_call(self, chunk: list[Datum]) -> list[Datum]:
+        """Returns the datums of one request, with the division by its number of sequences undone."""
+        chunk = completed(chunk) if self.even_batch else chunk
+        return times(chunk, len(chunk)) if self.per_batch == "call" else chunk
+
+
+def of_surrogate(carrier: Surrogate, data: list[Datum]) -> ServerPass:
+    """Returns the pass whose surrogate loss carries the gradient of another loss."""
+    return ServerPass(data, carrier.loss, carrier.config, per_batch=carrier.per_batch, even_batch=carrier.even_batch)
 
 
 def prepare(
@@ -96,7 +113,7 @@ def prepare(
         return replace(asked, lose=functools.partial(own.invalidate, loss_id), graphs=own.graphs(loss_id))
     name = loss_name(loss_fn)
     if not session.extensions.server_losses:
-        return built_in(spread(data, inputs or {}), name, config or {}, scale)
+        return built_in(session.dialect, spread(data, inputs or {}), name, config or {}, scale)
     if name not in LOSSES and name != _CUSTOM:
         return _batch_pass(data, name, dict(config or {}), inputs, scale)
     if name in LOSSES:
@@ -104,13 +121,43 @@ def prepare(
     return ServerPass(_with_weights(spread(data, inputs or {}), name), name, dict(config or {}), scale=scale)
 
 
-def built_in(data: list[Datum], loss: str, config: Mapping[str, float | str], scale: float = 1.0) -> ServerPass:
-    """Prepares a pass with a built-in loss for a server that takes no factor: the inputs of the loss are scaled."""
+def built_in(
+    dialect: Dialect, data: list[Datum], loss: str, config: Mapping[str, float | str], scale: float = 1.0
+) -> ServerPass:
+    """Prepares a pass with a built-in loss on a server without a factor: the loss's own inputs are scaled.
+
+    Raises:
+        InvalidLoss: If the loss cannot be scaled that way.
+    """
     data = _with_weights(data, loss)
-    if scale == 1:
-        return ServerPass(data, loss, dict(config))
+    finish = functools.partial(_with_sum, data=data, loss=loss, config=dict(config), scale=scale)
     datums, settings = scaled(data, loss, config, scale)
-    return ServerPass(datums, loss, settings, finish=functools.partial(_unscaled, scale=scale))
+    carrier = dialect.surrogate
+    if why := gap(dialect, loss):
+        return ServerPass(datums, loss, settings, finish=finish, forward_only=why)
+    if carrier is None or carrier.loss == "cross_entropy" or loss not in LOSSES:
+        return ServerPass(datums, loss, settings, finish=finish)
+    finish = functools.partial(finish, scale=0.0)
+    if loss == "cross_entropy":
+        gradients = [-datum.loss_fn_inputs["weights"].to_torch() for datum in datums]
+        return replace(of_surrogate(carrier, carrier.datums(datums, gradients, None)), finish=finish)
+    datums = [
+        datum.with_inputs(advantages=datum.loss_fn_inputs["advantages"].to_numpy() * carrier.length_factor(datum))
+        for datum in datums
+    ]
+    return ServerPass(datums, loss, settings, finish=finish, per_batch=carrier.per_batch, even_batch=carrier.even_batch)
+
+
+def gap(dialect: Dialect, loss: str) -> str:
+    """Returns why a server does not train with a built-in loss as the protocol defines it; empty if it does."""
+    carrier = dialect.surrogate
+    by_carrier = loss == "cross_entropy" and carrier is not None and carrier.loss == "cispo"
+    if dialect.losses is None or loss not in LOSSES or loss in dialect.losses or by_carrier:
+        return ""
+    return (
+        f"{loss}: servers of the dialect {dialect.name!r} do not train with this loss as the protocol defines it. Use "
+        f"a custom loss: tinker_lightning.losses.{loss}."
+    )
 
 
 def _with_weights(data: list[Datum], loss: str) -> list[Datum]:
@@ -202,6 +249,28 @@ def spread(data: list[Datum], inputs: Mapping[str, Any]) -> list[Datum]:
             array = TensorData.of(row).to_numpy()
             rows[i][name] = TensorData(array[: data[i].model_input.length] if array.ndim else array)
     return [datum.with_inputs(row) for datum, row in zip(data, rows, strict=True)]
+
+
+def _with_sum(
+    output: ForwardBackwardOutput, *, data: list[Datum], loss: str, config: Mapping[str, float | str], scale: float
+) -> ForwardBackwardOutput:
+    """Returns a result with the `loss:sum` of the given datums, computed here if the server does not return it.
+
+    Args:
+        output: The server's result.
+        data: The datums before scaling.
+        loss: The built-in loss.
+        config: Its settings before scaling.
+        scale: The factor of the server's `loss:sum`; 0 if it is another one's.
+    """
+    outputs = output.loss_fn_outputs[: len(data)]
+    if scale and "loss:sum" in output.metrics:
+        return _unscaled(output, scale=scale)
+    metrics = {name: value for name, value in output.metrics.items() if name != "loss:sum"}
+    if loss in LOSSES and len(outputs) == len(data):
+        logprobs = surrogate.leaves(replace(output, loss_fn_outputs=outputs), data)
+        metrics["loss:sum"] = LOSSES[loss].total(logprobs, [datum.loss_fn_inputs for datum in data], config)
+    return ForwardBackwardOutput(outputs, metrics, output.loss_fn_output_type)
 
 
 def _unscaled(output: ForwardBackwardOutput, *, scale: float) -> ForwardBackwardOutput:

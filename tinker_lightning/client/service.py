@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from tinker_lightning.client import checkpoints, download
 from tinker_lightning.client.channel import Channel
 from tinker_lightning.client.loss_uploads import Losses
-from tinker_lightning.client.operations import encode, perform
 from tinker_lightning.client.retry_policy import RetryPolicy
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.session import fetch_capabilities
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
     import httpx
 
+    from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.client.loss_handle import LossHandle
     from tinker_lightning.client.session import Session
@@ -42,7 +42,8 @@ class ServiceClient:
         transport: Sends the requests; None for the network. Tests pass their own.
         retry_policy: How long failing requests are retried.
         on_close: Called after the client is closed.
-        in_process: Registers a Python function as a loss of a session, if the trainer runs in this process.
+        in_process: Registers a Python function as a loss of a session, where the trainer runs in this process.
+        dialect: What the server speaks; detected if it is not given.
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class ServiceClient:
         retry_policy: RetryPolicy = RetryPolicy(300.0),  # noqa: B008  # immutable
         on_close: Callable[[], None] | None = None,
         in_process: Callable[[str, Callable[..., Any], Source, str], str] | None = None,
+        dialect: Dialect | None = None,
     ) -> None:
         self.url = url
-        self._channel = Channel(url, api_key, transport, retry_policy, on_close)
+        self._channel = Channel(url, api_key, transport, retry_policy, on_close, dialect)
         self.losses = Losses(self._channel, in_process)
 
     @property
@@ -84,14 +86,8 @@ class ServiceClient:
         base_model = base_model or os.environ.get("TINKER_BASE_MODEL")
         if not base_model:
             raise InvalidInput("there is no base model: pass base_model='tiny', or set TINKER_BASE_MODEL")
-        config = LoraConfig(rank, seed, train_unembed, train_mlp, train_attn)
-        session = self.session
-        request = rq.CreateModelRequest(
-            session.session_id, self._channel.count("model"), base_model, config, user_metadata, {"type": "adamw"}
-        )
-        operation = encode("create_model", "create_model", request, rs.CreateModelResponse)
-        created = self._channel.wait(perform(session, operation))
-        return self._channel.watch(TrainingClient(self._channel, self.losses, created.model_id))
+        lora = LoraConfig(rank, seed, train_unembed, train_mlp, train_attn)
+        return TrainingClient.create(self._channel, self.losses, base_model, lora, user_metadata)
 
     def create_training_client_from_state(
         self, path: str, user_metadata: dict[str, str] | None = None
@@ -119,8 +115,12 @@ class ServiceClient:
         return self._channel.wait(checkpoints.exists(self.session.connection, path))
 
     def delete_checkpoint(self, path: str, *, missing_ok: bool = False) -> None:
-        """Deletes the checkpoint at a `tinker://` path; raises `NotFound` if there is none, unless `missing_ok`."""
-        self._channel.wait(checkpoints.delete(self.session.connection, path, missing_ok=missing_ok))
+        """Deletes the checkpoint at a `tinker://` path, and waits until it is gone.
+
+        Raises:
+            NotFound: If there is none and `missing_ok` is not set.
+        """
+        self._channel.wait(checkpoints.delete(self.session, path, missing_ok=missing_ok))
 
     def download_checkpoint(self, path: str, folder: Path) -> None:
         """Downloads the adapter saved at a `tinker://` path into an existing folder."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from tinker_lightning.client.config import ClientConfig, Extensions
+from tinker_lightning.client.dialects.detect import detect
 from tinker_lightning.errors import InvalidInput, NotFound, TinkerLightningError
 from tinker_lightning.types.requests import ClientConfigRequest, CreateSessionRequest, SessionHeartbeatRequest
 from tinker_lightning.types.responses import ServerCapabilities
@@ -17,6 +18,7 @@ from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
     from tinker_lightning.client.connection import Connection
+    from tinker_lightning.client.dialects.dialect import Dialect
 
 logger = logging.getLogger("tinker_lightning.client")
 
@@ -44,19 +46,32 @@ class Session:
     """A session with a server. Created by `Session.open` on the client's event loop."""
 
     def __init__(
-        self, connection: Connection, session_id: str, config: ClientConfig, capabilities: ServerCapabilities
+        self,
+        connection: Connection,
+        session_id: str,
+        config: ClientConfig,
+        capabilities: ServerCapabilities,
+        dialect: Dialect,
     ) -> None:
         self.connection = connection
         self.session_id = session_id
         self.config = config
+        self.dialect = dialect
+        # Requests of one model may be posted concurrently where the server orders them by their number.
+        self.is_concurrent = config.parallel_fwdbwd_chunks if dialect.concurrent is None else dialect.concurrent
         announced = capabilities.extensions
         self.extensions = Extensions(**{field.name: field.name in announced for field in fields(Extensions)})
         self._counters: dict[str, int] = {}
         self._heart = asyncio.create_task(self._beat())
 
     @classmethod
-    async def open(cls, connection: Connection) -> Session:
-        """Opens a session in two round trips: the configuration, then session and capabilities together."""
+    async def open(cls, connection: Connection, dialect: Dialect | None = None) -> Session:
+        """Opens a session in two round trips: the configuration, then session and capabilities together.
+
+        Args:
+            connection: The connection to the server.
+            dialect: What the server speaks; detected if it is not given.
+        """
         tags = [tag.strip() for tag in os.environ.get("TINKER_TAGS", "").split(",") if tag.strip()]
         request = CreateSessionRequest(tags, user_metadata={}, sdk_version=SDK_VERSION)
         try:
@@ -67,13 +82,16 @@ class Session:
             created, capabilities = await asyncio.gather(
                 connection.post("/api/v1/create_session", request, _CreatedSession), fetch_capabilities(connection)
             )
+            if dialect is None:
+                dialect = await detect(connection, capabilities)
+                logger.info("%s: detected the dialect %r", connection.url, dialect.name)
         except (NotFound, InvalidInput) as error:  # these requests contain nothing from the user
             raise connection.not_a_tinker_server(str(error)) from error
         messages = created.info_message, created.warning_message, created.error_message
         for level, message in zip((logging.INFO, logging.WARNING, logging.ERROR), messages, strict=True):
             if message:
                 logger.log(level, "%s", message)
-        return cls(connection, created.session_id, config, capabilities)
+        return cls(connection, created.session_id, config, capabilities, dialect)
 
     def count(self, kind: str) -> int:
         """Returns the next number of a kind; the server recognizes a repeated model or sampler by its number."""

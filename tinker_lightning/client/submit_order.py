@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
-from tinker_lightning.client.operations import Operation, perform
+from tinker_lightning.client.operations import Operation, perform, renumbered
+from tinker_lightning.errors import AnswerLost
+from tinker_lightning.types import SaveWeightsResponse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,9 +18,16 @@ T = TypeVar("T")
 
 
 class SubmitOrder:
-    """Posts requests one after another, for servers that do not order them by number."""
+    """Posts requests one after another, for servers that do not order them by number.
+
+    Where numbers are strict, a refused request leaves its number to the next one. After a lost answer nothing that
+    would change the model is posted any more, because its gradient is unknown.
+    """
 
     def __init__(self) -> None:
+        self.refused = 0
+        self.saved: str | None = None  # the last state that was saved
+        self.lost: AnswerLost | None = None
         self._last: asyncio.Event | None = None
 
     def next(self) -> tuple[asyncio.Event | None, asyncio.Event]:
@@ -32,16 +41,39 @@ async def perform_all(
     session: Session, turns: SubmitOrder, operations: list[Operation[T]], combine: Callable[[list[T]], T]
 ) -> T:
     """Runs operations, in parallel or one after another as the server requires; returns the combined result."""
-    if session.config.parallel_fwdbwd_chunks:
+    if session.is_concurrent:
         return combine(list(await asyncio.gather(*(perform(session, operation) for operation in operations))))
     # There is no await before this line, so that operations queue up in the order of submission.
-    results = [asyncio.create_task(_in_turn(session, operation, *turns.next())) for operation in operations]
+    results = [asyncio.create_task(_in_turn(session, turns, operation, *turns.next())) for operation in operations]
     return combine(list(await asyncio.gather(*results)))
 
 
 async def _in_turn(
-    session: Session, operation: Operation[T], previous: asyncio.Event | None, posted: asyncio.Event
+    session: Session,
+    turns: SubmitOrder,
+    operation: Operation[T],
+    previous: asyncio.Event | None,
+    posted: asyncio.Event,
 ) -> T:
     if previous is not None:
         await previous.wait()
-    return await perform(session, operation, on_submitted=posted.set)
+    if turns.lost is not None and operation.name != "forward":
+        posted.set()
+        raise AnswerLost(f"{operation}: not sent, because of an earlier failure: {turns.lost}")
+    if turns.refused and operation.seq_id is not None:
+        operation = renumbered(session.dialect, operation, operation.seq_id - turns.refused)
+
+    def submitted(taken: bool) -> None:
+        if not taken and session.dialect.numbers == "strict":
+            turns.refused += 1
+        posted.set()
+
+    try:
+        result = await perform(session, operation, on_submitted=submitted)
+    except AnswerLost as error:
+        resume = f"Resume from {turns.saved}, in a new client." if turns.saved else "No state was saved before it."
+        turns.lost = type(error)(f"{error} {resume}")
+        raise turns.lost from error
+    if isinstance(result, SaveWeightsResponse):
+        turns.saved = result.path
+    return result

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tinker_lightning.client import checkpoints, chunking, download, server_pass, tokenizer
+from tinker_lightning.client.dialects import measure
+from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.client.operations import encode
+from tinker_lightning.client.operations import encode, perform
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.sdk import inputs
 from tinker_lightning.client.submit_order import SubmitOrder, perform_all
 from tinker_lightning.client.training_base import BaseTrainingClient
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, Unsupported
 from tinker_lightning.types import (
     ForwardBackwardOutput,
     GetInfoResponse,
     LoadWeightsResponse,
+    LoraConfig,
     OptimStepResponse,
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
 )
 from tinker_lightning.types import requests as rq
-from tinker_lightning.types.responses import SaveWeightsExternalResponse
+from tinker_lightning.types.responses import CreateModelResponse, SaveWeightsExternalResponse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from tinker_lightning.client.channel import Channel
+    from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.loss_handle import LossHandle
     from tinker_lightning.client.loss_uploads import Losses
     from tinker_lightning.client.server_pass import ServerPass
@@ -36,6 +41,8 @@ if TYPE_CHECKING:
     from tinker_lightning.types import Datum
 
 T = TypeVar("T")
+
+logger = logging.getLogger("tinker_lightning.client")
 
 
 class TrainingClient(BaseTrainingClient):
@@ -48,6 +55,20 @@ class TrainingClient(BaseTrainingClient):
         self._lock = threading.Lock()
         self._last_number = 0
         self._order = SubmitOrder()
+
+    @classmethod
+    def create(
+        cls, channel: Channel, losses: Losses, base_model: str, lora: LoraConfig, user_metadata: dict[str, str] | None
+    ) -> Self:
+        """Creates a model on the server and waits until it exists."""
+        session = channel.session
+        optimizer = {"type": "adamw"} if session.dialect.knows("create_model", "optimizer_config") else None
+        request = rq.CreateModelRequest(
+            session.session_id, channel.count("model"), base_model, lora, user_metadata, optimizer
+        )
+        operation = encode(session.dialect, "create_model", "create_model", request, CreateModelResponse)
+        created = channel.wait(perform(session, operation))
+        return channel.watch(cls(channel, losses, created.model_id))
 
     def prepare(
         self,
@@ -75,9 +96,10 @@ class TrainingClient(BaseTrainingClient):
         error is raised here; all of them have to be called again.
         """
         params = inputs.to_adam_params(optim_params)
-        self._flush()
+        self._before_step(params)
         future = self._submit("optim_step", "optim_step", OptimStepResponse, rq.OptimStepRequest, params)
         self._custom.stepped()
+        self._channel.live.changed(self.model_id)
         return future
 
     def save_state(
@@ -144,7 +166,7 @@ class TrainingClient(BaseTrainingClient):
 
     def delete_checkpoint(self, path: str, *, missing_ok: bool = False) -> None:
         """Deletes the checkpoint at a `tinker://` path, of this model or another."""
-        self._channel.wait(checkpoints.delete(self._channel.session.connection, path, missing_ok=missing_ok))
+        self._channel.wait(checkpoints.delete(self._channel.session, path, missing_ok=missing_ok))
 
     def _check(self) -> None:
         self._channel.check_usable()
@@ -152,25 +174,56 @@ class TrainingClient(BaseTrainingClient):
 
     def _load(self, name: str, path: str) -> TinkerFuture[LoadWeightsResponse]:
         self._flush()
+        self._channel.live.changed(self.model_id)
         with_optimizer = name == "load_state_with_optimizer"
         return self._submit(name, "load_weights", LoadWeightsResponse, rq.LoadWeightsRequest, path, with_optimizer)
 
     def _save_for_sampler(self, **settings: Any) -> TinkerFuture[SaveWeightsForSamplerResponse]:
         endpoint, request = "save_weights_for_sampler", rq.SaveWeightsForSamplerRequest
-        return self._submit(endpoint, endpoint, SaveWeightsForSamplerResponse, request, **settings)
+        version, live = self._channel.live.version(self.model_id), self._channel.live
+        future = self._submit(endpoint, endpoint, SaveWeightsForSamplerResponse, request, **settings)
 
-    def _submit_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
+        def note(saved: SaveWeightsForSamplerResponse) -> SaveWeightsForSamplerResponse:
+            live.saved(saved.path or saved.sampling_session_id or "", version)
+            return saved
+
+        return future.then(note)
+
+    @property
+    def dialect(self) -> Dialect:
+        """What the server speaks."""
+        return self._channel.session.dialect
+
+    def _measured(self) -> Surrogate:
+        session = self._channel.session
+        if session.dialect.surrogate is None:
+            name = self.get_info().model_data.model_name or ""
+            logger.info(
+                "measuring on a second model whether %s computes cross_entropy as a plain sum", self._channel.url
+            )
+            scratch = self.create(self._channel, self.losses, name, LoraConfig(rank=8, seed=0), None)
+            try:
+                fault = measure.cross_entropy_fault(measure.Scratch(scratch))
+            except (InvalidInput, OperationFailed, NotFound) as error:
+                fault = f"it could not be measured: {error}"
+            if fault is not None:
+                raise Unsupported(
+                    f"custom losses would train wrong on {self._channel.url}: {fault}. Run `tinker-lightning doctor "
+                    f"{self._channel.url}` for the details, and pass what it saves to connect(dialect=...)."
+                )
+            session.dialect = session.dialect.but(surrogate=Surrogate())
+        return session.dialect.surrogate or Surrogate()
+
+    def _post_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
         name = "forward" if forward_only else "forward_backward"
         settings = request.loss, request.config, forward_only, request.inputs, request.scale
-        chunks = self._split(request.data)
+        chunks = [request.for_call(chunk) for chunk in self._split(request.data)]
 
         def requests(first: int) -> list[rq.ModelRequest]:
             numbered = enumerate(chunks, first)
             return [rq.ForwardBackwardRequest(self.model_id, number, chunk, *settings) for number, chunk in numbered]
 
-        return request.received(
-            self._start(name, "forward_backward", ForwardBackwardOutput, requests, chunking.combine)
-        )
+        return self._start(name, "forward_backward", ForwardBackwardOutput, requests, chunking.combine)
 
     def _split(self, data: list[Datum]) -> list[list[Datum]]:
         config = self._channel.session.config
@@ -201,7 +254,9 @@ class TrainingClient(BaseTrainingClient):
         """Numbers, encodes and starts requests under the lock, so that none is lost or overtaken."""
         session = self._channel.session  # not looked up later: what was submitted before close() is still sent
         with self._lock:
-            operations = [encode(name, endpoint, each, result) for each in requests(self._last_number + 1)]
+            operations = [
+                encode(session.dialect, name, endpoint, each, result) for each in requests(self._last_number + 1)
+            ]
             self._last_number += len(operations)
             running = self._channel.run(perform_all(session, self._order, operations, combine))
         return TinkerFuture(running, str(operations[0]))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from tinker_lightning.client import loss_handle
+from tinker_lightning.client import loss_handle, server_pass
 from tinker_lightning.client.custom import CustomLosses, CustomLossFuture, evaluation_of
 from tinker_lightning.client.export import export_adapter
 from tinker_lightning.client.futures import UnreadFailures
+from tinker_lightning.client.held import HeldPasses
 from tinker_lightning.client.sdk import inputs
 from tinker_lightning.client.server_pass import ServerPass
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, Unsupported
 from tinker_lightning.losses import surrogate
 
 if TYPE_CHECKING:
@@ -19,13 +20,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from torch import Tensor
+
     from tinker_lightning.client.backend import TrainingBackend
+    from tinker_lightning.client.dialects.dialect import Dialect
+    from tinker_lightning.client.dialects.surrogate import Surrogate
     from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.client.loss_handle import LossHandle
     from tinker_lightning.losses.regularizers.regularizer import Regularizer
     from tinker_lightning.losses.surrogate import LossFn
     from tinker_lightning.lossgraph.server_loss import ServerLoss
-    from tinker_lightning.types import Datum, ForwardBackwardOutput, LoadWeightsResponse
+    from tinker_lightning.types import AdamParams, Datum, ForwardBackwardOutput, LoadWeightsResponse
+
+# A norm from here on clips nothing; it makes hosted Tinker report the norm.
+_NO_CLIPPING = 1e9
 
 
 class BaseTrainingClient(ABC):
@@ -38,7 +46,8 @@ class BaseTrainingClient(ABC):
     def __init__(self, model_id: str) -> None:
         self.model_id = model_id
         self.unread = UnreadFailures()
-        self._custom = CustomLosses(model_id, self._submit_surrogate)
+        self._custom = CustomLosses(model_id, self._forward, self._backward)
+        self._held = HeldPasses(self._post_received, self.unread)
 
     def forward(
         self,
@@ -95,7 +104,7 @@ class BaseTrainingClient(ABC):
             return self.unread.add(self._submit_pass(request, forward_only=forward_only))
         if not forward_only:
             return self.unread.add(self._custom.add(request.data, loss_handle.times(handle, request.scale)))
-        forward = self._submit_surrogate(surrogate.forward_datums(request.data), forward_only=True)
+        forward = self._forward(request.data)
         return self.unread.add(forward.then(lambda output: loss_handle.with_loss(output, request.data, handle)))
 
     def forward_backward_custom(
@@ -142,15 +151,81 @@ class BaseTrainingClient(ABC):
         """Saves the current adapter as a local folder that peft and transformers load."""
         return export_adapter(self, path, overwrite=overwrite)
 
+    @property
     @abstractmethod
-    def _submit_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
+    def dialect(self) -> Dialect:
+        """What the server speaks."""
+
+    @abstractmethod
+    def _post_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
         """Sends a pass that runs on the server."""
 
     @abstractmethod
     def _load(self, name: str, path: str) -> TinkerFuture[LoadWeightsResponse]: ...
 
-    def _submit_surrogate(self, data: list[Datum], *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
-        return self._submit_pass(ServerPass(data, surrogate.SURROGATE), forward_only=forward_only)
+    def prepare_gradient(
+        self, data: list[Datum], gradients: Sequence[Tensor], logprobs: Sequence[Tensor] | None = None
+    ) -> ServerPass:
+        """Converts the gradient of a custom loss into the request that `send` takes.
+
+        Args:
+            data: The datums.
+            gradients: The gradient with respect to the log-probabilities of each datum.
+            logprobs: These log-probabilities; requested again if the server needs them and they are not given.
+
+        Raises:
+            Unsupported: If no surrogate is known to be exact on this server.
+        """
+        carrier = self.dialect.surrogate or self._measured()
+        if carrier.loss == "importance_sampling" and logprobs is None:
+            logprobs = surrogate.leaves(self._forward(data).result(), data)
+        return server_pass.of_surrogate(carrier, carrier.datums(data, gradients, logprobs))
+
+    def computes(self, loss: str) -> bool:
+        """Returns whether the server trains with a built-in loss as the protocol defines it."""
+        return not server_pass.gap(self.dialect, loss)
+
+    def _measured(self) -> Surrogate:
+        """Returns the surrogate that was measured on a server of an unknown kind.
+
+        Raises:
+            Unsupported: If there is none.
+        """
+        raise Unsupported(
+            "custom losses need a built-in loss that carries their gradient exactly, and none is known for a server of "
+            f"the dialect {self.dialect.name!r}. Connect with tinker_lightning.connect(), which measures it."
+        )
+
+    def _forward(self, data: list[Datum]) -> TinkerFuture[ForwardBackwardOutput]:
+        return self._submit_pass(ServerPass(surrogate.forward_datums(data), surrogate.SURROGATE), forward_only=True)
+
+    def _backward(
+        self, data: list[Datum], gradients: Sequence[Tensor], logprobs: Sequence[Tensor]
+    ) -> TinkerFuture[ForwardBackwardOutput]:
+        future = self._submit_pass(self.prepare_gradient(data, gradients, logprobs), forward_only=False)
+        return future if future.is_sent else self.unread.add(future)
+
+    def _submit_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
+        if not forward_only and request.forward_only:
+            raise Unsupported(request.forward_only)
+        if not forward_only and request.per_batch == "window":
+            return self._held.add(request)
+        if not forward_only:
+            self._held.count(len(request.data))
+        return self._post_received(request, forward_only)
+
+    def _post_received(self, request: ServerPass, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
+        return request.received(self._post_pass(request, forward_only=forward_only))
+
+    def _before_step(self, params: AdamParams) -> None:
+        """Sends what belongs to a step and was not sent yet."""
+        if params.grad_clip_norm and params.grad_clip_norm < _NO_CLIPPING and not self.dialect.clips_gradients:
+            raise Unsupported(
+                f"grad_clip_norm={params.grad_clip_norm}: servers of the dialect {self.dialect.name!r} ignore it, and "
+                "would train with the whole gradient. Set it to 0 (Trainer(gradient_clip_val=None))."
+            )
+        self._flush()
+        self._held.release()
 
     def _check(self) -> None:
         """Raises the first failure that nobody has read."""

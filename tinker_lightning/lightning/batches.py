@@ -77,8 +77,11 @@ def count_datums(batch: Any) -> int:
     return sum(map(count_datums, batch)) if isinstance(batch, list | tuple) else 0
 
 
-def prompts_of(batch: Any, tokenizer: Any) -> list[ModelInput]:
-    """Returns the prompts of a batch: one or several datums, model inputs, strings or rows of tokens."""
+def prompts_of(batch: Any, tokenizer: Callable[[], Any]) -> list[ModelInput]:
+    """Returns the prompts of a batch: one or several datums, model inputs, strings or rows of tokens.
+
+    The tokenizer is fetched only for strings.
+    """
     if isinstance(batch, Tensor | np.ndarray):
         return [ModelInput.from_ints(row) for row in (batch if batch.ndim > 1 else [batch])]
     if not isinstance(batch, Sequence) or isinstance(batch, str) or (batch and isinstance(batch[0], int)):
@@ -91,11 +94,11 @@ def prompts_of(batch: Any, tokenizer: Any) -> list[ModelInput]:
     return [_prompt(item, tokenizer) for item in batch]
 
 
-def _prompt(item: Any, tokenizer: Any) -> ModelInput:
+def _prompt(item: Any, tokenizer: Callable[[], Any]) -> ModelInput:
     if isinstance(item, DatumLike):
         return to_model_input(item.model_input)
     if isinstance(item, str):
-        return ModelInput.from_ints(tokenizer.encode(item))
+        return ModelInput.from_ints(tokenizer().encode(item))
     return to_model_input(item) if isinstance(item, PromptLike) else ModelInput.from_ints(item)
 
 

@@ -8,14 +8,17 @@ losses are plain sums over tokens and datums. `old_logprobs` are those of the po
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from tinker_lightning.losses.reduction import TokenCount, action_tokens, total_weight
+
+if TYPE_CHECKING:
+    from tinker_lightning.types import TensorData
 
 Threshold: TypeAlias = float | Tensor
 
@@ -153,6 +156,21 @@ class BuiltIn:
     def reads(self) -> tuple[str, ...]:
         """The inputs that the loss looks for in a datum, apart from the targets."""
         return (*self.inputs, *self.settings)
+
+    def total(
+        self,
+        logprobs: Sequence[Tensor],
+        inputs: Sequence[Mapping[str, TensorData]],
+        settings: Mapping[str, float | str],
+    ) -> float:
+        """Returns the loss of datums, given their log-probabilities, their inputs, and the settings."""
+        total = 0.0
+        with torch.no_grad():
+            for logp, given in zip(logprobs, inputs, strict=True):
+                read = {name: given[name].to_torch() for name in self.reads if name in given}
+                defaults = {name: float(settings.get(name, value)) for name, value in self.settings.items()}
+                total += float(self.formula(logp, *({**defaults, **read}[name] for name in self.reads)).sum())
+        return total
 
     @property
     def has_thresholds(self) -> bool:

@@ -116,19 +116,6 @@ def differentiate(
     return Evaluation(loss.item(), metrics, gradients)
 
 
-def linear_datums(data: Sequence[Datum], gradients: Sequence[Tensor]) -> list[Datum]:
-    """Returns datums whose cross-entropy has these gradients: each target is weighted by its negative gradient."""
-    return [
-        datum.with_only_inputs(
-            {
-                "target_tokens": datum.loss_fn_inputs["target_tokens"],
-                "weights": TensorData.from_torch(-gradient),
-            }
-        )
-        for datum, gradient in zip(data, gradients, strict=True)
-    ]
-
-
 def with_metrics(output: ForwardBackwardOutput, evaluation: Evaluation) -> ForwardBackwardOutput:
     """Adds the value and metrics of a custom loss to the result of its backward; name clashes become `loss/<name>`."""
     metrics: dict[str, Any] = dict(output.metrics)

@@ -26,6 +26,7 @@ class Call:
     datums: list[Datum]
     gradients: list[Tensor] | None = None
     version: int | None = None  # of the weights that computed the log-probabilities
+    logprobs: list[Tensor] | None = None  # unknown for a call that was restored from a checkpoint
 
     def add(self, gradients: Sequence[Tensor]) -> None:
         """Accumulates a gradient as torch does, over several losses and several backward passes."""
@@ -36,8 +37,8 @@ class Call:
 
     def prepare(self, backend: TrainingBackend) -> PendingBackward:
         """Validates the call and converts it to a request."""
-        linear = surrogate.linear_datums(self.datums, self.gradients or [])
-        return PendingBackward(linear, surrogate.SURROGATE, request=backend.prepare(linear, surrogate.SURROGATE))
+        request = backend.prepare_gradient(self.datums, self.gradients or [], self.logprobs)
+        return PendingBackward(self.datums, surrogate.SURROGATE, request=request)
 
 
 @dataclass(eq=False, slots=True)

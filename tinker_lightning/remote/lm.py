@@ -92,7 +92,7 @@ class RemoteLM(nn.Module):
         logprobs = [leaf.detach() for leaf in surrogate.leaves(output, sent.datums)]
         if not torch.is_grad_enabled():
             return logprobs
-        call = Call(sent.datums, version=sent.version)
+        call = Call(sent.datums, version=sent.version, logprobs=logprobs)
         return list(_Join.apply(self.handle, call, *logprobs))  # type: ignore[no-untyped-call]
 
     def server_loss(

@@ -68,12 +68,17 @@ class SupportedModel:
     sampleable: bool | None = None
 
 
+# How our own server calls itself.
+OUR_SERVER = "tinker-lightning"
+
+
 @dataclass(frozen=True, slots=True)
 class ServerCapabilities:
     """The models and protocol extensions that a server supports."""
 
     supported_models: list[SupportedModel]
     extensions: list[str] = field(default_factory=list)
+    server: str | None = None  # the software, where it names itself
 
 
 @dataclass(frozen=True, slots=True)

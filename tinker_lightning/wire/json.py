@@ -31,7 +31,7 @@ from tinker_lightning.types.requests import ForwardBackwardRequest
 from tinker_lightning.types.tensor import TensorData
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 T = TypeVar("T")
 
@@ -41,8 +41,10 @@ _BINARY_CHUNKS: dict[str, type] = {"dmel": DmelChunk, "location": ImageAssetPoin
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_NON_STR_KEYS
 
 
-def dumps(message: Any) -> bytes:
-    """Serializes a message; omits fields that are None, and adds `type` if the class defines it."""
+def dumps(message: Any, *, without: Collection[str] = ()) -> bytes:
+    """Serializes a message; omits fields that are None or named, and adds `type` if the class defines it."""
+    if without:
+        message = {name: value for name, value in _encode(message).items() if name not in without}
     return orjson.dumps(message, default=_encode, option=_OPTIONS)
 
 

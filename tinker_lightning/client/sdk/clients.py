@@ -20,6 +20,7 @@ from tinker_lightning.client import checkpoints, download, server_pass
 from tinker_lightning.client.futures import UnreadFailures
 from tinker_lightning.client.loop import BackgroundLoop
 from tinker_lightning.client.sdk import convert, inputs
+from tinker_lightning.client.sdk.behind import detect_behind
 from tinker_lightning.client.sdk.requests import Calls
 from tinker_lightning.client.training_base import BaseTrainingClient
 from tinker_lightning.errors import InvalidInput, NotFound
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.client.loss_uploads import Losses
     from tinker_lightning.client.server_pass import ServerPass
@@ -56,6 +58,7 @@ class OfficialTrainingClient(BaseTrainingClient):
         super().__init__(str(client.model_id))
         self.client = client
         self._calls = Calls(self.model_id, self.unread)
+        self._dialect: Dialect | None = None
         weakref.finalize(self, self.unread.log_failures, _EXIT_SECONDS)
 
     def prepare(
@@ -69,12 +72,12 @@ class OfficialTrainingClient(BaseTrainingClient):
     ) -> ServerPass:
         """Checks a pass and converts it into the request that `send` takes; takes `Datum`s only."""
         datums = server_pass.spread(data, loss_fn_inputs or {})
-        return server_pass.built_in(datums, inputs.loss_name(loss_fn), loss_fn_config or {}, scale)
+        return server_pass.built_in(self.dialect, datums, inputs.loss_name(loss_fn), loss_fn_config or {}, scale)
 
     def optim_step(self, optim_params: Any = None) -> TinkerFuture[OptimStepResponse]:
         """Takes an AdamW step on the accumulated gradient."""
         ours = inputs.to_adam_params(optim_params)
-        self._flush()
+        self._before_step(ours)
         params = sdk.AdamParams(**{name: getattr(ours, name) for name in ours.__slots__})
         future = self._calls.submit(
             "optim_step", lambda: self.client.optim_step(params), lambda r: OptimStepResponse(r.metrics)
@@ -180,12 +183,18 @@ class OfficialTrainingClient(BaseTrainingClient):
     def _rest(self) -> tinker.RestClient:
         return tinker.RestClient(self.client.holder)
 
-    def _submit_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
-        datums = [convert.datum(datum) for datum in request.data]
+    @property
+    def dialect(self) -> Dialect:
+        """What the server behind the SDK's client speaks; detected at the first use."""
+        if self._dialect is None:
+            self._dialect = detect_behind(self.client)
+        return self._dialect
+
+    def _post_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
+        datums = [convert.datum(datum) for datum in request.for_call(request.data)]
         name, config = "forward" if forward_only else "forward_backward", request.config or None
         call = self.client.forward if forward_only else self.client.forward_backward
-        future = self._calls.future(name, lambda: call(datums, request.loss, config), convert.output)  # type: ignore[arg-type]
-        return request.received(future)
+        return self._calls.future(name, lambda: call(datums, request.loss, config), convert.output)  # type: ignore[arg-type]
 
     def _load(self, name: str, path: str) -> TinkerFuture[LoadWeightsResponse]:
         self._flush()

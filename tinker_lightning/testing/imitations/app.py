@@ -119,6 +119,7 @@ class _Endpoints:
             content = encoding if route.path.endswith("/forward_backward") else "application/json"
             body: dict[str, Any] = {"requestBody": {"content": {content: {}}}} if method == "POST" else {}
             paths.setdefault(route.path.replace(":path", ""), {})[method.lower()] = body
+        paths |= {path: {} for path in self._behaviour.described}
         info = {"title": self._behaviour.title, "version": self._behaviour.version}
 
         async def openapi(_: Request) -> Response:

@@ -19,6 +19,7 @@ class Behaviour:
         name: The name of the kind.
         title: The title in `openapi.json`.
         version: The version in `openapi.json`.
+        described: Paths in `openapi.json` that do not belong to the Tinker API.
         lacks: Endpoints that answer 404.
         client_config: The answer of `client/config`.
         encoding: The only content type of passes.
@@ -104,6 +105,7 @@ class Behaviour:
     name: str
     title: str = "FastAPI"
     version: str = "0.1.0"
+    described: Collection[str] = ()
     lacks: Collection[str] = ()
     client_config: Mapping[str, Any] = field(default_factory=dict)
     encoding: Literal["json", "protobuf"] = "json"

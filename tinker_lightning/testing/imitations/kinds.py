@@ -101,6 +101,7 @@ TUFT = Behaviour(  # 0.2.2 with its transformers backend
 
 TWINKLE = Behaviour(  # 0.5.1
     name="twinkle",
+    described=("/api/v1/twinkle/healthz", "/api/v1/twinkle/create_session"),
     lacks={"client/config", "samplers", "finish"},
     newest_fields=(0, 16),
     required={"create_session": "tags user_metadata sdk_version"},

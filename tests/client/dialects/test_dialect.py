@@ -1,0 +1,61 @@
+"""Dialects as data: known ones, changed ones, saved ones."""
+
+import json
+
+import pytest
+
+from tinker_lightning.client.dialects.dialect import NEWER_FIELDS, Dialect
+from tinker_lightning.client.dialects.known import KNOWN, known
+from tinker_lightning.errors import InvalidInput
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_dialect_survives_json(name: str) -> None:
+    assert Dialect.from_dict(json.loads(json.dumps(known(name).to_dict()))) == known(name)
+
+
+def test_fields_that_are_not_newer_are_always_sent() -> None:
+    for dialect in KNOWN.values():
+        assert dialect.knows("optim_step", "adam_params")
+        assert dialect.knows("create_model", "lora_config")
+    assert known("hosted").knows("create_model", "optimizer_config")
+    assert not known("tuft").knows("create_model", "optimizer_config")
+
+
+def test_every_known_surrogate_is_exact_or_absent() -> None:
+    assert known("json").surrogate is None
+    assert known("protobuf").surrogate is None
+    assert all(known(name).surrogate for name in ("hosted", "embedded", "skyrl", "tuft", "twinkle"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"newer_fields": frozenset({"create_model.colour"})}, r"newer_fields: create_model\.colour: unknown"),
+    ],
+)
+def test_an_invalid_dialect_names_the_field(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        known("json").but(**changes)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(InvalidInput, match="'sky' is unknown; choose from auto, hosted, embedded, skyrl"):
+        known("sky")
+
+
+def test_newer_fields_name_real_fields() -> None:
+    from dataclasses import fields
+
+    from tinker_lightning.types import requests
+
+    classes = {
+        "create_model": requests.CreateModelRequest,
+        "save_weights": requests.SaveWeightsRequest,
+        "save_weights_for_sampler": requests.SaveWeightsForSamplerRequest,
+        "asample": requests.SampleRequest,
+        "retrieve_future": requests.RetrieveFutureRequest,
+    }
+    for qualified in NEWER_FIELDS:
+        endpoint, name = qualified.split(".")
+        assert name in {field.name for field in fields(classes[endpoint])}, qualified

@@ -1,0 +1,194 @@
+"""One client on servers of every kind: detected by itself, with the gradient of the custom loss (R3.3, R5.4)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+import pytest
+import torch
+
+from tinker_lightning import AdamParams, Datum, ModelInput, ServiceClient
+from tinker_lightning.client.dialects.known import known
+from tinker_lightning.client.retry_policy import RetryPolicy
+from tinker_lightning.errors import AnswerLost, NotFound, OperationFailed, TinkerLightningError, Unsupported
+from tinker_lightning.server import EmbeddedTrainer
+from tinker_lightning.testing import embedded_service, imitate
+from tinker_lightning.testing.imitations.serving import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tinker_lightning.client import TrainingClient
+    from tinker_lightning.client.dialects import Dialect
+    from tinker_lightning.testing import Imitation
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+# The changes of the weights are linear in the gradient, so that a wrong factor shows.
+STEP = AdamParams(learning_rate=2e5, beta1=0.0, beta2=0.0, eps=1e9)
+
+
+def pair(n: int, seed: int) -> Datum:
+    tokens = np.random.default_rng(seed).integers(1, 200, n + 1)
+    return Datum(ModelInput.from_ints(tokens[:-1].tolist()), {"target_tokens": tokens[1:]})
+
+
+BATCH = [pair(6, 1), pair(9, 2), pair(4, 3)]
+
+
+def preference(data: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    """Gradients of both signs, and of a zero sum within a sequence."""
+    margin = logprobs[0].sum() - logprobs[-1].sum()
+    within = (logprobs[0] * torch.linspace(-1, 1, len(logprobs[0]))).sum()
+    return -torch.nn.functional.logsigmoid(margin) + 0.3 * within, {"margin": margin.item()}
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTrainer]:
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path_factory.mktemp("dialects"), dtype=torch.float64)
+    yield trainer
+    trainer.close()
+
+
+def connected(server: Imitation, dialect: Dialect | None = None) -> ServiceClient:
+    key, policy = server.behaviour.api_key, RetryPolicy(2.0, 0.05)
+    return ServiceClient("http://imitated", key, transport=server.transport, retry_policy=policy, dialect=dialect)
+
+
+def model_on(service: ServiceClient) -> TrainingClient:
+    return service.create_lora_training_client("tiny", rank=4, seed=1)
+
+
+def logprobs_of(client: TrainingClient) -> np.ndarray[Any, Any]:
+    output = client.forward(BATCH, "cross_entropy").result()
+    return np.concatenate([each["logprobs"].to_numpy() for each in output.loss_fn_outputs])
+
+
+def trained(service: ServiceClient, calls: list[list[Datum]]) -> np.ndarray[Any, Any]:
+    client = model_on(service)
+    before = logprobs_of(client)
+    for call in calls:
+        client.forward_backward_custom(call, preference)
+    client.optim_step(STEP).result()
+    changed: np.ndarray[Any, Any] = logprobs_of(client) - before
+    return changed
+
+
+@pytest.mark.parametrize("calls", [[BATCH], [BATCH[:2], BATCH[1:]]], ids=["one call", "two calls"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_custom_loss_has_its_gradient(kind: Kind, calls: list[list[Datum]], trainer: EmbeddedTrainer) -> None:
+    with embedded_service(trainer) as service:
+        expected = trained(service, calls)
+    with (
+        imitate(kind, trainer=trainer, seed_ignored=False, ignores_lora_flags=False) as server,
+        connected(server) as service,
+    ):
+        found = trained(service, calls)
+    assert np.abs(expected).max() > 1e-3
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("skyrl", "skyrl"), ("tuft", "tuft"), ("twinkle", "twinkle")])
+def test_the_dialect_is_detected(kind: Kind, name: str, trainer: EmbeddedTrainer) -> None:
+    with imitate(kind, trainer=trainer) as server, connected(server) as service:
+        assert service.session.dialect.name == name
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo"])
+def test_built_in_losses_are_plain_sums_on_skyrl(loss: str, trainer: EmbeddedTrainer) -> None:
+    rng = np.random.default_rng(0)
+
+    def run(service: ServiceClient) -> tuple[np.ndarray[Any, Any], float]:
+        client = model_on(service)
+        before = logprobs_of(client)
+        data = [
+            datum.with_inputs(
+                weights=np.abs(rng.normal(size=n)).astype(np.float32),
+                advantages=rng.normal(size=n).astype(np.float32),
+                logprobs=-np.ones(n, np.float32),
+            )
+            for datum in BATCH
+            for n in [datum.model_input.length]
+        ]
+        names = {"cross_entropy": ("weights",)}.get(loss, ("advantages", "logprobs"))
+        data = [
+            datum.with_only_inputs({k: datum.loss_fn_inputs[k] for k in ("target_tokens", *names)}) for datum in data
+        ]
+        first = client.forward_backward(data[:1], loss)
+        client.forward_backward(data[1:], loss).result()  # waiting before the step is possible too
+        client.optim_step(STEP).result()
+        return logprobs_of(client) - before, first.result().metrics["loss:sum"]
+
+    with embedded_service(trainer) as service:
+        expected, value = run(service)
+    rng = np.random.default_rng(0)
+    with imitate("skyrl", trainer=trainer, ignores_lora_flags=False) as server, connected(server) as service:
+        found, found_value = run(service)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
+    assert found_value == pytest.approx(value, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lost_answer_never_doubles_a_gradient(kind: Kind, trainer: EmbeddedTrainer) -> None:
+    drops = {"forward_backward": [2] if kind in ("open-rl", "tuft") else [1]}  # where the first one is the forward
+    with (
+        imitate(kind, trainer=trainer, drops_answers=drops) as server,
+        connected(server, known(kind)) as service,
+    ):
+        client = model_on(service)
+        saved = client.save_state("before").result().path
+
+        def step() -> None:
+            client.forward_backward_custom(BATCH, preference)
+            client.optim_step(STEP).result()
+
+        with pytest.raises(AnswerLost, match=f"may have executed it.* Resume from {saved}"):
+            step()
+        assert server.ran["optim_step"] == 0
+        assert server.ran["forward_backward"] <= drops["forward_backward"][0]
+        with contextlib.suppress(AnswerLost):  # the failure of the pass, if nobody has read it yet
+            client.get_info()
+
+
+def test_a_refused_request_leaves_its_number_to_the_next(trainer: EmbeddedTrainer) -> None:
+    with imitate("tuft", trainer=trainer) as server, connected(server) as service:
+        client = model_on(service)
+        with pytest.raises(TinkerLightningError):
+            client.save_state("a name with blanks/and slashes", ttl_seconds=1).result()
+        logprobs_of(client)
+
+
+def test_clipping_that_a_server_ignores_raises(trainer: EmbeddedTrainer) -> None:
+    with imitate("skyrl", trainer=trainer) as server, connected(server) as service:
+        client = model_on(service)
+        with pytest.raises(Unsupported, match=r"grad_clip_norm=1\.0: servers of the dialect 'skyrl' ignore it"):
+            client.optim_step(AdamParams(grad_clip_norm=1.0))
+
+
+def test_a_missing_checkpoint_is_not_found(trainer: EmbeddedTrainer) -> None:
+    for kind in ("skyrl", "tuft"):
+        with imitate(kind, trainer=trainer) as server, connected(server) as service:
+            client = model_on(service)
+            with pytest.raises((NotFound, OperationFailed), match=r"(?i)not found|no such|missing"):
+                client.load_state(f"tinker://{client.model_id}/weights/nothing").result()
+
+
+def test_states_that_cannot_be_deleted_are_reported(trainer: EmbeddedTrainer) -> None:
+    with imitate("skyrl", trainer=trainer) as server, connected(server) as service:
+        client = model_on(service)
+        path = client.save_state("kept").result().path
+        with pytest.raises(Unsupported, match="stays on the server"):
+            client.delete_checkpoint(path)
+
+
+def test_sampling_from_older_weights_does_not_replace_the_model(trainer: EmbeddedTrainer) -> None:
+    with imitate("skyrl", trainer=trainer) as server, connected(server) as service:
+        client = model_on(service)
+        old = client.save_weights_and_get_sampling_client()
+        assert len(old.compute_logprobs(BATCH[0].model_input).result()) == 6  # the first one is added
+        client.forward_backward_custom(BATCH, preference)
+        client.optim_step(STEP).result()
+        with pytest.raises(Unsupported, match="would replace the weights"):
+            old.compute_logprobs(BATCH[0].model_input)
+        client.save_weights_and_get_sampling_client().compute_logprobs(BATCH[0].model_input).result()

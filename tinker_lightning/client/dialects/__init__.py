@@ -1,0 +1,6 @@
+"""What each kind of server speaks, and how to find out which kind a server is."""
+
+from tinker_lightning.client.dialects.dialect import Dialect
+from tinker_lightning.client.dialects.surrogate import Surrogate
+
+__all__ = ["Dialect", "Surrogate"]

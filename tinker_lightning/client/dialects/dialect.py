@@ -1,0 +1,121 @@
+"""What one kind of server speaks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from tinker_lightning.client.dialects.surrogate import Surrogate
+from tinker_lightning.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Optional fields of requests, by endpoint, that newer versions of the protocol have added. They are sent only to
+# servers that know them; all other fields are sent always, because servers differ in their defaults.
+NEWER_FIELDS = frozenset(
+    {
+        "create_model.optimizer_config",
+        "save_weights.overwrite",
+        "save_weights.ttl_seconds",
+        "save_weights.user_metadata",
+        "save_weights_for_sampler.ttl_seconds",
+        "save_weights_for_sampler.user_metadata",
+        "asample.topk_prompt_logprobs",
+        "asample.topk_sample_logprobs",
+        "asample.target_prompt_logprobs",
+        "asample.prompt_alt_tokens_k",
+        "asample.prompt_logprobs_last_n",
+        "retrieve_future.allow_metadata_only",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """What a kind of server speaks, and where it differs from the newest version of the protocol.
+
+    Write one for a server that this library does not know, by changing the closest known dialect:
+    `dialects.known("json").but(name="mine", forward="zero_weights")`.
+
+    Args:
+        name: How logs and errors call it.
+        encoding: How passes are encoded.
+        forward: Where a forward goes: to `forward_backward` with the flag `forward_only`, to the endpoint `forward`,
+            or to `forward_backward` with weights of zero, where that adds nothing to the gradient.
+        newer_fields: The optional fields that the server knows, of `NEWER_FIELDS`.
+        concurrent: Whether requests of one model may be posted concurrently; None to do as the server's configuration
+            says.
+        numbers: What a number is: `order` by which the server sorts requests, `strict` where a refused submission
+            must be repeated with the same number, or `ignored`.
+        deduplicates: Whether a repeated submission is answered from the record instead of run again.
+        surrogate: Which built-in loss carries the gradient of a custom loss; None if that is not known, and no custom
+            loss is trained.
+        losses: The built-in losses whose value and gradient are the protocol's up to the surrogate's factors; None
+            for all.
+        clips_gradients: Whether `grad_clip_norm` is honored.
+        deletes_checkpoints: Whether saved states can be deleted.
+        samples_old_weights: Whether sampling from saved weights leaves the model in training alone.
+        unit_forward_weights: Whether a forward must have weights of one, because the log-probabilities of positions
+            with weight 0 come back as 0.
+        multiple_targets: Whether a position may have several targets, `[T, K]`.
+        poll_seconds: How long the server may hold a poll.
+    """
+
+    name: str
+    encoding: Literal["protobuf", "json"] = "protobuf"
+    forward: Literal["forward_only", "forward", "zero_weights"] = "forward_only"
+    newer_fields: frozenset[str] = NEWER_FIELDS
+    concurrent: bool | None = None
+    numbers: Literal["order", "strict", "ignored"] = "order"
+    deduplicates: bool = True
+    surrogate: Surrogate | None = field(default_factory=Surrogate)
+    losses: frozenset[str] | None = None
+    clips_gradients: bool = True
+    deletes_checkpoints: bool = True
+    samples_old_weights: bool = True
+    unit_forward_weights: bool = False
+    multiple_targets: bool = True
+    poll_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        unknown = self.newer_fields - NEWER_FIELDS
+        if unknown:
+            raise InvalidInput(
+                f"dialect {self.name}: newer_fields: {', '.join(sorted(unknown))}: unknown; choose from "
+                f"{', '.join(sorted(NEWER_FIELDS))}"
+            )
+
+    def but(self, **changes: Any) -> Self:
+        """Returns a dialect that differs in the given fields."""
+        return replace(self, **changes)
+
+    def knows(self, endpoint: str, name: str) -> bool:
+        """Returns whether a field of a request may be sent."""
+        qualified = f"{endpoint}.{name}"
+        return qualified not in NEWER_FIELDS or qualified in self.newer_fields
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain data that can be saved as JSON and given to `from_dict`."""
+        plain = asdict(self)
+        plain["newer_fields"] = sorted(self.newer_fields)
+        plain["losses"] = None if self.losses is None else sorted(self.losses)
+        return plain
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Self:
+        """Creates a dialect from what `to_dict` returned.
+
+        Raises:
+            InvalidInput: If a field is unknown or has no valid value.
+        """
+        values = dict(plain)
+        unknown = values.keys() - {each.name for each in fields(cls)}
+        if unknown or "name" not in values:
+            raise InvalidInput(f"a dialect has a name and no field {', '.join(sorted(unknown)) or 'without it'}")
+        for name in ("newer_fields", "losses"):
+            if isinstance(values.get(name), list):
+                values[name] = frozenset(values[name])
+        if isinstance(values.get("surrogate"), dict):
+            values["surrogate"] = Surrogate(**values["surrogate"])
+        return cls(**values)

@@ -1,0 +1,66 @@
+"""Encodes requests in the terms of a dialect."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tinker_lightning.client.connection import JSON, PROTOBUF
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.wire import json as wire_json
+from tinker_lightning.wire import protobuf
+
+if TYPE_CHECKING:
+    from tinker_lightning.client.dialects.dialect import Dialect
+    from tinker_lightning.types import Datum
+    from tinker_lightning.types.requests import ForwardBackwardRequest
+
+
+def encode_pass(dialect: Dialect, request: ForwardBackwardRequest) -> tuple[str, bytes, str]:
+    """Returns the endpoint, the body and the content type of a pass.
+
+    Raises:
+        InvalidInput: If the server would misunderstand a datum.
+    """
+    if not dialect.multiple_targets:
+        for i, datum in enumerate(request.data):
+            targets = datum.loss_fn_inputs.get("target_tokens")
+            if targets is not None and len(targets.shape) != 1:
+                raise InvalidInput(
+                    f"datum {i}: target_tokens has the shape {targets.shape}, but servers of the dialect "
+                    f"{dialect.name!r} take one target per position"
+                )
+    if request.forward_only:
+        if dialect.forward == "zero_weights":
+            data = [_weighted(datum, 0.0) for datum in request.data]
+            request = dataclasses.replace(
+                request, data=data, loss_fn="cross_entropy", loss_fn_config={}, forward_only=False
+            )
+        elif dialect.unit_forward_weights:
+            request = dataclasses.replace(request, data=[_weighted(datum, 1.0) for datum in request.data])
+    endpoint = "forward" if request.forward_only and dialect.forward == "forward" else "forward_backward"
+    if dialect.encoding == "json":
+        return endpoint, wire_json.forward_backward_body(request), JSON
+    return endpoint, protobuf.encode_forward_backward(request), PROTOBUF
+
+
+def encode_json(dialect: Dialect, endpoint: str, request: Any) -> bytes:
+    """Returns the JSON body of a request, without the optional fields that the server does not know.
+
+    Raises:
+        InvalidInput: If such a field has a value that matters.
+    """
+    unknown = [field for field in dataclasses.fields(request) if not dialect.knows(endpoint, field.name)]
+    if not unknown:
+        return wire_json.dumps(request)
+    for field in unknown:
+        if getattr(request, field.name) != field.default:
+            raise InvalidInput(f"{field.name}: servers of the dialect {dialect.name!r} do not support it; leave it out")
+    return wire_json.dumps(request, without={field.name for field in unknown})
+
+
+def _weighted(datum: Datum, weight: float) -> Datum:
+    targets = datum.loss_fn_inputs["target_tokens"]
+    return datum.with_inputs(weights=np.full(targets.shape, weight, np.float32))

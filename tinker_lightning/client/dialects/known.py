@@ -1,0 +1,78 @@
+"""The dialects of the servers that this library knows."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from tinker_lightning.client.dialects.dialect import Dialect
+from tinker_lightning.client.dialects.surrogate import Surrogate
+from tinker_lightning.errors import InvalidInput
+
+_SAMPLING = frozenset({"asample.topk_prompt_logprobs"})
+
+HOSTED = Dialect(name="hosted")
+EMBEDDED = Dialect(name="embedded")
+# Servers of an unknown kind: what the protocol promises, except for what servers are seen to lack.
+PROTOBUF = Dialect(
+    name="protobuf",
+    newer_fields=_SAMPLING,
+    deduplicates=False,
+    numbers="strict",
+    concurrent=False,
+    surrogate=None,
+    unit_forward_weights=True,
+    poll_seconds=300.0,
+)
+JSON = PROTOBUF.but(name="json", encoding="json", forward="forward", numbers="ignored")
+
+# The factors and properties below were measured on running servers, or read in their code (Twinkle, open-rl).
+SKYRL = JSON.but(
+    name="skyrl",
+    surrogate=Surrogate("cispo", per_length=True, per_batch="window"),
+    losses=frozenset({"importance_sampling", "ppo", "cispo"}),
+    clips_gradients=False,
+    deletes_checkpoints=False,
+    samples_old_weights=False,
+    multiple_targets=False,
+    poll_seconds=330.0,
+)
+TUFT = PROTOBUF.but(
+    name="tuft",
+    surrogate=Surrogate(),
+    newer_fields=frozenset(
+        {
+            "asample.topk_prompt_logprobs",
+            "save_weights.overwrite",
+            "save_weights.ttl_seconds",
+            "save_weights.user_metadata",
+            "save_weights_for_sampler.ttl_seconds",
+            "save_weights_for_sampler.user_metadata",
+            "retrieve_future.allow_metadata_only",
+        }
+    ),
+    losses=frozenset({"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"}),
+    poll_seconds=150.0,
+)
+TWINKLE = JSON.but(
+    name="twinkle",
+    surrogate=Surrogate("importance_sampling", per_length=True, per_batch="call", even_batch=True),
+    losses=frozenset({"importance_sampling"}),
+    multiple_targets=False,
+)
+OPEN_RL = JSON.but(name="open-rl", forward="zero_weights", surrogate=Surrogate())
+TOGETHER = JSON.but(name="together", surrogate=Surrogate())
+
+KNOWN = MappingProxyType(
+    {each.name: each for each in (HOSTED, EMBEDDED, SKYRL, TUFT, TWINKLE, OPEN_RL, TOGETHER, JSON, PROTOBUF)}
+)
+
+
+def known(name: str) -> Dialect:
+    """Returns the dialect of a name.
+
+    Raises:
+        InvalidInput: If there is none.
+    """
+    if name not in KNOWN:
+        raise InvalidInput(f"dialect: {name!r} is unknown; choose from auto, {', '.join(KNOWN)}, or pass a Dialect")
+    return KNOWN[name]
