@@ -152,7 +152,7 @@ from tinker_lightning import Datum
 from tinker_lightning.errors import ClientForked
 from tinker_lightning.server.core import training_service as training
 from tinker_lightning.testing import embedded_service
-import transformers
+import peft, transformers.models.llama.modeling_llama
 
 data = [Datum.from_tokens([1, 2, 3])]
 """

@@ -190,7 +190,11 @@ def test_close_raises_the_failure_of_a_custom_loss_that_nobody_has_read(shared: 
         model.get_info()
 
 
-IMPORTS = "from tinker_lightning import Datum; from tinker_lightning.client import connect; import transformers"
+IMPORTS = """
+from tinker_lightning import Datum
+from tinker_lightning.client import connect
+import peft, transformers.models.llama.modeling_llama  # which a trainer would import in each script
+"""
 UNCLOSED = """
 data = [Datum.from_tokens([1, 2, 3])]
 model = connect("embedded").create_lora_training_client("tiny", rank=2)

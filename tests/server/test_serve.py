@@ -120,7 +120,7 @@ def test_it_says_where_it_listens_logs_a_line_for_each_operation_and_needs_no_li
     assert not {name.split(".")[0] for name in imported} & {"lightning", "pytorch_lightning", "wandb"}
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
 def test_it_stops_while_it_computes_and_clients_wait(tmp_path: Path, how: signal.Signals) -> None:
     """Others may reach these ones, with a key only."""
     with running(tmp_path, "--host", "0.0.0.0", "--api-key", "tml-secret") as server:  # noqa: S104

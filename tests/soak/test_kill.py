@@ -120,7 +120,8 @@ def kill_often(fits: Fits, folder: Path, kind: str, whole: Ended, numbers: rando
     return most
 
 
-@pytest.mark.parametrize("kind", ["plain", *(pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS[1:])])
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_fit_ends_in_the_bits_of_one_that_was_not(fits: Fits, kind: str, tmp_path: Path) -> None:
     """Once somewhere, and once within the next save."""
     fits.run(tmp_path / "whole", kind)

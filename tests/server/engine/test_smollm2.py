@@ -51,6 +51,7 @@ def test_a_stop_string_may_end_inside_a_token(smollm2: BaseModel) -> None:
     assert cut == whole[: whole.index("Paris") + len("Paris")]
 
 
+@pytest.mark.soak
 def test_it_learns_a_handful_of_answers(smollm2: BaseModel) -> None:
     adapter = Adapter(smollm2.lora.new_weights(LoraConfig(rank=8, seed=0)))
     data: list[Datum] = []
