@@ -154,8 +154,8 @@ async def _submit(session: Session, operation: Operation[Any]) -> httpx.Response
 
 def _is_repeatable(dialect: Dialect, operation: Operation[Any]) -> bool:
     """Returns whether an operation that may have been received can be sent again without harm."""
-    if dialect.deduplicates or operation.endpoint == "asample":
-        return True
+    if dialect.deduplicates or operation.endpoint in ("asample", "create_model"):
+        return True  # a second model or sample harms nobody
     return operation.name == "forward" and dialect.numbers == "ignored"
 
 

@@ -30,6 +30,7 @@ from tinker_lightning.types.responses import CreateModelResponse, SaveWeightsExt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from concurrent.futures import Future
     from pathlib import Path
 
     from tinker_lightning.client.channel import Channel
@@ -183,11 +184,13 @@ class TrainingClient(BaseTrainingClient):
         version, live = self._channel.live.version(self.model_id), self._channel.live
         future = self._submit(endpoint, endpoint, SaveWeightsForSamplerResponse, request, **settings)
 
-        def note(saved: SaveWeightsForSamplerResponse) -> SaveWeightsForSamplerResponse:
-            live.saved(saved.path or saved.sampling_session_id or "", version)
-            return saved
+        def note(source: Future[SaveWeightsForSamplerResponse]) -> None:
+            if not source.cancelled() and source.exception() is None:
+                saved = source.result()
+                live.saved(saved.path or saved.sampling_session_id or "", version)
 
-        return future.then(note)
+        future._source.add_done_callback(note)  # not `then`, which would count a failure as read
+        return future
 
     @property
     def dialect(self) -> Dialect:

@@ -297,7 +297,7 @@ def test_a_loader_that_shrank_is_refused(left: int) -> None:
 def test_a_loader_with_other_generators_is_refused() -> None:
     loader = plain(with_generator())
     loader.load_state_dict(resumed_after(3))
-    with pytest.raises(InvalidInput, match=r"saved with 0 generators .* this one has 1"):
+    with pytest.raises(InvalidInput, match=r"saved with 0 random number generators .* this one has 1"):
         next(iter(loader))
 
 
