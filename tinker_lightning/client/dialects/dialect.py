@@ -59,7 +59,6 @@ class Dialect:
         unit_forward_weights: Whether a forward must have weights of one, because the log-probabilities of positions
             with weight 0 come back as 0.
         multiple_targets: Whether a position may have several targets, `[T, K]`.
-        poll_seconds: How long the server may hold a poll.
     """
 
     name: str
@@ -76,7 +75,6 @@ class Dialect:
     samples_old_weights: bool = True
     unit_forward_weights: bool = False
     multiple_targets: bool = True
-    poll_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         unknown = self.newer_fields - NEWER_FIELDS

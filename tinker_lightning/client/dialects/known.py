@@ -21,7 +21,6 @@ PROTOBUF = Dialect(
     concurrent=False,
     surrogate=None,
     unit_forward_weights=True,
-    poll_seconds=300.0,
 )
 JSON = PROTOBUF.but(name="json", encoding="json", forward="forward", numbers="ignored")
 
@@ -34,7 +33,6 @@ SKYRL = JSON.but(
     deletes_checkpoints=False,
     samples_old_weights=False,
     multiple_targets=False,
-    poll_seconds=330.0,
 )
 TUFT = PROTOBUF.but(
     name="tuft",
@@ -51,7 +49,6 @@ TUFT = PROTOBUF.but(
         }
     ),
     losses=frozenset({"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"}),
-    poll_seconds=150.0,
 )
 TWINKLE = JSON.but(
     name="twinkle",
