@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
-
-from lightning.pytorch.cli import SaveConfigCallback
+import sys
+from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.lightning.hyperparameters import for_files
 
@@ -36,8 +35,9 @@ def hide_in_configs(callbacks: Iterable[pl.Callback], key: str | None) -> None:
 
     A module may declare `api_key: str` itself, or take the key under another name.
     """
-    for callback in callbacks:
-        if isinstance(callback, SaveConfigCallback):
+    cli: Any = sys.modules.get("lightning.pytorch.cli")  # not imported here, because only command lines need it
+    for callback in callbacks if cli is not None else ():
+        if isinstance(callback, cli.SaveConfigCallback):
             callback.config = callback.config.clone()
             for name, value in list(callback.config.items()):
                 leaf = name.rpartition(".")[2]
