@@ -507,7 +507,7 @@ def test_a_trainer_that_comes_second_on_another_thread(service: ServiceClient, m
             if batch_idx == 1:
                 thread.start()
                 assert lingers.is_there.wait(60)
-                self.log("in the midst", 1.0)
+                self.log("meanwhile", 1.0)
                 assert self.trainer is first
             return super().training_step(batch, batch_idx)
 

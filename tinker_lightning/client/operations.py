@@ -127,10 +127,20 @@ async def perform(
         return _decode(session, operation, response)
     except TinkerLightningError as error:
         # Of the same class, so that `except` keeps its meaning, prefixed with the operation.
-        located = type(error)(f"{operation}{request_id and f', request {request_id}'}: {error}")
+        located = type(error)(
+            f"{operation}{request_id and f', request {request_id}'}: {error}{_hint(session.dialect, operation, error)}"
+        )
         located.operation, located.model_id = operation.name, operation.model_id
         located.seq_id, located.request_id = operation.seq_id, request_id or None
         raise located from error
+
+
+def _hint(dialect: Dialect, operation: Operation[Any], error: TinkerLightningError) -> str:
+    """Returns the likely cause if a pass meets no endpoint for it, or one that crashes on its encoding."""
+    is_pass = operation.result is ForwardBackwardOutput and not dialect.deduplicates
+    if not is_pass or not (isinstance(error, NotFound) or "(HTTP 500)" in str(error)):
+        return ""
+    return f" Does the server speak the dialect {dialect.name!r}? connect(url, dialect='auto') detects what it speaks."
 
 
 async def _submit(session: Session, operation: Operation[Any]) -> httpx.Response:

@@ -130,7 +130,10 @@ def built_in(
         InvalidLoss: If the loss cannot be scaled that way.
     """
     data = _with_weights(data, loss)
-    finish = functools.partial(_with_sum, data=data, loss=loss, config=dict(config), scale=scale)
+    # A forward with other weights than the caller's has another sum, so it is computed from the log-probabilities.
+    replaces_weights = dialect.unit_forward_weights or dialect.forward == "zero_weights"
+    known_scale = 0.0 if replaces_weights else scale
+    finish = functools.partial(_with_sum, data=data, loss=loss, config=dict(config), scale=known_scale)
     datums, settings = scaled(data, loss, config, scale)
     carrier = dialect.surrogate
     if why := gap(dialect, loss):

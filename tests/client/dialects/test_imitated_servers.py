@@ -130,6 +130,16 @@ def test_built_in_losses_are_plain_sums_on_skyrl(loss: str, trainer: EmbeddedTra
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_sum_of_a_forward_is_that_of_the_callers_weights(kind: Kind, trainer: EmbeddedTrainer) -> None:
+    weighted = [each.with_inputs(weights=np.arange(each.model_input.length, dtype=np.float32)) for each in BATCH]
+    with imitate(kind, trainer=trainer) as server, connected(server) as service:
+        output = model_on(service).forward(weighted, "cross_entropy").result()
+    logprobs = [each["logprobs"].to_numpy() for each in output.loss_fn_outputs]
+    expected = -sum((np.arange(len(each)) * each).sum() for each in logprobs)
+    assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_lost_answer_never_doubles_a_gradient(kind: Kind, trainer: EmbeddedTrainer) -> None:
     drops = {"forward_backward": [2] if kind in ("open-rl", "tuft") else [1]}  # where the first one is the forward
     with (
@@ -157,6 +167,14 @@ def test_a_refused_request_leaves_its_number_to_the_next(trainer: EmbeddedTraine
         with pytest.raises(TinkerLightningError):
             client.save_state("a name with blanks/and slashes", ttl_seconds=1).result()
         logprobs_of(client)
+
+
+@pytest.mark.parametrize(("kind", "wrong"), [("skyrl", "tuft"), ("tuft", "skyrl")])
+def test_a_wrong_dialect_is_named_as_the_cause(kind: Kind, wrong: str, trainer: EmbeddedTrainer) -> None:
+    with imitate(kind, trainer=trainer) as server, connected(server, known(wrong)) as service:
+        client = model_on(service)
+        with pytest.raises(TinkerLightningError, match=f"Does the server speak the dialect '{wrong}'"):
+            client.forward(BATCH, "cross_entropy").result()
 
 
 def test_clipping_that_a_server_ignores_raises(trainer: EmbeddedTrainer) -> None:

@@ -168,7 +168,7 @@ def test_kthvalue_is_not_listed() -> None:  # R3.7
 
 
 def test_the_gradient_of_a_running_product_is_quick() -> None:  # R3.7
-    """Also where it cannot be had by a division."""
+    """Also where a division cannot compute it."""
     x = torch.rand(1 << 18)
     x[1000:] = 0
     x.requires_grad_()
