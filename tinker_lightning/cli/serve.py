@@ -41,6 +41,12 @@ def add_to(commands: Any) -> None:
         action="store_true",
         help="run pickled loss functions from clients, which can execute any code; requires --api-key",
     )
+    parser.add_argument(
+        "--sampling-seed",
+        type=int,
+        metavar="N",
+        help="make sampling requests without a seed reproducible, so that a repeated run draws the same tokens",
+    )
     parser.set_defaults(run=run)
 
 
@@ -61,4 +67,5 @@ def run(options: argparse.Namespace) -> None:
         api_key=options.api_key,
         data_dir=options.data_dir,
         allow_pickled_losses=options.allow_pickled_losses,
+        sampling_seed=options.sampling_seed,
     )

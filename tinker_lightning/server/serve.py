@@ -29,6 +29,7 @@ def serve(
     api_key: str | None = None,
     data_dir: Path | None = None,
     allow_pickled_losses: bool = False,
+    sampling_seed: int | None = None,
 ) -> None:
     """Loads the models, serves them, and prints the URL once clients can connect.
 
@@ -44,7 +45,9 @@ def serve(
             "--allow-pickled-losses lets clients run arbitrary code on this machine, so an API key is required: pass "
             "--api-key KEY too."
         )
-    trainer = EmbeddedTrainer(models, data_dir=data_dir, allow_pickled_losses=allow_pickled_losses)
+    trainer = EmbeddedTrainer(
+        models, data_dir=data_dir, allow_pickled_losses=allow_pickled_losses, sampling_seed=sampling_seed
+    )
     try:
         trainer.store.root.mkdir(parents=True, exist_ok=True)
         trainer.store.listing()  # removes expired checkpoints

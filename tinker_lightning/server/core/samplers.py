@@ -28,11 +28,19 @@ _NOT_SUPPORTED = {
 class Sampling:
     """Creates samplers and samples from them."""
 
-    def __init__(self, registry: Registry, catalog: Catalog, store: CheckpointStore, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        catalog: Catalog,
+        store: CheckpointStore,
+        scheduler: Scheduler,
+        sampling_seed: int | None = None,
+    ) -> None:
         self._registry = registry
         self._catalog = catalog
         self._store = store
         self._scheduler = scheduler
+        self._sampling_seed = sampling_seed
 
     def create_sampling_session(self, request: rq.CreateSamplingSessionRequest) -> Sampler:
         """Creates a sampler from a base model or from saved weights."""
@@ -56,6 +64,10 @@ class Sampling:
         if request.num_samples > MAX_SAMPLES:
             raise InvalidInput(f"num_samples: {request.num_samples} exceeds the maximum of {MAX_SAMPLES}")
 
+        # The session is left out of the sampler's name, because its random id would differ between runs.
+        name = sampler.sampler_id.partition(":")[2]
+        unseeded = None if self._sampling_seed is None else f"{self._sampling_seed}/{name}/{request.seq_id}"
+
         def run() -> SampleResponse:
             base = self._catalog.get(sampler.base_model)
             weights = sampler.weights
@@ -71,6 +83,7 @@ class Sampling:
                 request.sampling_params,
                 num_samples=request.num_samples,
                 prompt_logprobs=request.prompt_logprobs,
+                unseeded=unseeded,
             )
 
         job = Job(

@@ -46,6 +46,8 @@ class EmbeddedTrainer:
         dtype: The dtype of the models; float64 is meant for numerical tests.
         gap_timeout: How many seconds the requests of a model wait for one with a lower number.
         allow_pickled_losses: Whether to accept pickled loss functions, which lets clients execute arbitrary code.
+        sampling_seed: Makes sampling requests without a seed reproducible: what they draw depends on this number, on
+            the numbers of the sampler and the request in their session, and on the index of the sample.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class EmbeddedTrainer:
         dtype: torch.dtype = torch.float32,
         gap_timeout: float = GAP_TIMEOUT,
         allow_pickled_losses: bool = False,
+        sampling_seed: int | None = None,
     ) -> None:
         self.catalog = Catalog(models, dtype=dtype)
         self.store = CheckpointStore(Path(data_dir or default_data_dir()).expanduser().absolute() / "checkpoints")
@@ -63,7 +66,7 @@ class EmbeddedTrainer:
         self.scheduler = Scheduler(gap_timeout)
         self.losses = LossRegistry(allow_pickled_losses)
         self.training = Training(self.registry, self.catalog, self.store, self.scheduler, self.losses)
-        self.sampling = Sampling(self.registry, self.catalog, self.store, self.scheduler)
+        self.sampling = Sampling(self.registry, self.catalog, self.store, self.scheduler, sampling_seed)
         self._closing = False
         self._waiters: set[Callable[[], object]] = set()
         # Calling close() is optional: the thread stops when the trainer is garbage-collected or the interpreter exits.

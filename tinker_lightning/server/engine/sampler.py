@@ -5,6 +5,7 @@ Shapes: S sequences still being sampled, T prompt positions, V vocabulary.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +33,12 @@ def sample(
     *,
     num_samples: int = 1,
     prompt_logprobs: bool = False,
+    unseeded: str | None = None,
 ) -> SampleResponse:
     """Samples continuations of a prompt, which is processed once for all of them.
 
     Temperature, top-k and top-p affect the choice of tokens but not the returned log-probabilities, which are
-    comparable with those of a forward pass.
+    comparable with those of a forward pass. Without a seed in `params`, draws follow from `unseeded`, or are random.
     """
     tokens_T = read_tokens("prompt", prompt, base)
     room = base.max_context_length - len(tokens_T)
@@ -51,7 +53,7 @@ def sample(
         scores: list[float | None] | None = None
         if prompt_logprobs:
             scores = [None, *base.target_logprobs(hidden_TD[:-1], tokens_T[1:, None])[:, 0].tolist()]
-        sequences = [_Sequence(_generator(params.seed, i)) for i in range(num_samples)]
+        sequences = [_Sequence(_generator(params.seed, unseeded, i)) for i in range(num_samples)]
         if budget:
             cache = output.past_key_values
             cache.batch_repeat_interleave(num_samples)
@@ -129,9 +131,12 @@ def _draw(probabilities_SK: Tensor, generators: list[torch.Generator]) -> Tensor
     return torch.cat([probabilities.multinomial(1, generator=generator) for probabilities, generator in rows])
 
 
-def _generator(seed: int | None, index: int) -> torch.Generator:
-    if seed is None:
+def _generator(seed: int | None, unseeded: str | None, index: int) -> torch.Generator:
+    if seed is None and unseeded is None:
         return torch.Generator().manual_seed(secrets.randbits(63))
+    if seed is None:
+        digest = hashlib.blake2b(f"{unseeded}/{index}".encode(), digest_size=8).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
     # Seeds are spread far apart, so that sample i of seed s differs from sample 0 of seed s + i.
     return torch.Generator().manual_seed((seed * 1_000_003 + index * 0x9E3779B97F4A7C15) % 2**63)
 
