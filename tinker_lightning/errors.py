@@ -6,7 +6,8 @@ Each class also derives from the matching builtin, so that `except ValueError` w
     ├── InvalidInput (ValueError)          an argument is invalid
     │   ├── InvalidTensor                  a tensor whose data, dtype, shape or indices disagree
     │   ├── InvalidDatum                   a datum whose fields are inconsistent
-    │   │   └── MissingInput               a datum without an input that the loss reads
+    │   │   ├── MissingInput               a datum without an input that the loss reads
+    │   │   └── TooLong                    a text with more tokens than `max_length` or the context of the model
     │   ├── InvalidLoss                    a custom loss that cannot be trained on
     │   │   ├── LossNotTensor (TypeError)  it did not return a tensor
     │   │   ├── LossNotScalar              it returned a tensor with more than one element
@@ -67,6 +68,10 @@ class InvalidDatum(InvalidInput):
 
 class MissingInput(InvalidDatum):
     """A datum lacks an input that the loss reads."""
+
+
+class TooLong(InvalidDatum):
+    """A text has more tokens than `max_length` or the context of the model."""
 
 
 class InvalidLoss(InvalidInput):

@@ -257,7 +257,7 @@ def test_from_chat_raises_for_a_template_that_rewrites_earlier_turns() -> None: 
     [
         (CHAT[:2], "no assistant message, so there is nothing to train on"),
         ([], "no assistant message"),
-        ([{"content": "hello"}], "no assistant message"),
+        ([{"content": "hello"}], "message 0 has no role"),
         (CHAT[2:], "message 0 is an assistant message; put a system or user message before it"),
     ],
 )

@@ -25,6 +25,7 @@ from tinker_lightning.lightning.hyperparameters import API_KEY, fixed, for_files
 from tinker_lightning.lightning.lazy_client import LazyClient
 from tinker_lightning.lightning.metrics import Scores
 from tinker_lightning.lightning.predict import Samples
+from tinker_lightning.lightning.rows import RowFormat
 from tinker_lightning.lightning.secret import Secret
 from tinker_lightning.losses.likelihood import likelihood_metrics
 from tinker_lightning.losses.reduction import total_weight, weights_of
@@ -64,6 +65,9 @@ class RemoteBase(pl.LightningModule):
 
     grad_norms: bool = True
     """Whether to log the gradient norm of each regularizer; costs a backward through the term, not the model."""
+
+    num_samples: int = 1
+    """How many continuations `predict_step` samples of each prompt."""
 
     regularizer_timeout: float | None = None
     """The number of seconds that regularizers that are async or run on other threads may take."""
@@ -119,7 +123,8 @@ class RemoteBase(pl.LightningModule):
         # The metrics of the loss that each stage and loader has logged in this epoch; None if the data lack an input.
         self._evaluated: dict[tuple[str, int], set[str] | None] = {}
         self._loaded_window: dict[str, Any] | None = None
-        self._samples = Samples(self.lm)
+        self._tokenizer: Any = None
+        self._samples = Samples(self.lm, lambda: RowFormat(self.tokenizer))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -130,6 +135,13 @@ class RemoteBase(pl.LightningModule):
     def has_trainer(self) -> bool:
         """Whether a trainer is attached."""
         return _compat.ATTACHED_TRAINER.get(self) is not None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the model, from the server; raises `ModelNotFound` if the server does not name one."""
+        if self._tokenizer is None:
+            self._tokenizer = self.lm.backend.get_tokenizer()
+        return self._tokenizer
 
     @property
     def checkpoint_file(self) -> object:
@@ -179,9 +191,11 @@ class RemoteBase(pl.LightningModule):
     def datums(self, batch: Any) -> list[Any]:
         """Returns the datums of a batch, as any iterable. Override it for loaders that yield something else.
 
+        A batch is a list of datums, texts, chats (lists of messages), or dicts with `messages`, with `prompt` and
+        `completion`, or with `text`.
         It is called once per batch; look-ahead may call it before earlier batches are trained.
         """
-        return datums_of(batch)
+        return datums_of(batch, lambda: RowFormat(self.tokenizer))
 
     def loss_fn_inputs(self, batch: Any) -> Mapping[str, Any]:
         """Returns inputs of the loss for a whole batch by name; none by default. Override it.

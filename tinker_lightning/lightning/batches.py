@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -12,44 +12,54 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tinker_lightning.client.sdk.inputs import check_not_mapped, to_model_input
 from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.lightning.rows import COLUMNS, DatumLike, PromptLike, is_row
 from tinker_lightning.types import ModelInput
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins import Precision
 
+    from tinker_lightning.lightning.rows import RowFormat
 
-@runtime_checkable
-class DatumLike(Protocol):
-    """A datum of this library or of the official SDK."""
-
-    model_input: Any
-    loss_fn_inputs: Any
+T = TypeVar("T")
 
 
-@runtime_checkable
-class PromptLike(Protocol):
-    """A model input of this library or of the official SDK."""
+def datums_of(batch: Any, rows: Callable[[], RowFormat]) -> list[Any]:
+    """Returns the datums of a batch: a list of datums, texts, chats and dicts, or a single one.
 
-    chunks: Any
-
-
-def datums_of(batch: Any) -> list[Any]:
-    """Returns the datums of a batch, which must be a list of datums or a single one."""
-    if isinstance(batch, DatumLike):
-        return [batch]
-    if not isinstance(batch, Sequence) or not all(isinstance(datum, DatumLike) for datum in batch):
+    `rows` is called only if there is something to convert.
+    """
+    if isinstance(batch, DatumLike) or is_row(batch):
+        batch = [batch]
+    if not isinstance(batch, Sequence) or not all(isinstance(item, DatumLike) or is_row(item) for item in batch):
         for each in batch if isinstance(batch, list | tuple) else [batch]:
             check_not_mapped(each)
         got = type(batch).__name__
         if isinstance(batch, list | tuple):
             got += f" of {type(next(item for item in batch if not isinstance(item, DatumLike))).__name__}"
         raise InvalidDatum(
-            f"a batch must be a list of datums, got {got}. Pass collate_fn=tinker_lightning.collate to the DataLoader, "
-            "or override datums(self, batch) to build them."
+            f"a batch must be a list of datums, texts, chats or dicts with {', '.join(COLUMNS[:4])}; got {got}. Pass "
+            "collate_fn=tinker_lightning.collate to the DataLoader, or override datums(self, batch) to build them."
         )
     if not batch:
         raise InvalidDatum("the batch has no datums; drop empty batches in the loader")
-    return list(batch)
+    return [item if isinstance(item, DatumLike) else in_row(i, rows().datum, item) for i, item in enumerate(batch)]
+
+
+def in_row(index: int, convert: Callable[[Any], T], row: Any) -> T:
+    """Converts a row of a batch; errors name its index."""
+    if isinstance(row, Mapping) and any(_is_column(row.get(name)) for name in COLUMNS):
+        raise InvalidDatum(
+            f"{next(name for name in COLUMNS if name in row)} has one value per row: torch's default collate_fn has "
+            "turned rows into columns. Pass collate_fn=tinker_lightning.collate to the DataLoader."
+        )
+    try:
+        return convert(row)
+    except InvalidDatum as error:
+        raise type(error)(f"row {index} of the batch: {error}") from error
+
+
+def _is_column(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], str | list | tuple)
 
 
 def as_list(given: Any) -> list[Any]:
@@ -77,29 +87,33 @@ def count_datums(batch: Any) -> int:
     return sum(map(count_datums, batch)) if isinstance(batch, list | tuple) else 0
 
 
-def prompts_of(batch: Any, tokenizer: Callable[[], Any]) -> list[ModelInput]:
-    """Returns the prompts of a batch: one or several datums, model inputs, strings or rows of tokens.
+def prompts_of(batch: Any, rows: Callable[[], RowFormat]) -> list[ModelInput]:
+    """Returns the prompts of a batch: one or several datums, model inputs, texts, chats, dicts or rows of tokens.
 
-    The tokenizer is fetched only for strings.
+    `rows` is called only if there is something to convert.
     """
     if isinstance(batch, Tensor | np.ndarray):
         return [ModelInput.from_ints(row) for row in (batch if batch.ndim > 1 else [batch])]
-    if not isinstance(batch, Sequence) or isinstance(batch, str) or (batch and isinstance(batch[0], int)):
-        return [_prompt(batch, tokenizer)]
+    if is_row(batch) or not isinstance(batch, Sequence) or (batch and isinstance(batch[0], int)):
+        return [_prompt(0, batch, rows)]
     if all(isinstance(item, Tensor) and item.ndim == 1 for item in batch) and len({len(item) for item in batch}) == 1:
         raise InvalidInput(
             f"a list of {len(batch)} tensors of {len(batch[0])} tokens each: torch's default collate_fn transposes "
             f"{len(batch[0])} prompts into it. Pass collate_fn=tinker_lightning.collate to the DataLoader."
         )
-    return [_prompt(item, tokenizer) for item in batch]
+    return [_prompt(i, item, rows) for i, item in enumerate(batch)]
 
 
-def _prompt(item: Any, tokenizer: Callable[[], Any]) -> ModelInput:
+def _prompt(index: int, item: Any, rows: Callable[[], RowFormat]) -> ModelInput:
     if isinstance(item, DatumLike):
         return to_model_input(item.model_input)
+    if isinstance(item, PromptLike):
+        return to_model_input(item)
     if isinstance(item, str):
-        return ModelInput.from_ints(tokenizer().encode(item))
-    return to_model_input(item) if isinstance(item, PromptLike) else ModelInput.from_ints(item)
+        return ModelInput.from_ints(rows().tokenizer.encode(item))
+    if isinstance(item, Mapping) and isinstance(item.get("prompt"), PromptLike):
+        return to_model_input(item["prompt"])
+    return in_row(index, rows().prompt, item) if is_row(item) else ModelInput.from_ints(item)
 
 
 def except_datums(batch: Any, convert: Callable[[Any], Any]) -> Any:

@@ -9,6 +9,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning import _compat
+from tinker_lightning.lightning.rows import DatumLike, is_row
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.remote.handle import RemoteHandle
 
@@ -24,6 +25,7 @@ def check(trainer: pl.Trainer, module: RemoteBase) -> None:
     _check_precision(trainer)
     _check_imports(trainer)
     _check_callbacks(trainer, module)
+    _check_loaders(trainer)
     composition.check_timeout("regularizer_timeout", module.regularizer_timeout)
     if _compat.COMPILER_CONTEXT.get(module) is not None:
         raise InvalidInput(
@@ -77,6 +79,18 @@ def check_processes(trainer: pl.Trainer) -> None:
             f"this trainer would run {count} processes, each of which would train its own model on a part of the data. "
             "The passes run on the server: use Trainer(strategy='tinker', devices=1, num_nodes=1) in one process."
         )
+
+
+def _check_loaders(trainer: pl.Trainer) -> None:
+    """Raises `InvalidInput` for rows without a loader: Lightning would take each of them for a loader."""
+    for name in ("TRAIN_SOURCE", "VAL_SOURCE", "VALIDATE_SOURCE", "TEST_SOURCE", "PREDICT_SOURCE"):
+        source = getattr(_compat, name).get(trainer)
+        if isinstance(source, list | tuple) and any(isinstance(item, DatumLike) or is_row(item) for item in source):
+            raise InvalidInput(
+                f"got a list of {len(source)} rows where Lightning expects a loader, and would take each row for a "
+                "loader. Wrap them: trainer.fit(module, DataLoader(rows, batch_size=4, "
+                "collate_fn=tinker_lightning.collate))."
+            )
 
 
 def _check_precision(trainer: pl.Trainer) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.client import connect
-from tinker_lightning.errors import InvalidInput, NotFound, TinkerLightningError
+from tinker_lightning.errors import ClientClosed, InvalidInput, NotFound, TinkerLightningError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,14 +34,19 @@ class LazyClient:
         self._base_url = base_url
         self._api_key = api_key
         self._service: ServiceClient | None = None
+        self._is_closed = False
 
     def client(self) -> Any:
         """Creates a training client, from the state that `load` was called with, if any."""
+        if self._is_closed:
+            raise ClientClosed("this module was closed, and its model with it. Create a new module.")
+        if not self.base_model:
+            raise InvalidInput("there is no base model: pass one, for example SFT('tiny'), or set TINKER_BASE_MODEL")
         if self._service is None:
             self._service = connect(self._base_url, api_key=self._api_key)
         path = self.resumes_from
         if path is None:
-            return self._service.create_lora_training_client(self.base_model or None, **self._settings)
+            return self._service.create_lora_training_client(self.base_model, **self._settings)
         with _explaining_missing(path, self._service):
             _check_adapter(path, self._service.weights_info(path), self._settings)
             client = self._service.create_lora_training_client(self.base_model, **self._settings)
@@ -72,6 +77,7 @@ class LazyClient:
     def close(self, *failure: Any) -> None:
         """Closes the session if it was opened here; does not wait for requests after a `failure`, as in `__exit__`."""
         service, self._service = self._service, None
+        self._is_closed = True
         if service is not None:
             service.__exit__(*(failure or (None, None, None)))
 

@@ -112,12 +112,13 @@ class RemoteModule(RemoteBase):
         self._evaluate("test", batch, batch_idx, dataloader_idx)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
-        """Samples a continuation of each prompt (input, datum, string or row of tokens) from the current weights.
+        """Samples a continuation of each prompt (text, chat, dict, datum, input or tokens) from the current weights.
 
-        Returns one dict per prompt with `tokens`, `logprobs`, `stop_reason` and `text`.
+        Returns one dict per prompt with `tokens`, `logprobs`, `stop_reason` and `text`; if `num_samples` is above 1,
+        those of the first sample, and a list of all under `samples`.
         """
         del batch_idx, dataloader_idx
-        return self._samples.of(batch, self.sampling_params())
+        return self._samples.of(batch, self.sampling_params(), self.num_samples)
 
     def sampling_params(self) -> SamplingParams:
         """Returns the sampling parameters of `predict_step`. Override it to change them."""

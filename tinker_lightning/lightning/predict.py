@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 from tinker_lightning.lightning.batches import prompts_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tinker_lightning.lightning.rows import RowFormat
     from tinker_lightning.remote.lm import RemoteLM
     from tinker_lightning.types import SamplingParams
 
@@ -15,42 +18,42 @@ if TYPE_CHECKING:
 class Samples:
     """Samples from a model with one sampling client per version of its weights."""
 
-    def __init__(self, lm: RemoteLM) -> None:
+    def __init__(self, lm: RemoteLM, rows: Callable[[], RowFormat]) -> None:
         self._lm = lm
+        self._rows = rows
         self._made: tuple[int, Any] | None = None
-        self._tokenizer: Any = None
 
-    def of(self, batch: Any, params: SamplingParams) -> list[dict[str, Any]]:
+    def of(self, batch: Any, params: SamplingParams, num_samples: int = 1) -> list[dict[str, Any]]:
         """Returns a continuation of each prompt of a batch: `tokens`, `logprobs`, `stop_reason` and `text`.
 
+        With several samples, which take one request per prompt, these are of the first, and `samples` has all of them.
         Without a tokenizer, which some servers do not name, prompts must be tokens, and there is no `text`.
         """
         sampler = self._sampler()
-        futures = [sampler.sample(prompt, 1, params) for prompt in prompts_of(batch, self._fetch_tokenizer)]
-        sequences = [future.result().sequences[0] for future in futures]
+        futures = [sampler.sample(prompt, num_samples, params) for prompt in prompts_of(batch, self._rows)]
+        responses = [future.result() for future in futures]
         try:
-            tokenizer = self._fetch_tokenizer()
+            tokenizer = self._rows().tokenizer
         except Exception as error:  # of transformers, of its hub, or of the server
             warnings.warn(f"predictions have no text, because there is no tokenizer: {error}", stacklevel=2)
             tokenizer = None
-        return [
-            {
-                "tokens": sequence.tokens,
-                "logprobs": sequence.logprobs,
-                "stop_reason": sequence.stop_reason,
-                **({} if tokenizer is None else {"text": tokenizer.decode(sequence.tokens, skip_special_tokens=True)}),
-            }
-            for sequence in sequences
-        ]
+        predictions = []
+        for response in responses:
+            samples = [
+                {
+                    "tokens": one.tokens,
+                    "logprobs": one.logprobs,
+                    "stop_reason": one.stop_reason,
+                    **({} if tokenizer is None else {"text": tokenizer.decode(one.tokens, skip_special_tokens=True)}),
+                }
+                for one in response.sequences
+            ]
+            predictions.append({**samples[0], "samples": samples} if num_samples > 1 else samples[0])
+        return predictions
 
     def forget(self) -> None:
         """Drops the sampling client: a model that the user passed may have been trained elsewhere."""
         self._made = None
-
-    def _fetch_tokenizer(self) -> Any:
-        if self._tokenizer is None:
-            self._tokenizer = self._lm.backend.get_tokenizer()
-        return self._tokenizer
 
     def _sampler(self) -> Any:
         version, backend = self._lm.handle.remote.version, self._lm.backend

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from tinker_lightning.errors import InvalidDatum, InvalidTensor
+from tinker_lightning.types import chat
 from tinker_lightning.types.model_input import ModelInput, token_array
 from tinker_lightning.types.tensor import TensorData
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
+    from tinker_lightning.types.chat import Truncate
     from tinker_lightning.types.tensor import TensorLike
 
 # Loss inputs with one row per input token. Inputs with other names may have any shape.
@@ -129,34 +130,33 @@ class Datum:
         return cls(ModelInput.from_ints(ids), inputs)
 
     @classmethod
-    def from_chat(cls, messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> Datum:
+    def from_chat(
+        cls,
+        messages: Sequence[Mapping[str, Any]] | Mapping[str, Any],
+        tokenizer: Any,
+        *,
+        max_length: int | None = None,
+        truncate: Truncate = "error",
+    ) -> Datum:
         """Creates a datum from a conversation, with weight 1 on assistant messages, including end-of-turn tokens.
 
         Args:
-            messages: `{"role": ..., "content": ...}` in order, with at least one assistant message.
+            messages: `{"role": ..., "content": ...}` in order, with at least one assistant message, or a row of a
+                dataset that has them under `messages`, and optionally `tools`.
             tokenizer: A Hugging Face tokenizer with a chat template.
+            max_length: The maximum number of tokens of the conversation.
+            truncate: How to treat longer ones: `error` raises `TooLong`, `left` and `right` cut that side.
         """
-        turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-        if not turns:
-            raise InvalidDatum("the conversation has no assistant message, so there is nothing to train on")
-        if turns[0] == 0:
-            # The assistant's header is taken from the prompt that the template renders for the messages before it.
-            raise InvalidDatum("message 0 is an assistant message; put a system or user message before it")
-        ids = _render(tokenizer, messages, generate=False)
-        weights = np.zeros(len(ids), np.float32)
-        for turn in turns:
-            prompt = _render(tokenizer, messages[:turn], generate=True)
-            through = _render(tokenizer, messages[: turn + 1], generate=False)
-            if ids[: len(prompt)] != prompt or ids[: len(through)] != through:
-                raise InvalidDatum(
-                    f"message {turn}: this tokenizer's chat template renders earlier messages differently when later "
-                    "ones follow, so the assistant's tokens cannot be identified. Build the datum with "
-                    "Datum.from_tokens(tokens, weights)."
-                )
-            reply = through[len(prompt) :]
-            # Templates add a line break after the end of a turn, which is never sampled.
-            end = len(reply) - 1 - reply[::-1].index(tokenizer.eos_token_id) if tokenizer.eos_token_id in reply else -1
-            weights[len(prompt) : len(prompt) + (end + 1 or len(reply))] = 1.0
+        row = messages if isinstance(messages, Mapping) else {"messages": messages}
+        if "messages" not in row:
+            raise InvalidDatum(f"the row has no 'messages'; it has {', '.join(map(str, row)) or 'no columns'}")
+        rendered = chat.render(row["messages"], tokenizer, tools=row.get("tools"))
+        ids, weights = chat.shorten(*rendered, max_length, truncate)
+        if not weights[1:].any():
+            raise InvalidDatum(
+                f"no token of the assistant is left within max_length={max_length}. Raise max_length, or pass "
+                "truncate='left'."
+            )
         return cls.from_tokens(ids, weights)
 
     def with_inputs(self, inputs: Mapping[str, TensorLike] | None = None, **named: TensorLike) -> Datum:
@@ -229,9 +229,3 @@ def _check_alignment(length: int, inputs: Mapping[str, TensorData]) -> None:
             )
         if name == "weights" and targets is not None and shape != targets.shape and targets.shape[0] == length:
             raise InvalidDatum(f"weights has the shape {shape} but target_tokens has {targets.shape}")
-
-
-def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generate: bool) -> list[int]:
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids

@@ -1,0 +1,196 @@
+"""Converts rows of datasets (texts, chats, dicts) to datums, pairs and prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from tinker_lightning.client.sdk.inputs import check_not_mapped, to_datum, to_model_input
+from tinker_lightning.errors import InvalidDatum
+from tinker_lightning.types import Datum, ModelInput, chat
+from tinker_lightning.types.chat import Truncate
+
+if TYPE_CHECKING:
+    from tinker_lightning.types.chat import Message, Rendered
+
+# The columns by which a dict is recognized as a row.
+COLUMNS = ("messages", "prompt", "completion", "text", "chosen", "rejected")
+
+
+@runtime_checkable
+class DatumLike(Protocol):
+    """A datum of this library or of the official SDK."""
+
+    model_input: Any
+    loss_fn_inputs: Any
+
+
+@runtime_checkable
+class PromptLike(Protocol):
+    """A model input of this library or of the official SDK."""
+
+    chunks: Any
+
+
+def is_chat(value: Any) -> bool:
+    """Returns whether a value is a list of messages."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+    return is_list and all(isinstance(message, Mapping) and "role" in message for message in value)
+
+
+def is_row(value: Any) -> bool:
+    """Returns whether a value is one row of a dataset: a text, a chat, or a dict with one of the known columns."""
+    if isinstance(value, Mapping):
+        return any(name in value for name in COLUMNS)
+    return isinstance(value, str) or is_chat(value)
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """How rows of a dataset become tokens.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        max_length: The maximum number of tokens of a row.
+        truncate: How to treat longer rows: `error` raises `TooLong`, `left` and `right` cut that side.
+        system: A system message for chats that have none.
+        as_text: Whether strings under `prompt`, `completion`, `chosen` and `rejected` are plain text. By default they
+            are messages of the user and the assistant.
+        only_last: Whether to train on the last assistant message of a chat only.
+        renderer: A renderer of `tinker_cookbook`, in place of the tokenizer's chat template.
+        on_truncated: Called for each row that is cut.
+    """
+
+    tokenizer: Any
+    max_length: int | None = None
+    truncate: Truncate = "error"
+    system: str | None = None
+    as_text: bool = False
+    only_last: bool = False
+    renderer: Any = None
+    on_truncated: Callable[[], None] = lambda: None
+
+    def datum(self, row: Any) -> Datum:
+        """Returns the datum of a text, a chat, or a dict with `messages`, `prompt` and `completion`, or `text`."""
+        if isinstance(row, DatumLike):
+            return self._checked(to_datum(row))
+        check_not_mapped(row)
+        if isinstance(row, str):
+            return self._datum(*self._text(row))
+        if isinstance(row, Mapping):
+            if "messages" in row:
+                return self._datum(*self._chat(row["messages"], 0, row.get("tools")))
+            if "prompt" in row and "completion" in row:
+                return self._answered(row["prompt"], row["completion"], row.get("tools"))
+            if isinstance(row.get("text"), str):
+                return self._datum(*self._text(row["text"]))
+            raise InvalidDatum(
+                "a row to train on needs messages, prompt and completion, or text; this one has "
+                f"{', '.join(map(str, row)) or 'no columns'}"
+            )
+        return self._datum(*self._chat(row, 0, None))
+
+    def pair(self, row: Any) -> tuple[Datum, Datum]:
+        """Returns the chosen and the rejected datum of a dict with `chosen`, `rejected` and usually `prompt`.
+
+        Without a prompt, the answers must be whole chats, whose common start is the prompt.
+        """
+        if not isinstance(row, Mapping):
+            if isinstance(row, list | tuple) and len(row) == 2:
+                return self.datum(row[0]), self.datum(row[1])
+            raise InvalidDatum(f"a pair must be a dict with prompt, chosen and rejected, got {type(row).__name__}")
+        if missing := [name for name in ("chosen", "rejected") if name not in row]:
+            raise InvalidDatum(f"the pair has no {missing[0]!r}; it has {', '.join(map(str, row)) or 'no columns'}")
+        prompt, answers = row.get("prompt"), [row["chosen"], row["rejected"]]
+        if answers[0] == answers[1]:
+            raise InvalidDatum("chosen and rejected are equal, so there is no preference to learn")
+        if prompt is None:
+            if isinstance(answers[0], str) or isinstance(answers[1], str):
+                raise InvalidDatum("the pair has no 'prompt'; only pairs of whole chats can do without")
+            chosen, rejected = (chat.check_messages(answer) for answer in answers)
+            same = [a == b for a, b in zip(chosen, rejected, strict=False)]
+            shared = same.index(False) if False in same else len(same)
+            prompt, answers = chosen[:shared], [chosen[shared:], rejected[shared:]]
+        chosen_datum, rejected_datum = (self._answered(prompt, answer, row.get("tools")) for answer in answers)
+        return chosen_datum, rejected_datum
+
+    def prompt(self, row: Any) -> ModelInput:
+        """Returns the prompt of a text, a chat, or a dict with `prompt` or `messages`; left out is a last answer."""
+        if isinstance(row, PromptLike):
+            return to_model_input(row)
+        tools, value = None, row
+        if isinstance(row, Mapping):
+            tools, value = row.get("tools"), row.get("prompt", row.get("messages"))
+            if value is None:
+                raise InvalidDatum(f"the row has no 'prompt'; it has {', '.join(map(str, row)) or 'no columns'}")
+            if isinstance(value, str) and not self.as_text:
+                value = [{"role": "user", "content": value}]
+        if isinstance(value, PromptLike):
+            return to_model_input(value)
+        if isinstance(value, str):
+            ids: list[int] = self.tokenizer(value)["input_ids"]
+        elif self.renderer is not None:
+            messages = self._with_system(chat.check_messages(value))
+            ids = self.renderer.build_generation_prompt(messages).to_ints()
+        else:
+            messages = self._with_system(chat.check_messages(value))
+            ids = chat.generation_prompt(messages, self.tokenizer, tools=tools)
+        return ModelInput.from_ints(self._shortened(ids, np.zeros(len(ids), np.float32))[0])
+
+    def _answered(self, prompt: Any, answer: Any, tools: Any) -> Datum:
+        if self.as_text and isinstance(prompt, str) and isinstance(answer, str):
+            before: list[int] = self.tokenizer(prompt)["input_ids"]
+            after = self._ended(self.tokenizer(answer, add_special_tokens=False)["input_ids"])
+            return self._datum([*before, *after], np.repeat([0, 1], [len(before), len(after)]).astype(np.float32))
+        messages = _messages(prompt, "user")
+        return self._datum(*self._chat([*messages, *_messages(answer, "assistant")], len(messages), tools))
+
+    def _chat(self, messages: Any, first: int, tools: Any) -> Rendered:
+        given = chat.check_messages(messages)
+        messages = self._with_system(given)
+        first += len(messages) - len(given)
+        if self.renderer is None:
+            return chat.render(messages, self.tokenizer, first=first, only_last=self.only_last, tools=tools)
+        what = "last_assistant_message" if self.only_last else "all_assistant_messages"
+        tokens, weights = self.renderer.build_supervised_example(messages, train_on_what=what)
+        weights = np.array(weights, np.float32)
+        if first:
+            weights[: self.renderer.build_generation_prompt(messages[:first]).length] = 0
+        return tokens.to_ints(), weights
+
+    def _with_system(self, messages: list[Message]) -> list[Message]:
+        if self.system is None or (messages and messages[0]["role"] in ("system", "developer")):
+            return messages
+        return [{"role": "system", "content": self.system}, *messages]
+
+    def _text(self, text: str) -> Rendered:
+        ids = self._ended(self.tokenizer(text)["input_ids"])
+        return ids, np.ones(len(ids), np.float32)
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """Adds the end-of-text token, so that the model learns to stop."""
+        end = self.tokenizer.eos_token_id
+        return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+    def _datum(self, ids: list[int], weights: Any) -> Datum:
+        return self._checked(Datum.from_tokens(*self._shortened(ids, weights)))
+
+    def _shortened(self, ids: list[int], weights: Any) -> Rendered:
+        short = chat.shorten(ids, weights, self.max_length, self.truncate)
+        if len(short[0]) < len(ids):
+            self.on_truncated()
+        return short
+
+    def _checked(self, datum: Datum) -> Datum:
+        weights = datum.loss_fn_inputs.get("weights")
+        if weights is not None and not weights.to_numpy().any():
+            within = "" if self.max_length is None else f" within max_length={self.max_length}"
+            raise InvalidDatum(f"none of its tokens has a weight{within}, so there is nothing to train on")
+        return datum
+
+
+def _messages(value: Any, role: str) -> list[Message]:
+    return [{"role": role, "content": value}] if isinstance(value, str) else chat.check_messages(value)
