@@ -63,7 +63,7 @@ def test_datums_takes_each_kind_of_row(module: RemoteModule) -> None:
 def test_a_fit_takes_rows_with_look_ahead_and_validates_on_them(service: ServiceClient) -> None:  # R5.3
     module = new(service, RemoteModule)
     counts = count_passes(module.lm.backend)
-    rows: Any = DataLoader(ROWS * 2, batch_size=2, collate_fn=collate)
+    rows: Any = DataLoader(ROWS * 2, batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
     trainer = quiet(max_epochs=4, accumulate_grad_batches=3, num_sanity_val_steps=0)
     trainer.fit(module, rows, rows)
     assert trainer.callback_metrics["val_loss"] < 5
