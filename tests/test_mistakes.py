@@ -101,7 +101,7 @@ def missing_input(stage: Stage) -> None:
 
 
 def unreachable(_: Stage) -> None:
-    service = ServiceClient("http://127.0.0.1:9", retry_policy=RetryPolicy(0.0))
+    service = ServiceClient(base_url="http://127.0.0.1:9", retry_policy=RetryPolicy(0.0))
     custom_loss(service, name="urgent")(minimal)
 
 

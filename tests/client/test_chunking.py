@@ -143,7 +143,7 @@ def chunked(
     monkeypatch.setattr(handshake, "CLIENT_CONFIG", {**handshake.CLIENT_CONFIG, **limits})
     jitter = Jitter(httpx.ASGITransport(create_app(shared, extended=extended)))
     record = RecordingTransport(jitter)
-    with ServiceClient("http://embedded", transport=record, retry_policy=QUICK) as service:
+    with ServiceClient(base_url="http://embedded", transport=record, retry_policy=QUICK) as service:
         yield Chunked(shared, service, record, jitter)
 
 
@@ -167,7 +167,7 @@ def run(model: Any) -> list[Any]:
 @MODES
 def test_chunking_changes_nothing(chunked: Chunked) -> None:
     model = chunked.service.create_lora_training_client("tiny", rank=4, seed=1)
-    with ServiceClient("http://embedded", transport=_whole(chunked.trainer)) as service:
+    with ServiceClient(base_url="http://embedded", transport=_whole(chunked.trainer)) as service:
         whole = service.create_lora_training_client("tiny", rank=4, seed=1)
         expected = run(whole)
         weights = bits(chunked.trainer, whole.model_id)
@@ -242,7 +242,7 @@ def test_bodies_are_compressed_where_the_server_asks_for_it(
     config = {**handshake.CLIENT_CONFIG, "proto_compress_fwdbwd": compressed}
     monkeypatch.setattr(handshake, "CLIENT_CONFIG", config)
     record = RecordingTransport(httpx.ASGITransport(create_app(shared)))
-    with ServiceClient("http://embedded", transport=record) as service:
+    with ServiceClient(base_url="http://embedded", transport=record) as service:
         model = service.create_lora_training_client("tiny", rank=4)
         model.forward(DATA * 10, "cross_entropy").result()
         model.optim_step().result()

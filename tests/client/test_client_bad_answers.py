@@ -79,7 +79,7 @@ def test_malformed_results_raise(
     shared: EmbeddedTrainer, answer: Callable[[], httpx.Response], kind: type[TinkerLightningError], message: str
 ) -> None:
     meddler = Meddler(httpx.ASGITransport(create_app(shared, extended=False)))
-    with ServiceClient("http://embedded", transport=meddler, retry_policy=QUICK) as service:
+    with ServiceClient(base_url="http://embedded", transport=meddler, retry_policy=QUICK) as service:
         model = service.create_lora_training_client("tiny", rank=4)
         meddler.answers["retrieve_future"] = answer
         with pytest.raises(TinkerLightningError, match=message) as caught:
@@ -95,7 +95,7 @@ def test_malformed_results_raise(
 
 def test_a_sample_whose_result_is_gone_is_requested_again(shared: EmbeddedTrainer) -> None:
     meddler = Meddler(httpx.ASGITransport(create_app(shared, extended=False)))
-    with ServiceClient("http://embedded", transport=meddler, retry_policy=QUICK) as service:
+    with ServiceClient(base_url="http://embedded", transport=meddler, retry_policy=QUICK) as service:
         sampler = service.create_sampling_client(base_model="tiny")
         lost = iter(range(2))
 
@@ -114,7 +114,7 @@ def test_a_sample_whose_result_is_gone_is_requested_again(shared: EmbeddedTraine
 
 def test_a_submission_without_a_receipt(shared: EmbeddedTrainer) -> None:
     meddler = Meddler(httpx.ASGITransport(create_app(shared, extended=False)))
-    with ServiceClient("http://embedded", transport=meddler, retry_policy=QUICK) as service:
+    with ServiceClient(base_url="http://embedded", transport=meddler, retry_policy=QUICK) as service:
         model = service.create_lora_training_client("tiny", rank=4)
         meddler.answers["forward_backward"] = lambda: httpx.Response(200, json={})
         with pytest.raises(OperationFailed, match="returned no request_id"):
@@ -128,7 +128,7 @@ def test_an_unreachable_server_does_not_delay_close(shared: EmbeddedTrainer, mon
     def gone() -> httpx.Response:
         raise httpx.ConnectError("gone")
 
-    with ServiceClient("http://embedded", transport=meddler, retry_policy=QUICK) as service:
+    with ServiceClient(base_url="http://embedded", transport=meddler, retry_policy=QUICK) as service:
         service.create_sampling_client(base_model="tiny")
         meddler.answers["finish"] = gone
         started = time.monotonic()

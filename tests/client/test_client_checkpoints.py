@@ -60,7 +60,7 @@ def test_a_deletion_whose_answer_is_lost_is_done(shared: EmbeddedTrainer) -> Non
                 raise httpx.ReadError("the answer was lost", request=request)
             return response
 
-    with ServiceClient("http://embedded", transport=Lossy(create_app(shared)), retry_policy=QUICK) as service:
+    with ServiceClient(base_url="http://embedded", transport=Lossy(create_app(shared)), retry_policy=QUICK) as service:
         path = service.create_lora_training_client("tiny", rank=4).save_state("one").result().path
         service.delete_checkpoint(path)
         assert Lossy.lost == 1

@@ -41,7 +41,7 @@ SOON = RetryPolicy(0.3, first_delay=0.05, longest_delay=0.1)
 
 @contextlib.contextmanager
 def visiting(url: str, retry_policy: RetryPolicy = SOON, **options: Any) -> Iterator[ServiceClient]:
-    with ServiceClient(url, retry_policy=retry_policy, **options) as service:
+    with ServiceClient(base_url=url, retry_policy=retry_policy, **options) as service:
         yield service
 
 
@@ -73,13 +73,13 @@ def test_no_such_host() -> None:
 @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://somewhere", "http://", "http://[::bad"])
 def test_an_invalid_url_raises(url: str) -> None:
     with pytest.raises(InvalidInput, match=r"is not the URL of a server.* Use http://host:port"):
-        ServiceClient(url)
+        ServiceClient(base_url=url)
 
 
 @pytest.mark.parametrize("key", ["tml-ключ", "tml-a\nb", " tml-a"])
 def test_no_key(key: str) -> None:
     with pytest.raises(InvalidInput, match=r"the API key contains .* Copy it again"):
-        ServiceClient("http://somewhere", key)
+        ServiceClient(base_url="http://somewhere", api_key=key)
 
 
 @pytest.mark.parametrize("key", [None, "", "tml-wrong"])

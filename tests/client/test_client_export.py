@@ -143,7 +143,9 @@ class Downloads(httpx.AsyncBaseTransport):
 @pytest.fixture
 def spoiled(shared: EmbeddedTrainer) -> Iterator[tuple[ServiceClient, Downloads]]:
     downloads = Downloads(httpx.ASGITransport(create_app(shared, api_key="tml-secret")))
-    with ServiceClient("http://embedded", "tml-secret", transport=downloads, retry_policy=QUICK) as service:
+    with ServiceClient(
+        base_url="http://embedded", api_key="tml-secret", transport=downloads, retry_policy=QUICK
+    ) as service:
         yield service, downloads
 
 
@@ -251,7 +253,7 @@ def test_a_server_that_sends_without_end_does_not_fill_the_disk(
 def test_over_the_network_with_a_key(shared: EmbeddedTrainer, running: Running, tmp_path: Path) -> None:
     with (
         running(create_app(shared, api_key="tml-right")) as url,
-        ServiceClient(url, "tml-right") as service,
+        ServiceClient(base_url=url, api_key="tml-right") as service,
     ):
         model = trained(service.create_lora_training_client("tiny", rank=4))
         assert names(model.export_adapter(tmp_path / "adapter")) == FILES

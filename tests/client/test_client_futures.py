@@ -81,7 +81,7 @@ def test_closing_with_an_error_does_not_wait(
 ) -> None:
     """Requests that are still in flight then raise."""
     # A separate trainer, so that requests of other tests do not delay those of this one.
-    service = ServiceClient("http://embedded", transport=httpx.ASGITransport(create_app(trainer)))
+    service = ServiceClient(base_url="http://embedded", transport=httpx.ASGITransport(create_app(trainer)))
     model = service.create_lora_training_client("tiny", rank=4)
     futures = [
         model.forward(DATA, "cross_entropy"),
@@ -110,7 +110,7 @@ def test_a_request_in_a_retry_ends_when_the_client_closes(shared: EmbeddedTraine
         async def aclose(self) -> None:
             await asyncio.sleep(0.2)
 
-    service = ServiceClient("http://embedded", transport=Failing(create_app(shared)), retry_policy=QUICK)
+    service = ServiceClient(base_url="http://embedded", transport=Failing(create_app(shared)), retry_policy=QUICK)
     future = service.create_lora_training_client("tiny", rank=4).optim_step()
     service.close("errored")
     with pytest.raises(ClientClosed, match="the client was closed before the result arrived"):

@@ -55,7 +55,7 @@ def model(recorded: Recorded) -> TrainingClient:
 
 def test_three_regularizers_train_as_their_sum_and_are_logged_separately(backend: Backend) -> None:  # R2.1, R2.4, R2.7
     composed, single = backend.model(), backend.model()
-    result = composed.forward_backward_custom(DATA, nll, THREE).result()
+    result = composed.forward_backward_custom(DATA, nll, regularizers=THREE).result()
     expected = single.forward_backward_custom(DATA, sum_of_three).result()
 
     got, plain = (gathered(backend.trainer, each.model_id) for each in (composed, single))
@@ -97,7 +97,7 @@ def test_regularizers_alone_are_a_loss(backend: Backend) -> None:  # R2.1
 def test_a_single_callback_is_as_it_was(backend: Backend, none: Any) -> None:  # R2.5, R2.7
     model = backend.model()
     before = model.forward_backward_custom(DATA, nll).result()
-    after = model.forward_backward_custom(DATA, nll, none).result()
+    after = model.forward_backward_custom(DATA, nll, regularizers=none).result()
     assert after.metrics == before.metrics
     assert not {"loss_total", "regularizers", "base_loss"} & set(after.metrics)
     assert all(isinstance(value, float) for value in after.metrics.values())
@@ -113,11 +113,11 @@ def test_weights_are_given_the_number_of_steps_before(backend: Backend) -> None:
 
     term = Regularizer(spread, weight, "spread")
     for _ in range(2):
-        model.forward_backward_custom(DATA, nll, [term])
-        model.forward_backward_custom(DATA, nll, [term]).result()
+        model.forward_backward_custom(DATA, nll, regularizers=[term])
+        model.forward_backward_custom(DATA, nll, regularizers=[term]).result()
         model.save_state("between", overwrite=True).result()
         model.optim_step(FAST)
-    model.forward_backward_custom(DATA, nll, [term]).result()
+    model.forward_backward_custom(DATA, nll, regularizers=[term]).result()
     assert sorted(steps) == steps == [0, 0, 1, 1, 2]
 
 
@@ -126,12 +126,12 @@ def test_a_step_that_was_not_taken_does_not_count(model: TrainingClient) -> None
     model.forward_backward_custom(DATA, lambda _, lp: lp[0])
     with pytest.raises(InvalidLoss):
         model.optim_step(FAST)
-    metrics: dict[str, Any] = model.forward_backward_custom(DATA, nll, [term]).result().metrics
+    metrics: dict[str, Any] = model.forward_backward_custom(DATA, nll, regularizers=[term]).result().metrics
     assert metrics["regularizers"]["spread"]["weight"] == 0.0
 
 
 def test_gradient_norms_can_be_switched_off(backend: Backend) -> None:
-    metrics = backend.model().forward_backward_custom(DATA, nll, THREE, grad_norms=False).result().metrics
+    metrics = backend.model().forward_backward_custom(DATA, nll, regularizers=THREE, grad_norms=False).result().metrics
     assert not [name for name in composition.flatten(metrics) if "grad_norm" in name]
 
 
@@ -144,7 +144,9 @@ def test_terms_never_run_on_the_loop_of_the_network(backend: Backend) -> None:
         score: float = (await model.forward(DATA, "cross_entropy")).metrics["loss:sum"]  # by the network's loop
         return logprobs[0].sum() * score
 
-    model.forward_backward_custom(DATA, nll, [Regularizer(uses_the_client, 1e-3, "x")], regularizer_timeout=LONG)
+    model.forward_backward_custom(
+        DATA, nll, regularizers=[Regularizer(uses_the_client, 1e-3, "x")], regularizer_timeout=LONG
+    )
     model.optim_step(FAST).result()
     assert names == ["tinker-lightning-regularizers"]
 
@@ -153,8 +155,8 @@ def test_it_works_inside_a_running_event_loop(backend: Backend) -> None:  # as i
     model = backend.model()
 
     async def cell() -> Any:
-        awaited = await model.forward_backward_custom(DATA, nll, THREE)
-        blocked = model.forward_backward_custom(DATA, nll, THREE).result()
+        awaited = await model.forward_backward_custom(DATA, nll, regularizers=THREE)
+        blocked = model.forward_backward_custom(DATA, nll, regularizers=THREE).result()
         return awaited.metrics["loss_total"], blocked.metrics["loss_total"]
 
     first, second = asyncio.run(cell())
@@ -163,7 +165,7 @@ def test_it_works_inside_a_running_event_loop(backend: Backend) -> None:  # as i
 
 def test_under_no_grad_it_still_trains(model: TrainingClient) -> None:
     with torch.no_grad():
-        metrics: dict[str, Any] = model.forward_backward_custom(DATA, nll, THREE).result().metrics
+        metrics: dict[str, Any] = model.forward_backward_custom(DATA, nll, regularizers=THREE).result().metrics
     assert all(each["grad_norm"] > 0 for each in metrics["regularizers"].values())
 
 
@@ -174,7 +176,7 @@ def test_under_no_grad_it_still_trains(model: TrainingClient) -> None:
     ("arguments", "message"),
     [
         (
-            (None,),
+            (None, None),
             r"loss_fn must be a function of \(data, logprobs\), got NoneType; it may be None only if there",
         ),
         ((None, []), "got NoneType; it may be None only if"),
@@ -189,7 +191,7 @@ def test_invalid_passes_raise_before_anything_is_sent(
 ) -> None:  # R1.9
     sent = len(recorded.record.requests)
     with pytest.raises(InvalidLoss, match=message):
-        model.forward_backward_custom(DATA, *arguments)
+        model.forward_backward_custom(DATA, arguments[0], regularizers=arguments[1])
     assert len(recorded.record.requests) == sent
 
 
@@ -200,8 +202,8 @@ def test_a_term_that_fails_is_named_and_stops_the_step(backend: Backend) -> None
     async def broken(_: list[Any], logprobs: list[Tensor]) -> Tensor:
         raise ConnectionError("the judge is down")
 
-    good = model.forward_backward_custom(DATA, nll, THREE)
-    model.forward_backward_custom(DATA, nll, [*THREE, Regularizer(broken, 1.0, "judge")])
+    good = model.forward_backward_custom(DATA, nll, regularizers=THREE)
+    model.forward_backward_custom(DATA, nll, regularizers=[*THREE, Regularizer(broken, 1.0, "judge")])
     with pytest.raises(InvalidLoss, match="regularizer 'judge' failed: ConnectionError: the judge is down") as caught:
         model.optim_step(FAST)
     assert isinstance(caught.value.__cause__, ConnectionError)
@@ -216,10 +218,12 @@ def test_a_term_that_takes_too_long_is_named(model: TrainingClient) -> None:
         await asyncio.sleep(3600)
         return logprobs[0].sum()
 
-    future = model.forward_backward_custom(DATA, nll, [Regularizer(never, 1.0, "never")], regularizer_timeout=0.05)
+    future = model.forward_backward_custom(
+        DATA, nll, regularizers=[Regularizer(never, 1.0, "never")], regularizer_timeout=0.05
+    )
     with pytest.raises(ResultTimeout, match=r"regularizer 'never': no value within 0\.05 s"):
         future.result()
-    model.forward_backward_custom(DATA, nll, THREE)
+    model.forward_backward_custom(DATA, nll, regularizers=THREE)
     model.optim_step(FAST).result()
 
 
@@ -227,13 +231,15 @@ def test_a_term_that_takes_too_long_is_named(model: TrainingClient) -> None:
 def test_an_impossible_timeout_raises_at_the_call(recorded: Recorded, model: TrainingClient, timeout: Any) -> None:
     sent = len(recorded.paths())
     with pytest.raises(InvalidInput, match="regularizer_timeout must be a number of seconds above 0, or None, got"):
-        model.forward_backward_custom(DATA, nll, THREE, regularizer_timeout=timeout)
+        model.forward_backward_custom(DATA, nll, regularizers=THREE, regularizer_timeout=timeout)
     assert len(recorded.paths()) == sent
 
 
 def test_a_total_that_does_not_depend_on_the_model_raises(model: TrainingClient) -> None:  # R1.9
     scale = torch.ones((), requires_grad=True)
-    future = model.forward_backward_custom(DATA, None, [Regularizer(lambda *_: scale * 2, 1.0, "constant")])
+    future = model.forward_backward_custom(
+        DATA, None, regularizers=[Regularizer(lambda *_: scale * 2, 1.0, "constant")]
+    )
     with pytest.raises(LossWithoutGradient, match="does not depend on the log-probabilities"):
         future.result()
 
@@ -287,7 +293,7 @@ def test_a_divergence_from_a_reference_holds_the_model_there(recorded: Recorded,
         reference = model.forward([datum(text)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch()
         data = [datum(text, reference_logprobs=reference)]
         for _ in range(8):
-            model.forward_backward_custom(data, nll, [Regularizer(fn, weight, "kl")])
+            model.forward_backward_custom(data, nll, regularizers=[Regularizer(fn, weight, "kl")])
             model.optim_step(AdamParams(learning_rate=5e-3))
         after = model.forward([datum(text)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch()
         return float((after - reference).mean())

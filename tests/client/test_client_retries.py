@@ -66,7 +66,7 @@ class Scripted:
 def scripted(shared: EmbeddedTrainer, request: pytest.FixtureRequest) -> Iterator[Scripted]:
     script = Script(httpx.ASGITransport(create_app(shared, extended=request.param == "extended")))
     record = RecordingTransport(script)
-    with ServiceClient("http://embedded", transport=record, retry_policy=QUICK) as service:
+    with ServiceClient(base_url="http://embedded", transport=record, retry_policy=QUICK) as service:
         yield Scripted(service, script, record)
 
 
@@ -143,7 +143,7 @@ def test_retries_end_after_the_limit(trainer: EmbeddedTrainer) -> None:
     trainer.scheduler._gap_timeout = 0.1  # for what is never sent leaves a gap
     script = Script(httpx.ASGITransport(create_app(trainer)))
     retry_policy = replace(QUICK, seconds=0.3)
-    with ServiceClient("http://embedded", transport=script, retry_policy=retry_policy) as service:
+    with ServiceClient(base_url="http://embedded", transport=script, retry_policy=retry_policy) as service:
         model = service.create_lora_training_client("tiny", rank=4)
         script.answers["optim_step"] = [again(503)] * 1000
         started = time.monotonic()
@@ -164,7 +164,7 @@ def test_an_account_without_credit_has_its_own_retry_limit(
     retry_policy = replace(QUICK, seconds=0.1, billing_delay=0.05)
     config = {"billing_exception_max_pause_duration_sec": 2.0, "parallel_fwdbwd_chunks": True}
     script.answers["config"] = [httpx.Response(200, json=config)]
-    with ServiceClient("http://embedded", transport=script, retry_policy=retry_policy) as service:
+    with ServiceClient(base_url="http://embedded", transport=script, retry_policy=retry_policy) as service:
         model = service.create_lora_training_client("tiny", rank=4)
         script.answers["optim_step"] = [again(402)] * 6
         model.optim_step().result()
@@ -200,7 +200,7 @@ def plain(shared: EmbeddedTrainer) -> Iterator[Scripted]:
     """Where results are fetched."""
     script = Script(httpx.ASGITransport(create_app(shared, extended=False)))
     record = RecordingTransport(script)
-    with ServiceClient("http://embedded", transport=record, retry_policy=QUICK) as service:
+    with ServiceClient(base_url="http://embedded", transport=record, retry_policy=QUICK) as service:
         yield Scripted(service, script, record)
 
 
@@ -229,7 +229,7 @@ def test_a_poll_that_times_out_is_repeated(
 def test_a_poll_held_longer_than_the_read_timeout_is_repeated(shared: EmbeddedTrainer) -> None:
     script = Script(httpx.ASGITransport(create_app(shared, extended=False)))
     retry_policy = replace(QUICK, seconds=0.05)
-    with ServiceClient("http://embedded", transport=script, retry_policy=retry_policy) as service:
+    with ServiceClient(base_url="http://embedded", transport=script, retry_policy=retry_policy) as service:
         model = service.create_lora_training_client("tiny", rank=4)
         script.answers["retrieve_future"] = [httpx.ReadTimeout("slow")] * 20
         model.optim_step().result()
@@ -247,7 +247,7 @@ def test_a_submission_that_outlasts_the_long_poll_is_fetched(
 ) -> None:
     monkeypatch.setattr("tinker_lightning.server.endpoints.futures.LONG_POLL_SECONDS", 0.05)
     record = RecordingTransport(httpx.ASGITransport(create_app(shared)))
-    with ServiceClient("http://embedded", transport=record) as service:
+    with ServiceClient(base_url="http://embedded", transport=record) as service:
         model = service.create_lora_training_client("tiny", rank=4)
         future = model.forward(DATA, "cross_entropy")
         while record.requests[-1].path != "/api/v1/retrieve_future":

@@ -126,7 +126,7 @@ def test_several_failures_are_raised_as_one(model: TrainingClient, held: threadi
 
 
 def test_close_raises_what_nobody_has_read(shared: EmbeddedTrainer, held: threading.Event) -> None:
-    service = ServiceClient("http://embedded", transport=httpx.ASGITransport(create_app(shared)))
+    service = ServiceClient(base_url="http://embedded", transport=httpx.ASGITransport(create_app(shared)))
     model = service.create_lora_training_client("tiny", rank=4)
     for i in range(2):
         model.forward(DATA, "ppo", {f"setting_{i}": 1.0})
@@ -140,7 +140,7 @@ def test_close_raises_what_nobody_has_read(shared: EmbeddedTrainer, held: thread
 
 
 def test_failures_of_a_collected_client_are_not_lost(shared: EmbeddedTrainer) -> None:
-    service = ServiceClient("http://embedded", transport=httpx.ASGITransport(create_app(shared)))
+    service = ServiceClient(base_url="http://embedded", transport=httpx.ASGITransport(create_app(shared)))
 
     def work() -> None:
         model = service.create_lora_training_client("tiny", rank=4)
@@ -174,14 +174,14 @@ def test_close_evaluates_a_custom_loss_that_nobody_has_read(shared: EmbeddedTrai
         evaluated.append(len(logprobs))
         return logprobs[0].sum()
 
-    client = ServiceClient("http://embedded", transport=httpx.ASGITransport(create_app(shared)))
+    client = ServiceClient(base_url="http://embedded", transport=httpx.ASGITransport(create_app(shared)))
     client.create_lora_training_client("tiny", rank=4).forward_backward_custom(DATA, loss)
     client.close()
     assert evaluated == [len(DATA)]
 
 
 def test_close_raises_the_failure_of_a_custom_loss_that_nobody_has_read(shared: EmbeddedTrainer) -> None:
-    client = ServiceClient("http://embedded", transport=httpx.ASGITransport(create_app(shared)))
+    client = ServiceClient(base_url="http://embedded", transport=httpx.ASGITransport(create_app(shared)))
     model = client.create_lora_training_client("tiny", rank=4)
     model.forward_backward_custom(DATA, lambda _, lp: lp[0].detach().sum())
     with pytest.raises(LossWithoutGradient, match="does not depend on the log-probabilities"):

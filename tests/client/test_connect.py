@@ -147,7 +147,7 @@ def test_messages_of_the_server_are_logged_at_the_start(
             return httpx.Response(200, json={"session_id": "s", "warning_message": "upgrade", "info_message": None})
         return httpx.Response(200, json={"supported_models": []})
 
-    with ServiceClient("http://a", transport=httpx.MockTransport(answer)) as service:
+    with ServiceClient(base_url="http://a", transport=httpx.MockTransport(answer)) as service:
         assert service.session.session_id == "s"
     assert [
         (record.levelname, record.getMessage()) for record in caplog.records if "upgrade" in record.getMessage()
@@ -166,7 +166,7 @@ def test_a_server_of_the_first_generations_works() -> None:
         known = body.get(request.url.path.rsplit("/", 1)[1])
         return httpx.Response(404, json={"detail": "Not Found"}) if known is None else httpx.Response(200, json=known)
 
-    with ServiceClient("http://old", transport=httpx.MockTransport(answer)) as service:
+    with ServiceClient(base_url="http://old", transport=httpx.MockTransport(answer)) as service:
         assert service.get_server_capabilities().supported_models == []
         assert service.create_lora_training_client("any").model_id == "m"
         assert not service.session.config.parallel_fwdbwd_chunks

@@ -161,7 +161,7 @@ def conversations(
         recorder = Recorder(create_app(shared, extended=request.param == "extended"))
         with running(recorder) as url:
             use_everything(
-                ServiceClient(url) if kind == "ours" else tinker.ServiceClient(base_url=url, api_key=SDK_KEY)
+                ServiceClient(base_url=url) if kind == "ours" else tinker.ServiceClient(base_url=url, api_key=SDK_KEY)
             )
         said.append(recorder.messages())
     return said[0], said[1]

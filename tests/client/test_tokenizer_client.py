@@ -59,7 +59,7 @@ def test_a_server_cannot_write_elsewhere(name: str, shared: EmbeddedTrainer) -> 
         return await inner.handle_async_request(request)
 
     inner = httpx.ASGITransport(create_app(shared))
-    with ServiceClient("http://a", transport=httpx.MockTransport(answer), retry_policy=QUICK) as service:
+    with ServiceClient(base_url="http://a", transport=httpx.MockTransport(answer), retry_policy=QUICK) as service:
         sampler = service.create_sampling_client(base_model="tiny")
         with pytest.raises(NotATinkerServer, match="whose name is a path"):
             sampler.get_tokenizer()
@@ -73,7 +73,7 @@ def test_malformed_records_raise(body: Any, shared: EmbeddedTrainer) -> None:
         return await inner.handle_async_request(request)
 
     inner = httpx.ASGITransport(create_app(shared))
-    with ServiceClient("http://a", transport=httpx.MockTransport(answer), retry_policy=QUICK) as service:
+    with ServiceClient(base_url="http://a", transport=httpx.MockTransport(answer), retry_policy=QUICK) as service:
         sampler = service.create_sampling_client(base_model="tiny")
         with pytest.raises(NotATinkerServer, match="files"):
             sampler.get_tokenizer()

@@ -73,7 +73,9 @@ def reach(name: BackendName, trainer: EmbeddedTrainer, running: Running) -> Iter
         return
     with running(create_app(trainer, extended=name != "tcp without extensions")) as url:
         client: Any = (
-            tinker.ServiceClient(base_url=url, api_key=SDK_KEY) if name == "official SDK" else ServiceClient(url)
+            tinker.ServiceClient(base_url=url, api_key=SDK_KEY)
+            if name == "official SDK"
+            else ServiceClient(base_url=url)
         )
         with client as service:
             yield Backend(name, service, trainer)
@@ -95,5 +97,7 @@ class Recorded:
 def recording(app: ASGIApp, retry_policy: RetryPolicy = QUICK, api_key: str | None = None) -> Iterator[Recorded]:
     """A client of an app, with a record of what it sends."""
     record = RecordingTransport(httpx.ASGITransport(app))
-    with ServiceClient("http://embedded", api_key, transport=record, retry_policy=retry_policy) as service:
+    with ServiceClient(
+        base_url="http://embedded", api_key=api_key, transport=record, retry_policy=retry_policy
+    ) as service:
         yield Recorded(service, record)

@@ -97,7 +97,7 @@ def test_a_step_is_what_the_client_sends(
     for step, rate in enumerate(RATES):
         for i in range(step * n, step * n + n):
             regularizers = [replace(each, weight=each.weight / n) for each in kind.regularizers]  # type: ignore
-            model.forward_backward_custom(DATA[2 * i : 2 * i + 2], scaled, regularizers)
+            model.forward_backward_custom(DATA[2 * i : 2 * i + 2], scaled, regularizers=regularizers)
         model.optim_step(AdamParams(rate, 0.9, 0.95, 1e-12, weight_decay=0.01, grad_clip_norm=0.5)).result()
     by_client = messages(recorded)
     assert len(by_fit) == 2 * (2 * n + 1)

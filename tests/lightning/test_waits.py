@@ -129,7 +129,10 @@ def waits(
     transport = Distant(httpx.ASGITransport(create_app(server, extended=extended)))
     data = [Datum.from_tokens([i % 256, 1, 2, 3]) for i in range(n * steps)]
     batches: Any = DataLoader(data, 1, collate_fn=collate)  # type: ignore[arg-type]
-    with ServiceClient("http://embedded", transport=transport) as service, pytest.MonkeyPatch.context() as patch:
+    with (
+        ServiceClient(base_url="http://embedded", transport=transport) as service,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         module = kind(service.create_lora_training_client("tiny", rank=2, seed=1), **settings)
         trace = Trace(transport, patch)
         trainer = quiet(

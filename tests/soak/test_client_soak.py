@@ -76,7 +76,7 @@ def test_faults_in_process_change_no_bit(clean: Outcome, tmp_path: Path) -> None
 def test_faults_over_tcp_without_extensions_change_no_bit(clean: Outcome, tmp_path: Path, running: Running) -> None:
     with _trainer(tmp_path) as (trainer, log), running(create_app(trainer, extended=False)) as url:
         transport = FaultyTransport(httpx.AsyncHTTPTransport(), rate=0.1, seed=2)
-        with ServiceClient(url, transport=transport, retry_policy=PATIENCE) as service:
+        with ServiceClient(base_url=url, transport=transport, retry_policy=PATIENCE) as service:
             outcome = train(service, trainer, log, STEPS)
     assert_many_faults(transport)
     assert outcome == clean
@@ -89,7 +89,7 @@ def test_a_second_in_which_every_answer_to_a_submission_is_lost(
 ) -> None:
     with _trainer(tmp_path) as (trainer, log), running(create_app(trainer, extended=extended)) as url:
         transport = LosesAnswers(httpx.AsyncHTTPTransport())
-        with ServiceClient(url, transport=transport, retry_policy=PATIENCE) as service:
+        with ServiceClient(base_url=url, transport=transport, retry_policy=PATIENCE) as service:
             outcome = train(service, trainer, log, STEPS, at_step={STEPS // 2: transport.begin})
     assert len(transport.lost) >= 2 * MICRO_BATCHES
     assert "optim_step" in {path.rpartition("/")[2] for path in transport.lost}
@@ -109,7 +109,7 @@ def test_threads_with_models_of_their_own_share_one_client(over_tcp: bool, tmp_p
         if over_tcp:
             url, inner = stack.enter_context(running(create_app(trainer, extended=False))), httpx.AsyncHTTPTransport()
         transport = FaultyTransport(inner, rate=0.1, seed=3)
-        service = stack.enter_context(ServiceClient(url, transport=transport, retry_policy=PATIENCE))
+        service = stack.enter_context(ServiceClient(base_url=url, transport=transport, retry_policy=PATIENCE))
         with ThreadPoolExecutor(THREADS) as pool:
             together = list(pool.map(lambda seed: train(service, trainer, log, STEPS_PER_THREAD, seed), range(THREADS)))
     assert_many_faults(transport)

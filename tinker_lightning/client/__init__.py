@@ -3,11 +3,10 @@
 from tinker_lightning.client.adapters import as_backend, as_sampler
 from tinker_lightning.client.backend import TrainingBackend
 from tinker_lightning.client.custom import CustomLossFuture
-from tinker_lightning.client.discovery import connect
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.loss_handle import LossHandle
 from tinker_lightning.client.sampling import SamplingClient
-from tinker_lightning.client.service import ServiceClient
+from tinker_lightning.client.service import ServiceClient, connect
 from tinker_lightning.client.training import TrainingClient
 
 __all__ = [

@@ -59,7 +59,7 @@ class TrainingBackend(Protocol):
     def forward_backward(self, data: list[Any], loss_fn: Any, loss_fn_config: Mapping[str, Any] | None = None) -> Any:
         """Runs a pass and accumulates its gradient; the result is a `ForwardBackwardOutput`."""
 
-    def forward_backward_custom(self, data: list[Any], loss_fn: Any = None, regularizers: Any = None) -> Any:
+    def forward_backward_custom(self, data: list[Any], loss_fn: Any = None) -> Any:
         """Runs a pass with a custom loss; the result is a `ForwardBackwardOutput`."""
 
     def optim_step(self, optim_params: Any = None) -> Any:

@@ -14,17 +14,16 @@ from tinker_lightning.client.credentials import Credentials
 from tinker_lightning.client.futures import UnreadFailures, raise_together
 from tinker_lightning.client.live_weights import LiveWeights
 from tinker_lightning.client.loop import BackgroundLoop
-from tinker_lightning.client.session import Session
 from tinker_lightning.errors import ClientClosed, ClientForked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Mapping
     from concurrent.futures import Future
-
-    import httpx
 
     from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.retry_policy import RetryPolicy
+    from tinker_lightning.client.session import Session
+    from tinker_lightning.client.target import Target
 
 T = TypeVar("T")
 C = TypeVar("C", bound="_Client")
@@ -43,30 +42,36 @@ class Channel:
     """The way to one server, shared by the `ServiceClient` and the clients that it creates.
 
     The session is opened at the first use. A channel that is never closed ends with its last client, or with the
-    process; failures that nobody has read are then logged. The arguments are those of `ServiceClient`.
+    process; failures that nobody has read are then logged.
+
+    Args:
+        target: The server.
+        retry_policy: How long failing requests are retried.
+        open_session: Opens the session, given the connection and the server's dialect if that is known.
+        headers: Headers of every request.
     """
 
     def __init__(
         self,
-        url: str,
-        api_key: str | None,
-        transport: httpx.AsyncBaseTransport | None,
+        target: Target,
         retry_policy: RetryPolicy,
-        on_close: Callable[[], None] | None,
-        dialect: Dialect | None = None,
+        open_session: Callable[[Connection, Dialect | None], Coroutine[Any, Any, Session]],
+        headers: Mapping[str, str],
     ) -> None:
-        self.url = url
-        self._dialect = dialect
+        self.target = target
+        self.url = target.url
+        self.headers = headers
+        self._open = open_session
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._connection = Connection(url, Credentials(api_key), transport, retry_policy)
+        self._connection = Connection(target.url, Credentials(target.api_key), target.transport, retry_policy, headers)
         self._loop = BackgroundLoop(self._connection.close)
         self._session: Session | None = None
         self.live = LiveWeights()
         self._closed = False
         # The unread failures of each client, kept beyond the client itself. Changed in place: the finalizer holds it.
         self._unread: list[tuple[weakref.ref[Any], UnreadFailures]] = []
-        self._release = weakref.finalize(self, _release, self._pid, self._loop, on_close, self._unread)
+        self._release = weakref.finalize(self, _release, self._pid, self._loop, target.on_close, self._unread)
 
     @property
     def session(self) -> Session:
@@ -74,7 +79,7 @@ class Channel:
         self.check_usable()
         with self._lock:
             if self._session is None:
-                self._session = self.wait(Session.open(self._connection, self._dialect))
+                self._session = self.wait(self._open(self._connection, self.target.dialect))
             return self._session
 
     def count(self, kind: str) -> int:
@@ -140,13 +145,14 @@ class Channel:
         for unread in left:
             unread.raise_first()
 
-    def close(self, status: str, *, read_failures: bool) -> None:
+    def close(self, status: str, *, read_failures: bool, detail: str | None = None) -> None:
         """Ends the session; does nothing if it was closed before.
 
         Args:
             status: What the session ends with: `success`, `errored` or `interrupted`.
             read_failures: Whether failures that nobody has read are raised, with `success` after waiting for
                 everything in flight and evaluating custom losses that are still pending.
+            detail: What the server records about the end.
         """
         if self._closed or os.getpid() != self._pid:
             return
@@ -162,17 +168,17 @@ class Channel:
             with self._lock:
                 closed, self._closed = self._closed, True
             if not closed:
-                self._end("errored" if failures else status)
+                self._end("errored" if failures else status, detail)
         raise_together(failures)
 
     def _forget_collected(self) -> None:
         """Drops the entries of clients that were garbage-collected and leave no failure."""
         self._unread[:] = [(client, unread) for client, unread in self._unread if client() or not unread.is_empty]
 
-    def _end(self, status: str) -> None:
+    def _end(self, status: str, detail: str | None) -> None:
         try:
             if self._session is not None:
-                self.wait(self._session.finish(status))
+                self.wait(self._session.finish(status, detail))
         finally:
             self._unread.clear()
             self._release()

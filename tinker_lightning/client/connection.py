@@ -30,7 +30,7 @@ from tinker_lightning.errors import (
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractAsyncContextManager
 
     from tinker_lightning.client.credentials import Credentials
@@ -73,6 +73,7 @@ class Connection:
         credentials: Credentials,
         transport: httpx.AsyncBaseTransport | None,
         retry_policy: RetryPolicy,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self.credentials = credentials
@@ -82,7 +83,9 @@ class Connection:
         self._reached = False
         self._closed = False
         _check_url(url)
-        self._client = httpx.AsyncClient(transport=transport, http2=True, limits=_LIMITS, timeout=_TIMEOUT)
+        self._client = httpx.AsyncClient(
+            transport=transport, http2=True, limits=_LIMITS, timeout=_TIMEOUT, headers=headers
+        )
 
     async def close(self) -> None:
         """Closes the connections; requests in flight end with `ClientClosed`."""

@@ -66,6 +66,13 @@ class CustomLosses:
         with self._lock:
             self.steps += 1
 
+    async def forwards_async(self) -> None:
+        """Waits for the log-probabilities of the pending losses, so that `flush` does not block an event loop."""
+        with self._lock:
+            pending = list(self._pending)
+        for future in pending:
+            await future.forward_async()
+
     def flush(self) -> None:
         """Evaluates the pending losses, then sends their backwards: all of them, or none if one fails.
 
@@ -187,11 +194,19 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
 
     async def wait_async(self) -> None:
         """Waits like `wait`; the loss runs on the thread of the event loop that awaits it."""
+        await self.sent_async()
+        await super().wait_async()
+
+    async def sent_async(self) -> None:
+        """Evaluates the loss when the log-probabilities have arrived, and sends the backward."""
         if not (self._sent or self.done()):
-            await self._forward.wait_async()
+            await self.forward_async()
             self.evaluate()
             self.send()
-        await super().wait_async()
+
+    async def forward_async(self) -> None:
+        """Waits for the log-probabilities."""
+        await self._forward.wait_async()
 
     def _settle(self, source: concurrent.futures.Future[ForwardBackwardOutput]) -> None:
         if not self._settle_failure(source):

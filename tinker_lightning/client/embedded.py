@@ -5,12 +5,12 @@ from __future__ import annotations
 import httpx
 
 from tinker_lightning.client.dialects.known import EMBEDDED
-from tinker_lightning.client.service import ServiceClient
+from tinker_lightning.client.target import Target
 from tinker_lightning.errors import TinkerLightningError
 
 
-def connect() -> ServiceClient:
-    """Returns a client of a new trainer, which ends with the client."""
+def start() -> Target:
+    """Returns a new trainer, which ends with its client."""
     try:
         from tinker_lightning.server import EmbeddedTrainer, create_app
     except ImportError as error:
@@ -19,10 +19,9 @@ def connect() -> ServiceClient:
             "'tinker-lightning[embedded]', or give the URL of a server."
         ) from error
     trainer = EmbeddedTrainer()
-    transport = httpx.ASGITransport(create_app(trainer))
-    return ServiceClient(
+    return Target(
         "http://embedded",
-        transport=transport,
+        transport=httpx.ASGITransport(create_app(trainer)),
         on_close=trainer.close,
         in_process=trainer.losses.register_function,
         dialect=EMBEDDED,

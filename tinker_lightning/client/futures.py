@@ -31,6 +31,13 @@ class TinkerFuture(Generic[T]):
         self._source = source
         self._pid = os.getpid()
 
+    @classmethod
+    def of(cls, result: T, operation: str) -> TinkerFuture[T]:
+        """Returns a future of a result that is known."""
+        source: concurrent.futures.Future[T] = concurrent.futures.Future()
+        source.set_result(result)
+        return TinkerFuture(source, operation)
+
     def result(self, timeout: float | None = None) -> T:
         """Returns the result, waiting for it if necessary.
 
@@ -65,10 +72,7 @@ class TinkerFuture(Generic[T]):
             )
         concurrent.futures.wait([self._source], timeout)
         if not self.done():
-            raise ResultTimeout(
-                f"{self.operation}: no result within {timeout} s. It is still running: call .result() again with a "
-                "longer timeout."
-            )
+            raise self._timed_out(timeout)
 
     def done(self) -> bool:
         """Returns whether the result or a failure has arrived."""
@@ -79,16 +83,24 @@ class TinkerFuture(Generic[T]):
         """Whether everything was sent, so that the result arrives without further calls."""
         return True
 
+    async def sent_async(self) -> None:
+        """Waits until everything was sent; this is a moment later than the call for custom losses only."""
+
     @property
     def failed(self) -> bool:
         """Whether the operation has failed."""
         return self._source.done() and (self._source.cancelled() or self._source.exception() is not None)
 
     def __await__(self) -> Generator[Any, None, T]:
-        return self._resolve().__await__()
+        return self.result_async().__await__()
 
-    async def _resolve(self) -> T:
-        await self.wait_async()
+    async def result_async(self, timeout: float | None = None) -> T:
+        """Returns the result like `result`, without blocking the event loop; `await future` does the same."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self.wait_async()
+        except TimeoutError:
+            raise self._timed_out(timeout) from None
         return self._outcome()
 
     async def wait_async(self) -> None:
@@ -120,6 +132,12 @@ class TinkerFuture(Generic[T]):
 
         self._source.add_done_callback(settle)
         return TinkerFuture(changed, self.operation)
+
+    def _timed_out(self, timeout: float | None) -> ResultTimeout:
+        return ResultTimeout(
+            f"{self.operation}: no result within {timeout} s. It is still running: call .result() again with a longer "
+            "timeout."
+        )
 
     def _outcome(self) -> T:
         self.was_read = True

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from tinker_lightning.client import checkpoints, tokenizer
+from tinker_lightning.client.async_names import awaited, in_thread
 from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
 from tinker_lightning.client.operations import Operation, encode, perform
 from tinker_lightning.client.sdk import inputs
@@ -56,15 +57,21 @@ class SamplingClient:
         params = inputs.to_sampling_params(sampling_params)
         return self.unread.add(self._submit("sample", prompt, num_samples, params, include_prompt_logprobs))
 
+    sample_async = awaited(sample)
+
     def compute_logprobs(self, prompt: Any) -> TinkerFuture[list[float | None]]:
         """Returns the log-probability of each token of a prompt; None for the first, which nothing predicts."""
         future = self._submit("compute_logprobs", prompt, 1, SamplingParams(max_tokens=1), True)
         return self.unread.add(future.then(lambda response: response.prompt_logprobs or []))
 
+    compute_logprobs_async = awaited(compute_logprobs)
+
     def get_base_model(self) -> str:
         """Returns the name of the base model."""
         sampler = self._sampler()
         return sampler.model_name or sampler.base_model
+
+    get_base_model_async = in_thread(get_base_model)
 
     def get_tokenizer(self) -> Any:
         """Returns the tokenizer of the base model."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from tinker_lightning.client import checkpoints, download
+from tinker_lightning.client import checkpoints, discovery, download
+from tinker_lightning.client.async_names import in_thread
 from tinker_lightning.client.channel import Channel
+from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.loss_uploads import Losses
 from tinker_lightning.client.retry_policy import RetryPolicy
 from tinker_lightning.client.sampling import SamplingClient
-from tinker_lightning.client.session import fetch_capabilities
+from tinker_lightning.client.sdk import inputs
+from tinker_lightning.client.session import Session, SessionInfo, fetch_capabilities
 from tinker_lightning.client.training import TrainingClient
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.types import LoraConfig, WeightsInfoResponse
@@ -25,41 +30,53 @@ if TYPE_CHECKING:
     import httpx
 
     from tinker_lightning.client.dialects.dialect import Dialect
-    from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.client.loss_handle import LossHandle
-    from tinker_lightning.client.session import Session
     from tinker_lightning.lossgraph.graph_loss import Source
 
 
 class ServiceClient:
-    """A client of one server. Create it with `connect()`; end it with `close()` or use it as a context manager.
+    """A client of one server, with the arguments and methods of the official SDK's `ServiceClient`.
 
-    The handshake takes place at the first use.
+    End it with `close()` or use it as a context manager. The handshake takes place at the first use.
 
     Args:
-        url: The server's URL.
-        api_key: The API key, if the server requires one.
-        transport: Sends the requests; None for the network. Tests pass their own.
+        user_metadata: What the server records about the session.
+        project_id: The project that the session belongs to, on hosted Tinker; `TINKER_PROJECT_ID` if not given.
+        display_name: How hosted Tinker shows the session.
+        base_url: The server, chosen as by `connect()`.
+        api_key: The API key; `TINKER_API_KEY` if not given.
+        default_headers_overrides: Headers to send with every request.
+        dialect: What the server speaks, as in `connect()`.
+        transport: Sends the requests instead of the network. Tests pass their own.
         retry_policy: How long failing requests are retried.
-        on_close: Called after the client is closed.
         in_process: Registers a Python function as a loss of a session, where the trainer runs in this process.
-        dialect: What the server speaks; detected if it is not given.
     """
 
     def __init__(
         self,
-        url: str,
-        api_key: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        project_id: str | None = None,
         *,
+        display_name: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        default_headers_overrides: Mapping[str, str] | None = None,
+        dialect: str | os.PathLike[str] | Dialect | None = "auto",
         transport: httpx.AsyncBaseTransport | None = None,
         retry_policy: RetryPolicy = RetryPolicy(300.0),  # noqa: B008  # immutable
-        on_close: Callable[[], None] | None = None,
         in_process: Callable[[str, Callable[..., Any], Source, str], str] | None = None,
-        dialect: Dialect | None = None,
     ) -> None:
-        self.url = url
-        self._channel = Channel(url, api_key, transport, retry_policy, on_close, dialect)
-        self.losses = Losses(self._channel, in_process)
+        if isinstance(user_metadata, str):
+            raise InvalidInput(f"pass the server by name: ServiceClient(base_url={user_metadata!r}), or call connect()")
+        target = discovery.find(base_url, api_key, dialect)
+        if transport is not None:
+            target = replace(target, transport=transport, in_process=in_process)
+        self.url = target.url
+        project_id = project_id or os.environ.get("TINKER_PROJECT_ID") or None
+        about = SessionInfo(dict(user_metadata or {}), project_id, display_name)
+        headers = dict(default_headers_overrides or {})
+        self._channel = Channel(target, retry_policy, partial(Session.open, about=about), headers)
+        self.losses = Losses(self._channel, target.in_process)
 
     @property
     def session(self) -> Session:
@@ -71,6 +88,8 @@ class ServiceClient:
         self._channel.raise_left_over()
         return self._channel.wait(fetch_capabilities(self.session.connection))
 
+    get_server_capabilities_async = in_thread(get_server_capabilities)
+
     def create_lora_training_client(
         self,
         base_model: str | None = None,
@@ -80,35 +99,88 @@ class ServiceClient:
         train_attn: bool = True,
         train_unembed: bool = True,
         user_metadata: dict[str, str] | None = None,
+        optimizer: Any = None,
     ) -> TrainingClient:
-        """Creates a model on a base model, `TINKER_BASE_MODEL` if none is given; waits until it exists."""
+        """Creates a model on a base model, `TINKER_BASE_MODEL` if none is given; waits until it exists.
+
+        Args:
+            base_model: The base model.
+            rank: The rank of the adapter.
+            seed: Makes the initial adapter reproducible.
+            train_mlp: Whether the feed-forward layers get an adapter.
+            train_attn: Whether the attention layers get one.
+            train_unembed: Whether the output layer gets one.
+            user_metadata: What the server records about the model.
+            optimizer: The SDK's `AdamOptimizerConfig`, or None; other optimizers are not supported.
+        """
         self._channel.raise_left_over()
+        inputs.check_optimizer(optimizer)
         base_model = base_model or os.environ.get("TINKER_BASE_MODEL")
         if not base_model:
             raise InvalidInput("there is no base model: pass base_model='tiny', or set TINKER_BASE_MODEL")
         lora = LoraConfig(rank, seed, train_unembed, train_mlp, train_attn)
         return TrainingClient.create(self._channel, self.losses, base_model, lora, user_metadata)
 
+    create_lora_training_client_async = in_thread(create_lora_training_client)
+
     def create_training_client_from_state(
-        self, path: str, user_metadata: dict[str, str] | None = None
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: Any = None,
     ) -> TrainingClient:
-        """Creates a model with saved weights and a new optimizer state."""
-        client = self._client_for(path, user_metadata)
-        client.load_state(path).result()
+        """Creates a model with saved weights and a new optimizer state.
+
+        Args:
+            path: Where the weights were saved.
+            base_model: A base model that is compatible with the one of the weights, e.g. with another context length.
+            user_metadata: What the server records about the model.
+            weights_access_token: Grants access to weights of another account.
+            optimizer: As in `create_lora_training_client`.
+        """
+        inputs.check_optimizer(optimizer)
+        client = self._client_for(path, base_model, user_metadata)
+        client.load_state(path, weights_access_token).result()
         return client
+
+    create_training_client_from_state_async = in_thread(create_training_client_from_state)
 
     def create_training_client_from_state_with_optimizer(
-        self, path: str, user_metadata: dict[str, str] | None = None
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
     ) -> TrainingClient:
         """Creates a model with saved weights and optimizer state: training resumes exactly where it stopped."""
-        client = self._client_for(path, user_metadata)
-        client.load_state_with_optimizer(path).result()
+        client = self._client_for(path, base_model, user_metadata)
+        client.load_state_with_optimizer(path, weights_access_token).result()
         return client
 
-    def create_sampling_client(self, model_path: str | None = None, base_model: str | None = None) -> SamplingClient:
-        """Creates a client that samples from saved weights or from a base model."""
+    create_training_client_from_state_with_optimizer_async = in_thread(create_training_client_from_state_with_optimizer)
+
+    def create_sampling_client(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        """Creates a client that samples from saved weights or from a base model.
+
+        Args:
+            model_path: Where the weights were saved.
+            base_model: The base model to sample from, if there is no `model_path`.
+            retry_config: Not used; retries follow this client's `retry_policy`.
+            record_stability_info: Must be False; this client does not read what hosted Tinker records.
+        """
         self._channel.raise_left_over()
+        inputs.check_sampler_options(retry_config, record_stability_info)
         return SamplingClient.create(self._channel, model_path, base_model)
+
+    create_sampling_client_async = in_thread(create_sampling_client)
 
     def checkpoint_exists(self, path: str) -> bool:
         """Returns whether the checkpoint at a `tinker://` path exists."""
@@ -151,12 +223,20 @@ class ServiceClient:
         self._channel.raise_left_over()
         return self.losses.listing()
 
-    def close(self, status: Literal["success", "errored", "interrupted"] = "success") -> None:
+    def close(
+        self, status: Literal["success", "errored", "interrupted"] = "success", detail: str | None = None
+    ) -> TinkerFuture[None]:
         """Ends the session and raises the first failure that nobody has read. Closing again does nothing.
 
-        With `success` it first waits for everything in flight, and evaluates custom losses that are still pending.
+        With `success` it first waits for everything in flight, and evaluates custom losses that are still pending. All
+        of that has happened when it returns; the future is there for code that was written for the official SDK.
+
+        Args:
+            status: How the session ended.
+            detail: What the server records about it.
         """
-        self._channel.close(status, read_failures=True)
+        self._channel.close(status, read_failures=True, detail=detail)
+        return TinkerFuture.of(None, "close")
 
     def __enter__(self) -> Self:
         return self
@@ -170,15 +250,33 @@ class ServiceClient:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "errored"
             self._channel.close(status, read_failures=False)
 
-    def _client_for(self, path: str, user_metadata: dict[str, str] | None) -> TrainingClient:
+    def _client_for(self, path: str, base_model: str | None, user_metadata: dict[str, str] | None) -> TrainingClient:
         info = self.weights_info(path)
         if info.lora_rank is None:
             raise InvalidInput(f"{path}: the server does not report its LoRA rank, so no model can be created for it")
         return self.create_lora_training_client(
-            info.base_model,
+            base_model or info.base_model,
             info.lora_rank,
             train_mlp=info.train_mlp is not False,
             train_attn=info.train_attn is not False,
             train_unembed=info.train_unembed is not False,
             user_metadata=user_metadata,
         )
+
+
+def connect(
+    url: str | None = None, *, api_key: str | None = None, dialect: str | os.PathLike[str] | Dialect = "auto"
+) -> ServiceClient:
+    """Connects to a Tinker server.
+
+    Args:
+        url: The server's URL, or `"embedded"` for a trainer in this process. If not given: `TINKER_BASE_URL`, then
+            hosted Tinker if there is an API key, then the embedded trainer.
+        api_key: The API key; `TINKER_API_KEY` if not given.
+        dialect: What the server speaks: `"auto"` to detect it, the name of a known dialect, a `Dialect`, or the path of
+            a JSON file that `tinker-lightning doctor --save` has written.
+
+    Raises:
+        InvalidInput: If the URL or the dialect is invalid.
+    """
+    return ServiceClient(base_url=url, api_key=api_key, dialect=dialect)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from tinker_lightning.client.config import ClientConfig, Extensions
@@ -27,6 +27,15 @@ SDK_VERSION = "0.36.0"
 _HEARTBEAT_SECONDS = 10.0
 _WARNING_SECONDS = 120.0
 _FINISH_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """What a server records about a session; see `ServiceClient`."""
+
+    user_metadata: dict[str, str] = field(default_factory=dict)
+    project_id: str | None = None
+    display_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +69,24 @@ class Session:
         # Requests of one model may be posted concurrently where the server orders them by their number.
         self.is_concurrent = config.parallel_fwdbwd_chunks if dialect.concurrent is None else dialect.concurrent
         announced = capabilities.extensions
-        self.extensions = Extensions(**{field.name: field.name in announced for field in fields(Extensions)})
+        self.extensions = Extensions(**{each.name: each.name in announced for each in fields(Extensions)})
         self._counters: dict[str, int] = {}
         self._heart = asyncio.create_task(self._beat())
 
     @classmethod
-    async def open(cls, connection: Connection, dialect: Dialect | None = None) -> Session:
+    async def open(
+        cls, connection: Connection, dialect: Dialect | None = None, about: SessionInfo | None = None
+    ) -> Session:
         """Opens a session in two round trips: the configuration, then session and capabilities together.
 
         Args:
             connection: The connection to the server.
             dialect: What the server speaks; detected if it is not given.
+            about: What the server records about the session.
         """
+        about = about or SessionInfo()
         tags = [tag.strip() for tag in os.environ.get("TINKER_TAGS", "").split(",") if tag.strip()]
-        request = CreateSessionRequest(tags, user_metadata={}, sdk_version=SDK_VERSION)
+        request = CreateSessionRequest(tags, about.user_metadata, SDK_VERSION, about.display_name, about.project_id)
         try:
             config = await _configuration(connection)
             connection.billing_pause_seconds = config.billing_exception_max_pause_duration_sec
@@ -99,10 +112,10 @@ class Session:
         self._counters[kind] = number + 1
         return number
 
-    async def finish(self, status: str) -> None:
+    async def finish(self, status: str, detail: str | None = None) -> None:
         """Finishes the session; older servers and unreachable ones are ignored."""
         self._heart.cancel()
-        body = wire_json.dumps({"reason": {"type": status}})
+        body = wire_json.dumps({"reason": {"type": status} | ({} if detail is None else {"detail": detail})})
         path = f"/api/v1/sessions/{self.session_id}/finish"
         try:
             async with asyncio.timeout(_FINISH_SECONDS):

@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tinker_lightning.client import checkpoints, chunking, download, server_pass, tokenizer
+from tinker_lightning.client.async_names import in_thread, submitted
 from tinker_lightning.client.dialects import measure
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.client.futures import TinkerFuture
@@ -90,18 +91,24 @@ class TrainingClient(BaseTrainingClient):
             )
         return request
 
-    def optim_step(self, optim_params: Any = None) -> TinkerFuture[OptimStepResponse]:
+    def optim_step(self, optim_params: Any = None, *, adam_params: Any = None) -> TinkerFuture[OptimStepResponse]:
         """Takes an AdamW step on the accumulated gradient.
 
         Pending custom losses are evaluated first. If one fails, no backward is sent, the step is not taken, and the
         error is raised here; all of them have to be called again.
+
+        Args:
+            optim_params: The hyperparameters of this step, an `AdamParams`.
+            adam_params: Their name in older versions of the official SDK.
         """
-        params = inputs.to_adam_params(optim_params)
+        params = inputs.to_adam_params(adam_params if optim_params is None else optim_params)
         self._before_step(params)
         future = self._submit("optim_step", "optim_step", OptimStepResponse, rq.OptimStepRequest, params)
         self._custom.stepped()
         self._channel.live.changed(self.model_id)
         return future
+
+    optim_step_async = submitted(optim_step, before=BaseTrainingClient.forwards_async)
 
     def save_state(
         self,
@@ -115,6 +122,8 @@ class TrainingClient(BaseTrainingClient):
         settings = name, ttl_seconds, overwrite, user_metadata
         return self._submit("save_state", "save_weights", SaveWeightsResponse, rq.SaveWeightsRequest, *settings)
 
+    save_state_async = submitted(save_state, before=BaseTrainingClient.forwards_async)
+
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
     ) -> TinkerFuture[SaveWeightsForSamplerResponse]:
@@ -122,22 +131,48 @@ class TrainingClient(BaseTrainingClient):
         self._flush()
         return self._save_for_sampler(path=name, ttl_seconds=ttl_seconds, user_metadata=user_metadata)
 
-    def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
-        """Returns a client that samples from the current weights; without a name nothing is kept on disk."""
-        if name is not None:
-            return SamplingClient.create(self._channel, self.save_weights_for_sampler(name).result().path)
-        self._flush()
-        saved = self._save_for_sampler(sampling_session_seq_id=self._channel.count("sampler")).result()
-        return self._channel.watch(SamplingClient(self._channel, saved.sampling_session_id or ""))
+    save_weights_for_sampler_async = submitted(save_weights_for_sampler, before=BaseTrainingClient.forwards_async)
 
-    def create_sampling_client(self, model_path: str) -> SamplingClient:
-        """Returns a client that samples from saved weights."""
+    def save_weights_and_get_sampling_client(
+        self, name: str | None = None, retry_config: Any = None, record_stability_info: bool = False
+    ) -> SamplingClient:
+        """Returns a client that samples from the current weights; without a name nothing is kept on disk.
+
+        Args:
+            name: The name to save the weights under.
+            retry_config: Not used; retries follow the retry policy of the `ServiceClient`.
+            record_stability_info: Must be False; this client does not read what hosted Tinker records.
+        """
+        inputs.check_sampler_options(retry_config, record_stability_info)
+        if name is not None:
+            return self.create_sampling_client(self.save_weights_for_sampler(name).result().path or "")
+        return self._sampler_of(self._save_unnamed().result())
+
+    async def save_weights_and_get_sampling_client_async(
+        self, name: str | None = None, retry_config: Any = None, record_stability_info: bool = False
+    ) -> SamplingClient:
+        """Returns a client that samples from the current weights, without blocking the event loop."""
+        inputs.check_sampler_options(retry_config, record_stability_info)
+        await self.forwards_async()
+        if name is not None:
+            return await self.create_sampling_client_async((await self.save_weights_for_sampler(name)).path or "")
+        return self._sampler_of(await self._save_unnamed())
+
+    def create_sampling_client(
+        self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
+    ) -> SamplingClient:
+        """Returns a client that samples from saved weights; see `save_weights_and_get_sampling_client`."""
+        inputs.check_sampler_options(retry_config, record_stability_info)
         return SamplingClient.create(self._channel, model_path)
+
+    create_sampling_client_async = in_thread(create_sampling_client)
 
     def get_info(self) -> GetInfoResponse:
         """Returns the base model, the LoRA rank and the tokenizer's name."""
         self._check()
         return self._channel.call("/api/v1/get_info", rq.GetInfoRequest(self.model_id), GetInfoResponse)
+
+    get_info_async = in_thread(get_info)
 
     def get_tokenizer(self) -> Any:
         """Returns the model's tokenizer."""
@@ -145,17 +180,28 @@ class TrainingClient(BaseTrainingClient):
         return tokenizer.fetch(self._channel, data.model_name or "", data.tokenizer_id)
 
     def save_weights_external(
-        self, name: str, ttl_seconds: int | None = None
+        self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
     ) -> TinkerFuture[SaveWeightsExternalResponse]:
-        """Saves weights for download under a name; the result has the `path`."""
+        """Saves weights for download under a name; the result has the `path`.
+
+        Args:
+            name: The name.
+            ttl_seconds: How long the server keeps them; None for ever.
+            age_encryption_recipients: Public keys for which hosted Tinker encrypts the files.
+        """
         self._check()
         # Older servers offer the weights that are saved for sampling.
         if not self._channel.wait(checkpoints.can_be_external(self._channel.session.connection)):
+            if age_encryption_recipients:
+                raise Unsupported(f"{self._channel.url} does not encrypt weights: leave out age_encryption_recipients")
             saved = self.save_weights_for_sampler(name, ttl_seconds)
             return self.unread.add(saved.then(lambda result: SaveWeightsExternalResponse(result.path or "")))
         self._flush()
         endpoint, request = "save_weights_external", rq.SaveWeightsExternalRequest
-        return self._submit(endpoint, endpoint, SaveWeightsExternalResponse, request, name, ttl_seconds)
+        settings = name, ttl_seconds, age_encryption_recipients
+        return self._submit(endpoint, endpoint, SaveWeightsExternalResponse, request, *settings)
+
+    save_weights_external_async = in_thread(save_weights_external)
 
     def download_checkpoint(self, path: str, folder: Path) -> None:
         """Downloads the adapter saved at a `tinker://` path into an existing folder."""
@@ -173,11 +219,19 @@ class TrainingClient(BaseTrainingClient):
         self._channel.check_usable()
         super()._check()
 
-    def _load(self, name: str, path: str) -> TinkerFuture[LoadWeightsResponse]:
+    def _load(self, name: str, path: str, token: str | None) -> TinkerFuture[LoadWeightsResponse]:
         self._flush()
         self._channel.live.changed(self.model_id)
         with_optimizer = name == "load_state_with_optimizer"
-        return self._submit(name, "load_weights", LoadWeightsResponse, rq.LoadWeightsRequest, path, with_optimizer)
+        settings = path, with_optimizer, token
+        return self._submit(name, "load_weights", LoadWeightsResponse, rq.LoadWeightsRequest, *settings)
+
+    def _save_unnamed(self) -> TinkerFuture[SaveWeightsForSamplerResponse]:
+        self._flush()
+        return self._save_for_sampler(sampling_session_seq_id=self._channel.count("sampler"))
+
+    def _sampler_of(self, saved: SaveWeightsForSamplerResponse) -> SamplingClient:
+        return self._channel.watch(SamplingClient(self._channel, saved.sampling_session_id or ""))
 
     def _save_for_sampler(self, **settings: Any) -> TinkerFuture[SaveWeightsForSamplerResponse]:
         endpoint, request = "save_weights_for_sampler", rq.SaveWeightsForSamplerRequest

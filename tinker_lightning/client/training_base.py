@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tinker_lightning.client import loss_handle, server_pass
-from tinker_lightning.client.custom import CustomLosses, CustomLossFuture, evaluation_of
+from tinker_lightning.client.async_names import submitted
+from tinker_lightning.client.custom import CustomLosses, evaluation_of
 from tinker_lightning.client.export import export_adapter
 from tinker_lightning.client.futures import UnreadFailures
 from tinker_lightning.client.held import HeldPasses
+from tinker_lightning.client.loss_handle import LossHandle
 from tinker_lightning.client.sdk import inputs
 from tinker_lightning.client.server_pass import ServerPass
 from tinker_lightning.errors import InvalidInput, Unsupported
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.dialects.surrogate import Surrogate
     from tinker_lightning.client.futures import TinkerFuture
-    from tinker_lightning.client.loss_handle import LossHandle
     from tinker_lightning.losses.regularizers.regularizer import Regularizer
     from tinker_lightning.losses.surrogate import LossFn
     from tinker_lightning.lossgraph.server_loss import ServerLoss
@@ -62,6 +63,8 @@ class BaseTrainingClient(ABC):
         request = self.prepare(inputs.to_datums(data), loss_fn, loss_fn_config, loss_fn_inputs=loss_fn_inputs)
         return self.send(request, forward_only=True)
 
+    forward_async = submitted(forward)
+
     def forward_backward(
         self,
         data: Sequence[Any],
@@ -83,6 +86,8 @@ class BaseTrainingClient(ABC):
         self._check()
         datums = inputs.to_datums(data)
         return self.send(self.prepare(datums, loss_fn, loss_fn_config, loss_fn_inputs=loss_fn_inputs, scale=scale))
+
+    forward_backward_async = submitted(forward_backward)
 
     @abstractmethod
     def prepare(
@@ -110,13 +115,14 @@ class BaseTrainingClient(ABC):
     def forward_backward_custom(
         self,
         data: Sequence[Any],
-        loss_fn: LossFn | None = None,
-        regularizers: Iterable[Regularizer | Mapping[str, Any]] | None = None,
+        loss_fn: LossFn | LossHandle | None = None,
+        loss_type_input: Literal["logprobs"] | None = None,
         *,
+        regularizers: Iterable[Regularizer | Mapping[str, Any]] | None = None,
         base_loss_fn: LossFn | None = None,
         grad_norms: bool = True,
         regularizer_timeout: float | None = None,
-    ) -> CustomLossFuture:
+    ) -> TinkerFuture[ForwardBackwardOutput]:
         """Runs a pass with a custom loss: `loss_fn(data, logprobs)` returns a scalar tensor and a dict of metrics.
 
         The forward is sent at once. The loss runs on the thread that first needs its value, by `.result()`, `await`, or
@@ -124,7 +130,9 @@ class BaseTrainingClient(ABC):
 
         Args:
             data: The datums.
-            loss_fn: The loss; None if there are only regularizers.
+            loss_fn: The loss; None if there are only regularizers. What `create_custom_loss` returned runs in one pass
+                where the server can.
+            loss_type_input: What the loss is computed from: `"logprobs"`, which None stands for.
             regularizers: Terms that are added to it, with their own telemetry in the result's metrics. Weights that
                 are functions receive the number of `optim_step`s that were submitted before.
             base_loss_fn: Another name of `loss_fn`; give one of the two.
@@ -132,20 +140,40 @@ class BaseTrainingClient(ABC):
             regularizer_timeout: How many seconds async regularizers, and those in an executor, may take.
         """
         self._check()
+        inputs.check_loss_type(loss_type_input)
         if loss_fn is not None and base_loss_fn is not None:
             raise InvalidInput("loss_fn and base_loss_fn are two names of one argument; give one of them")
         loss_fn = base_loss_fn if loss_fn is None else loss_fn
+        if isinstance(loss_fn, LossHandle) and not regularizers:
+            return self.forward_backward(data, loss_fn)
         evaluate = evaluation_of(loss_fn, regularizers, self._custom.steps, grad_norms, regularizer_timeout)
         given = inputs.batch(data)
         return self.unread.add(self._custom.submit(given, inputs.to_datums(given), evaluate))
 
-    def load_state(self, path: str) -> TinkerFuture[LoadWeightsResponse]:
-        """Loads saved weights into this model and resets the optimizer state."""
-        return self._load("load_state", path)
+    forward_backward_custom_async = submitted(forward_backward_custom)
 
-    def load_state_with_optimizer(self, path: str) -> TinkerFuture[LoadWeightsResponse]:
-        """Loads saved weights and optimizer state into this model."""
-        return self._load("load_state_with_optimizer", path)
+    async def forwards_async(self) -> None:
+        """Waits for the log-probabilities of pending custom losses, which a step or a save evaluates."""
+        await self._custom.forwards_async()
+
+    def load_state(self, path: str, weights_access_token: str | None = None) -> TinkerFuture[LoadWeightsResponse]:
+        """Loads saved weights into this model and resets the optimizer state.
+
+        Args:
+            path: Where they were saved.
+            weights_access_token: Grants access to weights of another account.
+        """
+        return self._load("load_state", path, weights_access_token)
+
+    load_state_async = submitted(load_state, before=forwards_async)
+
+    def load_state_with_optimizer(
+        self, path: str, weights_access_token: str | None = None
+    ) -> TinkerFuture[LoadWeightsResponse]:
+        """Loads saved weights and optimizer state into this model; the arguments are those of `load_state`."""
+        return self._load("load_state_with_optimizer", path, weights_access_token)
+
+    load_state_with_optimizer_async = submitted(load_state_with_optimizer, before=forwards_async)
 
     def export_adapter(self: TrainingBackend, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Saves the current adapter as a local folder that peft and transformers load."""
@@ -161,7 +189,7 @@ class BaseTrainingClient(ABC):
         """Sends a pass that runs on the server."""
 
     @abstractmethod
-    def _load(self, name: str, path: str) -> TinkerFuture[LoadWeightsResponse]: ...
+    def _load(self, name: str, path: str, token: str | None) -> TinkerFuture[LoadWeightsResponse]: ...
 
     def prepare_gradient(
         self, data: list[Datum], gradients: Sequence[Tensor], logprobs: Sequence[Tensor] | None = None

@@ -45,5 +45,7 @@ def embedded_service(
         if wrap is not None:
             transport = wrap(transport)
         register = trainer.losses.register_function
-        client = ServiceClient("http://embedded", transport=transport, retry_policy=retry_policy, in_process=register)
+        client = ServiceClient(
+            base_url="http://embedded", transport=transport, retry_policy=retry_policy, in_process=register
+        )
         yield stack.enter_context(client)

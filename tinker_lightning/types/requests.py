@@ -29,6 +29,7 @@ class CreateSessionRequest:
     user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
     display_name: str | None = None
+    project_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,7 @@ class LoadWeightsRequest(ModelRequest):
     type: ClassVar[str] = "load_weights"
     path: str
     optimizer: bool = False
+    weights_access_token: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,9 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTraine
 
 def connected(server: Imitation, dialect: Dialect | None = None) -> ServiceClient:
     key, policy = server.behaviour.api_key, RetryPolicy(2.0, 0.05)
-    return ServiceClient("http://imitated", key, transport=server.transport, retry_policy=policy, dialect=dialect)
+    return ServiceClient(
+        base_url="http://imitated", api_key=key, transport=server.transport, retry_policy=policy, dialect=dialect
+    )
 
 
 def model_on(service: ServiceClient) -> TrainingClient:

@@ -66,7 +66,7 @@ def without(
     """A server that has no extensions, and runs losses of one datum or not."""
     config = {**handshake.CLIENT_CONFIG, "custom_loss_server_side": server_side}
     monkeypatch.setattr(handshake, "CLIENT_CONFIG", config)
-    with running(create_app(trainer, extended=False)) as url, ServiceClient(url) as service:
+    with running(create_app(trainer, extended=False)) as url, ServiceClient(base_url=url) as service:
         yield service
 
 

@@ -96,7 +96,7 @@ def test_metrics_of_a_function_that_are_no_dict(
 
 
 def test_pickled_functions_need_permission(trainer: EmbeddedTrainer, running: Any) -> None:  # R3.6, R3.7
-    with running(create_app(trainer)) as url, ServiceClient(url) as service:
+    with running(create_app(trainer)) as url, ServiceClient(base_url=url) as service:
         with pytest.raises(InvalidInput, match="--allow-pickled-losses and --api-key"):
             custom_loss(service, name="pickled", trace=False)(untraceable)
         with pytest.raises(InvalidLoss, match="cannot be pickled"):
@@ -118,7 +118,10 @@ def _with_a_lock() -> Callable[..., LossFnOutput]:
 def test_pickled_functions_run_where_the_owner_allows_it(tmp_path: Any, running: Any) -> None:  # R3.7
     trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path, allow_pickled_losses=True)
     try:
-        with running(create_app(trainer, api_key="tml-k")) as url, ServiceClient(url, "tml-k") as service:
+        with (
+            running(create_app(trainer, api_key="tml-k")) as url,
+            ServiceClient(base_url=url, api_key="tml-k") as service,
+        ):
             custom_loss(service, name="pickled", trace=False)(untraceable)
             model = service.create_lora_training_client("tiny", rank=4)
             trains(model, texts(), "pickled", 1e-3)

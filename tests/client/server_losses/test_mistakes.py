@@ -76,7 +76,7 @@ def test_a_missing_input_is_named(service: ServiceClient, model: TrainingClient)
 
 
 def test_an_unreachable_server_is_named() -> None:  # R3.6
-    with ServiceClient("http://127.0.0.1:1", retry_policy=RetryPolicy(0.0)) as service:  # noqa: SIM117
+    with ServiceClient(base_url="http://127.0.0.1:1", retry_policy=RetryPolicy(0.0)) as service:  # noqa: SIM117
         with pytest.raises(ServerUnreachable, match=r"127\.0\.0\.1:1"):
             custom_loss(service, name="mine")(minimal)
 

@@ -196,13 +196,14 @@ class OfficialTrainingClient(BaseTrainingClient):
         call = self.client.forward if forward_only else self.client.forward_backward
         return self._calls.future(name, lambda: call(datums, request.loss, config), convert.output)  # type: ignore[arg-type]
 
-    def _load(self, name: str, path: str) -> TinkerFuture[LoadWeightsResponse]:
+    def _load(self, name: str, path: str, token: str | None) -> TinkerFuture[LoadWeightsResponse]:
         self._flush()
+        settings = {} if token is None else {"weights_access_token": token}
 
         def load() -> Any:
             with warnings.catch_warnings():  # the SDK recommends creating a new client instead
                 warnings.simplefilter("ignore", FutureWarning)
-                return getattr(self.client, name)(path)
+                return getattr(self.client, name)(path, **settings)
 
         return self._calls.submit(name, load, lambda r: LoadWeightsResponse(r.path))
 

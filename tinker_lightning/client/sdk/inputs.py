@@ -5,11 +5,12 @@ Its datums, tensors and inputs are read by their public attributes; arrays are s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.errors import InvalidDatum, InvalidInput, Unsupported
 from tinker_lightning.types import (
     AdamParams,
     Datum,
@@ -25,6 +26,8 @@ from tinker_lightning.types import (
 
 if TYPE_CHECKING:
     from tinker_lightning.types import ModelInputChunk
+
+logger = logging.getLogger("tinker_lightning.client")
 
 P = TypeVar("P", AdamParams, SamplingParams)
 
@@ -49,6 +52,36 @@ def loss_name(loss_fn: Any) -> str:
             "function, call forward_backward_custom(data, loss_fn)."
         )
     return loss_fn
+
+
+def check_loss_type(loss_type_input: Any) -> None:
+    """Raises `InvalidInput` if a custom loss is to be computed from anything but log-probabilities."""
+    if isinstance(loss_type_input, Sequence | Mapping) and not isinstance(loss_type_input, str):
+        raise InvalidInput(
+            "the third argument of forward_backward_custom is loss_type_input, as in the official SDK; pass "
+            "regularizers by keyword: forward_backward_custom(data, loss_fn, regularizers=[...])"
+        )
+    if loss_type_input not in (None, "logprobs"):
+        raise InvalidInput(f"loss_type_input must be 'logprobs', got {loss_type_input!r}")
+
+
+def check_sampler_options(retry_config: Any, record_stability_info: bool) -> None:
+    """Checks those arguments of the SDK's sampling clients that ours does not use.
+
+    Raises:
+        Unsupported: If hosted Tinker is to record data about the stability of sampling.
+    """
+    if retry_config is not None:
+        logger.info("retry_config is not used: requests are retried as ServiceClient(retry_policy=...) says")
+    if record_stability_info:
+        raise Unsupported("record_stability_info is not supported: use the official SDK's sampling client for it")
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises `Unsupported` for any optimizer but AdamW."""
+    kind = "adamw" if optimizer is None else getattr(optimizer, "type", optimizer)
+    if kind != "adamw":
+        raise Unsupported(f"optimizer: this client trains with AdamW only, got {kind!r}; leave it out")
 
 
 def to_datums(data: Iterable[Any]) -> list[Datum]:

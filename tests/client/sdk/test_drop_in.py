@@ -1,0 +1,198 @@
+"""Code that was written for the official SDK runs with our client in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tinker
+import torch
+from tinker import types as sdk
+
+import tinker_lightning.client as ours
+from tests.helpers.client_data import DATA
+from tinker_lightning.errors import InvalidInput, ResultTimeout, Unsupported
+
+if TYPE_CHECKING:
+    from tinker_lightning.client import ServiceClient, TrainingClient
+
+# What the SDK has and we do not, on purpose.
+LEFT_OUT = {
+    "ServiceClient": {
+        "copy_weights",  # of hosted accounts
+        "create_rest_client",
+        "get_console_url",
+        "get_telemetry",
+        "holder",
+    },
+    "TrainingClient": {"get_console_url", "get_telemetry"},
+    "SamplingClient": {"from_sampler_handle", "get_sampler_handle", "get_telemetry", "on_queue_state_change"},
+    "APIFuture": set(),
+}
+# Arguments of the SDK that we do not have: it ignores them with a warning, we raise a TypeError.
+SCORES = {"topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"}
+LAST = {"prompt_logprobs_last_n"}
+LEFT_OUT_ARGUMENTS = {
+    "ServiceClient.__init__": {"kwargs"},
+    "SamplingClient.sample": SCORES | LAST,
+    "SamplingClient.sample_async": SCORES | LAST,
+    "SamplingClient.compute_logprobs": LAST,
+    "SamplingClient.compute_logprobs_async": LAST,
+}
+# Created by a ServiceClient, never by users.
+CONSTRUCTED = {"ServiceClient"}
+CLASSES = {
+    "ServiceClient": (tinker.ServiceClient, ours.ServiceClient),
+    "TrainingClient": (tinker.TrainingClient, ours.TrainingClient),
+    "SamplingClient": (tinker.SamplingClient, ours.SamplingClient),
+    "APIFuture": (tinker.APIFuture, ours.TinkerFuture),
+}
+
+
+def public(kind: str) -> list[str]:
+    names = [name for name in dir(CLASSES[kind][0]) if not name.startswith("_") and name != "create"]  # not for users
+    return [*names, *(["__init__"] if kind in CONSTRUCTED else [])]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_public_name_of_the_sdk_exists(kind: str) -> None:  # R5.4
+    missing = {name for name in public(kind) if not hasattr(CLASSES[kind][1], name)}
+    assert missing == LEFT_OUT[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in CLASSES for name in public(kind) if name not in LEFT_OUT[kind]]
+)
+def test_arguments_have_the_names_and_order_of_the_sdk(kind: str, name: str) -> None:  # R5.4
+    theirs, mine = (
+        [each for each in inspect.signature(getattr(cls, name)).parameters.values() if each.name != "self"]
+        for cls in CLASSES[kind]
+    )
+    expected = [each for each in theirs if each.name not in LEFT_OUT_ARGUMENTS.get(f"{kind}.{name}", ())]
+    accepted = {each.name for each in mine}
+    assert {each.name for each in expected} <= accepted
+    positional = [each.name for each in expected if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert [each.name for each in mine if each.kind is each.POSITIONAL_OR_KEYWORD][: len(positional)] == positional
+    # Every argument that the SDK allows to leave out may be left out.
+    optional = {each.name for each in expected if each.default is not each.empty}
+    assert all(each.default is not each.empty for each in mine if each.name in optional or each.name not in positional)
+    assert inspect.iscoroutinefunction(getattr(CLASSES[kind][0], name)) <= inspect.iscoroutinefunction(
+        getattr(CLASSES[kind][1], name)
+    )
+
+
+def datum(text: bytes = b"Hello, world") -> sdk.Datum:
+    ids = list(text)
+    inputs: Any = {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}
+    return sdk.Datum(model_input=sdk.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
+
+
+def nll(_: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    loss = -torch.cat(logprobs).sum()
+    return loss, {"nll": loss.item()}
+
+
+@pytest.fixture
+def model(service: ServiceClient) -> TrainingClient:
+    return service.create_lora_training_client("tiny", 4, 1)
+
+
+def test_a_training_loop_written_for_the_sdk(service: ServiceClient) -> None:  # R5.4
+    """Every `_async` name, awaited as the SDK's users do, gives what the synchronous calls give."""
+    data = [datum()]
+
+    async def loop() -> tuple[Any, ...]:
+        assert (await service.get_server_capabilities_async()).supported_models
+        client = await service.create_lora_training_client_async(base_model="tiny", rank=4, seed=1)
+        assert (await client.get_info_async()).lora_rank == 4
+        passed = await client.forward_backward_async(data, loss_fn="cross_entropy")
+        stepped = await client.optim_step_async(sdk.AdamParams(learning_rate=1e-2))
+        first, step = await passed.result_async(), await stepped.result_async(timeout=60)
+        custom = await client.forward_backward_custom_async(data, nll, loss_type_input="logprobs")
+        await client.optim_step_async(adam_params=sdk.AdamParams(learning_rate=1e-2))
+        forward = await client.forward_async(data, "cross_entropy")
+        state = await (await client.save_state_async("state", overwrite=True)).result_async()
+        weights = await (await client.save_weights_for_sampler_async("weights")).result_async()
+        sampler = await client.save_weights_and_get_sampling_client_async()
+        named = await service.create_sampling_client_async(model_path=weights.path)
+        prompt = sdk.ModelInput.from_ints([72, 101])
+        params = sdk.SamplingParams(max_tokens=3, seed=2)
+        sampled = await sampler.sample_async(prompt=prompt, num_samples=2, sampling_params=params)
+        assert await named.sample_async(prompt, 2, params) == sampled
+        assert [len(one.tokens) for one in sampled.sequences] == [3, 3]
+        assert all(len(one.logprobs or []) == 3 and one.stop_reason == "length" for one in sampled.sequences)
+        scores = await named.compute_logprobs_async(prompt)
+        assert scores[0] is None
+        assert isinstance(scores[1], float)
+        resumed = await service.create_training_client_from_state_with_optimizer_async(state.path, None, {"a": "b"})
+        again = await (await resumed.forward_async(data, "cross_entropy")).result_async()
+        last = await forward.result_async()
+        assert again.metrics == last.metrics
+        return first.metrics, step.metrics, (await custom).metrics, last.metrics
+
+    client = service.create_lora_training_client("tiny", 4, 1)
+    passed = client.forward_backward(data, "cross_entropy").result()
+    assert isinstance(passed.loss_fn_outputs[0]["logprobs"].data, list)
+    assert passed.loss_fn_outputs[0]["logprobs"].to_torch().shape == (11,)
+    step = client.optim_step(sdk.AdamParams(learning_rate=1e-2)).result()
+    custom = client.forward_backward_custom(data, nll).result()
+    client.optim_step(sdk.AdamParams(learning_rate=1e-2))
+    last = client.forward(data, "cross_entropy").result()
+    assert asyncio.run(loop()) == (passed.metrics, step.metrics, custom.metrics, last.metrics)
+
+
+def test_the_event_loop_goes_on_while_a_step_waits_for_a_pending_loss(model: TrainingClient) -> None:
+    async def loop() -> list[str]:
+        ran: list[str] = []
+
+        async def other() -> None:
+            ran.append("other")
+
+        def loss(data: list[Any], logprobs: list[torch.Tensor]) -> Any:
+            ran.append("loss")
+            return nll(data, logprobs)
+
+        future = model.forward_backward_custom(DATA, loss)
+        task = asyncio.create_task(other())
+        await (await model.optim_step_async()).result_async()
+        await task
+        assert future.done()
+        return ran
+
+    assert asyncio.run(loop()) == ["other", "loss"]
+
+
+def test_result_async_has_a_timeout(model: TrainingClient) -> None:
+    async def loop() -> None:
+        future = await model.forward_async(DATA * 50, "cross_entropy")
+        with pytest.raises(ResultTimeout, match=r"no result within 0\.0 s"):
+            await future.result_async(timeout=0.0)
+        assert (await future.result_async()).metrics
+
+    asyncio.run(loop())
+
+
+def test_regularizers_in_the_third_position_raise_and_name_the_keyword(model: TrainingClient) -> None:
+    terms: Any = [{"fn": nll, "weight": 1.0, "name": "x"}]
+    with pytest.raises(InvalidInput, match=r"regularizers=\[\.\.\.\]"):
+        model.forward_backward_custom(DATA, nll, terms)
+    with pytest.raises(InvalidInput, match="loss_type_input must be 'logprobs', got 'logits'"):
+        model.forward_backward_custom(DATA, nll, "logits")  # type: ignore[arg-type]
+
+
+def test_what_the_client_does_not_do_raises(service: ServiceClient, model: TrainingClient) -> None:
+    with pytest.raises(InvalidInput, match=r"ServiceClient\(base_url='http://a'\)"):
+        ours.ServiceClient("http://a")  # type: ignore[arg-type]
+    with pytest.raises(Unsupported, match="AdamW only, got 'dimuon'"):
+        service.create_lora_training_client("tiny", optimizer=sdk.DimuonOptimizerConfig())
+    with pytest.raises(Unsupported, match="record_stability_info"):
+        model.save_weights_and_get_sampling_client(record_stability_info=True)
+    assert service.create_lora_training_client("tiny", 2, optimizer=sdk.AdamOptimizerConfig())
+
+
+def test_close_returns_a_future_that_is_done() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_BASE_URL", "embedded")
+        assert ours.ServiceClient(user_metadata={"a": "b"}, display_name="x").close("success").result() is None
