@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from tests.helpers.backends import Running
     from tinker_lightning.server import EmbeddedTrainer
 
-# What only the SDK sends: flags that may change during a run, reports about itself, and a second look at the
-# configuration by the part of it that needs no session.
-ONLY_THEIRS = {"client/dynamic_config", "telemetry"}
+# What only the SDK sends: flags that may change during a run, reports about itself, a second look at the configuration
+# by the part of it that needs no session, and one poll for all samples of a sampler.
+ONLY_THEIRS = {"client/dynamic_config", "telemetry", "retrieve_futures"}
 # What only we ask: whether the server has extensions.
 ONLY_OURS = {"get_server_capabilities"}
 # Where we say something else on purpose, and why.
@@ -143,6 +143,9 @@ def use_everything(service: Any) -> None:
     other.sample(prompt, 1, sdk.SamplingParams(max_tokens=2, stop=[0])).result()
     other.sample(prompt, num_samples=1, sampling_params=sdk.SamplingParams(max_tokens=2, stop="q")).result()
     other.compute_logprobs(prompt).result()
+    other.compute_logprobs(prompt, 2).result()
+    targets = sdk.TensorData.from_torch_sparse(torch.tensor([[5, -1, 6]] * (prompt.length - 1)), pad_value=-1)
+    other.sample(prompt, 1, sdk.SamplingParams(max_tokens=2), True, 3, 2, targets, 4, 1).result()
     service.create_training_client_from_state(saved).optim_step(sdk.AdamParams()).result()
     service.create_training_client_from_state_with_optimizer(saved, user_metadata={"c": "d"})
     assert model.get_tokenizer()

@@ -17,11 +17,12 @@ def test_the_configuration_keeps_every_sdk_generation_on_the_simple_path(api: Ap
     config = api.post("client/config", {"sdk_version": "0.36.0"}).json()
     assert config["pjwt_auth_enabled"] is False
     assert config["parallel_fwdbwd_chunks"] is True  # requests may arrive in any order
-    assert config["sample_use_retrieve_futures"] is False
+    assert config["sample_use_retrieve_futures"] is True  # one poll for all samples of a sampler
+    assert config["sample_join_sampling_session"] is True
     assert config["proto_compress_fwdbwd"] is False
     assert config["fwdbwd_max_chunk_len"] >= 1 << 20
     assert config["fwdbwd_max_chunk_bytes_count"] == http.MAX_JSON_BYTES // 2  # taken as JSON too
-    assert api.post("client/dynamic_config", {"sdk_version": "0.36.0"}).json() == {}
+    assert api.post("client/dynamic_config", {"sdk_version": "0.36.0"}).json() == {"sample_cancel_enabled": True}
     assert api.post("telemetry", {"events": [{"event": "SESSION_START"}]}).json() == {"status": "accepted"}
     assert api.request("GET", "healthz").json() == {"status": "ok"}
 

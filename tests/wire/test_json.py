@@ -219,6 +219,7 @@ def test_a_pass_comes_back_equal(request: ForwardBackwardRequest) -> None:
     assert parse_forward_backward(forward_backward_body(request), forward_only=request.forward_only) == request
 
 
+tops = st.lists(st.none() | st.lists(st.tuples(st.integers(0, 9), finite), max_size=2), max_size=3)
 messages = st.one_of(
     st.builds(
         ForwardBackwardOutput,
@@ -233,10 +234,13 @@ messages = st.one_of(
                 st.lists(st.integers(0, 2**31 - 1), max_size=3),
                 st.none() | st.lists(finite, max_size=3),
                 st.sampled_from(["stop", "length"]),
+                st.none() | tops,
             ),
             max_size=3,
         ),
         st.none() | st.lists(st.none() | finite, max_size=3),
+        st.none() | tops,
+        st.none() | tensors,
     ),
     st.builds(
         SampleRequest,
@@ -244,7 +248,15 @@ messages = st.one_of(
         st.integers(0, 10**18),
         st.lists(chunks, max_size=2).map(ModelInput),
         st.builds(SamplingParams, stop=st.none() | st.just("a") | st.just(["a"]) | st.just([1])),
-        target_prompt_logprobs=st.none() | tensors,
+    ),
+    st.builds(
+        SampleRequest,
+        st.just("s"),
+        st.just(0),
+        st.just(ModelInput.from_ints([1, 2, 3])),
+        st.just(SamplingParams()),
+        topk_prompt_logprobs=st.integers(0, 3),
+        target_prompt_logprobs=hnp.arrays(np.int64, st.tuples(st.just(2), st.integers(0, 3))).map(TensorData),
     ),
     st.builds(
         OptimStepRequest, st.text(max_size=3), st.integers(1, 9), st.none() | st.builds(AdamParams, finite.map(abs))

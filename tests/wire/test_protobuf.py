@@ -24,6 +24,7 @@ from tinker_lightning.types import (
     ImageAssetPointerChunk,
     ImageChunk,
     ModelInput,
+    PromptAltTokens,
     ProvenanceSpan,
     SampledSequence,
     SampleResponse,
@@ -228,6 +229,22 @@ def test_samples_are_read_by_the_official_sdk(sdk: SimpleNamespace) -> None:  # 
     ]
     assert read.prompt_logprobs == [None, -1.0, None]
     assert sdk.read.deserialize_sample_response(encode_sample(SampleResponse(sequences))).prompt_logprobs is None
+
+
+def test_options_of_sampling_are_read_by_the_official_sdk(sdk: SimpleNamespace) -> None:  # R5.5
+    top: Any = [[(3, -0.5), (0, -1.5)], [(4, -0.25), (5, -2.0)]]
+    sparse = TensorData([-1.0, -2.0], "float32", [2, 9], [0, 1, 2], [8, 0])
+    drawn = PromptAltTokens(TensorData([[1, 2], [3, 4]]), TensorData([[-1.0, -2.0], [-3.0, -4.0]]))
+    sequences = [SampledSequence([7, 8], [-0.5, -0.25], "stop", top)]
+    response = SampleResponse(sequences, [None, -1.0, -3.0], [None, *top], sparse, drawn)
+    assert decode_sample(encode_sample(response)) == response
+    read = sdk.read.deserialize_sample_response(encode_sample(response))
+    assert read.sequences[0].topk_logprobs == top
+    assert read.topk_prompt_logprobs == [None, *top]
+    assert read.target_prompt_logprobs.sparse_col_indices == [8, 0]
+    assert read.target_prompt_logprobs.to_torch().tolist() == sparse.tolist()
+    assert read.prompt_alt_tokens.tokens.to_torch().tolist() == drawn.tokens.tolist()
+    assert read.prompt_alt_tokens.logprobs.to_torch().tolist() == drawn.logprobs.tolist()
 
 
 # Round trips

@@ -52,16 +52,49 @@ class SamplingClient:
         num_samples: int,
         sampling_params: Any,
         include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: Any = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
     ) -> TinkerFuture[SampleResponse]:
-        """Samples continuations of a prompt."""
+        """Samples continuations of a prompt of T tokens.
+
+        Args:
+            prompt: The tokens.
+            num_samples: The number of independent continuations.
+            sampling_params: How tokens are chosen.
+            include_prompt_logprobs: Whether to return the log-probabilities of the prompt's tokens.
+            topk_prompt_logprobs: How many of the most likely tokens to return at each position of the prompt.
+            topk_sample_logprobs: How many of the most likely tokens to return at each sampled position.
+            target_prompt_logprobs: Token ids `[T - 1, K]` to score in place of the prompt's tokens from the second on;
+                -1 skips an entry.
+            prompt_alt_tokens_k: How many tokens to draw in place of each token of the prompt from the second on.
+            prompt_logprobs_last_n: Limits the log-probabilities and most likely tokens of the prompt to its last n.
+        """
+        targets = None if target_prompt_logprobs is None else inputs.to_tensor(target_prompt_logprobs)
+        options = {
+            "prompt_logprobs": include_prompt_logprobs,
+            "topk_prompt_logprobs": topk_prompt_logprobs,
+            "topk_sample_logprobs": topk_sample_logprobs,
+            "target_prompt_logprobs": targets,
+            "prompt_alt_tokens_k": prompt_alt_tokens_k,
+            "prompt_logprobs_last_n": prompt_logprobs_last_n,
+        }
         params = inputs.to_sampling_params(sampling_params)
-        return self.unread.add(self._submit("sample", prompt, num_samples, params, include_prompt_logprobs))
+        return self.unread.add(self._submit("sample", prompt, num_samples, params, options))
 
     sample_async = awaited(sample)
 
-    def compute_logprobs(self, prompt: Any) -> TinkerFuture[list[float | None]]:
-        """Returns the log-probability of each token of a prompt; None for the first, which nothing predicts."""
-        future = self._submit("compute_logprobs", prompt, 1, SamplingParams(max_tokens=1), True)
+    def compute_logprobs(
+        self, prompt: Any, prompt_logprobs_last_n: int | None = None
+    ) -> TinkerFuture[list[float | None]]:
+        """Returns the log-probability of each token of a prompt; None for the first, which nothing predicts.
+
+        With `prompt_logprobs_last_n`, only the last n are computed, and the others are None.
+        """
+        options = {"prompt_logprobs": True, "prompt_logprobs_last_n": prompt_logprobs_last_n}
+        future = self._submit("compute_logprobs", prompt, 1, SamplingParams(max_tokens=1), options)
         return self.unread.add(future.then(lambda response: response.prompt_logprobs or []))
 
     compute_logprobs_async = awaited(compute_logprobs)
@@ -79,7 +112,7 @@ class SamplingClient:
         return tokenizer.fetch(self._channel, sampler.model_name or sampler.base_model, sampler.base_model)
 
     def _submit(
-        self, name: str, prompt: Any, num_samples: int, params: SamplingParams, prompt_logprobs: bool
+        self, name: str, prompt: Any, num_samples: int, params: SamplingParams, options: dict[str, Any]
     ) -> TinkerFuture[SampleResponse]:
         self._channel.check_usable()
         self.unread.raise_first()
@@ -92,16 +125,16 @@ class SamplingClient:
         def operation() -> Operation[SampleResponse]:
             with self._lock:
                 number = self._next_number
-                request = SampleRequest(
-                    self.sampler_id, number, model_input, params, num_samples, prompt_logprobs=prompt_logprobs
-                )
+                request = SampleRequest(self.sampler_id, number, model_input, params, num_samples, **options)
                 encoded = encode(session.dialect, name, "asample", request, SampleResponse)
                 self._next_number += 1
             return encoded
 
         first = operation()
         future = TinkerFuture(self._channel.run(_sample(session, first, operation)), str(first))
-        return future.then(lambda response: _aligned(response, model_input.length)) if prompt_logprobs else future
+        if not options["prompt_logprobs"]:
+            return future
+        return future.then(lambda response: _aligned(response, model_input.length))
 
     def _sampler(self) -> GetSamplerResponse:
         return self._channel.fetch(f"/api/v1/samplers/{self.sampler_id}", GetSamplerResponse)

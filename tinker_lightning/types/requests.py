@@ -241,6 +241,19 @@ class SampleRequest:
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise InvalidInput(f"num_samples must be at least 1, got {self.num_samples}")
+        for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+            if getattr(self, name) < 0:
+                raise InvalidInput(f"{name} must be at least 0, got {getattr(self, name)}")
+        last = self.prompt.length - 1 if self.prompt.is_text else 2**31
+        if (n := self.prompt_logprobs_last_n) is not None:
+            if not self.prompt_logprobs:
+                raise InvalidInput("prompt_logprobs_last_n limits prompt_logprobs; request these too")
+            if not 1 <= n <= last:
+                raise InvalidInput(f"prompt_logprobs_last_n must lie in 1..{last} for this prompt, got {n}")
+        if (targets := self.target_prompt_logprobs) is not None and (
+            targets.dtype != "int64" or len(targets.shape) != 2 or (self.prompt.is_text and targets.shape[0] != last)
+        ):
+            raise InvalidInput(f"target_prompt_logprobs must be an int64 tensor of shape [{last}, K], got {targets}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +262,37 @@ class RetrieveFutureRequest:
 
     request_id: str
     allow_metadata_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FuturesTarget:
+    """The sampling requests of one client of a sampler: 0 for the one that created it, or the number of a clone."""
+
+    sampling_session_id: str
+    cloned_sampler_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RetrieveFuturesRequest:
+    """Waits until a sampling request finishes that the cursor does not cover yet."""
+
+    target: FuturesTarget
+    prev_cursor: int = 0
+    retrieved_request_ids: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class CancelFutureRequest:
+    """Cancels a sampling request whose result nobody waits for."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class JoinSamplingSessionRequest:
+    """Asks for the number of a further client of a sampler."""
+
+    sampling_session_id: str
 
 
 @dataclass(frozen=True, slots=True)

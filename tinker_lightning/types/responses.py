@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from tinker_lightning.types.tensor import TensorData
 
@@ -181,6 +181,10 @@ class GetSamplerResponse:
     model_name: str | None = None  # extends the protocol: the server's name for the base model
 
 
+# The most likely tokens of each position with their log-probabilities; None where they were not computed.
+TopkLogprobs: TypeAlias = list[list[tuple[int, float]] | None]
+
+
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
     """One sampled sequence, including the token or string that ended it, and its log-probabilities."""
@@ -188,6 +192,15 @@ class SampledSequence:
     tokens: list[int]
     logprobs: list[float] | None
     stop_reason: Literal["stop", "length"]
+    topk_logprobs: TopkLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptAltTokens:
+    """Tokens drawn in place of those of a prompt, with log-probabilities, `[T - 1, k]`: row i is for token i + 1."""
+
+    tokens: TensorData
+    logprobs: TensorData
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +210,9 @@ class SampleResponse:
     type: ClassVar[str] = "sample"
     sequences: list[SampledSequence]
     prompt_logprobs: list[float | None] | None = None
+    topk_prompt_logprobs: TopkLogprobs | None = None
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens: PromptAltTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,6 +139,12 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
         if item is Datum:
             return [_decode_datum(entry, f"datum {i}") for i, entry in enumerate(value)]
         return [_decode(item, entry, f"{where}[{i}]") for i, entry in enumerate(value)]
+    if origin is tuple:
+        members = typing.get_args(hint)
+        if not isinstance(value, list) or len(value) != len(members):
+            raise _wrong(where, f"a list of {len(members)}", value)
+        pairs = enumerate(zip(members, value, strict=True))
+        return tuple(_decode(member, entry, f"{where}[{i}]") for i, (member, entry) in pairs)
     if origin is dict:
         if not isinstance(value, dict):
             raise _wrong(where, "an object", value)

@@ -14,7 +14,7 @@ from tinker_lightning.errors import InvalidInput, InvalidMessage
 from tinker_lightning.types.datum import Datum, ProvenanceSpan
 from tinker_lightning.types.model_input import DmelChunk, EncodedTextChunk, ImageChunk, ModelInput
 from tinker_lightning.types.requests import ForwardBackwardRequest
-from tinker_lightning.types.responses import ForwardBackwardOutput, SampledSequence, SampleResponse
+from tinker_lightning.types.responses import ForwardBackwardOutput, PromptAltTokens, SampledSequence, SampleResponse
 from tinker_lightning.types.tensor import TensorData
 from tinker_lightning.wire import tinker_pb2 as pb
 
@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tinker_lightning.types.model_input import ModelInputChunk
+    from tinker_lightning.types.responses import TopkLogprobs
 
 _DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
 _MAX_DATUMS = 1 << 20
 _INT32: np.dtype[Any] = np.dtype("<i4")
 _INT64: np.dtype[Any] = np.dtype("<i8")
 _FLOAT32: np.dtype[Any] = np.dtype("<f4")
+# What fills the rows of the most likely tokens where there are fewer.
+_NO_TOKEN = (0, -99999.0)
 
 
 def encode_forward_backward(request: ForwardBackwardRequest) -> bytes:
@@ -113,10 +116,18 @@ def encode_sample(response: SampleResponse) -> bytes:
             stop_reason=pb.STOP_REASON_LENGTH if sequence.stop_reason == "length" else pb.STOP_REASON_STOP,
             tokens=np.asarray(sequence.tokens, _INT32).tobytes(),
             logprobs=None if sequence.logprobs is None else np.asarray(sequence.logprobs, _FLOAT32).tobytes(),
+            topk_sampled_logprobs=None if sequence.topk_logprobs is None else _topk_message(sequence.topk_logprobs),
         )
     if response.prompt_logprobs is not None:
         # numpy converts None to NaN, which means "not computed" in the protocol.
         message.prompt_logprobs = np.asarray(response.prompt_logprobs, _FLOAT32).tobytes()
+    if response.topk_prompt_logprobs is not None:
+        message.topk_prompt_logprobs.CopyFrom(_topk_message(response.topk_prompt_logprobs))
+    if response.target_prompt_logprobs is not None:
+        _fill_tensor(message.target_prompt_logprobs, response.target_prompt_logprobs)
+    if response.prompt_alt_tokens is not None:
+        _fill_tensor(message.prompt_alt_tokens.tokens, response.prompt_alt_tokens.tokens)
+        _fill_tensor(message.prompt_alt_tokens.logprobs, response.prompt_alt_tokens.logprobs)
     return message.SerializeToString()
 
 
@@ -137,9 +148,39 @@ def decode_sample(body: bytes) -> SampleResponse:
                 tokens=_array(sequence.tokens, _INT32, f"sequence {i}: tokens").tolist(),
                 logprobs=None if logprobs is None else logprobs.tolist(),
                 stop_reason="length" if sequence.stop_reason == pb.STOP_REASON_LENGTH else "stop",
+                topk_logprobs=_read_topk(sequence, "topk_sampled_logprobs"),
             )
         )
-    return SampleResponse(sequences, prompt)
+    alternatives = message.prompt_alt_tokens
+    return SampleResponse(
+        sequences,
+        prompt,
+        _read_topk(message, "topk_prompt_logprobs"),
+        _read_tensor(message.target_prompt_logprobs) if message.HasField("target_prompt_logprobs") else None,
+        PromptAltTokens(_read_tensor(alternatives.tokens), _read_tensor(alternatives.logprobs))
+        if message.HasField("prompt_alt_tokens")
+        else None,
+    )
+
+
+def _topk_message(rows: TopkLogprobs) -> pb.TopkLogprobs:
+    k = max((len(row) for row in rows if row), default=1)
+    cells = [cell for row in rows for cell in [*(row or ()), *[_NO_TOKEN] * (k - len(row or ()))]]
+    ids, values = (np.asarray([cell[i] for cell in cells], dtype) for i, dtype in enumerate((_INT32, _FLOAT32)))
+    return pb.TopkLogprobs(token_ids=ids.tobytes(), logprobs=values.tobytes(), k=k, length=len(rows))
+
+
+def _read_topk(message: Any, name: str) -> TopkLogprobs | None:
+    if not message.HasField(name):
+        return None
+    topk = getattr(message, name)
+    ids = _array(topk.token_ids, _INT32, f"{name}: token_ids")
+    values = _array(topk.logprobs, _FLOAT32, f"{name}: logprobs")
+    if not len(ids) == len(values) == topk.length * topk.k:
+        raise InvalidMessage(f"{name}: {len(ids)} ids and {len(values)} values do not fill {topk.length} x {topk.k}")
+    shape = topk.length, topk.k
+    rows = zip(ids.reshape(shape).tolist(), values.reshape(shape).tolist(), strict=True)
+    return [[cell for cell in zip(*row, strict=True) if cell != _NO_TOKEN] or None for row in rows]
 
 
 def _parse(message: Any, body: bytes) -> Any:

@@ -71,3 +71,64 @@ def test_a_seeded_request_draws_the_same_next_to_any_other(
     bodies.insert(2, api.sample(sampler, 1, seed=5, max_tokens=8))
     receipts = api.together(*(("asample", body) for body in bodies))
     assert tokens(api.result(receipts[2].json()["request_id"])) == alone
+
+
+@pytest.fixture(scope="module")
+def plain(make_api: Callable[[int | None], Api]) -> Api:
+    return make_api(None)
+
+
+def test_all_options_of_sampling_in_json(plain: Api) -> None:
+    target = {"data": [5, -1], "dtype": "int64", "shape": [2, 1]}
+    options = {
+        "prompt_logprobs": True,
+        "prompt_logprobs_last_n": 1,
+        "topk_prompt_logprobs": 2,
+        "topk_sample_logprobs": 3,
+        "target_prompt_logprobs": target,
+        "prompt_alt_tokens_k": 4,
+    }
+    result = plain.run("asample", {**plain.sample(plain.sampler(), 0), **options})
+    assert result["prompt_logprobs"][:2] == result["topk_prompt_logprobs"][:2] == [None, None]
+    assert [len(pair) for pair in result["topk_prompt_logprobs"][2]] == [2, 2]
+    assert [len(row) for row in result["sequences"][0]["topk_logprobs"]] == [3, 3, 3, 3]
+    assert result["target_prompt_logprobs"]["shape"] == [2, 1]
+    assert result["target_prompt_logprobs"]["data"][1] == 0.0
+    assert result["prompt_alt_tokens"]["tokens"]["shape"] == [2, 4]
+
+
+def test_one_poll_returns_all_finished_requests_of_one_client(plain: Api) -> None:
+    sampler = plain.sampler()
+    clone = plain.post("join_sampling_session", {"sampling_session_id": sampler}).json()["client_counter"]
+    assert clone == 1
+    assert plain.post("join_sampling_session", {"sampling_session_id": sampler}).json() == {"client_counter": 2}
+    assert plain.post("join_sampling_session", {"sampling_session_id": "nobody"}).status_code == 404
+    ids = [plain.submit("asample", plain.sample(sampler, seq)) for seq in (0, 1, clone * 10**9)]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [999]}]}
+    ids.append(plain.submit("asample", {**plain.sample(sampler, 2), "prompt": prompt}))
+    for request_id in ids:
+        plain.result(request_id)
+    target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0}
+    found = plain.post("retrieve_futures", {"target": target, "prev_cursor": 0}).json()
+    finished = [{"state": "finished", "request_id": each} for each in ids[:2]]
+    assert found["completions"] == [*finished, {"state": "failed", "request_id": ids[3]}]
+    of_clone = plain.post("retrieve_futures", {"target": {**target, "cloned_sampler_id": clone}}).json()
+    assert [each["request_id"] for each in of_clone["completions"]] == [ids[2]]
+    # The next poll waits for what comes after the cursor.
+    later = {"target": target, "prev_cursor": found["cursor"]}
+    responses = plain.together(("retrieve_futures", later), ("asample", plain.sample(sampler, 3)))
+    assert [each["request_id"] for each in responses[0].json()["completions"]] == [responses[1].json()["request_id"]]
+
+
+def test_cancelled_requests_fail_and_training_cannot_be_cancelled(plain: Api) -> None:
+    sampler, model = plain.sampler(), plain.model()
+    bodies = [plain.sample(sampler, seq, max_tokens=2000) for seq in (0, 1)]
+    running, queued = (plain.submit("asample", body) for body in bodies)
+    for request_id in (running, queued):
+        assert plain.post("cancel_future", {"request_id": request_id}).status_code == 200
+    for request_id in (running, queued):
+        assert "cancelled by the client" in plain.result(request_id)["error"]
+    step = plain.submit("optim_step", plain.step(model, 1))
+    response = plain.post("cancel_future", {"request_id": step})
+    assert (response.status_code, "only sampling" in response.text) == (400, True)
+    assert plain.post("cancel_future", {"request_id": "nobody"}).status_code == 404

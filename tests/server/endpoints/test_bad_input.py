@@ -248,7 +248,21 @@ def test_bad_models_are_refused(shared_api: Api, body: Any, said: str) -> None:
         ({"sampling_params": {"stop": [""]}}, "sampling_params.stop contains an empty string"),
         ({"sampling_params": {"stop": 5}}, "sampling_params.stop"),
         ({"sampling_params": None}, "sampling_params: missing"),
-        ({"topk_prompt_logprobs": 5}, "topk_prompt_logprobs is not supported"),
+        ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs must be at least 0, got -1"),
+        ({"topk_prompt_logprobs": 10**7}, "topk_prompt_logprobs: 20000000 log-probabilities exceed the maximum"),
+        ({"topk_sample_logprobs": 10**7}, "topk_sample_logprobs: 40000000 log-probabilities exceed the maximum"),
+        ({"prompt_alt_tokens_k": 10**7}, "prompt_alt_tokens_k: 20000000 log-probabilities exceed the maximum"),
+        ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n limits prompt_logprobs"),
+        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "must lie in 1..2 for this prompt, got 3"),
+        ({"target_prompt_logprobs": {"data": [1, 2, 3], "dtype": "int64"}}, "an int64 tensor of shape [2, K]"),
+        (
+            {"target_prompt_logprobs": {"data": [-1, 999], "dtype": "int64", "shape": [2, 1]}},
+            "target_prompt_logprobs: token 999 is not in 0..258",
+        ),
+        (
+            {"target_prompt_logprobs": {"data": [-1, -1], "dtype": "int64", "shape": [2, 1]}},
+            "target_prompt_logprobs: names no token",
+        ),
         ({"seq_id": None}, "seq_id: missing"),
     ],
 )

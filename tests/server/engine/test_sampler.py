@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from tinker_lightning.errors import InvalidDatum, InvalidInput, OperationFailed
 from tinker_lightning.server.engine.adapter import Adapter
 from tinker_lightning.server.engine.passes import run_pass
+from tinker_lightning.server.engine.prompt_scores import PromptScoring
 from tinker_lightning.server.engine.sampler import sample
 from tinker_lightning.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams
 
@@ -250,7 +251,9 @@ def test_a_stop_string_in_the_prompt_does_not_count(tiny: BaseModel, memory: Ada
 def test_prompt_logprobs_are_those_of_a_forward_pass(tiny: BaseModel, memory: Adapter) -> None:
     tokens = encode("the café")
     settings = SamplingParams(max_tokens=1)
-    response = sample(tiny, memory.weights, ModelInput.from_ints(tokens), settings, prompt_logprobs=True)
+    response = sample(
+        tiny, memory.weights, ModelInput.from_ints(tokens), settings, scoring=PromptScoring(logprobs=True)
+    )
     output = run_pass(tiny, memory, [Datum.from_tokens(tokens)], "cross_entropy", {}, forward_only=True)
     assert response.prompt_logprobs is not None
     assert response.prompt_logprobs[0] is None
@@ -263,7 +266,11 @@ def test_prompt_logprobs_come_only_when_asked_for(tiny: BaseModel) -> None:
 
 def test_a_prompt_of_one_token(tiny: BaseModel) -> None:
     response = sample(
-        tiny, None, ModelInput.from_ints([65]), SamplingParams(max_tokens=2, stop=[]), prompt_logprobs=True
+        tiny,
+        None,
+        ModelInput.from_ints([65]),
+        SamplingParams(max_tokens=2, stop=[]),
+        scoring=PromptScoring(logprobs=True),
     )
     assert response.prompt_logprobs == [None]
     assert len(response.sequences[0].tokens) == 2
@@ -271,7 +278,7 @@ def test_a_prompt_of_one_token(tiny: BaseModel) -> None:
 
 def test_a_prompt_that_fills_the_context_can_be_scored_but_not_continued(tiny: BaseModel) -> None:
     prompt = ModelInput.from_ints([65] * tiny.max_context_length)
-    response = sample(tiny, None, prompt, SamplingParams(max_tokens=1), prompt_logprobs=True)
+    response = sample(tiny, None, prompt, SamplingParams(max_tokens=1), scoring=PromptScoring(logprobs=True))
     assert response.prompt_logprobs is not None
     assert len(response.prompt_logprobs) == tiny.max_context_length
     assert (response.sequences[0].tokens, response.sequences[0].stop_reason) == ([], "length")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -83,6 +84,7 @@ class Registry:
         self._sessions: dict[str, ClientSession] = {}
         self._models: dict[str, Model] = {}
         self._samplers: dict[str, Sampler] = {}
+        self._clones: Counter[str] = Counter()
 
     def open_session(
         self, user_metadata: dict[str, Any] | None = None, display_name: str | None = None
@@ -173,6 +175,13 @@ class Registry:
             )
         return sampler
 
+    def join_sampler(self, sampler_id: str) -> int:
+        """Returns the number of a further client of a sampler, from 1; clients number their requests after it."""
+        self.sampler(sampler_id)
+        with self._lock:
+            self._clones[sampler_id] += 1
+            return self._clones[sampler_id]
+
     def free(self, session: ClientSession) -> None:
         """Frees the memory of all models and samplers of a session."""
         with self._lock:
@@ -180,3 +189,4 @@ class Registry:
                 self._models[model_id].unload()
             for sampler_id in session.samplers:
                 self._samplers.pop(sampler_id, None)
+                self._clones.pop(sampler_id, None)

@@ -6,23 +6,16 @@ from typing import TYPE_CHECKING
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.core.checkpoint_store import CheckpointStore, TinkerPath
+from tinker_lightning.server.core.completions import CLONE_STRIDE, Completions
 from tinker_lightning.server.core.registry import Registry, Sampler
 from tinker_lightning.server.core.scheduler import Job, Scheduler
+from tinker_lightning.server.engine.prompt_scores import PromptScoring
 from tinker_lightning.server.engine.sampler import MAX_SAMPLES, sample
 
 if TYPE_CHECKING:
     from tinker_lightning.server.engine.catalog import Catalog
     from tinker_lightning.types import SampleResponse
     from tinker_lightning.types import requests as rq
-
-# Options of the protocol that are not supported; any value other than these defaults raises.
-_NOT_SUPPORTED = {
-    "topk_prompt_logprobs": 0,
-    "topk_sample_logprobs": 0,
-    "target_prompt_logprobs": None,
-    "prompt_alt_tokens_k": 0,
-    "prompt_logprobs_last_n": None,
-}
 
 
 class Sampling:
@@ -41,6 +34,7 @@ class Sampling:
         self._store = store
         self._scheduler = scheduler
         self._sampling_seed = sampling_seed
+        self.completions = Completions()
 
     def create_sampling_session(self, request: rq.CreateSamplingSessionRequest) -> Sampler:
         """Creates a sampler from a base model or from saved weights."""
@@ -58,9 +52,6 @@ class Sampling:
     def sample(self, request: rq.SampleRequest) -> Job:
         """Submits a sampling job. The jobs of a sampler may run in any order."""
         sampler = self._registry.sampler(request.sampling_session_id)
-        for name, off in _NOT_SUPPORTED.items():
-            if getattr(request, name) != off:
-                raise InvalidInput(f"{name} is not supported; omit it")
         if request.num_samples > MAX_SAMPLES:
             raise InvalidInput(f"num_samples: {request.num_samples} exceeds the maximum of {MAX_SAMPLES}")
 
@@ -82,8 +73,16 @@ class Sampling:
                 request.prompt,
                 request.sampling_params,
                 num_samples=request.num_samples,
-                prompt_logprobs=request.prompt_logprobs,
+                scoring=PromptScoring(
+                    request.prompt_logprobs,
+                    request.prompt_logprobs_last_n,
+                    request.topk_prompt_logprobs,
+                    request.target_prompt_logprobs,
+                    request.prompt_alt_tokens_k,
+                ),
+                topk_sample_logprobs=request.topk_sample_logprobs,
                 unseeded=unseeded,
+                raise_if_cancelled=job.raise_if_cancelled,
             )
 
         job = Job(
@@ -94,4 +93,15 @@ class Sampling:
             seq=request.seq_id,
             samples=request.num_samples,
         )
-        return self._scheduler.submit(job)
+        submitted = self._scheduler.submit(job)
+        if submitted is job:
+            target = sampler.sampler_id, request.seq_id // CLONE_STRIDE
+            job.future.add_done_callback(lambda _: self.completions.record(target, job))
+        return submitted
+
+    def cancel(self, request_id: str) -> None:
+        """Cancels a sampling job, before it starts or at its next token."""
+        job = self._scheduler.find(request_id)
+        if job.kind != "sample":
+            raise InvalidInput(f"request_id: {request_id} is a {job.kind}; only sampling can be cancelled")
+        job.cancelled = True

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tinker_lightning.errors import InvalidInput, NotFound, TinkerLightningError, TrainerClosed
+from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, TinkerLightningError, TrainerClosed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,6 +46,7 @@ class Job:
         self.future.set_running_or_notify_cancel()  # so that a waiter that times out cannot cancel it
         self.kept_since: float | None = None  # when it finished, or was last fetched
         self.fetched = False
+        self.cancelled = False
         self._run: Callable[[], Any] | None = run
 
     def execute(self) -> None:
@@ -68,6 +69,11 @@ class Job:
         elapsed = (time.perf_counter() - started) * 1000
         level = logging.INFO if defect is None else logging.ERROR
         logger.log(level, "op=%s %sms=%.1f %s", self.kind, self.labels, elapsed, outcome, exc_info=defect)
+
+    def raise_if_cancelled(self) -> None:
+        """Raises `OperationFailed` if the client has cancelled the job."""
+        if self.cancelled:
+            raise OperationFailed(f"{self.kind} was cancelled by the client")
 
     def mark_fetched(self) -> None:
         """Records that the result was fetched, and keeps it a little longer in case the response was lost."""

@@ -90,16 +90,49 @@ def pending(job: Job) -> Response:
 async def finished(job: Job, trainer: EmbeddedTrainer) -> bool:
     """Waits for a job until the long-poll timeout or the server's shutdown; returns whether the job is finished."""
     if not job.future.done():
-        loop, woken = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake(_: object = None) -> None:
-            with suppress(RuntimeError):  # the loop is closed, so nobody is waiting
-                loop.call_soon_threadsafe(woken.set)
-
+        woken, wake = _alarm()
         job.future.add_done_callback(wake)
         with trainer.waking(wake), suppress(TimeoutError):
             await asyncio.wait_for(woken.wait(), LONG_POLL_SECONDS)
     return job.future.done()
 
 
-routes = [Route("/retrieve_future", retrieve_future, methods=["POST"])]
+async def retrieve_futures(request: Request) -> Response:
+    """Returns which sampling requests have finished after a cursor; waits if there are none."""
+    body = await read(request, rq.RetrieveFuturesRequest)
+    trainer = trainer_of(request)
+    completions = trainer.sampling.completions
+    target = body.target.sampling_session_id, body.target.cloned_sampler_id
+    woken, wake = _alarm()
+    with completions.waking(target, wake), trainer.waking(wake), suppress(TimeoutError):
+        if not (found := completions.after(target, body.prev_cursor)):
+            await asyncio.wait_for(woken.wait(), LONG_POLL_SECONDS)
+            found = completions.after(target, body.prev_cursor)
+    listed = [
+        {"state": "finished" if job.future.exception() is None else "failed", "request_id": job.request_id}
+        for _, job in found
+    ]
+    return answer({"completions": listed, "cursor": found[-1][0] if found else body.prev_cursor})
+
+
+async def cancel_future(request: Request) -> Response:
+    trainer_of(request).sampling.cancel((await read(request, rq.CancelFutureRequest)).request_id)
+    return answer({})
+
+
+def _alarm() -> tuple[asyncio.Event, Callable[..., None]]:
+    """Returns an event of the running loop, and a function that sets it from any thread."""
+    loop, woken = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake(_: object = None) -> None:
+        with suppress(RuntimeError):  # the loop is closed, so nobody is waiting
+            loop.call_soon_threadsafe(woken.set)
+
+    return woken, wake
+
+
+routes = [
+    Route("/retrieve_future", retrieve_future, methods=["POST"]),
+    Route("/retrieve_futures", retrieve_futures, methods=["POST"]),
+    Route("/cancel_future", cancel_future, methods=["POST"]),
+]

@@ -24,7 +24,8 @@ CLIENT_CONFIG = {
     "fwdbwd_max_chunk_len": 1 << 20,
     "fwdbwd_max_chunk_bytes_count": MAX_JSON_BYTES // 2,
     "fwdbwd_dispatch_bytes_semaphore_size": 2 * MAX_BODY_BYTES,
-    "sample_use_retrieve_futures": False,
+    "sample_use_retrieve_futures": True,
+    "sample_join_sampling_session": True,
     "custom_loss_server_side": True,
     "create_model_via_load_weights": False,
 }
@@ -37,7 +38,7 @@ async def client_config(request: Request) -> Response:
 
 async def dynamic_config(request: Request) -> Response:
     await read(request, rq.ClientConfigRequest)
-    return answer({})
+    return answer({"sample_cancel_enabled": True})
 
 
 async def create_session(request: Request) -> Response:

@@ -41,9 +41,15 @@ async def asample(request: Request) -> Submission:
     return Submission(job, rs.FutureResponse(job.request_id, sample_sequence_ids=sequence_ids))
 
 
+async def join_sampling_session(request: Request) -> Response:
+    body = await read(request, rq.JoinSamplingSessionRequest)
+    return answer({"client_counter": trainer_of(request).registry.join_sampler(body.sampling_session_id)})
+
+
 submissions = {"/asample": asample}
 routes = [
     Route("/create_sampling_session", create_sampling_session, methods=["POST"]),
+    Route("/join_sampling_session", join_sampling_session, methods=["POST"]),
     Route("/samplers/{sampler_id}", get_sampler, methods=["GET"]),
     *(Route(path, answer_receipt(submit), methods=["POST"]) for path, submit in submissions.items()),
 ]

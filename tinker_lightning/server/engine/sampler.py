@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidInput, OperationFailed
+from tinker_lightning.server.engine.base import BaseModel
 from tinker_lightning.server.engine.passes import read_tokens
+from tinker_lightning.server.engine.prompt_scores import PromptScores, PromptScoring, check_size, score_prompt
 from tinker_lightning.types import SampledSequence, SampleResponse, SamplingParams
 
 if TYPE_CHECKING:
-    from tinker_lightning.server.engine.base import BaseModel
     from tinker_lightning.server.engine.lora import LoraWeights
     from tinker_lightning.types import ModelInput
+    from tinker_lightning.types.responses import TopkLogprobs
 
 MAX_SAMPLES = 256
 
@@ -32,33 +36,41 @@ def sample(
     params: SamplingParams,
     *,
     num_samples: int = 1,
-    prompt_logprobs: bool = False,
+    scoring: PromptScoring = PromptScoring(),  # noqa: B008  # immutable
+    topk_sample_logprobs: int = 0,
     unseeded: str | None = None,
+    raise_if_cancelled: Callable[[], None] = lambda: None,
 ) -> SampleResponse:
     """Samples continuations of a prompt, which is processed once for all of them.
 
     Temperature, top-k and top-p affect the choice of tokens but not the returned log-probabilities, which are
     comparable with those of a forward pass. Without a seed in `params`, draws follow from `unseeded`, or are random.
+    `raise_if_cancelled` is called before each token.
     """
+    raise_if_cancelled()
     tokens_T = read_tokens("prompt", prompt, base)
     room = base.max_context_length - len(tokens_T)
     # A prompt that fills the context can be scored but not continued.
     budget = min(room, params.max_tokens if params.max_tokens is not None else room)
-    if budget == 0 and not prompt_logprobs:
+    if budget == 0 and not scoring:
         raise InvalidInput(f"prompt: its {len(tokens_T)} tokens fill the context and leave no room for a continuation")
+    check_size("topk_sample_logprobs", num_samples * budget * topk_sample_logprobs)
     with base.lora.use(weights):
         decoder = base.model.get_decoder()
         output = decoder(input_ids=tokens_T[None], use_cache=True)
         hidden_TD = output.last_hidden_state[0]
-        scores: list[float | None] | None = None
-        if prompt_logprobs:
-            scores = [None, *base.target_logprobs(hidden_TD[:-1], tokens_T[1:, None])[:, 0].tolist()]
+        scores = PromptScores()
+        if scoring:
+            generator = _generator(params.seed, unseeded, -1)
+            scores = score_prompt(base, hidden_TD, tokens_T, scoring, params.temperature, generator)
         sequences = [_Sequence(_generator(params.seed, unseeded, i)) for i in range(num_samples)]
         if budget:
             cache = output.past_key_values
             cache.batch_repeat_interleave(num_samples)
-            _continue(base, decoder, cache, hidden_TD[-1:].expand(num_samples, -1), sequences, params, budget)
-    return SampleResponse([sequence.result() for sequence in sequences], scores)
+            hidden_SD = hidden_TD[-1:].expand(num_samples, -1)
+            run = _Run(base, decoder, params, topk_sample_logprobs, raise_if_cancelled)
+            run.continue_all(cache, hidden_SD, sequences, budget)
+    return scores.response([sequence.result(topk_sample_logprobs) for sequence in sequences])
 
 
 class _Sequence:
@@ -68,44 +80,62 @@ class _Sequence:
         self.generator = generator
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.top: TopkLogprobs = []
         self.stopped = False
 
-    def result(self) -> SampledSequence:
-        return SampledSequence(self.tokens, self.logprobs, "stop" if self.stopped else "length")
+    def result(self, topk: int) -> SampledSequence:
+        reason: Literal["stop", "length"] = "stop" if self.stopped else "length"
+        return SampledSequence(self.tokens, self.logprobs, reason, self.top if topk else None)
 
 
-def _continue(
-    base: BaseModel,
-    decoder: Any,
-    cache: Any,
-    hidden_SD: Tensor,
-    sequences: list[_Sequence],
-    params: SamplingParams,
-    budget: int,
-) -> None:
-    stop = _Stop(base, params)
-    active = sequences
-    for step in range(budget):
-        logits_SV = base.head(hidden_SD).to(torch.promote_types(hidden_SD.dtype, torch.float32))
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The part of a request that all its tokens share."""
+
+    base: BaseModel
+    decoder: Any
+    params: SamplingParams
+    topk: int
+    raise_if_cancelled: Callable[[], None]
+
+    def continue_all(self, cache: Any, hidden_SD: Tensor, sequences: list[_Sequence], budget: int) -> None:
+        """Appends tokens to the sequences until all are stopped or the budget is used up."""
+        stop = _Stop(self.base, self.params)
+        active = sequences
+        for step in range(budget):
+            self.raise_if_cancelled()
+            chosen_S = self._next(hidden_SD, active)
+            for sequence in active:
+                sequence.stopped = stop.reached(sequence.tokens)
+            going = [i for i, sequence in enumerate(active) if not sequence.stopped]
+            if not going or step + 1 == budget:
+                return
+            if len(going) < len(active):
+                # Finished sequences are removed from the batch to speed up the others.
+                kept = torch.tensor(going)
+                cache.batch_select_indices(kept)
+                chosen_S = chosen_S[kept]
+                active = [active[i] for i in going]
+            output = self.decoder(input_ids=chosen_S[:, None], past_key_values=cache, use_cache=True)
+            cache, hidden_SD = output.past_key_values, output.last_hidden_state[:, -1]
+
+    def _next(self, hidden_SD: Tensor, active: list[_Sequence]) -> Tensor:
+        """Appends a token to each sequence and returns the tokens."""
+        logits_SV = self.base.head(hidden_SD).to(torch.promote_types(hidden_SD.dtype, torch.float32))
         if not logits_SV.isfinite().all():
             raise OperationFailed("the model's logits are not finite, so no token can be sampled")
-        chosen_S = _choose(logits_SV, params, [sequence.generator for sequence in active])
-        logprobs_S = (logits_SV.gather(-1, chosen_S[:, None])[:, 0] - logits_SV.logsumexp(-1)).tolist()
+        chosen_S = _choose(logits_SV, self.params, [sequence.generator for sequence in active])
+        total_S = logits_SV.logsumexp(-1)
+        logprobs_S = (logits_SV.gather(-1, chosen_S[:, None])[:, 0] - total_S).tolist()
         for sequence, token, logprob in zip(active, chosen_S.tolist(), logprobs_S, strict=True):
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
-            sequence.stopped = stop.reached(sequence.tokens)
-        going = [i for i, sequence in enumerate(active) if not sequence.stopped]
-        if not going or step + 1 == budget:
-            return
-        if len(going) < len(active):
-            # Finished sequences are removed from the batch to speed up the others.
-            kept = torch.tensor(going)
-            cache.batch_select_indices(kept)
-            chosen_S = chosen_S[kept]
-            active = [active[i] for i in going]
-        output = decoder(input_ids=chosen_S[:, None], past_key_values=cache, use_cache=True)
-        cache, hidden_SD = output.past_key_values, output.last_hidden_state[:, -1]
+        if self.topk:
+            top = logits_SV.topk(min(self.topk, logits_SV.shape[-1]))
+            rows = zip(active, top.indices.tolist(), (top.values - total_S[:, None]).tolist(), strict=True)
+            for sequence, ids, values in rows:
+                sequence.top.append(list(zip(ids, values, strict=True)))
+        return chosen_S
 
 
 def _choose(logits_SV: Tensor, params: SamplingParams, generators: list[torch.Generator]) -> Tensor:

@@ -1,0 +1,178 @@
+"""Log-probabilities of a prompt: of its tokens, the most likely ones, requested ones and drawn alternatives.
+
+Shapes: T prompt tokens, R = T - 1 rows (row i predicts token i + 1), N rows of a chunk, V vocabulary, K per row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tinker_lightning.errors import InvalidInput, OperationFailed
+from tinker_lightning.server.engine.logprobs import LOGITS_BYTES
+from tinker_lightning.types import PromptAltTokens, SampleResponse, TensorData
+from tinker_lightning.types.responses import TopkLogprobs
+
+if TYPE_CHECKING:
+    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.types import SampledSequence
+
+# The most log-probabilities that a result contains besides those of its tokens.
+MAX_SCORES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """What to return about the tokens of a prompt, by default nothing. `last_n` limits `logprobs` and `topk`."""
+
+    logprobs: bool = False
+    last_n: int | None = None
+    topk: int = 0
+    targets: TensorData | None = None
+    alt_tokens: int = 0
+
+    def __bool__(self) -> bool:
+        return self.logprobs or bool(self.topk or self.alt_tokens) or self.targets is not None
+
+
+@dataclass(slots=True)
+class _Targets:
+    """The requested tokens as a matrix, padded on the right, and where each requested value is in it."""
+
+    ids_RK: Tensor
+    rows: npt.NDArray[np.int64]
+    columns: npt.NDArray[np.int64]
+    wanted: npt.NDArray[np.bool_]
+
+    @classmethod
+    def read(cls, given: TensorData, vocab_size: int) -> _Targets:
+        crow, ids = given.sparse_crow_indices, given.values.reshape(-1)
+        counts = np.full(given.shape[0], given.shape[1]) if crow is None else np.diff(crow)
+        width = int(counts.max(initial=0))
+        check_size("target_prompt_logprobs", len(counts) * width)
+        wanted = ids != -1
+        if not wanted.any():
+            raise InvalidInput("target_prompt_logprobs: names no token; -1 requests nothing")
+        if (outside := ids[wanted & ((ids < 0) | (ids >= vocab_size))]).size:
+            raise InvalidInput(f"target_prompt_logprobs: token {outside[0]} is not in 0..{vocab_size - 1}")
+        rows = np.repeat(np.arange(len(counts)), counts)
+        columns = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
+        ids_RK = np.zeros((len(counts), width), np.int64)
+        ids_RK[rows, columns] = np.where(wanted, ids, 0)
+        return cls(torch.from_numpy(ids_RK), rows, columns, wanted)
+
+    @property
+    def first_row(self) -> int:
+        return int(self.rows[self.wanted][0])
+
+    def result(self, given: TensorData, logprobs_RK: Tensor) -> TensorData:
+        """Returns the log-probabilities in the layout of the request, 0 where it has -1."""
+        values = np.where(self.wanted, logprobs_RK.float().numpy()[self.rows, self.columns], np.float32(0))
+        return TensorData(values, "float32", given.shape, given.sparse_crow_indices, given.sparse_col_indices)
+
+
+@dataclass(slots=True)
+class PromptScores:
+    """The scores of a prompt; None where they were not requested."""
+
+    logprobs: list[float | None] | None = None
+    topk: TopkLogprobs | None = None
+    targets: TensorData | None = None
+    alt_tokens: PromptAltTokens | None = None
+
+    def response(self, sequences: list[SampledSequence]) -> SampleResponse:
+        """Returns the result of a sampling request."""
+        return SampleResponse(sequences, self.logprobs, self.topk, self.targets, self.alt_tokens)
+
+
+@dataclass(slots=True)
+class _Parts:
+    """Results per chunk of rows."""
+
+    own: list[Tensor] = field(default_factory=list)
+    top: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    targets: list[Tensor] = field(default_factory=list)
+    drawn: list[Tensor] = field(default_factory=list)
+    drawn_logprobs: list[Tensor] = field(default_factory=list)
+
+
+def score_prompt(
+    base: BaseModel,
+    hidden_TD: Tensor,
+    tokens_T: Tensor,
+    scoring: PromptScoring,
+    temperature: float,
+    generator: torch.Generator,
+) -> PromptScores:
+    """Scores a prompt from its hidden states, in chunks of rows. Only alternatives depend on the temperature."""
+    rows = len(tokens_T) - 1
+    check_size("topk_prompt_logprobs", rows * scoring.topk)
+    check_size("prompt_alt_tokens_k", rows * scoring.alt_tokens)
+    targets = None if scoring.targets is None else _Targets.read(scoring.targets, base.vocab_size)
+    first_scored = 0 if scoring.last_n is None else rows - scoring.last_n
+    starts = [first_scored] if scoring.logprobs or scoring.topk else []
+    starts += [0] if scoring.alt_tokens else []
+    starts += [targets.first_row] if targets is not None else []
+    start = min(starts)
+    k = min(scoring.topk, base.vocab_size)
+    wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+    size = max(1, LOGITS_BYTES // (base.vocab_size * wide.itemsize))
+    parts = _Parts()
+    for begin in range(start, rows, size):
+        chunk = slice(begin, min(begin + size, rows))
+        logprobs_NV = base.head(hidden_TD[chunk]).to(wide).log_softmax(-1)
+        if logprobs_NV.isnan().any():
+            raise OperationFailed("the model's logits are not finite, so the prompt has no log-probabilities")
+        parts.own.append(logprobs_NV.gather(-1, tokens_T[1:][chunk, None])[:, 0])
+        if k:
+            top = logprobs_NV.topk(k)
+            parts.top.append((top.indices, top.values))
+        if targets is not None:
+            parts.targets.append(logprobs_NV.gather(-1, targets.ids_RK[chunk]))
+        if scoring.alt_tokens:
+            drawn_NK = _draw(logprobs_NV, scoring.alt_tokens, temperature, generator)
+            parts.drawn.append(drawn_NK)
+            parts.drawn_logprobs.append(logprobs_NV.gather(-1, drawn_NK))
+    scores = PromptScores()
+    skipped = first_scored - start
+    unscored = [None] * (1 + first_scored)
+    if scoring.logprobs:
+        scores.logprobs = [*unscored, *_joined(parts.own)[skipped:].tolist()]
+    if scoring.topk:
+        ids = _joined([ids for ids, _ in parts.top])[skipped:].tolist()
+        values = _joined([values for _, values in parts.top])[skipped:].tolist()
+        scores.topk = [*unscored, *(list(zip(*row, strict=True)) for row in zip(ids, values, strict=True))]
+    if scoring.targets is not None and targets is not None:
+        before_RK = torch.zeros(start, targets.ids_RK.shape[1])
+        scores.targets = targets.result(scoring.targets, torch.cat([before_RK, *parts.targets]))
+    if scoring.alt_tokens:
+        shape = (rows, scoring.alt_tokens)
+        drawn, logprobs = (_joined(part).reshape(shape) for part in (parts.drawn, parts.drawn_logprobs))
+        scores.alt_tokens = PromptAltTokens(
+            TensorData.from_torch(drawn.long()), TensorData.from_torch(logprobs.float())
+        )
+    return scores
+
+
+def check_size(name: str, count: int) -> None:
+    """Raises `InvalidInput` if an option asks for more log-probabilities than a result may contain."""
+    if count > MAX_SCORES:
+        raise InvalidInput(f"{name}: {count} log-probabilities exceed the maximum of {MAX_SCORES}")
+
+
+def _draw(logprobs_NV: Tensor, k: int, temperature: float, generator: torch.Generator) -> Tensor:
+    if temperature == 0:
+        return logprobs_NV.argmax(-1, keepdim=True).expand(-1, k)
+    # The largest is shifted to 0 first, because a small temperature would make it infinite.
+    shifted_NV = logprobs_NV - logprobs_NV.amax(-1, keepdim=True)
+    probabilities_NV = (shifted_NV / max(temperature, torch.finfo(shifted_NV.dtype).tiny)).softmax(-1)
+    return probabilities_NV.multinomial(k, replacement=True, generator=generator)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts) if parts else torch.zeros(0)
