@@ -5,6 +5,7 @@ from tinker_lightning.client.backend import TrainingBackend
 from tinker_lightning.client.custom import CustomLossFuture
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.loss_handle import LossHandle
+from tinker_lightning.client.rest import RestClient
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.service import ServiceClient, connect
 from tinker_lightning.client.training import TrainingClient
@@ -12,6 +13,7 @@ from tinker_lightning.client.training import TrainingClient
 __all__ = [
     "CustomLossFuture",
     "LossHandle",
+    "RestClient",
     "SamplingClient",
     "ServiceClient",
     "TinkerFuture",

@@ -12,6 +12,7 @@ from tinker_lightning.client.async_names import in_thread
 from tinker_lightning.client.channel import Channel
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.loss_uploads import Losses
+from tinker_lightning.client.rest import RestClient
 from tinker_lightning.client.retry_policy import RetryPolicy
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.sdk import inputs
@@ -181,6 +182,11 @@ class ServiceClient:
         return SamplingClient.create(self._channel, model_path, base_model)
 
     create_sampling_client_async = in_thread(create_sampling_client)
+
+    def create_rest_client(self) -> RestClient:
+        """Returns a client that lists and manages training runs, checkpoints and sessions."""
+        self._channel.raise_left_over()
+        return RestClient(self._channel)
 
     def checkpoint_exists(self, path: str) -> bool:
         """Returns whether the checkpoint at a `tinker://` path exists."""

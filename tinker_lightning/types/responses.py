@@ -268,3 +268,20 @@ class TrainingRunsList:
 
     training_runs: list[TrainingRun]
     cursor: Cursor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GetSessionResponse:
+    """The models and samplers of a session."""
+
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, Any] | None = None
+    display_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionsList:
+    """A list of sessions, by their ids."""
+
+    sessions: list[str]

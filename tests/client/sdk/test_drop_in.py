@@ -13,22 +13,38 @@ from tinker import types as sdk
 
 import tinker_lightning.client as ours
 from tests.helpers.client_data import DATA
-from tinker_lightning.errors import InvalidInput, ResultTimeout, Unsupported
+from tinker_lightning.errors import InvalidInput, NotFound, ResultTimeout, Unsupported
 
 if TYPE_CHECKING:
     from tinker_lightning.client import ServiceClient, TrainingClient
 
+# About accounts of hosted Tinker.
+HOSTED = {
+    "assign_session_project",
+    "copy_weights",
+    "export_session_trace",
+    "get_audit_log",
+    "get_billing_usage",
+    "get_current_checkpoint_storage_usage",
+    "publish_checkpoint_from_tinker_path",
+    "search_sessions",
+    "unpublish_checkpoint_from_tinker_path",
+}
 # What the SDK has and we do not, on purpose.
 LEFT_OUT = {
     "ServiceClient": {
         "copy_weights",  # of hosted accounts
-        "create_rest_client",
         "get_console_url",
         "get_telemetry",
         "holder",
     },
     "TrainingClient": {"get_console_url", "get_telemetry"},
     "SamplingClient": {"from_sampler_handle", "get_sampler_handle", "get_telemetry", "on_queue_state_change"},
+    "RestClient": {
+        *(f"{name}{suffix}" for name in HOSTED for suffix in ("", "_async")),
+        "get_telemetry",
+        "whoami",
+    },
     "APIFuture": set(),
 }
 # Arguments of the SDK that we do not have: it ignores them with a warning, we raise a TypeError.
@@ -47,6 +63,7 @@ CLASSES = {
     "ServiceClient": (tinker.ServiceClient, ours.ServiceClient),
     "TrainingClient": (tinker.TrainingClient, ours.TrainingClient),
     "SamplingClient": (tinker.SamplingClient, ours.SamplingClient),
+    "RestClient": (tinker.RestClient, ours.RestClient),
     "APIFuture": (tinker.APIFuture, ours.TinkerFuture),
 }
 
@@ -141,6 +158,35 @@ def test_a_training_loop_written_for_the_sdk(service: ServiceClient) -> None:  #
     client.optim_step(sdk.AdamParams(learning_rate=1e-2))
     last = client.forward(data, "cross_entropy").result()
     assert asyncio.run(loop()) == (passed.metrics, step.metrics, custom.metrics, last.metrics)
+
+
+def test_the_rest_client(service: ServiceClient, model: TrainingClient) -> None:  # R5.4
+    rest = service.create_rest_client()
+    first = model.save_state("first", user_metadata={"a": "b"}).result().path
+    sampler = model.save_weights_and_get_sampling_client()
+    run, checkpoint = model.model_id, "weights/first"
+    assert rest.get_training_run(run).result().last_checkpoint == rest.list_checkpoints(run).result().checkpoints[0]
+    assert rest.list_training_runs(limit=1, offset=0).result().training_runs[0].training_run_id == run
+    assert rest.get_weights_info_by_tinker_path(first).result().lora_rank == 4
+    assert rest.list_user_checkpoints(limit=1).result().checkpoints[0].user_metadata == {"a": "b"}
+    assert rest.get_sampler(sampler.sampler_id).result().model_name == "tiny"
+    session = service.session.session_id
+    assert session in rest.list_sessions().result().sessions
+    assert run in rest.get_session(session).result().training_run_ids
+    external = model.save_weights_external("files").result().path
+    assert "adapter_config.json" in rest.get_external_weights_urls(external).result().urls
+
+    async def use() -> None:
+        assert (await rest.get_training_run_by_tinker_path_async(first)).lora_rank == 4
+        for seconds in (3600, None):
+            await rest.set_checkpoint_ttl_from_tinker_path_async(first, seconds)
+            (saved, *_) = (await rest.list_checkpoints_async(run)).checkpoints
+            assert (saved.expires_at is None) == (seconds is None)
+        await rest.delete_checkpoint_async(run, checkpoint)
+        with pytest.raises(NotFound, match="there is no such checkpoint"):
+            await rest.delete_checkpoint_from_tinker_path_async(first)
+
+    asyncio.run(use())
 
 
 def test_the_event_loop_goes_on_while_a_step_waits_for_a_pending_loss(model: TrainingClient) -> None:
