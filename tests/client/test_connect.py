@@ -21,6 +21,7 @@ from tinker_lightning.errors import ClientClosed, InvalidInput
 from tinker_lightning.server import create_app
 
 if TYPE_CHECKING:
+    import ssl
     from pathlib import Path
 
     from tests.helpers.backends import Running
@@ -208,3 +209,19 @@ def test_the_environment_may_name_the_base_model(shared: EmbeddedTrainer, monkey
             recorded.service.create_lora_training_client()
         monkeypatch.setenv("TINKER_BASE_MODEL", "tiny")
         assert recorded.service.create_lora_training_client(rank=4).get_info().model_name == "tiny"
+
+
+def test_clients_read_the_certificates_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, create = [], httpx.create_ssl_context
+
+    def create_ssl_context() -> ssl.SSLContext:
+        read.append(1)
+        return create()
+
+    monkeypatch.setattr(httpx, "create_ssl_context", create_ssl_context)
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path / folder))
+        for _ in range(2):
+            ServiceClient("https://127.0.0.1:9").close()
+    assert len(read) == 2  # for each setting

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import itertools
 import logging
+import os
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +31,7 @@ from tinker_lightning.errors import (
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Mapping
     from contextlib import AbstractAsyncContextManager
 
@@ -60,6 +62,12 @@ _MAY_HAVE_RUN = "The server may have executed it, and would do so twice if it we
 _parsed = functools.lru_cache(maxsize=256)(httpx.URL)
 
 
+@functools.cache
+def _tls_context(*_certificates: str | None) -> ssl.SSLContext:
+    """Returns the TLS settings of all clients, because to read the certificates takes longer than the other setup."""
+    return httpx.create_ssl_context()
+
+
 class Connection:
     """Requests to one server. All methods run on the client's event loop.
 
@@ -83,8 +91,11 @@ class Connection:
         self._reached = False
         self._closed = False
         _check_url(url)
+        # A transport of the caller's own brings its own settings.
+        paths = os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")
+        tls = _tls_context(*paths) if transport is None else True
         self._client = httpx.AsyncClient(
-            transport=transport, http2=True, limits=_LIMITS, timeout=_TIMEOUT, headers=headers
+            transport=transport, verify=tls, http2=True, limits=_LIMITS, timeout=_TIMEOUT, headers=headers
         )
 
     async def close(self) -> None:
