@@ -59,6 +59,7 @@ class LoraHost:
         self._largest_rank = max(model.get_output_embeddings().weight.shape[1], MIN_LARGEST_RANK)
         self._peft: peft.PeftModel | None = None
         self._slots: dict[tuple[int, bool, bool, bool], _Slot] = {}
+        self._active: str | None = None
 
     def new_weights(self, config: LoraConfig) -> LoraWeights:
         """Initializes weights like peft: A is Kaiming uniform from the seed (0 by default), B is zero."""
@@ -98,12 +99,15 @@ class LoraHost:
             if self._peft is None:
                 yield {}
             else:
+                self._active = None
                 with self._peft.disable_adapter():
                     yield {}
             return
         slot = self._slot(weights.config)
         assert self._peft is not None  # noqa: S101  # _slot() has created it
-        self._peft.set_adapter(slot.name)
+        if self._active != slot.name:  # peft would visit every module of the model in each pass
+            self._peft.set_adapter(slot.name)
+            self._active = slot.name
         try:
             for name, parameter in slot.parameters.items():
                 parameter.data = weights.tensors[name].data
@@ -152,6 +156,7 @@ class LoraHost:
                 self._model.requires_grad_(False)
             else:
                 self._peft.add_adapter(name, peft_config)
+        self._active = None
         marker = f".{name}."
         parameters: dict[str, nn.Parameter] = {}
         shapes: dict[str, torch.Size] = {}
