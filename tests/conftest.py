@@ -1,43 +1,52 @@
-"""What many tests share: a tiny model, and trainers that stop by themselves."""
+"""What many tests share: a tiny model, and trainers that stop by themselves.
+
+The process that only distributes the tests loads this file, too, so torch and the package are imported in the fixtures.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
-import torch
-import uvicorn
-
-from tests.helpers.api import Api, Served
-from tinker_lightning.server import EmbeddedTrainer
-from tinker_lightning.server.engine.catalog import Catalog
-from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
     from pathlib import Path
 
-    from starlette.applications import Starlette
+    import torch
+    from starlette.types import ASGIApp
 
+    from tests.helpers.api import Api, Served
     from tinker_lightning.client import ServiceClient
+    from tinker_lightning.server import EmbeddedTrainer
     from tinker_lightning.server.engine.base import BaseModel
 
 
 # Models this small gain nothing from a second thread, and the tests run in parallel. `tox -e portable` tries two.
-_THREADS = os.environ.get("TEST_THREADS", "1")
-torch.set_num_threads(int(_THREADS))
-os.environ["OMP_NUM_THREADS"] = _THREADS  # for servers in processes of their own
+# Set before torch is imported, and for servers in processes of their own.
+os.environ["OMP_NUM_THREADS"] = os.environ.get("TEST_THREADS", "1")
 
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """What is imported and collected stays until the end, so the garbage collector need not look at it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,6 +59,32 @@ def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _models_are_handed_on(_own_folders: None) -> Iterator[None]:
+    """A closed trainer hands its `tiny` on to the next one, because most tests take less time than loading it."""
+    from tinker_lightning.server import EmbeddedTrainer
+    from tinker_lightning.server.engine import catalog
+
+    load, close = catalog._load, EmbeddedTrainer.close
+    free: defaultdict[tuple[Any, ...], list[BaseModel]] = defaultdict(list)
+
+    def take(name: str, dtype: torch.dtype) -> BaseModel:
+        models = free[name, dtype, catalog.cache_dir()]
+        return models.pop() if models else load(name, dtype)
+
+    def hand_on(trainer: EmbeddedTrainer, timeout: float = 30.0) -> None:
+        close(trainer, timeout)
+        thread = trainer.scheduler._thread
+        model = trainer.catalog._models.pop("tiny", None)
+        if model is not None and not (thread and thread.is_alive()):
+            free["tiny", trainer.catalog._dtype, catalog.cache_dir()].append(model)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catalog, "_load", take)
+        patch.setattr(EmbeddedTrainer, "close", hand_on)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _ctrl_c() -> None:
     """Each test can be interrupted: a shell's jobs in the background cannot, nor can what Lightning has interrupted."""
@@ -59,18 +94,26 @@ def _ctrl_c() -> None:
 @pytest.fixture(scope="session")
 def tiny64() -> BaseModel:
     """`tiny` in float64, where numerics can be compared to many digits."""
+    import torch
+
+    from tinker_lightning.server.engine.catalog import Catalog
+
     return Catalog(["tiny"], dtype=torch.float64).get("tiny")
 
 
 @pytest.fixture(scope="session")
 def tiny() -> BaseModel:
     """`tiny` as users get it, in float32."""
+    from tinker_lightning.server.engine.catalog import Catalog
+
     return Catalog(["tiny"]).get("tiny")
 
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Iterator[EmbeddedTrainer]:
     """A trainer of its own for a test."""
+    from tinker_lightning.server import EmbeddedTrainer
+
     trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
     yield trainer
     trainer.close()
@@ -79,13 +122,17 @@ def trainer(tmp_path: Path) -> Iterator[EmbeddedTrainer]:
 @pytest.fixture(scope="module")
 def service() -> Iterator[ServiceClient]:
     """A client of a trainer in this process, for the tests of one file."""
+    from tinker_lightning.testing import embedded_service
+
     with embedded_service() as service:
         yield service
 
 
 @contextlib.contextmanager
-def _running(app: Starlette) -> Iterator[str]:
+def _running(app: ASGIApp) -> Iterator[str]:
     """Serves an app on a free loopback port, from a thread of this process; yields its URL."""
+    import uvicorn
+
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -101,30 +148,31 @@ def _running(app: Starlette) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def running() -> Callable[[Starlette], contextlib.AbstractContextManager[str]]:
+def running() -> Callable[[ASGIApp], contextlib.AbstractContextManager[str]]:
     """Serves an app over TCP for the length of a `with` block."""
     return _running
 
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The real command, `tinker-lightning serve --model tiny`, in a process of its own."""
+    """What `tinker-lightning serve --model tiny` serves, over TCP; the command itself is the subject of test_serve."""
+    from tests.helpers.api import Served
+    from tinker_lightning.server import EmbeddedTrainer, create_app
+    from tinker_lightning.server.http import LocalHost
+
     data_dir = tmp_path_factory.mktemp("served")
-    command = [sys.executable, "-m", "tinker_lightning", "serve", "--model", "tiny", "--port", "0"]
-    with subprocess.Popen(
-        [*command, "--data-dir", str(data_dir)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert "http://" in line, f"the server did not start: {line!r}"
-        yield Served("http://" + line.split("http://")[1].strip(), data_dir)
-        process.terminate()
-        assert process.wait(30) == 0
+    trainer = EmbeddedTrainer(["tiny"], data_dir=data_dir)
+    trainer.catalog.get("tiny")  # the command loads its models before it listens
+    with _running(LocalHost(create_app(trainer))) as url:
+        yield Served(url, data_dir)
+    trainer.close()
 
 
 @pytest.fixture
 def api(trainer: EmbeddedTrainer) -> Iterator[Api]:
     """The protocol in front of a trainer of its own."""
+    from tests.helpers.api import Api
+
     api = Api(trainer)
     yield api
     api.close()
@@ -133,6 +181,9 @@ def api(trainer: EmbeddedTrainer) -> Iterator[Api]:
 @pytest.fixture(scope="module")
 def shared_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     """One for all tests of a module, for those that expect to change nothing."""
+    from tests.helpers.api import Api
+    from tinker_lightning.server import EmbeddedTrainer
+
     trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path_factory.mktemp("shared"))
     api = Api(trainer)
     yield api

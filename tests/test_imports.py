@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import tinker_lightning
 from tests.helpers.scripts import run_scripts
 
@@ -9,23 +11,25 @@ LIGHTNING = {"RemoteModule", "TinkerStrategy"}
 TRAINER = "print(type(pl.Trainer(strategy='tinker', logger=False).strategy).__name__)"
 
 
-def test_the_strategy_is_registered_if_lightning_is_imported_first() -> None:
-    imports = "import warnings; warnings.simplefilter('ignore'); import lightning.pytorch as pl"
-    names = ("RemoteLM", "RemoteAdamW")
-    for ended in run_scripts(imports, *(f"from tinker_lightning import {name}\n{TRAINER}" for name in names)):
+def test_which_names_import_lightning_and_register_the_strategy() -> None:
+    others = ", ".join(sorted(set(tinker_lightning.__all__) - LIGHTNING))
+    without, lightning_first, module_first = run_scripts(
+        "import sys, torch, torchmetrics, warnings; warnings.simplefilter('ignore')",
+        f"from tinker_lightning import {others}\nprint('lightning' in sys.modules)",
+        f"import lightning.pytorch as pl\nfrom tinker_lightning import RemoteLM\n{TRAINER}",
+        f"from tinker_lightning import RemoteModule\nimport lightning.pytorch as pl\n{TRAINER}",
+    )
+    assert without.stdout.strip() == "False", without.stderr
+    for ended in (lightning_first, module_first):
         assert ended.stdout.strip() == "TinkerStrategy", ended.stderr
 
 
-def test_the_strategy_is_registered_by_the_classes_that_need_lightning_and_by_no_other() -> None:
-    others = ", ".join(sorted(set(tinker_lightning.__all__) - LIGHTNING))
-    without, *registered = run_scripts(
+@pytest.mark.soak
+def test_other_names_register_the_strategy_as_well() -> None:
+    adamw, strategy = run_scripts(
         "import sys, torch, torchmetrics, warnings; warnings.simplefilter('ignore')",
-        f"from tinker_lightning import {others}\nprint('lightning' in sys.modules)",
-        *(
-            f"from tinker_lightning import {name}\nimport lightning.pytorch as pl\n{TRAINER}"
-            for name in sorted(LIGHTNING)
-        ),
+        f"import lightning.pytorch as pl\nfrom tinker_lightning import RemoteAdamW\n{TRAINER}",
+        f"from tinker_lightning import TinkerStrategy\nimport lightning.pytorch as pl\n{TRAINER}",
     )
-    assert without.stdout.strip() == "False", without.stderr
-    for ended in registered:
+    for ended in (adamw, strategy):
         assert ended.stdout.strip() == "TinkerStrategy", ended.stderr

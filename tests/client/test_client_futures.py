@@ -13,7 +13,6 @@ import pytest
 
 from tests.helpers.backends import QUICK, recording
 from tests.helpers.client_data import DATA
-from tests.helpers.scripts import Ended, run_scripts
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.client.loop import BackgroundLoop
 from tinker_lightning.errors import ClientClosed, ResultTimeout
@@ -144,73 +143,3 @@ def test_a_client_is_closed_inside_a_coroutine(shared: EmbeddedTrainer) -> None:
             return (await model.forward(DATA, "cross_entropy")).metrics["loss:sum"]
 
     assert asyncio.run(main()) > 0
-
-
-IMPORTS = """
-import os, signal, threading, time, warnings
-from tinker_lightning import Datum
-from tinker_lightning.errors import ClientForked
-from tinker_lightning.server.core import training_service as training
-from tinker_lightning.testing import embedded_service
-import peft, transformers.models.llama.modeling_llama
-
-data = [Datum.from_tokens([1, 2, 3])]
-"""
-INTERRUPTED = """
-go_on, run_pass = threading.Event(), training.run_pass
-training.run_pass = lambda *args, **options: (go_on.wait(), run_pass(*args, **options))[1]
-with embedded_service() as service:
-    model = service.create_lora_training_client("tiny", rank=2)
-    plain = model.forward(data, "cross_entropy")
-    custom = model.forward_backward_custom(data, lambda _, logprobs: logprobs[0].sum())
-    for wait in (plain.result, custom.result, model.optim_step, lambda: model.save_state("a").result()):
-        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-        started = time.monotonic()
-        timer.start()
-        try:
-            wait()
-        except KeyboardInterrupt:
-            print("interrupted", time.monotonic() - started < 10)
-    go_on.set()
-    print(plain.result().metrics["loss:sum"] > 0, custom.result().metrics["loss:sum"] < 0)
-    print(model.optim_step().result().metrics["grad_norm"] > 0)
-"""
-FORKED = """
-warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads
-with embedded_service() as service:
-    model = service.create_lora_training_client("tiny", rank=2)
-    sampler = service.create_sampling_client(base_model="tiny")
-    waiting = model.forward_backward_custom(data, lambda _, logprobs: logprobs[0].sum())
-    pid = os.fork()
-    if pid == 0:
-        uses = [
-            lambda: model.forward(data, "cross_entropy"),
-            lambda: service.create_lora_training_client("tiny"),
-            lambda: service.get_server_capabilities(),
-            lambda: sampler.compute_logprobs([1]),
-            lambda: sampler.get_base_model(),
-            lambda: waiting.result(),
-        ]
-        for use in uses:
-            try:
-                use()
-            except ClientForked as error:
-                print("Create a new one in" in str(error) or "create a new client" in str(error), flush=True)
-        service.close()
-        service.__exit__(ValueError, ValueError(), None)
-        os._exit(0)
-    print(os.waitpid(pid, 0)[1], waiting.result().metrics["loss:sum"] < 0)
-"""
-
-
-@pytest.fixture(scope="module")
-def ended() -> dict[str, Ended]:
-    return dict(zip(("interrupted", "forked"), run_scripts(IMPORTS, INTERRUPTED, FORKED), strict=True))
-
-
-def test_ctrl_c_interrupts_every_wait_and_the_client_stays_usable(ended: dict[str, Ended]) -> None:
-    assert ended["interrupted"].stdout.splitlines() == ["interrupted True"] * 4 + ["True True", "True"], ended
-
-
-def test_a_fork_cannot_use_the_clients_of_its_parent(ended: dict[str, Ended]) -> None:
-    assert ended["forked"].stdout.splitlines() == ["True"] * 6 + ["0 True"], ended

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import re
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
 from tests.helpers.client_data import DATA
-from tests.helpers.scripts import run_scripts
 from tinker_lightning import AdamParams, ModelInput, SamplingParams
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.errors import ClientClosed, InvalidInput, LossWithoutGradient, NotFound, TinkerLightningError
@@ -188,30 +186,3 @@ def test_close_raises_the_failure_of_a_custom_loss_that_nobody_has_read(shared: 
         client.close()
     with pytest.raises(ClientClosed):
         model.get_info()
-
-
-IMPORTS = """
-from tinker_lightning import Datum
-from tinker_lightning.client import connect
-import peft, transformers.models.llama.modeling_llama  # which a trainer would import in each script
-"""
-UNCLOSED = """
-data = [Datum.from_tokens([1, 2, 3])]
-model = connect("embedded").create_lora_training_client("tiny", rank=2)
-"""
-
-
-def test_a_script_that_ends_without_close_prints_the_failures_that_it_did_not_read() -> None:
-    failed, never_evaluated, read = run_scripts(
-        IMPORTS,
-        f"{UNCLOSED}model.forward(data, 'no_such_loss')",
-        f"{UNCLOSED}model.forward_backward_custom(data, lambda _, lp: lp[0].sum())",
-        f"{UNCLOSED}model.forward_backward(data, 'cross_entropy')\nmodel.optim_step().result()",
-    )
-    assert (failed.returncode, never_evaluated.returncode, read.returncode) == (0, 0, 0)
-    message = "a failure that nobody has read: InvalidInput: forward 1 of .*no_such_loss"
-    assert len(re.findall(message, failed.stderr)) == 1, failed.stderr
-    assert len(failed.stderr.splitlines()) == 1, failed.stderr  # not also as a request without a result
-    message = "custom of .* was never evaluated, so nothing"
-    assert len(re.findall(message, never_evaluated.stderr)) == 1, never_evaluated.stderr
-    assert read.stderr == ""

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Served(NamedTuple):
-    """A server in a process of its own."""
+    """A server that is reached over TCP."""
 
     url: str
     data_dir: Path

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+import tinker
 from starlette.responses import PlainTextResponse
 
 from tinker_lightning import cli
@@ -104,6 +105,8 @@ def test_it_says_where_it_listens_logs_a_line_for_each_operation_and_needs_no_li
             )
             nowhere = f"tinker://{model}/weights/none"
             assert "error" in run("load_weights", {"model_id": model, "seq_id": 2, "path": nowhere})
+        with tinker.ServiceClient(base_url=server.url, api_key="tml-any") as official:
+            official.create_lora_training_client(base_model="tiny", rank=4).optim_step(tinker.AdamParams()).result()
         code, seconds = server.stop(signal.SIGTERM)
         log = server.log
     assert code == 0

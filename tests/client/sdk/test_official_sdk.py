@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import tinker
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 from tinker import types
+from tinker.cli.__main__ import main_cli
 
 from tests.helpers.reference import autograd, gathered
 from tinker_lightning.server import EmbeddedTrainer, create_app
@@ -336,19 +335,14 @@ def test_custom_and_built_in_losses_give_the_same_gradient(
 def test_its_command_downloads_an_adapter(training: tinker.TrainingClient, served: Any, tmp_path: Path) -> None:
     steps(training, 2)
     state, external = training.save_state("state"), training.save_weights_external("external")
-    environment = {**os.environ, "TINKER_BASE_URL": served.url, "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"}
+    environment = {"TINKER_BASE_URL": served.url, "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"}
     paths = [external.result().path, state.result().path]
     run = served.data_dir / "checkpoints" / str(training.model_id).replace(":", "+")
     saved = load_file(run / "weights" / "state" / "adapter_model.safetensors")
     for path in paths:
-        done = subprocess.run(
-            [sys.executable, "-m", "tinker.cli", "checkpoint", "download", path, "--output", str(tmp_path / "got")],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        command = ["checkpoint", "download", path, "--output", str(tmp_path / "got")]
+        done = CliRunner().invoke(main_cli, command, env=environment)
+        assert done.exit_code == 0, done.output
         (folder,) = (tmp_path / "got").iterdir()
         assert sorted(file.name for file in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
         tensors = load_file(folder / "adapter_model.safetensors")
