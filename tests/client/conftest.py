@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.helpers.backends import BACKENDS, Backend, BackendName, Recorded, reach, recording
+from tests.helpers.soaking import mostly_soak
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.server import EmbeddedTrainer, create_app
 from tinker_lightning.server.engine.passes import run_pass
@@ -52,7 +53,8 @@ def ways(shared: EmbeddedTrainer, running: Running) -> Iterator[Callable[[Backen
         yield way
 
 
-@pytest.fixture(params=BACKENDS)
+# Our client over TCP with the extensions is what the pages of the docs and the examples use.
+@pytest.fixture(params=mostly_soak(BACKENDS, but=["in process", "tcp without extensions", "official SDK"]))
 def backend(request: pytest.FixtureRequest, ways: Callable[[BackendName], Backend]) -> Backend:
     """Each of the four ways; what holds, holds on all of them."""
     return ways(request.param)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from examples import dpo
+from tests.helpers.soaking import mostly_soak
 from tinker_lightning.server.engine.catalog import Catalog
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def run(folder: Path, **options: Any) -> Run:
     return Run(*dpo.main(folder, **options), folder)
 
 
-@pytest.fixture(scope="module", params=["auto", "two-pass"])
+@pytest.fixture(scope="module", params=mostly_soak(["auto", "two-pass"], but=["auto"]))
 def tiny_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Four pairs, which are one batch: every step sees them all."""
     with pytest.MonkeyPatch.context() as patch:

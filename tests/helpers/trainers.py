@@ -11,7 +11,7 @@ import torch
 from packaging.version import Version
 from torch.utils.data import DataLoader
 
-from tinker_lightning import Datum, RemoteAdamW, RemoteModule, collate
+from tinker_lightning import Datum, RemoteAdamW, RemoteModule, SamplingParams, collate
 
 if TYPE_CHECKING:
     from tinker_lightning.client import ServiceClient
@@ -69,7 +69,14 @@ class OnServer(RemoteModule):
     loss = "cross_entropy"  # type: ignore[assignment]
 
 
-class Hybrid(RemoteModule):
+class Terse(RemoteModule):
+    """A module that predicts a few tokens only."""
+
+    def sampling_params(self) -> SamplingParams:
+        return SamplingParams(max_tokens=4)
+
+
+class Hybrid(Terse):
     """A remote model and two local layers behind it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.aborting import LATER, STRATEGIES, Interrupted, N, Server, fit
 from tests.helpers.checkpoints import records_in
+from tests.helpers.soaking import mostly_soak
 from tests.helpers.trainers import LIGHTNING, SMALL
 from tinker_lightning import RemoteAdamW, RemoteModule, collate
 from tinker_lightning.client import ServiceClient
@@ -116,9 +118,13 @@ WAYS: dict[str, tuple[Callable[..., Any], type[BaseException] | None, bool]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("place", range(N))
-@pytest.mark.parametrize("way", WAYS)
+# Each way in the middle of a window and at its last micro-batch, with both strategies.
+KEPT = [(way, place, STRATEGIES[(i + place) % 2]) for i, way in enumerate(WAYS) for place in (i % (N - 1), N - 1)]
+
+
+@pytest.mark.parametrize(
+    ("way", "place", "strategy"), mostly_soak(itertools.product(WAYS, range(N), STRATEGIES), but=KEPT)
+)
 def test_an_aborted_window_was_never_there(
     way: str, place: int, strategy: str, server: Server, expected: Any
 ) -> None:  # R1.9, R5.3
@@ -135,17 +141,22 @@ def test_an_aborted_window_was_never_there(
     assert server.bits(module) == after
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+HOOKS = [
+    ("on_train_batch_start", 0, 1),
+    ("on_before_backward", 1, 1),
+    ("on_after_backward", 2, 1),
+    ("on_train_batch_end", 2, 1),
+    ("on_before_optimizer_step", 3, 1),
+    ("on_train_batch_end", 3, 2),
+]
+
+
 @pytest.mark.parametrize(
-    ("hook", "place", "steps"),
-    [
-        ("on_train_batch_start", 0, 1),
-        ("on_before_backward", 1, 1),
-        ("on_after_backward", 2, 1),
-        ("on_train_batch_end", 2, 1),
-        ("on_before_optimizer_step", 3, 1),
-        ("on_train_batch_end", 3, 2),
-    ],
+    ("hook", "place", "steps", "strategy"),
+    mostly_soak(
+        [(*hook, strategy) for hook in HOOKS for strategy in STRATEGIES],
+        but=[(*hook, STRATEGIES[i % 2]) for i, hook in enumerate(HOOKS)],
+    ),
 )
 def test_a_callback_that_fails_aborts_the_window(
     hook: str, place: int, steps: int, strategy: str, server: Server, expected: Any
@@ -194,7 +205,9 @@ def test_ctrl_c_between_the_requests_of_a_step_waits_for_the_last_of_them(
     assert server.bits(module) == expected[2][1]
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "should_stop"])
+@pytest.mark.parametrize(
+    "way", mostly_soak([way for way in WAYS if way != "should_stop"], but=["the loss raises", "Ctrl-C", "SIGTERM"])
+)
 def test_a_checkpoint_on_the_way_out_has_the_unfinished_window(
     way: str, server: Server, tmp_path: Path
 ) -> None:  # R5.3
@@ -214,7 +227,10 @@ def test_a_checkpoint_on_the_way_out_has_the_unfinished_window(
 
 @pytest.mark.parametrize(
     ("way", "strategy", "at"),
-    [("Ctrl-C", "auto", N), ("SIGTERM", "tinker", N), ("Ctrl-C", "tinker", N - 1), ("SIGTERM", "auto", N - 1)],
+    mostly_soak(
+        [("Ctrl-C", "auto", N), ("SIGTERM", "tinker", N), ("Ctrl-C", "tinker", N - 1), ("SIGTERM", "auto", N - 1)],
+        but=[("SIGTERM", "tinker", N), ("Ctrl-C", "tinker", N - 1)],
+    ),
 )
 def test_a_server_that_does_not_answer_does_not_keep_a_run_alive(
     way: str, strategy: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -319,15 +335,17 @@ def ctrl_c_while_a_metric_is_waited_for(module: RemoteModule, monkeypatch: pytes
     monkeypatch.setattr(module._deferred, "_wait", interrupted)
 
 
-@pytest.mark.parametrize("n", [1, N])
+MOMENTS = [
+    ctrl_c_in_the_sending,
+    ctrl_c_in_the_local_step,
+    ctrl_c_before_the_step_is_counted,
+    ctrl_c_while_a_metric_is_waited_for,
+]
+
+
 @pytest.mark.parametrize(
-    "when",
-    [
-        ctrl_c_in_the_sending,
-        ctrl_c_in_the_local_step,
-        ctrl_c_before_the_step_is_counted,
-        ctrl_c_while_a_metric_is_waited_for,
-    ],
+    ("when", "n"),
+    mostly_soak(itertools.product(MOMENTS, (1, N)), but=list(zip(MOMENTS, (1, N, N, N), strict=True))),
 )
 def test_a_file_of_a_run_that_is_stopped_in_its_step_knows_of_the_step(
     when: Any, n: int, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch.utils.data import DataLoader
 
+from tests.helpers.soaking import mostly_soak
 from tests.helpers.trainers import SMALL, Hybrid, loader, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.errors import InvalidInput
@@ -43,8 +45,14 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return kind
 
 
-@pytest.mark.parametrize("accelerator", ["auto", "gpu", "cpu"])
-@pytest.mark.parametrize("machine", ["cuda", "mps"], indirect=True)
+@pytest.mark.parametrize(
+    ("machine", "accelerator"),
+    mostly_soak(
+        itertools.product(["cuda", "mps"], ["auto", "gpu", "cpu"]),
+        but=[("cuda", "auto"), ("cuda", "cpu"), ("mps", "gpu")],
+    ),
+    indirect=["machine"],
+)
 def test_gpus_are_left_alone(service: ServiceClient, machine: str, accelerator: str) -> None:
     module = new(service, Hybrid)
     trainer = quiet(accelerator=accelerator, **({"devices": 1} if accelerator == "cpu" else {}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import re
 import sys
@@ -20,7 +21,8 @@ from lightning.pytorch.loggers import CSVLogger
 from packaging.version import Version
 from torch.utils.data import DataLoader
 
-from tests.helpers.trainers import DATA, LIGHTNING, SMALL, Hybrid, OnServer, loader, logprobs_of, new, quiet
+from tests.helpers.soaking import mostly_soak
+from tests.helpers.trainers import DATA, LIGHTNING, SMALL, Hybrid, OnServer, Terse, loader, logprobs_of, new, quiet
 from tinker_lightning import Datum, RemoteAdamW, RemoteLM, RemoteModule, collate
 from tinker_lightning.errors import InvalidInput
 
@@ -171,9 +173,13 @@ def test_reduce_lr_on_plateau(service: ServiceClient, kind: type[RemoteModule], 
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 * 0.1**3)
 
 
-@pytest.mark.parametrize("strategy", ["tinker", "auto"])
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("monitor", ["train_loss", "grad_norm"])
+@pytest.mark.parametrize(
+    ("monitor", "strict", "strategy"),
+    mostly_soak(
+        itertools.product(["train_loss", "grad_norm"], [True, False], ["tinker", "auto"]),
+        but=[("train_loss", True, "auto"), ("grad_norm", False, "tinker")],
+    ),
+)
 def test_reduce_lr_on_plateau_of_steps(
     service: ServiceClient, tmp_path: Path, monitor: str, strict: bool, strategy: str
 ) -> None:
@@ -289,8 +295,10 @@ class DeclaresKey(Typed):
 
 
 @pytest.mark.filterwarnings(r"ignore:[\s\S]*(in v5\.0\.0|JsonargparseDeprecationWarning)")
-@pytest.mark.parametrize("by_class", [False, True])
-@pytest.mark.parametrize("kind", [Typed, DeclaresKey])
+@pytest.mark.parametrize(
+    ("kind", "by_class"),
+    mostly_soak(itertools.product([Typed, DeclaresKey], [False, True]), but=[(Typed, False), (DeclaresKey, True)]),
+)
 def test_no_file_of_a_command_line_has_the_api_key(
     kind: type[RemoteModule], by_class: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,8 +349,17 @@ def official_loader(shape: Any = None) -> Any:
     return DataLoader([official(datum) for datum in DATA], 2, collate_fn=shape)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("strategy", ["tinker", "auto"])
-@pytest.mark.parametrize("shape", [None, list, tuple, lambda batch: {"pairs": batch}])
+def in_a_dict(batch: Any) -> Any:
+    return {"pairs": batch}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shape"),
+    mostly_soak(
+        itertools.product(["tinker", "auto"], [None, list, tuple, in_a_dict]),
+        but=[("tinker", None), ("auto", list), ("auto", tuple), ("tinker", in_a_dict)],
+    ),
+)
 def test_datums_of_the_official_sdk(strategy: str, shape: Any, service: ServiceClient) -> None:  # R5.4
     class Unpacks(RemoteModule):
         def datums(self, batch: Any) -> list[Any]:
@@ -381,11 +398,19 @@ class Plain(pl.LightningModule):
         return RemoteAdamW(self.parameters(), lr=1e-2)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+PRECISIONS = ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    mostly_soak(
+        itertools.product(["tinker", "auto"], PRECISIONS),
+        but=[(("tinker", "auto")[i % 2], precision) for i, precision in enumerate(PRECISIONS)],
+    ),
+)
 @pytest.mark.filterwarnings("ignore:.*but AMP with fp16 is not supported on CPU")
 def test_datums_of_the_official_sdk_in_every_precision(strategy: str, precision: Any, service: ServiceClient) -> None:
-    module = new(service, RemoteModule)
+    module = new(service, Terse)
     trainer = quiet(precision=precision, strategy=strategy, accelerator="cpu", devices=1)
     trainer.fit(module, official_loader(), official_loader())
     trainer.predict(module, official_loader())

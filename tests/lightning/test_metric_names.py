@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
+from tests.helpers.soaking import mostly_soak
 from tests.helpers.trainers import SMALL, loader, new, quiet
 from tinker_lightning import LossFnOutput, Regularizer, RemoteModule, custom_loss, losses
 from tinker_lightning.losses import regularizers
@@ -65,8 +67,13 @@ def made(service: ServiceClient, **attributes: Any) -> RemoteModule:
     return module
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "route"),
+    mostly_soak(
+        itertools.product(NAMES, ROUTES),
+        but=[(name, "two-pass") for name in NAMES] + [(NAMES[0], route) for route in ROUTES],
+    ),
+)
 def test_a_metric_with_a_name_that_every_step_has_is_logged_under_the_loss(
     service: ServiceClient, tmp_path: Path, name: str, route: str
 ) -> None:

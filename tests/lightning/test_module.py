@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from tests.helpers.checkpoints import records_in
+from tests.helpers.soaking import mostly_soak
 from tinker_lightning import Datum, RemoteModule, collate
 from tinker_lightning.errors import InvalidDatum, InvalidInput, LossNotFinite, LossNotScalar, LossWithoutGradient
 from tinker_lightning.remote.saved_state import SavedState
@@ -128,7 +129,10 @@ def weights_of(trainer: EmbeddedTrainer, module: RemoteModule) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("accumulate", "clip"),
-    [(1, None), (3, None), (4, 0.5), ({0: 1, 2: 3}, None), (2, 0.1)],
+    mostly_soak(
+        [(1, None), (3, None), (4, 0.5), ({0: 1, 1: 3}, None), (2, 0.1)],
+        but=[(3, None), (4, 0.5), ({0: 1, 1: 3}, None)],
+    ),
     ids=["1", "3, short last window", "4, clipped", "scheduled", "2, clipped hard"],
 )
 def test_a_fit_equals_the_same_fit_here(
@@ -140,7 +144,7 @@ def test_a_fit_equals_the_same_fit_here(
     for one in (module, local):
         callbacks = [GradientAccumulationScheduler(accumulate)] if isinstance(accumulate, dict) else []
         fit = quiet(
-            max_epochs=4,
+            max_epochs=2,
             accumulate_grad_batches=1 if isinstance(accumulate, dict) else accumulate,
             gradient_clip_val=clip,
             callbacks=callbacks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.helpers.checkpoints import records_in
+from tests.helpers.soaking import mostly_soak
 from tests.helpers.trainers import DATA, SMALL, loader, quiet
 from tinker_lightning import RemoteAdamW, RemoteLM, RemoteModule
 from tinker_lightning.client.futures import TinkerFuture
@@ -108,8 +110,10 @@ def assert_same(one: Any, other: Any) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("strategy", ["tinker", "auto"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    mostly_soak(itertools.product(KINDS, ["tinker", "auto"]), but=[(Nested, "tinker"), (Plain, "auto")]),
+)
 def test_a_run_resumes_with_all_its_models(kind: Any, strategy: str, server: Server, tmp_path: Path) -> None:
     options: dict[str, Any] = {"strategy": strategy, "accelerator": "cpu"}
     whole = server.module(kind)
@@ -136,7 +140,7 @@ class Saves(pl.Callback):
             trainer.save_checkpoint(self.folder / "after.ckpt")
 
 
-@pytest.mark.parametrize("kind", [Second, Nested])
+@pytest.mark.parametrize("kind", mostly_soak([Second, Nested], but=[Second]))
 def test_a_run_resumes_in_the_middle_of_the_windows_of_all_its_models(
     kind: Any, server: Server, tmp_path: Path
 ) -> None:
@@ -150,7 +154,7 @@ def test_a_run_resumes_in_the_middle_of_the_windows_of_all_its_models(
         assert_same(resumed, whole)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_soak(KINDS, but=[Nested]))
 def test_a_state_dict_has_all_models(kind: Any, server: Server) -> None:
     module, other = server.module(kind), server.module(kind, seed=7)
     quiet().fit(module, loader())
@@ -158,7 +162,7 @@ def test_a_state_dict_has_all_models(kind: Any, server: Server) -> None:
     assert_same(other, module)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_soak(KINDS, but=[Plain]))
 def test_after_a_run_exactly_the_states_that_files_name_exist(kind: Any, server: Server, tmp_path: Path) -> None:
     saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=1)
     trainer = quiet(max_steps=4, callbacks=[saves], enable_checkpointing=True)
@@ -170,7 +174,7 @@ def test_after_a_run_exactly_the_states_that_files_name_exist(kind: Any, server:
     assert server.states() == set()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_soak(KINDS, but=[Nested]))
 def test_a_file_saved_by_the_user_shares_no_state(kind: Any, server: Server, tmp_path: Path) -> None:
     saves = ModelCheckpoint(tmp_path / "callback", "{step}", every_n_train_steps=1, save_top_k=1)
     trainer = quiet(callbacks=[saves], enable_checkpointing=True)
@@ -229,8 +233,10 @@ class LastFails:
         return TinkerFuture(source, "optim_step 4")
 
 
-@pytest.mark.parametrize("saves", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "saves"),
+    mostly_soak(itertools.product(KINDS, [False, True]), but=[(Second, False), (Nested, True), (Plain, False)]),
+)
 def test_the_failure_of_a_last_step_is_raised(kind: Any, saves: bool, server: Server, tmp_path: Path) -> None:
     module = kind(server.client(1), LastFails(server.client(2)))
     callbacks: list[Any] = [ModelCheckpoint(tmp_path, every_n_train_steps=4)] if saves else []
