@@ -223,5 +223,5 @@ def test_clients_read_the_certificates_once(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / folder).mkdir()
         monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path / folder))
         for _ in range(2):
-            ServiceClient("https://127.0.0.1:9").close()
+            ServiceClient(base_url="https://127.0.0.1:9").close()
     assert len(read) == 2  # for each setting
