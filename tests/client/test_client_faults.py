@@ -10,7 +10,6 @@ import torch
 from tests.helpers.backends import QUICK
 from tests.helpers.client_data import DATA
 from tests.helpers.reference import bits
-from tests.helpers.soaking import mostly_soak
 from tinker_lightning import AdamParams
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import FaultyTransport, embedded_service
@@ -35,8 +34,7 @@ def train(model: TrainingClient, steps: int) -> list[float]:
     return norms
 
 
-@pytest.mark.parametrize("steps", mostly_soak([15, 40], but=[15]))
-def test_faults_change_nothing(steps: int, tmp_path: Path) -> None:  # DESIGN §4.2
+def test_faults_change_nothing(tmp_path: Path) -> None:  # DESIGN §4.2
     """Under a tenth of faults a run ends as a clean one does, to the bit, with one step for each step."""
     faulty: list[FaultyTransport] = []
 
@@ -49,14 +47,14 @@ def test_faults_change_nothing(steps: int, tmp_path: Path) -> None:  # DESIGN §
     for transport in (None, wrap):
         with embedded_service(trainer, wrap=transport, retry_policy=QUICK) as service:
             model = service.create_lora_training_client("tiny", rank=4, seed=1)
-            norms = train(model, steps)
-            kinds = [trainer.scheduler.find(f"{model.model_id}:{number}").kind for number in range(1, steps * 7 + 1)]
-            assert kinds == (["forward"] * 3 + ["forward_backward"] * 3 + ["optim_step"]) * steps
+            norms = train(model, 40)
+            kinds = [trainer.scheduler.find(f"{model.model_id}:{number}").kind for number in range(1, 40 * 7 + 1)]
+            assert kinds == (["forward"] * 3 + ["forward_backward"] * 3 + ["optim_step"]) * 40
             with pytest.raises(LookupError):
-                trainer.scheduler.find(f"{model.model_id}:{steps * 7 + 1}")
+                trainer.scheduler.find(f"{model.model_id}:{40 * 7 + 1}")
             ends.append((norms, bits(trainer, model.model_id)))
     trainer.close()
     assert ends[0] == ends[1]
     met = {fault for fault, _ in faulty[0].injected}
     assert met == {"reset", "500", "429", "408", "lost answer", "duplicate"}
-    assert len(faulty[0].injected) >= steps / 2
+    assert len(faulty[0].injected) >= 20
