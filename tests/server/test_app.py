@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 def test_the_configuration_keeps_every_sdk_generation_on_the_simple_path(api: Api) -> None:
     config = api.post("client/config", {"sdk_version": "0.36.0"}).json()
     assert config["pjwt_auth_enabled"] is False
-    assert config["parallel_fwdbwd_chunks"] is True  # requests may arrive in any order
+    assert config["parallel_fwdbwd_chunks"] is False  # a number that is never sent is then noticed within seconds
+    ours = {"user-agent": "tinker-lightning"}
+    assert api.post("client/config", {"sdk_version": "0"}, headers=ours).json()["parallel_fwdbwd_chunks"] is True
     assert config["sample_use_retrieve_futures"] is True  # one poll for all samples of a sampler
     assert config["sample_join_sampling_session"] is True
     assert config["proto_compress_fwdbwd"] is False

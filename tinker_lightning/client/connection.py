@@ -28,6 +28,7 @@ from tinker_lightning.errors import (
     Unauthorized,
     input_error,
 )
+from tinker_lightning.types.responses import OUR_SERVER
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
@@ -95,7 +96,12 @@ class Connection:
         paths = os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")
         tls = _tls_context(*paths) if transport is None else True
         self._client = httpx.AsyncClient(
-            transport=transport, verify=tls, http2=True, limits=_LIMITS, timeout=_TIMEOUT, headers=headers
+            transport=transport,
+            verify=tls,
+            http2=True,
+            limits=_LIMITS,
+            timeout=_TIMEOUT,
+            headers={"User-Agent": OUR_SERVER, **(headers or {})},
         )
 
     async def close(self) -> None:

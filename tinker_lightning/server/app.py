@@ -18,6 +18,7 @@ from tinker_lightning.server.endpoints import (
     futures,
     handshake,
     losses,
+    not_offered,
     sampling,
     training,
 )
@@ -37,7 +38,7 @@ def create_app(trainer: EmbeddedTrainer, *, api_key: str | None = None, extended
     """
     if api_key == "":
         raise InvalidInput("api_key must not be empty; pass a key, or None to allow all clients")
-    parts = (handshake, training, losses, sampling, futures, downloads, checkpoints)
+    parts = (handshake, training, losses, sampling, futures, not_offered, downloads, checkpoints)
     app = Starlette(
         routes=[
             Mount("/api/v1", routes=[route for part in parts for route in part.routes]),

@@ -21,8 +21,10 @@ from tinker_lightning.errors import (
     NotFound,
     TinkerLightningError,
     TrainerClosed,
+    Unsupported,
     UnsupportedMediaType,
 )
+from tinker_lightning.types.responses import OUR_SERVER
 from tinker_lightning.wire import compression
 from tinker_lightning.wire import json as wire_json
 
@@ -51,6 +53,7 @@ _STATUS: tuple[tuple[type[TinkerLightningError], int], ...] = (
     (UnsupportedMediaType, 415),
     (InvalidInput, 400),
     (NotFound, 404),
+    (Unsupported, 404),
     (TrainerClosed, 503),
 )
 
@@ -104,6 +107,11 @@ async def read(request: Request, cls: type[T], limit: int | None = None) -> T:
     """Parses a JSON request of at most `limit` bytes into its dataclass."""
     content_type(request, JSON)
     return await parse_body(functools.partial(wire_json.parse, cls), await read_body(request, limit))
+
+
+def submits_in_turn(request: Request) -> bool:
+    """Returns whether a client sends a request only after the one before: every client but ours."""
+    return not request.headers.get("user-agent", "").startswith(OUR_SERVER)
 
 
 def error_fields(error: BaseException) -> dict[str, str]:

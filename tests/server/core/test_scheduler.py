@@ -397,3 +397,37 @@ def test_the_thread_of_a_trainer_that_nobody_closes_ends_with_it(tmp_path: Path)
     del trainer
     gc.collect()
     assert not thread.is_alive()
+
+
+def test_a_number_that_a_client_polls_past_is_skipped() -> None:
+    scheduler, log = Scheduler(gap_timeout=SOON * 10, polled_gap_timeout=0.05), Log()
+    try:
+        third = submit(scheduler, log, 3)
+        scheduler.free("m", 1)
+        assert scheduler.missing_before(third, submits_in_turn=True) == 2
+        assert not third.future.done()
+        time.sleep(0.06)
+        assert scheduler.missing_before(third, submits_in_turn=True) is None
+        assert third.future.result(SOON) == ("m", 3)
+        with pytest.raises(InvalidInput, match="number 2 of m arrived too late"):
+            submit(scheduler, log, 2)
+    finally:
+        scheduler.close()
+
+
+def test_a_number_may_still_arrive_from_a_client_that_submits_side_by_side_or_does_not_poll() -> None:
+    scheduler, log = Scheduler(gap_timeout=SOON * 10, polled_gap_timeout=0.01), Log()
+    try:
+        second = submit(scheduler, log, 2)
+        for _ in range(3):
+            time.sleep(0.02)
+            assert scheduler.missing_before(second, submits_in_turn=False) == 1
+        assert scheduler.missing_before(second, submits_in_turn=True) == 1  # the first poll of such a client
+        assert submit(scheduler, log, 1).future.result(SOON) == ("m", 1)
+        assert second.future.result(SOON) == ("m", 2)
+        # A new gap starts anew: what was polled before does not count.
+        fourth = submit(scheduler, log, 4)
+        time.sleep(0.02)
+        assert scheduler.missing_before(fourth, submits_in_turn=True) == 3
+    finally:
+        scheduler.close()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from tests.helpers.api import Api
 from tinker_lightning.server import EmbeddedTrainer, create_app
 from tinker_lightning.server.core.scheduler import Job
 from tinker_lightning.server.endpoints import futures
@@ -17,8 +18,7 @@ from tinker_lightning.wire import protobuf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from tests.helpers.api import Api
+    from pathlib import Path
 
 PROTOBUF = "application/x-protobuf"
 SOON = 10.0
@@ -193,3 +193,71 @@ def test_polls_leave_nothing_behind(api: Api, busy: Callable[[], None], monkeypa
     for _ in range(20):
         assert api.post("retrieve_future", {"request_id": request_id}).status_code == 408
     assert not api.trainer._waiters
+
+
+def test_a_poll_names_the_missing_number_and_goes_on_within_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(futures, "_BLOCKED_POLL_SECONDS", 0.02)
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
+    monkeypatch.setattr(trainer.scheduler, "_polled_gap_timeout", 0.1)
+    api = Api(trainer)
+    model = api.model()
+    request_id = api.submit("optim_step", api.step(model, 2))
+    reasons = []
+    while (response := api.post("retrieve_future", {"request_id": request_id})).status_code == 408:
+        assert response.json()["queue_state"] == "paused_capacity"
+        reasons.append(response.json()["queue_state_reason"])
+    assert response.json()["metrics"]["grad_norm"] == 0
+    assert set(reasons) == {f"waiting for request 1 of {model}, which has not arrived"}
+    late = api.post("optim_step", api.step(model, 1))
+    assert (late.status_code, "arrived too late" in late.text) == (400, True)
+    api.close()
+    trainer.close()
+
+
+def test_our_client_polls_past_a_missing_number_for_as_long_as_it_may_still_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(futures, "_BLOCKED_POLL_SECONDS", 0.02)
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
+    monkeypatch.setattr(trainer.scheduler, "_polled_gap_timeout", 0.0)
+    api = Api(trainer)
+    model = api.model()
+    request_id = api.submit("optim_step", api.step(model, 2))
+    for _ in range(3):
+        ours = {"user-agent": "tinker-lightning"}
+        assert api.post("retrieve_future", {"request_id": request_id}, headers=ours).status_code == 408
+    assert "metrics" in api.run("forward_backward", api.train(model, 1))
+    assert api.result(request_id)["metrics"]["grad_norm"] > 0
+    api.close()
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("agent", "shown"), [("AsyncTinker/Python 0.27.9", False), ("AsyncTinker/Python 0.28.0", True)]
+)
+def test_old_releases_of_the_sdk_see_no_external_checkpoints(api: Api, agent: str, shown: bool) -> None:
+    model = api.model()
+    path = api.run("save_weights_external", {"model_id": model, "seq_id": 1, "path": "a"})["path"]
+    for url in ("checkpoints", f"training_runs/{model}/checkpoints"):
+        listed = api.request("GET", url, headers={"user-agent": agent}).json()["checkpoints"]
+        assert (path in {each["tinker_path"] for each in listed}) == shown
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "training_runs/r/checkpoints/weights/a/publish"),
+        ("DELETE", "training_runs/r/checkpoints/weights/a/publish"),
+        ("GET", "billing/usage/events"),
+        ("GET", "audit"),
+        ("POST", "sessions/search"),
+        ("GET", "auth/apikey/me"),
+    ],
+)
+def test_features_of_hosted_services_are_named_as_not_offered(shared_api: Api, method: str, path: str) -> None:
+    response = shared_api.request(method, path)
+    assert response.status_code == 404
+    assert "is not offered by this trainer" in response.json()["detail"]
+    assert response.json()["error_class"] == "Unsupported"

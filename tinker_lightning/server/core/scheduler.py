@@ -2,7 +2,8 @@
 
 A job may be submitted before one with a lower number (then it waits), or twice (the second submission returns the
 first job). If a number is missing for `gap_timeout` seconds, the jobs after it run without it, and submitting it
-later raises.
+later raises. A client that submits one request after the other has given up a number once it polls for a later one, so
+`polled_gap_timeout` seconds of polling suffice.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ logger = logging.getLogger("tinker_lightning.server")
 # Longer than a client takes to notice a lost request (clients wait a minute for an answer) and to send it again.
 # Otherwise one broken connection would cost a step.
 GAP_TIMEOUT = 120.0
+# A number that a client skipped: it drew the number and failed before it sent the request.
+POLLED_GAP_TIMEOUT = 6.0
 # An unfetched result is kept for a client that may be disconnected, a fetched one in case the response was lost.
 RETENTION = 3600.0
 FETCHED_RETENTION = 300.0
@@ -47,6 +50,7 @@ class Job:
         self.kept_since: float | None = None  # when it finished, or was last fetched
         self.fetched = False
         self.cancelled = False
+        self.line: str | None = None  # where it is numbered
         self._run: Callable[[], Any] | None = run
 
     def execute(self) -> None:
@@ -89,22 +93,30 @@ class _Line:
     waiting: dict[int, Job] = field(default_factory=dict)
     freed: set[int] = field(default_factory=set)  # numbers of rejected submissions
     blocked_since: float | None = None
+    polled_since: float | None = None  # when a client first asked for a result beyond the missing number
+
+    @property
+    def missing(self) -> int:
+        """The lowest number that has neither arrived nor been rejected."""
+        number = self.last + 1
+        while number in self.freed:
+            number += 1
+        return number
 
     def release(self) -> list[Job]:
         """Returns the jobs whose turn has come."""
         ready = []
         while self.waiting:
-            number = self.last + 1
-            while number in self.freed:
-                number += 1
+            number = self.missing
             if number not in self.waiting:
                 break
             ready.append(self.waiting.pop(number))
             self._pass(number)
         if not self.waiting:
-            self.blocked_since = None
+            self.blocked_since = self.polled_since = None
         elif ready or self.blocked_since is None:
             self.blocked_since = time.monotonic()
+            self.polled_since = None
         return ready
 
     def skip(self) -> list[Job]:
@@ -124,10 +136,12 @@ class Scheduler:
     def __init__(
         self,
         gap_timeout: float = GAP_TIMEOUT,
+        polled_gap_timeout: float = POLLED_GAP_TIMEOUT,
         retention: float = RETENTION,
         fetched_retention: float = FETCHED_RETENTION,
     ) -> None:
         self._gap_timeout = gap_timeout
+        self._polled_gap_timeout = polled_gap_timeout
         self._retention = retention
         self._fetched_retention = fetched_retention
         self._next_cleaning = 0.0
@@ -164,6 +178,7 @@ class Scheduler:
                     )
                 entry.freed.discard(number)
                 entry.waiting[number] = job
+                job.line = line
                 self._ready.extend(entry.release())
             self._jobs[job.request_id] = job
             self._drop_old()
@@ -191,6 +206,28 @@ class Scheduler:
         if job is None:
             raise NotFound(f"request_id {request_id!r} is unknown, or its result has expired")
         return job
+
+    def missing_before(self, job: Job, *, submits_in_turn: bool) -> int | None:
+        """Returns the number that a job waits for because it has not arrived, or None.
+
+        Args:
+            job: The job for whose result a client asks.
+            submits_in_turn: Whether the client sends a request only after the one before was accepted or given up. The
+                missing number will then never arrive. If the client keeps asking, it is skipped.
+        """
+        with self._changed:
+            line = self._lines.get(job.line or "")
+            if line is None or job not in line.waiting.values():
+                return None
+            if submits_in_turn:
+                now = time.monotonic()
+                line.polled_since = line.polled_since or now
+                if now - line.polled_since >= self._polled_gap_timeout:
+                    logger.warning("%s: continuing without number %d, which was never sent", job.line, line.missing)
+                    self._ready.extend(line.skip())
+                    self._changed.notify_all()
+                    return None
+            return line.missing
 
     def close(self, timeout: float = 30.0) -> None:
         """Fails waiting jobs and stops the thread; a job that still runs after `timeout` seconds is interrupted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from starlette.concurrency import run_in_threadpool
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from tinker_lightning.server.core.trainer import EmbeddedTrainer
 
 T = TypeVar("T")
+
+_SDK = re.compile(r"AsyncTinker/Python (\d+)\.(\d+)")
 
 # The checkpoint types of the protocol.
 _TYPES: dict[Kind, Literal["training", "sampler", "external"]] = {
@@ -47,7 +50,7 @@ async def weights_info(request: Request) -> Response:
 
 
 async def checkpoints(request: Request) -> Response:
-    summaries = await run_in_threadpool(trainer_of(request).store.listing)
+    summaries = _known(request, await run_in_threadpool(trainer_of(request).store.listing))
     page, cursor = _page(request, [_checkpoint(summary) for summary in reversed(summaries)])
     return answer(rs.CheckpointsList(page, cursor))
 
@@ -57,7 +60,7 @@ async def run_checkpoints(request: Request) -> Response:
     summaries = await run_in_threadpool(trainer.store.listing, run_id)
     if not summaries and not trainer.registry.has_model(run_id):
         raise NotFound(f"there is no training run {run_id!r}")
-    return answer(rs.CheckpointsList([_checkpoint(summary) for summary in summaries]))
+    return answer(rs.CheckpointsList([_checkpoint(summary) for summary in _known(request, summaries)]))
 
 
 async def delete(request: Request) -> Response:
@@ -107,6 +110,14 @@ def _runs(trainer: EmbeddedTrainer) -> dict[str, rs.TrainingRun]:
             user_metadata=model.user_metadata if model else None,
         )
     return runs
+
+
+def _known(request: Request, summaries: list[CheckpointSummary]) -> list[CheckpointSummary]:
+    """Leaves out external checkpoints for releases of the official SDK that reject a listing with one, before 0.28."""
+    release = _SDK.match(request.headers.get("user-agent", ""))
+    if release is None or (int(release[1]), int(release[2])) >= (0, 28):
+        return summaries
+    return [summary for summary in summaries if summary.path.kind != "external_weights"]
 
 
 def _checkpoint(summary: CheckpointSummary) -> rs.Checkpoint:

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from tinker_lightning.server.core.scheduler import Job
 from tinker_lightning.server.endpoints import trainer_of
-from tinker_lightning.server.http import PROTOBUF, answer, error_fields, error_text, read
+from tinker_lightning.server.http import PROTOBUF, answer, error_fields, error_text, read, submits_in_turn
 from tinker_lightning.types import ForwardBackwardOutput, SampleResponse
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types.responses import FutureResponse
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # Shorter than the 30 s after which common proxies time out.
 LONG_POLL_SECONDS = 25.0
+# While a request with a lower number is missing, so that clients soon hear about it.
+_BLOCKED_POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,10 @@ async def retrieve_future(request: Request) -> Response:
 
 
 async def _result(request: Request, job: Job) -> Response:
-    if not await finished(job, trainer_of(request)):
-        return pending(job)
+    missing = trainer_of(request).scheduler.missing_before(job, submits_in_turn=submits_in_turn(request))
+    seconds = LONG_POLL_SECONDS if missing is None else min(_BLOCKED_POLL_SECONDS, LONG_POLL_SECONDS)
+    if not await finished(job, trainer_of(request), seconds):
+        return pending(job, missing)
     job.mark_fetched()
     error = job.future.exception()
     if error is not None:
@@ -82,18 +86,22 @@ async def _result(request: Request, job: Job) -> Response:
     return answer(result)
 
 
-def pending(job: Job) -> Response:
+def pending(job: Job, missing: int | None = None) -> Response:
     """Returns a response that asks the client to retry. The status is 408 because the official SDK warns on 200."""
-    return answer({"type": "try_again", "request_id": job.request_id, "queue_state": "active"}, 408)
+    body = {"type": "try_again", "request_id": job.request_id, "queue_state": "active"}
+    if missing is not None:
+        reason = f"waiting for request {missing} of {job.line}, which has not arrived"
+        body.update(queue_state="paused_capacity", queue_state_reason=reason)
+    return answer(body, 408)
 
 
-async def finished(job: Job, trainer: EmbeddedTrainer) -> bool:
+async def finished(job: Job, trainer: EmbeddedTrainer, seconds: float | None = None) -> bool:
     """Waits for a job until the long-poll timeout or the server's shutdown; returns whether the job is finished."""
     if not job.future.done():
         woken, wake = _alarm()
         job.future.add_done_callback(wake)
         with trainer.waking(wake), suppress(TimeoutError):
-            await asyncio.wait_for(woken.wait(), LONG_POLL_SECONDS)
+            await asyncio.wait_for(woken.wait(), LONG_POLL_SECONDS if seconds is None else seconds)
     return job.future.done()
 
 

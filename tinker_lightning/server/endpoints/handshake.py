@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from starlette.routing import Route
 
 from tinker_lightning.server.endpoints import trainer_of
-from tinker_lightning.server.http import MAX_BODY_BYTES, MAX_JSON_BYTES, answer, read
+from tinker_lightning.server.http import MAX_BODY_BYTES, MAX_JSON_BYTES, answer, read, submits_in_turn
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types.responses import OUR_SERVER, ServerCapabilities, SupportedModel
 
@@ -33,7 +33,9 @@ CLIENT_CONFIG = {
 
 async def client_config(request: Request) -> Response:
     await read(request, rq.ClientConfigRequest)
-    return answer(CLIENT_CONFIG)
+    # Other clients than ours submit in turn, so that a number that they never send is noticed within seconds.
+    parallel = CLIENT_CONFIG["parallel_fwdbwd_chunks"] and not submits_in_turn(request)
+    return answer({**CLIENT_CONFIG, "parallel_fwdbwd_chunks": parallel})
 
 
 async def dynamic_config(request: Request) -> Response:
