@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Those that train a model which speaks have tests of their own, on one that does not.
 EXAMPLES = sorted(
-    set((ROOT / "examples").glob("*.py")) - {ROOT / "examples" / f"{name}.py" for name in ("dpo", "quickstart")}
+    set((ROOT / "examples").glob("*.py")) - {ROOT / "examples" / f"{name}.py" for name in ("dpo", "quickstart", "sft")}
 )
 
 

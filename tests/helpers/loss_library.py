@@ -40,6 +40,8 @@ LIBRARY: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         partial(losses.dpo, beta=1.0, margin=0.1, label_smoothing=0.1, length_normalized=True),
         ("weights", "reference_logprobs"),
     ),
+    "ipo": (losses.ipo, ("weights", "reference_logprobs")),
+    "orpo": (losses.orpo, ("weights",)),
     "contrastive": (losses.contrastive, ("weights",)),
 }
 

@@ -117,6 +117,7 @@ def test_the_mean_is_that_of_torch(stage: Stage, tmp_path: Path) -> None:
 
 LIKELIHOOD = {"nll", "perplexity", "tokens"}
 POLICY = {"ratio", "kl_old_new", "action_tokens"}
+REWARDS = {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "chosen_nll"}
 CLIPPED = POLICY | {"clip_fraction"}
 METRICS = {
     "cross_entropy": LIKELIHOOD,
@@ -129,7 +130,7 @@ METRICS = {
     "grpo": CLIPPED | {"kl"},
     "reinforce": {"reward", "advantage_rms", "action_nll"},
     "kl_regularized": LIKELIHOOD | {"kl"},
-    "dpo": {"reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "chosen_nll"},
+    **dict.fromkeys(("dpo", "ipo", "orpo"), REWARDS),
     "contrastive": {"accuracy", "score_margin"},
 }
 PROTOCOL = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")

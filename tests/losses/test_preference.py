@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tests.helpers.loss_cases import assert_same, batch, entry, value_and_gradient
-from tinker_lightning.losses import contrastive, dpo, preference_nll
+from tinker_lightning.losses import contrastive, dpo, ipo, orpo, preference_nll
 
 if TYPE_CHECKING:
     from tinker_lightning import Datum
@@ -80,13 +80,38 @@ def test_dpo_logs_what_trl_logs() -> None:
     _, metrics = dpo(*batch(), beta=2.0)
     assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
         {
-            "reward_chosen": -0.04216939390025468,
-            "reward_rejected": -1.56255942264598,
-            "reward_margin": 1.5203900287457255,
-            "reward_accuracy": 2 / 3,
+            "rewards/chosen": -0.04216939390025468,
+            "rewards/rejected": -1.56255942264598,
+            "rewards/margins": 1.5203900287457255,
+            "rewards/accuracies": 2 / 3,
             "chosen_nll": -torch.cat([p[1:] for p in batch()[1][::2]]).mean().item(),
         }
     )
+
+
+@pytest.mark.parametrize("length_normalized", [True, False])
+def test_ipo_equals_its_formula_pair_by_pair(length_normalized: bool) -> None:
+    def expected(data: list[Datum], logprobs: list[Tensor]) -> Tensor:
+        gains = [p[1:] - entry(datum, "reference_logprobs")[1:] for datum, p in zip(data, logprobs, strict=True)]
+        scores = [gain.mean() if length_normalized else gain.sum() for gain in gains]
+        gaps = [chosen - rejected for chosen, rejected in zip(scores[::2], scores[1::2], strict=True)]
+        return torch.stack([(gap - 1 / (2 * 0.3)) ** 2 for gap in gaps]).mean()
+
+    loss = partial(ipo, beta=0.3, length_normalized=length_normalized)
+    assert_same(value_and_gradient(loss, *batch()), value_and_gradient(expected, *batch()))
+
+
+def test_orpo_equals_its_formula_pair_by_pair() -> None:
+    def expected(data: list[Datum], logprobs: list[Tensor]) -> Tensor:
+        likelihoods = [p[1:].mean().exp() for p in logprobs]
+        terms = []
+        for chosen, rejected in zip(likelihoods[::2], likelihoods[1::2], strict=True):
+            ratio = (chosen / (1 - chosen)) / (rejected / (1 - rejected))
+            terms.append(-chosen.log() - 0.7 * torch.log(1 / (1 + torch.exp(-ratio.log()))))
+        return torch.stack(terms).mean()
+
+    got = value_and_gradient(partial(orpo, beta=0.7), *batch())
+    assert_same(got, value_and_gradient(expected, *batch()))
 
 
 @given(seed=st.integers(0, 1000), beta=st.floats(0.01, 5), length_normalized=st.booleans())
@@ -95,7 +120,7 @@ def test_dpo_at_the_reference_is_log_2(seed: int, beta: float, length_normalized
     at_the_reference = [entry(datum, "reference_logprobs") for datum in data]
     loss, metrics = dpo(data, at_the_reference, beta=beta, length_normalized=length_normalized)
     assert loss.item() == pytest.approx(math.log(2))
-    assert metrics["reward_accuracy"].item() == 0.0
+    assert metrics["rewards/accuracies"].item() == 0.0
 
 
 @given(x=st.floats(-500, 500), label_smoothing=st.floats(0, 0.49))

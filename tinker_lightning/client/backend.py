@@ -86,6 +86,15 @@ class TrainingBackend(Protocol):
     def save_weights_and_get_sampling_client(self) -> Any:
         """Returns a client that samples from the current weights."""
 
+    def create_sampling_client(self, model_path: str) -> Any:
+        """Returns a client that samples from saved weights."""
+
+    def create_base_sampling_client(self) -> Any:
+        """Returns a client that samples from the base model."""
+
+    def max_context_length(self) -> int | None:
+        """Returns the maximum number of tokens of an input; None if the server does not report it."""
+
     def get_info(self) -> GetInfoResponse:
         """Returns the base model and the LoRA rank."""
 

@@ -14,6 +14,7 @@ from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.operations import encode, perform
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.sdk import inputs
+from tinker_lightning.client.session import fetch_capabilities
 from tinker_lightning.client.submit_order import SubmitOrder, perform_all
 from tinker_lightning.client.training_base import BaseTrainingClient
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, Unsupported
@@ -166,6 +167,16 @@ class TrainingClient(BaseTrainingClient):
         return SamplingClient.create(self._channel, model_path)
 
     create_sampling_client_async = in_thread(create_sampling_client)
+
+    def create_base_sampling_client(self) -> SamplingClient:
+        """Returns a client that samples from the base model."""
+        return SamplingClient.create(self._channel, None, self.get_info().model_data.model_name)
+
+    def max_context_length(self) -> int | None:
+        """Returns the maximum number of tokens of an input; None if the server does not report it."""
+        name = self.get_info().model_data.model_name
+        models = self._channel.wait(fetch_capabilities(self._channel.session.connection)).supported_models
+        return next((model.max_context_length for model in models if model.model_name == name), None)
 
     def get_info(self) -> GetInfoResponse:
         """Returns the base model, the LoRA rank and the tokenizer's name."""

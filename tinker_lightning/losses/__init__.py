@@ -10,7 +10,7 @@ from tinker_lightning.losses.batch import Batch
 from tinker_lightning.losses.kl import k1, k2, k3, kl_estimate, kl_regularized
 from tinker_lightning.losses.likelihood import cross_entropy, topk_distillation
 from tinker_lightning.losses.policy import cispo, dro, grpo, gspo, importance_sampling, ppo, reinforce
-from tinker_lightning.losses.preference import contrastive, dpo, preference_nll
+from tinker_lightning.losses.preference import contrastive, dpo, ipo, orpo, preference_nll
 
 __all__ = [
     "Batch",
@@ -23,11 +23,13 @@ __all__ = [
     "grpo",
     "gspo",
     "importance_sampling",
+    "ipo",
     "k1",
     "k2",
     "k3",
     "kl_estimate",
     "kl_regularized",
+    "orpo",
     "ppo",
     "preference_nll",
     "reinforce",

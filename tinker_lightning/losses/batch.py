@@ -41,6 +41,10 @@ _RANKS = {
 }
 
 
+# The least probability of the complement that float32 still distinguishes from 0.
+_LEAST_REST = 1e-6
+
+
 class EmptyBatch(InvalidInput):
     """The batch has no datums."""
 
@@ -248,3 +252,8 @@ def sequence_sums(values: Tensor, weights: Tensor, *, mean: bool = False) -> Ten
     """
     total = (weights * values).sum(-1)
     return total / (weights != 0).sum(-1).clamp(min=1) if mean else total
+
+
+def log_complement(logprobs: Tensor) -> Tensor:
+    """Returns `log(1 - exp(x))`, the log-probability of everything else."""
+    return logprobs.clamp(max=-_LEAST_REST).expm1().neg().log()

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.losses import builtin
-from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, mean_where, with_value
+from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, log_complement, mean_where, with_value
 
-# The least share of probability outside the top K that float32 still distinguishes from 0.
-_LEAST_REST = 1e-6
 # The most that the K probabilities of a teacher may add up to, with log-probabilities rounded to bfloat16.
 _MOST_MASS = 1.05
 
@@ -83,7 +81,7 @@ def topk_distillation(
         student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
     loss = (weights * teacher.exp() * (teacher - student)).sum()
     if tail == "bucket":
-        student_rest, teacher_rest = _rest(student_mass), _rest(teacher_mass)
+        student_rest, teacher_rest = log_complement(student_mass), log_complement(teacher_mass)
         loss = loss + (weights.amax(-1) * teacher_rest.exp() * (teacher_rest - student_rest)).sum()
     return loss, metrics
 
@@ -99,8 +97,3 @@ def _check_mass(batch: Batch) -> None:
                 f"of {mass.max().item():.3g}, but it can be 1 at most. Pass log-probabilities (0 is certainty), each "
                 "token once, and a weight of 0 for spare alternatives."
             )
-
-
-def _rest(log_mass: Tensor) -> Tensor:
-    """Returns `log(1 - exp(x))`."""
-    return log_mass.clamp(max=-_LEAST_REST).expm1().neg().log()

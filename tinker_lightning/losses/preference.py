@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, groups, mean_where, sequence_sums
+from tinker_lightning.losses.batch import (
+    Batch,
+    Data,
+    Logprobs,
+    Loss,
+    groups,
+    log_complement,
+    mean_where,
+    sequence_sums,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,8 +50,8 @@ def dpo(
     Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). Consecutive datums are pairs:
     chosen, rejected, chosen, rejected.
 
-    Metrics: `reward_chosen` and `reward_rejected`, β times the gain over the reference; `reward_margin` and
-    `reward_accuracy`; `chosen_nll` per token, which rises if both responses become less likely.
+    Metrics: `rewards/chosen` and `rewards/rejected`, β times the gain over the reference; `rewards/margins` and
+    `rewards/accuracies`; `chosen_nll` per token, which rises if both responses become less likely.
 
     Args:
         data: Pairs with `weights` (1 on the response) and `reference_logprobs`.
@@ -58,7 +67,7 @@ def dpo(
     >>> chosen = Datum.from_targets([5], [6], weights=[1.0], reference_logprobs=[-1.0])
     >>> rejected = Datum.from_targets([5], [7], weights=[1.0], reference_logprobs=[-2.0])
     >>> loss, metrics = dpo([chosen, rejected], [torch.tensor([-0.5]), torch.tensor([-3.5])], beta=1.0)
-    >>> loss, metrics["reward_margin"]
+    >>> loss, metrics["rewards/margins"]
     (tensor(0.1269), tensor(2.))
     """
     if not 0 <= label_smoothing < 0.5:
@@ -67,14 +76,70 @@ def dpo(
     weights = batch.weights(of_each=True)
     gains = batch.logprobs if reference_free else batch.logprobs - batch.tokens("reference_logprobs")
     rewards = groups(beta * sequence_sums(gains, weights, mean=length_normalized), 2)
-    chosen, rejected = rewards[:, 0], rewards[:, 1]
-    loss = preference_nll(chosen, rejected, margin=margin, label_smoothing=label_smoothing).mean()
-    chosen, rejected = chosen.detach(), rejected.detach()
-    return loss, {
-        "reward_chosen": chosen.mean(),
-        "reward_rejected": rejected.mean(),
-        "reward_margin": (chosen - rejected).mean(),
-        "reward_accuracy": (chosen > rejected).float().mean(),
+    loss = preference_nll(rewards[:, 0], rewards[:, 1], margin=margin, label_smoothing=label_smoothing).mean()
+    return loss, _metrics(rewards, batch, weights)
+
+
+def ipo(data: Data, logprobs: Logprobs, *, beta: float = 0.1, length_normalized: bool = True) -> Loss:
+    """Returns the mean over pairs of `(Δ - 1/(2β))²`; Δ is the chosen response's gain minus the rejected one's.
+
+    Identity preference optimization (Azar et al. 2023, arXiv:2310.12036, eq. 17): a gap to reach, which does not grow
+    without bound if the preferences are certain. Consecutive datums are pairs, with the metrics of `dpo`.
+
+    Args:
+        data: Pairs with `weights` (1 on the response) and `reference_logprobs`.
+        logprobs: The log-probabilities of the model.
+        beta: The strength of the pull towards the reference model; lower values ask for a larger gap.
+        length_normalized: Divides each response's gain by its length, as its authors recommend for texts.
+
+    >>> from tinker_lightning import Datum
+    >>> data = [Datum.from_targets([5], [6], weights=[1.0], reference_logprobs=[-1.0]) for _ in range(2)]
+    >>> ipo(data, [torch.tensor([-1.0]), torch.tensor([-2.0])], beta=0.5)[0]
+    tensor(0.)
+    """
+    if not beta > 0:
+        raise InvalidInput(f"beta must be above 0, got {beta}")
+    batch = Batch(data, logprobs, rank=1)
+    weights = batch.weights(of_each=True)
+    gains = groups(
+        sequence_sums(batch.logprobs - batch.tokens("reference_logprobs"), weights, mean=length_normalized), 2
+    )
+    loss = (gains[:, 0] - gains[:, 1] - 1 / (2 * beta)).square().mean()
+    return loss, _metrics(beta * gains, batch, weights)
+
+
+def orpo(data: Data, logprobs: Logprobs, *, beta: float = 0.1) -> Loss:
+    """Returns the chosen responses' negative log-likelihood, plus β times `-log σ` of the logarithm of the odds ratio.
+
+    Odds ratio preference optimization (Hong et al. 2024, arXiv:2403.07691, eq. 6): fine-tuning and preferences at once,
+    without a reference. Likelihoods are means over the tokens of a response. Consecutive datums are pairs, with the
+    metrics of `dpo`, where the reward is β times the mean log-probability.
+
+    Args:
+        data: Pairs with `weights` (1 on the response).
+        logprobs: The log-probabilities of the model.
+        beta: The weight of the preferences, λ in the paper.
+
+    >>> from tinker_lightning import Datum
+    >>> data = [Datum.from_targets([5], [6], weights=[1.0]) for _ in range(2)]
+    >>> orpo(data, [torch.tensor([-1.0]), torch.tensor([-1.0])], beta=1.0)[0]
+    tensor(1.6931)
+    """
+    batch = Batch(data, logprobs, rank=1)
+    weights = batch.weights(of_each=True)
+    means = groups(sequence_sums(batch.logprobs, weights, mean=True), 2)
+    odds = means - log_complement(means)
+    loss = (beta * preference_nll(odds[:, 0], odds[:, 1]) - means[:, 0]).mean()
+    return loss, _metrics(beta * means, batch, weights)
+
+
+def _metrics(rewards: Tensor, batch: Batch, weights: Tensor) -> dict[str, Tensor]:
+    chosen, rejected = rewards.detach()[:, 0], rewards.detach()[:, 1]
+    return {
+        "rewards/chosen": chosen.mean(),
+        "rewards/rejected": rejected.mean(),
+        "rewards/margins": (chosen - rejected).mean(),
+        "rewards/accuracies": (chosen > rejected).float().mean(),
         "chosen_nll": -mean_where(batch.logprobs.detach()[0::2], weights[0::2] != 0),
     }
 

@@ -124,6 +124,19 @@ class OfficialTrainingClient(BaseTrainingClient):
         create = self.client.create_sampling_client
         return OfficialSamplingClient(self._calls.translated("create_sampling_client", lambda: create(model_path)))
 
+    def create_base_sampling_client(self) -> OfficialSamplingClient:
+        """Returns a client that samples from the base model."""
+        name = self.get_info().model_data.model_name
+
+        def create() -> Any:
+            return tinker.SamplingClient.create(self.client.holder, base_model=name).result()
+
+        return OfficialSamplingClient(self._calls.translated("create_sampling_client", create))
+
+    def max_context_length(self) -> int | None:
+        """Returns None: the SDK's training client does not report it, and the server checks it."""
+        return None
+
     def get_info(self) -> GetInfoResponse:
         """Returns the base model and the LoRA rank."""
         self._check()

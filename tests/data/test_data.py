@@ -1,0 +1,208 @@
+"""Data modules: what they read, convert, count, refuse and resume."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.helpers.trainers import SMALL, logprobs_of, new, quiet
+from tinker_lightning import Datum, ModelInput, RemoteModule
+from tinker_lightning.data import ChatData, PreferenceData, PromptData
+from tinker_lightning.errors import InvalidDatum, InvalidInput, TooLong
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tinker_lightning.client import ServiceClient
+
+pytestmark = SMALL
+
+ROWS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"Say {i}."},
+            {"role": "assistant", "content": f"It is {i}." * (1 + i % 3)},
+        ]
+    }
+    for i in range(12)
+]
+PAIRS = [{"prompt": f"Say {i}.", "chosen": f"{i}", "rejected": "No."} for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(service: ServiceClient) -> Any:
+    return service.create_sampling_client(base_model="tiny").get_tokenizer()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n\n".join(json.dumps(row) for row in ROWS))
+    return path
+
+
+def batches(data: Any, stage: str = "fit") -> list[Any]:
+    data.setup(stage)
+    loader = {"fit": data.train_dataloader, "predict": data.predict_dataloader}[stage]
+    return list(loader())
+
+
+class Dataset:
+    """The part of a dataset of the package `datasets` that is used."""
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(ROWS)
+
+
+def test_files_lists_and_datasets_give_the_same_datums(tokenizer: Any, file: Path) -> None:
+    expected = [Datum.from_chat(row, tokenizer) for row in ROWS]
+    for source in (file, str(file), ROWS, Dataset(), iter(ROWS)):
+        found = batches(ChatData(source, tokenizer=tokenizer, batch_size=5, shuffle=False))
+        assert [len(batch) for batch in found] == [5, 5, 2]
+        assert [datum for batch in found for datum in batch] == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_gives_each_row_once(tokenizer: Any, file: Path, workers: int) -> None:
+    data = ChatData(file, tokenizer=tokenizer, streaming=True, shuffle_buffer=4, num_workers=workers, batch_size=4)
+    found = [datum for batch in batches(data) for datum in batch]
+    expected = [Datum.from_chat(row, tokenizer) for row in ROWS]
+    assert found != expected
+    assert sorted(map(repr, found)) == sorted(map(repr, expected))
+    data.teardown("fit")
+    assert data.report["train"]["rows"] == len(ROWS)  # counted in the workers
+
+
+def test_workers_convert_rows_in_order(tokenizer: Any) -> None:
+    data = ChatData(ROWS, tokenizer=tokenizer, num_workers=2, shuffle=False, batch_size=12)
+    assert batches(data) == [[Datum.from_chat(row, tokenizer) for row in ROWS]]
+
+
+def test_a_share_is_held_out(tokenizer: Any) -> None:
+    data = ChatData(ROWS, 0.25, tokenizer=tokenizer, batch_size=12)
+    (train,), (held_out,) = batches(data), list(data.val_dataloader())
+    assert (len(train), len(held_out)) == (9, 3)
+    assert sorted(map(repr, train + held_out)) == sorted(repr(Datum.from_chat(row, tokenizer)) for row in ROWS)
+    again = ChatData(ROWS, 0.25, tokenizer=tokenizer)
+    again.setup("validate")
+    assert list(again.val_dataloader()) == [held_out]
+
+
+@pytest.mark.parametrize("truncate", ["left", "drop"])
+def test_rows_that_are_too_long_are_counted(tokenizer: Any, truncate: Any, caplog: pytest.LogCaptureFixture) -> None:
+    lengths = [Datum.from_chat(row, tokenizer).model_input.length + 1 for row in ROWS]
+    limit = sorted(lengths)[5]
+    longer = sum(length > limit for length in lengths)
+    data = ChatData(ROWS, tokenizer=tokenizer, max_length=limit, truncate=truncate, batch_size=100)
+    with caplog.at_level(logging.INFO, "tinker_lightning"):
+        (batch,) = batches(data)
+    assert all(datum.model_input.length < limit for datum in batch)
+    report = data.report["train"]
+    assert report["truncated" if truncate == "left" else "dropped"] == longer > 0
+    assert report["rows"] == len(batch) == len(ROWS) - report["dropped"]
+    assert report["tokens"] == sum(datum.model_input.length + 1 for datum in batch)
+    assert caplog.records[-1].levelno == logging.WARNING
+    assert f"{longer} {'truncated' if truncate == 'left' else 'dropped because they are too long'}" in caplog.text
+
+
+BAD = {
+    "not JSON": ('{"messages": [', "not JSON: Expecting value at column [0-9]+. A JSON Lines file has one JSON object"),
+    "no role": ('{"messages": [{"content": "x"}]}', "message 0 has no role"),
+    "no content": ('{"messages": [{"role": "user"}]}', r"message 0 \(user\) has no content"),
+    "unknown role": ('{"messages": [{"role": "asistant", "content": "x"}]}', "did you mean 'assistant'"),
+    "all masked": ('{"messages": [{"role": "user", "content": "x"}]}', "no assistant message"),
+    "columns": ('{"conversations": []}', "needs messages, prompt and completion, or text; this one has conversations"),
+    "a number": ("3", "messages must be a list of dicts with role and content, got int"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_row_raises_with_file_and_line_or_is_skipped_and_counted(
+    bad: str, tokenizer: Any, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    line, message = BAD[bad]
+    file.write_text(f"{json.dumps(ROWS[0])}\n\n{line}\n{json.dumps(ROWS[1])}\n")
+    for streaming in (False, True):
+        with pytest.raises(InvalidDatum, match=rf"chats\.jsonl:3: .*{message}"):
+            batches(ChatData(file, tokenizer=tokenizer, streaming=streaming))
+    data = ChatData(file, tokenizer=tokenizer, bad_rows="skip", shuffle=False)
+    assert batches(data) == [[Datum.from_chat(row, tokenizer) for row in ROWS[:2]]]
+    assert data.report["train"]["skipped"] == 1
+    assert "chats.jsonl:3 is skipped" in caplog.text
+    assert "1 skipped as invalid" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"train": "nowhere.jsonl"}, r"train: there is no file nowhere\.jsonl"),
+        ({"train": 3}, "train must be a JSON Lines file, a dataset or a list of rows, got int"),
+        ({"train": ROWS, "validation": 1.5}, "a share between 0 and 1, got 1.5"),
+        ({"train": ROWS, "validation": 0.1, "streaming": True}, "a share of a stream cannot be held out"),
+        ({"train": ROWS[:1], "validation": 0.5}, "leaves none to train on"),
+        ({"train": []}, "train: no row is left: 0 rows"),
+        ({"train": [], "streaming": True}, "train: no row is left to train on: 0 rows"),
+        ({"train": ROWS, "truncate": "both"}, "truncate must be one of error, left, right, drop, got 'both'"),
+        ({"train": ROWS, "batch_size": 0}, "batch_size must be at least 1"),
+        ({"validation": ROWS}, r"there is no data to fit: pass train=\.\.\. to ChatData"),
+        ({"train": ROWS, "renderer": "qwen3"}, "needs the package tinker-cookbook. Install it with"),
+    ],
+)
+def test_mistakes_in_arguments(arguments: dict[str, Any], message: str, tokenizer: Any) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        batches(ChatData(**{"tokenizer": tokenizer, **arguments}))
+
+
+def test_lengths_are_checked_against_the_context_before_training(service: ServiceClient) -> None:
+    module = new(service, RemoteModule)
+    long = [*ROWS, {"prompt": "x" * 3000, "completion": "y"}]
+    with pytest.raises(TooLong, match=r"row 12: it has 30\d\d tokens, but max_length is 2048"):
+        quiet().fit(module, ChatData(long))
+    with pytest.raises(InvalidInput, match="max_length=4096 exceeds the context of the model, 2048 tokens"):
+        quiet().fit(module, ChatData(ROWS, max_length=4096))
+    with pytest.raises(InvalidInput, match="to use ChatData without a RemoteModule"):
+        ChatData(ROWS).setup("fit")
+
+
+def test_pairs_and_prompts(tokenizer: Any) -> None:
+    (pairs,) = batches(PreferenceData(PAIRS, tokenizer=tokenizer, shuffle=False))
+    assert [len(pair) for pair in pairs] == [2] * len(PAIRS)
+    with pytest.raises(InvalidDatum, match="row 6: chosen and rejected are equal"):
+        batches(PreferenceData([*PAIRS, {"prompt": "a", "chosen": "b", "rejected": "b"}], tokenizer=tokenizer))
+    rows = [{"prompt": "One?", "answer": 1}, {"prompt": [{"role": "user", "content": "One?"}], "answer": 2}, "One?"]
+    ((first, second, third),) = batches(PromptData(rows, tokenizer=tokenizer), "predict")
+    assert (first["answer"], second["answer"]) == (1, 2)
+    assert isinstance(first["prompt"], ModelInput)
+    assert first["prompt"] == second["prompt"] == third["prompt"]
+    assert tokenizer.decode(first["prompt"].to_ints()).endswith("One?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_predict_answers_the_prompts(service: ServiceClient) -> None:
+    answers: Any = quiet().predict(new(service, RemoteModule), PromptData(["One?", "Two?"], batch_size=1))
+    assert [len(batch) for batch in answers] == [1, 1]
+
+
+@pytest.mark.parametrize("options", [{}, {"streaming": True, "shuffle_buffer": 5}], ids=["in memory", "streaming"])
+def test_a_run_resumes_at_the_batch_where_it_stopped(
+    options: dict[str, Any], service: ServiceClient, file: Path, tmp_path: Path
+) -> None:  # R5.3
+    import lightning.pytorch as pl
+
+    def fit(steps: int, checkpoint: str | None = None) -> tuple[Any, RemoteModule]:
+        pl.seed_everything(3)
+        module = new(service, RemoteModule)
+        trainer = quiet(max_steps=steps, accumulate_grad_batches=2)
+        trainer.fit(module, ChatData(file, batch_size=2, **options), ckpt_path=checkpoint)
+        return trainer, module
+
+    whole = logprobs_of(fit(5)[1])
+    stopped, _ = fit(2)
+    stopped.save_checkpoint(tmp_path / "middle.ckpt")
+    assert logprobs_of(fit(5, str(tmp_path / "middle.ckpt"))[1]).equal(whole)

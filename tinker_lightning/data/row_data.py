@@ -1,0 +1,246 @@
+"""The data module that chats, preferences and prompts share."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import operator
+from typing import Any, Literal, TypeAlias
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader
+
+from tinker_lightning.data.sources import Converter, Counts, Rows, Stream, check_source, describe, rows_of
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.lightning.module import RemoteModule
+from tinker_lightning.lightning.rows import RowFormat
+from tinker_lightning.types import collate
+
+logger = logging.getLogger("tinker_lightning")
+
+Part: TypeAlias = Literal["train", "validation", "test"]
+
+
+class RowData(pl.LightningDataModule):
+    """Loads rows of a file or dataset, converted with the tokenizer of the module's server.
+
+    In memory, all rows are converted and checked before training starts. With the strategy `tinker`, a run resumes at
+    the batch where it stopped.
+
+    Args:
+        train: A JSON Lines file, a dataset of the package `datasets`, or any other collection of rows.
+        validation: The same, or the share of `train` to hold out, for example 0.1.
+        test: The same, for `Trainer.test`.
+        batch_size: The number of rows in a batch.
+        max_length: The maximum number of tokens of a row; by default, and at most, the context of the model.
+        truncate: How to treat longer rows: `error` raises, `left` and `right` cut that side, `drop` leaves them out.
+            What was cut or dropped is counted, logged, and in `report`.
+        bad_rows: How to treat rows that cannot be converted: `error` raises with file and line, `skip` leaves them out
+            and counts them.
+        shuffle: Whether to shuffle the training rows in each epoch.
+        streaming: Whether to read and convert rows during training, for files that are larger than memory.
+        shuffle_buffer: The number of rows to shuffle among while streaming.
+        num_workers: The number of processes that convert rows.
+        seed: The seed of the choice of held-out rows.
+        tokenizer: A Hugging Face tokenizer, in place of that of the module's server.
+        chat_template: A chat template, in place of that of the tokenizer.
+        renderer: The name of a renderer of `tinker_cookbook`, or a renderer, in place of the chat template.
+        system: A system message for chats that have none.
+        as_text: Whether strings under `prompt`, `completion`, `chosen` and `rejected` are plain text. By default they
+            are messages of the user and the assistant.
+    """
+
+    _only_last = False
+
+    def __init__(
+        self,
+        train: Any = None,
+        validation: Any = None,
+        *,
+        test: Any = None,
+        batch_size: int = 8,
+        max_length: int | None = None,
+        truncate: Literal["error", "left", "right", "drop"] = "error",
+        bad_rows: Literal["error", "skip"] = "error",
+        shuffle: bool = True,
+        streaming: bool = False,
+        shuffle_buffer: int = 1000,
+        num_workers: int = 0,
+        seed: int = 0,
+        tokenizer: Any = None,
+        chat_template: str | None = None,
+        renderer: Any = None,
+        system: str | None = None,
+        as_text: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_choice("truncate", truncate, ("error", "left", "right", "drop"))
+        _check_choice("bad_rows", bad_rows, ("error", "skip"))
+        if batch_size < 1:
+            raise InvalidInput(f"batch_size must be at least 1, got {batch_size}")
+        self.batch_size = batch_size
+        self.report: dict[str, dict[str, int]] = {}
+        """What has become of the rows of each part: how many are kept, truncated, dropped and skipped."""
+        self._share = validation if isinstance(validation, float) else None
+        if self._share is not None and not 0 < self._share < 1:
+            raise InvalidInput(f"validation must be a file, a dataset, or a share between 0 and 1, got {validation}")
+        if self._share is not None and streaming:
+            raise InvalidInput("a share of a stream cannot be held out; pass a file or dataset as validation")
+        self._sources: dict[Part, Any] = {"train": train, "test": test}
+        if self._share is None:
+            self._sources["validation"] = validation
+        for part, source in self._sources.items():
+            if source is not None:
+                check_source(source, part)
+        if validation is None:  # Lightning validates if the method is overridden
+            self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
+        self._max_length = max_length
+        self._truncate = truncate
+        self._bad_rows = bad_rows
+        self._shuffle = shuffle
+        self._streaming = streaming
+        self._buffer_size = shuffle_buffer
+        self._num_workers = num_workers
+        self._seed = seed
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._renderer = renderer
+        self._format = {"system": system, "as_text": as_text}
+        self._datasets: dict[Part, Any] = {}
+        self._counts: dict[Part, Counts] = {}
+
+    def convert(self, row: Any, rows: RowFormat) -> Any:
+        """Converts a row to an item of the dataset. Override it for rows of another kind."""
+        raise NotImplementedError
+
+    def setup(self, stage: str) -> None:
+        """Reads and converts what a stage needs, once."""
+        wanted: dict[str, tuple[Part, ...]] = {
+            "fit": ("train", "validation"),
+            "validate": ("validation",),
+            "test": ("test",),
+            "predict": (self._predicted(),),
+        }
+        for part in wanted[stage]:
+            if part == "validation" and self._share is not None:
+                self._load("train")
+            elif self._sources.get(part) is not None:
+                self._load(part)
+            elif part == "train" or stage != "fit":
+                raise InvalidInput(f"there is no data to {stage}: pass {part}=... to {type(self).__name__}")
+
+    def train_dataloader(self) -> Any:
+        """Returns the loader of the training rows."""
+        return self._loader("train", shuffle=self._shuffle)
+
+    def val_dataloader(self) -> Any:
+        """Returns the loader of the validation rows."""
+        return self._loader("validation")
+
+    def test_dataloader(self) -> Any:
+        """Returns the loader of the test rows."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> Any:
+        """Returns the loader of the test rows, else of the validation rows, else of the training rows, in order."""
+        return self._loader(self._predicted())
+
+    def teardown(self, stage: str) -> None:
+        """Logs what has become of streamed rows."""
+        del stage
+        if self._streaming:
+            for part in self._datasets:
+                self._log(part)
+
+    def _predicted(self) -> Part:
+        order: tuple[Part, ...] = ("test", "validation", "train")
+        given = {**self._sources, "validation": self._sources.get("validation") or self._share}
+        return next((part for part in order if given[part] is not None), "train")
+
+    def _load(self, part: Part) -> None:
+        if part in self._datasets:
+            return
+        counts = self._counts[part] = Counts()
+        convert = Converter(
+            functools.partial(self.convert, rows=self._rows(counts)),
+            counts,
+            drop_long=self._truncate == "drop",
+            skip_bad=self._bad_rows == "skip",
+        )
+        source = self._sources[part]
+        if self._streaming:
+            size = self._buffer_size if part == "train" and self._shuffle else 0
+            self._datasets[part] = Stream(source, convert, size, part)
+            return
+        rows = Rows(list(rows_of(source)), convert)
+        loader = DataLoader(rows, collate_fn=operator.itemgetter(0), num_workers=self._num_workers)
+        items = [item for item in loader if item is not None]
+        if not items:
+            raise InvalidInput(f"{part}: no row is left: {describe(counts)}. Is the file empty?")
+        if part == "train" and self._share is not None:
+            order = torch.randperm(len(items), generator=torch.Generator().manual_seed(self._seed)).tolist()
+            held_out = max(1, round(self._share * len(items)))
+            if held_out == len(items):
+                raise InvalidInput(f"a share of {self._share} of {len(items)} rows leaves none to train on")
+            self._datasets["validation"] = [items[i] for i in sorted(order[:held_out])]
+            items = [items[i] for i in sorted(order[held_out:])]
+        self._datasets[part] = items
+        self._log(part)
+
+    def _log(self, part: Part) -> None:
+        counts = self._counts.get(part)
+        if counts is not None:
+            self.report[part] = counts.as_dict()
+            is_complete = not any(self.report[part][name] for name in ("truncated", "dropped", "skipped"))
+            logger.log(logging.INFO if is_complete else logging.WARNING, "%s: %s", part, describe(counts))
+
+    def _loader(self, part: Part, *, shuffle: bool = False) -> Any:
+        dataset = self._datasets[part]
+        if isinstance(dataset, Stream):
+            return DataLoader(dataset, batch_size=self.batch_size, collate_fn=collate, num_workers=self._num_workers)
+        return DataLoader(dataset, batch_size=self.batch_size, shuffle=shuffle, collate_fn=collate)
+
+    def _rows(self, counts: Counts) -> RowFormat:
+        module = self.trainer.lightning_module if self.trainer is not None else None
+        tokenizer, length = self._tokenizer, self._max_length
+        if isinstance(module, RemoteModule):
+            tokenizer = tokenizer or module.tokenizer
+            context = module.lm.backend.max_context_length()
+            if length is not None and context is not None and length > context:
+                raise InvalidInput(f"max_length={length} exceeds the context of the model, {context} tokens")
+            length = length or context
+        if tokenizer is None:
+            raise InvalidInput(f"pass tokenizer=... to use {type(self).__name__} without a RemoteModule")
+        if self._chat_template is not None:
+            tokenizer = copy.copy(tokenizer)
+            tokenizer.chat_template = self._chat_template
+        renderer = self._renderer
+        if isinstance(renderer, str):
+            renderer = _cookbook_renderer(renderer, tokenizer)
+        return RowFormat(
+            tokenizer,
+            length,
+            self._truncate if self._truncate != "drop" else "error",
+            only_last=self._only_last,
+            renderer=renderer,
+            on_truncated=counts.truncated,
+            **self._format,  # type: ignore[arg-type]
+        )
+
+
+def _cookbook_renderer(name: str, tokenizer: Any) -> Any:
+    try:
+        from tinker_cookbook.renderers import get_renderer
+    except ImportError as error:
+        raise InvalidInput(
+            f"renderer={name!r} needs the package tinker-cookbook. Install it with: python -m pip install "
+            "tinker-cookbook"
+        ) from error
+    return get_renderer(name, tokenizer)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidInput(f"{name} must be one of {', '.join(choices)}, got {value!r}")

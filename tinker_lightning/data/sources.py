@@ -1,0 +1,176 @@
+"""Reads rows from JSON Lines files and datasets, and converts them, in memory or as a stream."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from tinker_lightning.errors import InvalidDatum, InvalidInput, TooLong
+from tinker_lightning.types import Datum, ModelInput
+
+logger = logging.getLogger("tinker_lightning")
+
+_NAMES = ("rows", "tokens", "trained_tokens", "truncated", "dropped", "skipped")
+
+
+class Counts:
+    """Counts what has become of the rows of a dataset, also in the worker processes of a loader."""
+
+    def __init__(self) -> None:
+        self._numbers = torch.zeros(len(_NAMES), dtype=torch.int64).share_memory_()
+
+    def add(self, name: str, number: int = 1) -> None:
+        """Increases a count."""
+        self._numbers[_NAMES.index(name)] += number
+
+    def truncated(self) -> None:
+        """Counts a row that was cut."""
+        self.add("truncated")
+
+    def add_item(self, item: Any) -> None:
+        """Counts the tokens of a row that is kept."""
+        self.add("rows")
+        for part in item.values() if isinstance(item, dict) else item if isinstance(item, tuple) else (item,):
+            if isinstance(part, Datum):
+                self.add("tokens", part.model_input.length + 1)
+                weights = part.loss_fn_inputs.get("weights")
+                trained = part.model_input.length if weights is None else int((weights.to_numpy() != 0).sum())
+                self.add("trained_tokens", trained)
+            elif isinstance(part, ModelInput):
+                self.add("tokens", part.length)
+
+    def as_dict(self) -> dict[str, int]:
+        """Returns the counts by name."""
+        return dict(zip(_NAMES, self._numbers.tolist(), strict=True))
+
+
+class Converter:
+    """Converts rows to items of a dataset; returns None for a row that is dropped or skipped.
+
+    Args:
+        convert: Converts one row; raises `TooLong` or another `InvalidDatum`.
+        counts: Where rows are counted.
+        drop_long: Whether to drop rows that are too long instead of raising.
+        skip_bad: Whether to skip other rows that cannot be converted instead of raising.
+    """
+
+    def __init__(self, convert: Callable[[Any], Any], counts: Counts, *, drop_long: bool, skip_bad: bool) -> None:
+        self._convert = convert
+        self.counts = counts
+        self._drop_long = drop_long
+        self._skip_bad = skip_bad
+
+    def __call__(self, where: str, row: Any) -> Any:
+        """Converts a row; errors name where it is from."""
+        try:
+            item = self._convert(_parsed(row) if isinstance(row, Line) else row)
+        except InvalidDatum as error:
+            is_long = isinstance(error, TooLong)
+            if not (self._drop_long if is_long else self._skip_bad):
+                raise type(error)(f"{where}: {error}") from error
+            if not is_long and not self.counts.as_dict()["skipped"]:
+                logger.warning("%s is skipped, as are others like it: %s", where, error)
+            self.counts.add("dropped" if is_long else "skipped")
+            return None
+        self.counts.add_item(item)
+        return item
+
+
+class Line(str):
+    """A line of a file that is not parsed yet."""
+
+    __slots__ = ()
+
+
+def rows_of(source: Any) -> Iterator[tuple[str, Any]]:
+    """Yields where each row of a file or dataset is from, `data.jsonl:17` or `row 17`, and the row."""
+    if not isinstance(source, str | os.PathLike):
+        yield from ((f"row {i}", row) for i, row in enumerate(source))
+        return
+    with open(source, encoding="utf-8") as file:
+        yield from ((f"{os.fspath(source)}:{i}", Line(line)) for i, line in enumerate(file, 1) if line.strip())
+
+
+def check_source(source: Any, part: str) -> None:
+    """Raises `InvalidInput` if a dataset cannot be read."""
+    if isinstance(source, str | os.PathLike):
+        if not os.path.isfile(source):
+            raise InvalidInput(f"{part}: there is no file {os.fspath(source)}")
+    elif not isinstance(source, Iterable) or isinstance(source, Mapping):
+        raise InvalidInput(
+            f"{part} must be a JSON Lines file, a dataset or a list of rows, got {type(source).__name__}"
+        )
+
+
+class Rows(Dataset[Any]):
+    """Converts rows by index, for loaders with worker processes."""
+
+    def __init__(self, rows: list[tuple[str, Any]], convert: Converter) -> None:
+        self._rows = rows
+        self._convert = convert
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._convert(*self._rows[index])
+
+
+class Stream(IterableDataset[Any]):
+    """Converts rows while they are read, so that a file may be larger than memory.
+
+    Each worker of a loader converts its share of the rows. Rows are shuffled within a buffer.
+    """
+
+    def __init__(self, source: Any, convert: Converter, buffer_size: int, part: str) -> None:
+        self._source = source
+        self._convert = convert
+        self._buffer_size = buffer_size
+        self._part = part
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        rows = itertools.islice(rows_of(self._source), worker, None, workers)
+        converted = (self._convert(where, row) for where, row in rows)
+        empty = True
+        for item in _shuffled((item for item in converted if item is not None), self._buffer_size):
+            empty = False
+            yield item
+        if empty and workers == 1:
+            raise InvalidInput(f"{self._part}: no row is left to train on: {describe(self._convert.counts)}")
+
+
+def describe(counts: Counts) -> str:
+    """Returns the counts of a dataset as text."""
+    found = counts.as_dict()
+    text = f"{found['rows']} rows with {found['tokens']} tokens, {found['trained_tokens']} of them trained"
+    left = {"truncated": "truncated", "dropped": "dropped because they are too long", "skipped": "skipped as invalid"}
+    return ", ".join([text, *(f"{found[name]} {what}" for name, what in left.items() if found[name])])
+
+
+def _shuffled(items: Iterator[Any], size: int) -> Iterator[Any]:
+    """Yields items in random order within a buffer, with torch's generator."""
+    buffer = list(itertools.islice(items, size)) if size > 1 else []
+    for item in items:
+        if buffer:
+            index = int(torch.randint(len(buffer), ()))
+            buffer[index], item = item, buffer[index]
+        yield item
+    yield from (buffer[i] for i in torch.randperm(len(buffer)).tolist())
+
+
+def _parsed(line: Line) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InvalidDatum(
+            f"not JSON: {error.msg} at column {error.colno}. A JSON Lines file has one JSON object per line."
+        ) from error

@@ -1,0 +1,121 @@
+"""Direct preference optimization and its relatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from tinker_lightning import losses
+from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.lightning.batches import in_row
+from tinker_lightning.lightning.module import RemoteModule
+from tinker_lightning.lightning.rows import DatumLike, RowFormat
+from tinker_lightning.losses.library import check_settings
+from tinker_lightning.recipes.references import References
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+LOSSES: dict[str, Callable[..., Any]] = {
+    "dpo": losses.dpo,
+    "ipo": losses.ipo,
+    "simpo": partial(losses.dpo, beta=2.0, margin=1.0, length_normalized=True, reference_free=True),
+    "orpo": losses.orpo,
+}
+_WITH_REFERENCE = ("dpo", "ipo")
+
+
+class DPO(RemoteModule):
+    """Trains a model to prefer the chosen of two answers to the rejected one.
+
+    Takes batches of `PreferenceData`, and loaders of dicts with `prompt`, `chosen` and `rejected`, of pairs of datums,
+    or of datums in the order chosen, rejected. Override `loss(self, data, logprobs)` to train with another loss of the
+    pairs; its datums have `reference_logprobs`.
+
+    The reference log-probabilities are requested together with the forward pass of the model, so that a step waits
+    once, and each answer is scored once per run. Datums that have `reference_logprobs` keep their own.
+
+    Logs `rewards/chosen`, `rewards/rejected`, `rewards/margins`, `rewards/accuracies` and `chosen_nll` for each step,
+    and the same with `val_` in front over all validation pairs.
+
+    Args:
+        model: The name of a base model (default: `TINKER_BASE_MODEL`), or a training client of any SDK.
+        loss_type: `dpo`; `ipo`, a bounded gap; `simpo` and `orpo`, which need no reference. See `losses.dpo`,
+            `losses.ipo` and `losses.orpo`; SimPO is `losses.dpo` with length normalization and without a reference.
+        beta: The strength of the pull towards the reference, or, in ORPO, the weight of the preferences. By default
+            0.1, for SimPO 2.
+        margin: The margin by which the chosen reward must win: by default 0, for SimPO 1. Not for IPO and ORPO.
+        label_smoothing: The share of pairs whose labels may be wrong. Not for IPO and ORPO.
+        length_normalized: Whether to divide each answer's gain by its length: by default no, for IPO and SimPO yes.
+            Not for ORPO.
+        reference: `base` for the base model, or the `tinker://` path of saved sampler weights.
+        reference_cache: A file that keeps the reference log-probabilities by content, for other runs on the same data.
+        **settings: The other arguments of `RemoteModule`: `rank`, `learning_rate`, `base_url` and others.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        loss_type: Literal["dpo", "ipo", "simpo", "orpo"] = "dpo",
+        beta: float | None = None,
+        margin: float | None = None,
+        label_smoothing: float | None = None,
+        length_normalized: bool | None = None,
+        reference: str = "base",
+        reference_cache: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(model, **settings)
+        if loss_type not in LOSSES:
+            raise InvalidInput(f"loss_type must be one of {', '.join(LOSSES)}, got {loss_type!r}")
+        options = {
+            "beta": beta,
+            "margin": margin,
+            "label_smoothing": label_smoothing,
+            "length_normalized": length_normalized,
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        check_settings(LOSSES[loss_type], given)
+        self._preference_loss = partial(LOSSES[loss_type], **given)
+        self._references: References | None = None
+        if loss_type in _WITH_REFERENCE:
+            self._references = References(lambda: self.lm.backend, reference, reference_cache)
+
+    def on_fit_start(self) -> None:
+        """Opens the reference model before the first step."""
+        if self._references is not None:
+            self._references.open()
+
+    def datums(self, batch: Any) -> list[Any]:
+        """Returns the datums of a batch of pairs, chosen and rejected in turn, and requests their references."""
+        items = batch if isinstance(batch, Sequence) and not isinstance(batch, str) else [batch]
+        if not items:
+            raise InvalidDatum("the batch has no pairs; drop empty batches in the loader")
+        data = [datum for i, item in enumerate(items) for datum in self._of_pair(i, item)]
+        if len(data) % 2:
+            raise InvalidDatum(
+                f"the batch has {len(data)} datums, which are not pairs of chosen and rejected. Let each row of the "
+                "loader be a pair, and shuffle those."
+            )
+        if self._references is not None:
+            self._references.request(data)
+        return data
+
+    def loss(self, data: list[Any], logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, Any]]:
+        """Returns the loss of pairs, chosen and rejected in turn, and their rewards. Override it."""
+        return self._preference_loss(self.with_references(data), logprobs)  # type: ignore[no-any-return]
+
+    def with_references(self, data: list[Any]) -> list[Any]:
+        """Returns datums with `reference_logprobs`; waits for those that have not arrived."""
+        return data if self._references is None else self._references.add_to(data)
+
+    def _of_pair(self, index: int, item: Any) -> Sequence[Any]:
+        if isinstance(item, DatumLike):
+            return [item]
+        if isinstance(item, list | tuple) and item and all(isinstance(one, DatumLike) for one in item):
+            return item
+        return in_row(index, RowFormat(self.tokenizer).pair, item)

@@ -1,0 +1,118 @@
+"""The log-probabilities of a reference model, requested without waiting and kept by content."""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tinker_lightning.client.sdk.inputs import to_datum
+from tinker_lightning.errors import InvalidDatum
+from tinker_lightning.types import ModelInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tinker_lightning.client.backend import TrainingBackend
+    from tinker_lightning.types import Datum
+
+NAME = "reference_logprobs"
+
+
+class References:
+    """Adds `reference_logprobs` to datums. Each sequence is scored once.
+
+    Args:
+        backend: Returns the client of the model that is trained.
+        reference: `base` for its base model, or the path of saved sampler weights.
+        cache: A file that keeps the log-probabilities.
+    """
+
+    def __init__(self, backend: Callable[[], TrainingBackend], reference: str, cache: str | Path | None) -> None:
+        self._backend = backend
+        self._reference = reference
+        self._cache = cache
+        self._opened: tuple[str, Any] | None = None
+        self._pending: dict[bytes, Any] = {}
+        self._known: dict[bytes, NDArray[np.float32]] = {}
+
+    def open(self) -> tuple[str, Any]:
+        """Returns the name of the reference model and a client that samples from it, created once."""
+        if self._opened is None:
+            backend = self._backend()
+            if self._reference == "base":
+                name = backend.get_info().model_data.model_name or ""
+                self._opened = name, backend.create_base_sampling_client()
+            else:
+                self._opened = self._reference, backend.create_sampling_client(self._reference)
+        return self._opened
+
+    def request(self, data: Sequence[Any]) -> None:
+        """Requests the log-probabilities that are not known yet, without waiting for them."""
+        tokens = self._by_key(data)
+        self._read(set(tokens) - self._known.keys() - self._pending.keys())
+        for key, ids in tokens.items():
+            if key not in self._known and key not in self._pending:
+                self._pending[key] = self.open()[1].compute_logprobs(ModelInput.from_ints(ids))
+
+    def add_to(self, data: Sequence[Any]) -> list[Any]:
+        """Returns datums with `reference_logprobs`; waits for those that were requested."""
+        self.request(data)
+        arrived = {}
+        for key in self._by_key(data):
+            if key in self._pending:
+                # Nothing precedes the first token.
+                arrived[key] = np.array(self._pending.pop(key).result()[1:], np.float32)
+        self._known |= arrived
+        self._write(arrived)
+        return [
+            each if NAME in each.loss_fn_inputs else each.with_inputs({NAME: self._known[self._key(each)]})
+            for each in map(to_datum, data)
+        ]
+
+    def _by_key(self, data: Sequence[Any]) -> dict[bytes, NDArray[np.int64]]:
+        """Returns the tokens of datums without a reference, by the key of their content."""
+        missing = [to_datum(datum) for datum in data if NAME not in datum.loss_fn_inputs]
+        return {self._key(datum): _tokens(datum) for datum in missing}
+
+    def _key(self, datum: Any) -> bytes:
+        return hashlib.sha256(self.open()[0].encode() + b"\0" + _tokens(to_datum(datum)).tobytes()).digest()
+
+    def _read(self, keys: set[bytes]) -> None:
+        if self._cache is None or not keys:
+            return
+        with closing(self._database()) as database:
+            for key in keys:
+                if row := database.execute("SELECT logprobs FROM reference WHERE key = ?", (key,)).fetchone():
+                    self._known[key] = np.frombuffer(row[0], np.float32)
+
+    def _write(self, arrived: dict[bytes, NDArray[np.float32]]) -> None:
+        if self._cache is None or not arrived:
+            return
+        rows = [(key, logprobs.tobytes()) for key, logprobs in arrived.items()]
+        with closing(self._database()) as database, database:
+            database.executemany("INSERT OR REPLACE INTO reference VALUES (?, ?)", rows)
+
+    def _database(self) -> sqlite3.Connection:
+        # Opened for each batch: a connection cannot be pickled or used from other threads.
+        database = sqlite3.connect(self._cache or ":memory:")
+        database.execute("CREATE TABLE IF NOT EXISTS reference (key BLOB PRIMARY KEY, logprobs BLOB)")
+        return database
+
+
+def _tokens(datum: Datum) -> NDArray[np.int64]:
+    """Returns the whole sequence of a datum: its input and the last target."""
+    inputs = np.array(datum.model_input.to_ints(), np.int64)
+    targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
+    if targets.shape != inputs.shape or (targets[:-1] != inputs[1:]).any():
+        raise InvalidDatum(
+            "target_tokens are not the next tokens of the input, so a reference model cannot score them. Build the "
+            "datum with Datum.from_tokens(tokens, weights), or add reference_logprobs to it."
+        )
+    return np.append(inputs, targets[-1])
