@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from typing import TYPE_CHECKING, Any
@@ -169,6 +170,23 @@ def test_lengths_are_checked_against_the_context_before_training(service: Servic
         quiet().fit(module, ChatData(ROWS, max_length=4096))
     with pytest.raises(InvalidInput, match="to use ChatData without a RemoteModule"):
         ChatData(ROWS).setup("fit")
+
+
+def test_another_tokenizer_converts_the_rows_again(tokenizer: Any) -> None:
+    data = ChatData(ROWS[:1], tokenizer=tokenizer)
+    ((first,),) = batches(data)
+    other = copy.copy(tokenizer)
+    other.chat_template = (
+        "{% for m in messages %}{{ m.role + m.content }}{% endfor %}{{ 'assistant' * (add_generation_prompt or 0) }}"
+    )
+    data._tokenizer = other
+    ((second,),) = batches(data)
+    assert (first.model_input, second.model_input) == (
+        Datum.from_chat(ROWS[0], tokenizer).model_input,
+        Datum.from_chat(ROWS[0], other).model_input,
+    )
+    template = ChatData(ROWS[:1], tokenizer=tokenizer, chat_template=other.chat_template)
+    assert batches(template) == [[second]]
 
 
 def test_pairs_and_prompts(tokenizer: Any) -> None:

@@ -108,6 +108,7 @@ class RowData(pl.LightningDataModule):
         self._chat_template = chat_template
         self._renderer = renderer
         self._format = {"system": system, "as_text": as_text}
+        self._used: tuple[Any, int | None] = None, None
         self._datasets: dict[Part, Any] = {}
         self._counts: dict[Part, Counts] = {}
 
@@ -116,13 +117,17 @@ class RowData(pl.LightningDataModule):
         raise NotImplementedError
 
     def setup(self, stage: str) -> None:
-        """Reads and converts what a stage needs, once."""
+        """Reads and converts what a stage needs, once for each tokenizer."""
         wanted: dict[str, tuple[Part, ...]] = {
             "fit": ("train", "validation"),
             "validate": ("validation",),
             "test": ("test",),
             "predict": (self._predicted(),),
         }
+        used = self._tokenizer_and_length()
+        if used != self._used:  # by another module
+            self._used = used
+            self._datasets.clear()
         for part in wanted[stage]:
             if part == "validation" and self._share is not None:
                 self._load("train")
@@ -202,7 +207,8 @@ class RowData(pl.LightningDataModule):
             return DataLoader(dataset, batch_size=self.batch_size, collate_fn=collate, num_workers=self._num_workers)
         return DataLoader(dataset, batch_size=self.batch_size, shuffle=shuffle, collate_fn=collate)
 
-    def _rows(self, counts: Counts) -> RowFormat:
+    def _tokenizer_and_length(self) -> tuple[Any, int | None]:
+        """Returns the tokenizer and the maximum length of a row, which is at most the context of the model."""
         module = self.trainer.lightning_module if self.trainer is not None else None
         tokenizer, length = self._tokenizer, self._max_length
         if isinstance(module, RemoteModule):
@@ -213,6 +219,10 @@ class RowData(pl.LightningDataModule):
             length = length or context
         if tokenizer is None:
             raise InvalidInput(f"pass tokenizer=... to use {type(self).__name__} without a RemoteModule")
+        return tokenizer, length
+
+    def _rows(self, counts: Counts) -> RowFormat:
+        tokenizer, length = self._used
         if self._chat_template is not None:
             tokenizer = copy.copy(tokenizer)
             tokenizer.chat_template = self._chat_template

@@ -68,7 +68,8 @@ def _read(model: str) -> tuple[str, int]:
 
         config: Any = AutoConfig.from_pretrained(model).get_text_config()
     except (ImportError, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
         raise InvalidInput(
-            f"the configuration of {model} cannot be read: {str(error).splitlines()[0]} Choose a learning_rate, for example 1e-4."
+            f"the configuration of {model} cannot be read: {reason} Choose a learning_rate, for example 1e-4."
         ) from error
     return config.model_type, config.hidden_size
