@@ -135,7 +135,10 @@ def test_a_recipe_trains_with_the_gradient_of_plain_autograd(
 def test_the_references_cost_no_wait(n: int, tmp_path: Path) -> None:  # R5.6
     server = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
     transport = Distant(httpx.ASGITransport(create_app(server)))
-    with ServiceClient("http://embedded", transport=transport) as service, pytest.MonkeyPatch.context() as patch:
+    with (
+        ServiceClient(base_url="http://embedded", transport=transport) as service,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         module = DPO(service.create_lora_training_client("tiny", rank=2, seed=1))
         trace = Trace(transport, patch)
         trainer = quiet(max_steps=3, accumulate_grad_batches=n, callbacks=[trace])
