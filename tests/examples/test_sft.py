@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import pytest
 
 from examples import sft
@@ -19,6 +21,10 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2-135m", marks=pytest.mark.soak)])
-def test_the_chats_that_are_held_out_become_likelier(model: str, tmp_path: Path) -> None:  # R5.9
+def test_the_chats_that_are_held_out_become_likelier(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # R5.9
+    limit: dict[str, Any] = {"limit_train_batches": 4, "limit_val_batches": 1} if model == "tiny" else {}
+    monkeypatch.setattr(pl, "Trainer", partial(pl.Trainer, **limit))
     before, after = sft.main(tmp_path, model)
     assert after["val_nll"] < 0.8 * before["val_nll"]
