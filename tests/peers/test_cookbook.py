@@ -7,7 +7,6 @@ of DPO with the loss that lives inside it, its helpers compute the metrics. Run 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,9 +22,9 @@ from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFrom
 from tinker_cookbook.supervised.common import compute_bpb, compute_mean_nll
 from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.supervised.nll_evaluator import SamplerNLLEvaluator
-from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 from tinker_cookbook.tokenizer_utils import register_tokenizer, unregister_tokenizer
 
+from tests.helpers.cookbook import GOOD, KEY, common, comparisons, conversations, write_rows
 from tinker_lightning.client import as_backend, connect
 
 if TYPE_CHECKING:
@@ -34,14 +33,10 @@ if TYPE_CHECKING:
 
     from tinker_lightning.client import ServiceClient
 
-KEY = "tml-any"
 STEPS = 6
 OTHERS = pytest.mark.parametrize("other", ["ours", "as_backend"])
 # Nothing at its default, so that a setting which does not arrive shows.
 ADAM = tinker.AdamParams(learning_rate=1e-2, beta1=0.85, beta2=0.98, eps=1e-6, weight_decay=0.01, grad_clip_norm=5.0)
-QUESTIONS = ("What is the sky?", "Who are you?", "Count to three.", "Say it in French: yes.")
-GOOD = ("Blue, on most days.", "A very small model.", "One, two, three.", "Oui.")
-BAD = ("I will not say.", "Nobody knows, and nobody should care about it at all.", "One, three.", "No.")
 
 
 class Trained(NamedTuple):
@@ -95,21 +90,6 @@ def clients(served: Any) -> Iterator[Clients]:
         unregister_tokenizer("tiny")
 
 
-def common(batch_size: int) -> Any:
-    return ChatDatasetBuilderCommonConfig(
-        model_name_for_tokenizer="tiny", renderer_name="role_colon", max_length=256, batch_size=batch_size
-    )
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
 def assert_same(trained: dict[str, Trained], other: str) -> None:
     """Bit for bit: the server is deterministic, so any difference is in what the clients sent or made of the answer."""
     expected, got = trained["official"], trained[other]
@@ -119,21 +99,10 @@ def assert_same(trained: dict[str, Trained], other: str) -> None:
     assert all(torch.equal(got.weights[name], tensor) for name, tensor in expected.weights.items())
 
 
-def awaited(sampler: Any) -> Any:
-    """A sampler under the name by which the cookbook awaits it; the methods of ours can be awaited as they are."""
-    if isinstance(sampler, tinker.SamplingClient):
-        return sampler
-    return SimpleNamespace(compute_logprobs_async=sampler.compute_logprobs)
-
-
 @pytest.fixture(scope="module")
 def sft(clients: Clients, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
     """Supervised training as the cookbook's loop does it: its datums, its metrics, its evaluator."""
-    rows = [
-        {"messages": [message("user", ask), message("assistant", good)]}
-        for ask, good in zip(QUESTIONS, GOOD, strict=True)
-    ]
-    file = write_rows(tmp_path_factory.mktemp("sft") / "conversations.jsonl", rows)
+    file = write_rows(tmp_path_factory.mktemp("sft") / "conversations.jsonl", conversations())
     builder = FromConversationFileBuilder(file_path=file, common_config=common(batch_size=2))
     dataset, _ = builder()
     everything = [datum for i in range(len(dataset)) for datum in dataset.get_batch(i)]
@@ -152,7 +121,7 @@ def sft(clients: Clients, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             }
             history.append({**passed.result().metrics, **stepped.metrics, **nll})
         evaluator = SamplerNLLEvaluator(everything, tokenizer=builder.tokenizer)
-        history.append(asyncio.run(evaluator(awaited(client.save_weights_and_get_sampling_client()))))
+        history.append(asyncio.run(evaluator(client.save_weights_and_get_sampling_client())))
         return history
 
     return clients.train(steps, everything)
@@ -172,20 +141,9 @@ def test_supervised_training_learns(sft: dict[str, Trained]) -> None:
 @pytest.fixture(scope="module")
 def dpo(clients: Clients, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
     """Preference training by the cookbook's own step, which makes its loss and hands it to the client."""
-    rows = [
-        {
-            "comparison": {
-                "prompt_conversation": [message("user", ask)],
-                "completion_A": [message("assistant", good)],
-                "completion_B": [message("assistant", bad)],
-            },
-            "label": "A",
-        }
-        for ask, good, bad in zip(QUESTIONS, GOOD, BAD, strict=True)
-    ]
     folder = tmp_path_factory.mktemp("dpo")
     builder = DPODatasetBuilderFromComparisons(
-        comparison_builder=ComparisonBuilderFromJsonl(train_path=write_rows(folder / "pairs.jsonl", rows)),
+        comparison_builder=ComparisonBuilderFromJsonl(train_path=write_rows(folder / "pairs.jsonl", comparisons())),
         common_config=common(batch_size=2),
     )
     dataset, _ = builder()
@@ -204,7 +162,7 @@ def dpo(clients: Clients, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
     def steps(client: Any) -> list[dict[str, Any]]:
         history: list[dict[str, Any]] = []
-        reference = awaited(client.save_weights_and_get_sampling_client())
+        reference = client.save_weights_and_get_sampling_client()
         logger = SimpleNamespace(store=None, log_metrics=lambda metrics, **_: history.append(metrics))
         for step in range(STEPS):
             epoch, batch = divmod(step, len(dataset))

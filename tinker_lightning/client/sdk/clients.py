@@ -17,6 +17,7 @@ import tinker
 from tinker import types as sdk
 
 from tinker_lightning.client import checkpoints, download, server_pass
+from tinker_lightning.client.async_names import awaited
 from tinker_lightning.client.futures import UnreadFailures
 from tinker_lightning.client.loop import BackgroundLoop
 from tinker_lightning.client.sdk import convert, inputs
@@ -243,11 +244,15 @@ class OfficialSamplingClient:
             "sample", lambda: send(text, num_samples, params, include_prompt_logprobs), convert.sampled
         )
 
+    sample_async = awaited(sample)
+
     def compute_logprobs(self, prompt: Any) -> TinkerFuture[list[float | None]]:
         """Returns the log-probability of each token of a prompt."""
         self.unread.raise_first()
         text = convert.model_input(prompt)
         return self._calls.submit("compute_logprobs", lambda: self.client.compute_logprobs(text), list)
+
+    compute_logprobs_async = awaited(compute_logprobs)
 
     def get_base_model(self) -> str:
         """Returns the name of the base model."""
