@@ -31,3 +31,5 @@ class Extensions:
     submit_and_wait: bool = False
     # The server offers the files of its tokenizers.
     tokenizer_files: bool = False
+    # A PEFT adapter can be uploaded as a checkpoint.
+    import_adapter: bool = False

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from tinker_lightning.client import checkpoints, discovery, download
+from tinker_lightning.client import adapter_upload, checkpoints, discovery, download
 from tinker_lightning.client.async_names import in_thread
 from tinker_lightning.client.channel import Channel
 from tinker_lightning.client.futures import TinkerFuture
@@ -161,6 +161,26 @@ class ServiceClient:
         return client
 
     create_training_client_from_state_with_optimizer_async = in_thread(create_training_client_from_state_with_optimizer)
+
+    def create_lora_training_client_from_adapter(
+        self,
+        path: str | os.PathLike[str],
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+    ) -> TrainingClient:
+        """Creates a model that starts from a local PEFT folder, with a new optimizer state.
+
+        Args:
+            path: A folder with `adapter_config.json` and `adapter_model.safetensors` of a plain LoRA adapter. Layers
+                of the same kind (attention, feed-forward, output) that it leaves out are trained too, from zero.
+            base_model: The server's name for the base model; the one in `adapter_config.json` if it is not given.
+            user_metadata: What the server records about the model.
+        """
+        self._channel.raise_left_over()
+        uploaded = adapter_upload.upload(self._channel, path, base_model)
+        return self.create_training_client_from_state(uploaded, user_metadata=user_metadata)
+
+    create_lora_training_client_from_adapter_async = in_thread(create_lora_training_client_from_adapter)
 
     def create_sampling_client(
         self,

@@ -142,6 +142,23 @@ class RegisterLossRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ImportAdapterRequest:
+    """Uploads a PEFT adapter: its safetensors file, and the factor by which peft multiplies its product.
+
+    This request extends the protocol. It requires a server that announces `import_adapter`.
+    """
+
+    session_id: str
+    base_model: str
+    scaling: float
+    weights: bytes
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scaling):
+            raise InvalidInput(f"scaling must be a finite number, got {self.scaling}")
+
+
+@dataclass(frozen=True, slots=True)
 class OptimStepRequest(ModelRequest):
     """Applies the accumulated gradient and clears it."""
 

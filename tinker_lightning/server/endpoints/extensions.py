@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
 
+from tinker_lightning.server.core import adapter_import
 from tinker_lightning.server.endpoints import losses, sampling, trainer_of, training
-from tinker_lightning.server.endpoints.futures import answer_result
-from tinker_lightning.server.http import answer
+from tinker_lightning.server.endpoints.futures import Submission, answer_result
+from tinker_lightning.server.http import MAX_BODY_BYTES, answer, read
+from tinker_lightning.types.requests import ImportAdapterRequest
+from tinker_lightning.types.responses import FutureResponse
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from tinker_lightning.server.engine.base import BaseModel
 
 # The names of the extensions in get_server_capabilities.
-NAMES = ("server_losses", "submit_and_wait", "tokenizer_files")
+NAMES = ("import_adapter", "server_losses", "submit_and_wait", "tokenizer_files")
 
 
 async def tokenizer(request: Request) -> Response:
@@ -36,12 +39,21 @@ def _tokenizer_files(base: BaseModel) -> dict[str, str]:
         return {file.name: base64.b64encode(file.read_bytes()).decode() for file in Path(folder).iterdir()}
 
 
+async def import_adapter(request: Request) -> Submission:
+    body = await read(request, ImportAdapterRequest, MAX_BODY_BYTES)
+    job = adapter_import.import_adapter(trainer_of(request), body)
+    return Submission(job, FutureResponse(job.request_id))
+
+
+_submissions = {
+    **training.submissions,
+    **losses.submissions,
+    **sampling.submissions,
+    "/import_adapter": import_adapter,
+}
 routes = [
     Route("/tokenizer", tokenizer, methods=["GET"]),
     # Submissions that respond with the result, which takes one round trip instead of two.
-    *(
-        Route(path, answer_result(submit), methods=["POST"])
-        for path, submit in {**training.submissions, **losses.submissions, **sampling.submissions}.items()
-    ),
+    *(Route(path, answer_result(submit), methods=["POST"]) for path, submit in _submissions.items()),
     *losses.extensions,
 ]

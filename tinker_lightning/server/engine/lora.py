@@ -74,6 +74,35 @@ class LoraHost:
                 tensor.uniform_(-bound, bound, generator=generator)
         return LoraWeights(config, tensors)
 
+    def import_weights(self, tensors: Mapping[str, Tensor], scaling: float) -> LoraWeights:
+        """Returns weights that compute the same as a PEFT adapter whose product is multiplied by `scaling`.
+
+        Layers that the adapter leaves out, but that are trained together with its own, start without an effect.
+        """
+        # If the output matrix is adapted, peft also saves the frozen matrix itself.
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".base_layer.weight")}
+        ranks, parts = set(), set()
+        for name, tensor in tensors.items():
+            layer, _, kind = name.removeprefix("base_model.model.").partition(".lora_")
+            if layer not in self._layers or kind not in ("A.weight", "B.weight") or tensor.ndim != 2:
+                raise InvalidInput(f"the adapter does not match this base model: unknown tensor {name}")
+            ranks.add(tensor.shape[0 if kind == "A.weight" else 1])
+            parts.add(self._layers[layer])
+        if len(ranks) != 1 or not parts <= {"unembed", "attn", "mlp"}:
+            raise InvalidInput(f"the adapter must have a single rank and adapt known layers, got ranks {sorted(ranks)}")
+        (rank,) = ranks
+        config = LoraConfig(
+            rank, train_unembed="unembed" in parts, train_mlp="mlp" in parts, train_attn="attn" in parts
+        )
+        weights = self.new_weights(config)
+        for name, tensor in tensors.items():
+            if name not in weights.tensors:
+                raise InvalidInput(f"the adapter does not match this base model: unknown tensor {name}")
+            factor = scaling * rank / ALPHA if name.endswith(".lora_B.weight") else 1.0
+            weights.tensors[name] = tensor.to(weights.tensors[name].dtype) * factor
+        self.check(weights)
+        return weights
+
     def check(self, weights: LoraWeights) -> None:
         """Raises `InvalidInput` if the weights belong to another model or have another rank."""
         expected = self._slot(weights.config).shapes
