@@ -7,7 +7,7 @@ import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from tinker_lightning.cli import serve
+from tinker_lightning.cli import doctor, serve
 from tinker_lightning.errors import TinkerLightningError
 
 if TYPE_CHECKING:
@@ -18,13 +18,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a sub-command and returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
+        code: int = options.run(options)
     except TinkerLightningError as error:
         print(f"tinker-lightning: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    return 0
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -34,4 +34,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('tinker-lightning')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     serve.add_to(commands)
+    doctor.add_to(commands)
     return parser

@@ -50,8 +50,8 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Runs the server until it is interrupted."""
+def run(options: argparse.Namespace) -> int:
+    """Runs the server until it is interrupted; returns the exit code."""
     try:
         from tinker_lightning.server.serve import serve
     except ImportError as error:
@@ -69,3 +69,4 @@ def run(options: argparse.Namespace) -> None:
         allow_pickled_losses=options.allow_pickled_losses,
         sampling_seed=options.sampling_seed,
     )
+    return 0

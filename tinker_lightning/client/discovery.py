@@ -10,8 +10,6 @@ from tinker_lightning.client import embedded
 from tinker_lightning.client.dialects.dialect import Dialect
 from tinker_lightning.client.dialects.known import known
 from tinker_lightning.client.target import Target
-from tinker_lightning.errors import InvalidInput, InvalidMessage
-from tinker_lightning.wire import json as wire_json
 
 logger = logging.getLogger("tinker_lightning.client")
 
@@ -37,10 +35,7 @@ def _dialect(given: str | os.PathLike[str] | Dialect | None) -> Dialect | None:
     path = Path(given)
     if path.suffix != ".json":
         return known(str(given))
-    try:
-        return Dialect.from_dict(wire_json.loads(path.read_bytes()))
-    except (OSError, InvalidMessage) as error:
-        raise InvalidInput(f"dialect: cannot read {path}: {error}") from error
+    return Dialect.load(path)
 
 
 def _default(key: str | None) -> tuple[str, str]:

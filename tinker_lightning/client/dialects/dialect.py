@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tinker_lightning.client.dialects.surrogate import Surrogate
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, InvalidMessage
+from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -99,6 +102,19 @@ class Dialect:
         plain["newer_fields"] = sorted(self.newer_fields)
         plain["losses"] = None if self.losses is None else sorted(self.losses)
         return plain
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads a dialect from a JSON file: what `to_dict` returned, or a report of `tinker-lightning doctor --save`.
+
+        Raises:
+            InvalidInput: If the file cannot be read or contains no dialect.
+        """
+        try:
+            content = wire_json.loads(Path(path).read_bytes())
+        except (OSError, InvalidMessage) as error:
+            raise InvalidInput(f"dialect: cannot read {os.fspath(path)}: {error}") from error
+        return cls.from_dict(content["dialect"] if isinstance(content.get("dialect"), dict) else content)
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:

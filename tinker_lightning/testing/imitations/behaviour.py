@@ -38,6 +38,7 @@ class Behaviour:
         order: Whether requests of a model run in order of arrival, in order of their numbers (waiting for missing
             ones), or `strict`ly: a number other than the next one fails with 409, where a number may be skipped only
             after its operation has failed, and a rejected request does not count.
+        spends_refused: Whether the number of a rejected request cannot be used again.
         doubles_repeats: Whether a repeated submission runs again; otherwise it gets the answer of the first one.
         delay: How many seconds an operation takes at least.
         hold: How many seconds a poll waits for a result that is not ready.
@@ -92,9 +93,11 @@ class Behaviour:
         weights_info_of_run: Whether `weights_info` answers for missing checkpoints of a model, too.
         saves_optimizer: Whether states contain the optimizer.
         ignores_optimizer_on_load: Whether the optimizer is restored even if that was not requested.
+        keeps_deleted: Whether deleted checkpoints stay.
         keeps_gradient_on_load: Whether the accumulated gradient survives loading.
 
         sampling_moves_weights: Whether sampling from a checkpoint puts its weights into the model in training.
+        samples_base: Whether sampling uses the base model without the adapter.
         samples_live: Whether sampling uses the weights in training instead of those that were saved.
         short_prompt_logprobs: Whether prompt log-probabilities lack the entry of the first token.
         eos_stops: Whether the end-of-text token ends a sequence.
@@ -124,6 +127,7 @@ class Behaviour:
     rejects_colons: bool = False
 
     order: Literal["arrival", "number", "strict"] = "arrival"
+    spends_refused: bool = False
     doubles_repeats: bool = True
     delay: float = 0.0
     hold: float = 30.0
@@ -173,9 +177,11 @@ class Behaviour:
     weights_info_of_run: bool = False
     saves_optimizer: bool = True
     ignores_optimizer_on_load: bool = False
+    keeps_deleted: bool = False
     keeps_gradient_on_load: bool = False
 
     sampling_moves_weights: bool = False
+    samples_base: bool = False
     samples_live: bool = False
     short_prompt_logprobs: bool = False
     eos_stops: bool = True

@@ -78,7 +78,7 @@ class Samplers:
 
     def _inner_sampler(self, sampler: Sampler) -> str:
         b, number = self._behaviour, next(self._state.count)
-        if sampler.path is None:
+        if sampler.path is None or b.samples_base:
             create = rq.CreateSamplingSessionRequest(self._state.session, number, base_model=self._state.base)
             return self._trainer.sampling.create_sampling_session(create).sampler_id
         found = self._state.find(sampler.path, "sampler_weights")

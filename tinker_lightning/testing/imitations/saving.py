@@ -118,5 +118,7 @@ class Saving:
         found = [each for each in self._state.written() if (each.model.model_id, each.kind, each.name) == given]
         if not found:
             raise Refusal(self._behaviour.unknown_id, f"Checkpoint {checkpoint_id} not found")
+        if self._behaviour.keeps_deleted:
+            return
         self._state.checkpoints = {path: each for path, each in self._state.checkpoints.items() if each is not found[0]}
         self._trainer.store.delete(TinkerPath.parse(found[0].inner_path or ""))

@@ -41,7 +41,10 @@ class Submissions:
     def refuse(self, model_id: Any, number: Any) -> None:
         """Frees the number of a request that was rejected, where others wait for it."""
         model = self._state.models.get(model_id)
-        if model is not None and isinstance(number, int) and self._behaviour.order == "number":
+        if model is None or not isinstance(number, int):
+            return
+        model.refused.add(number)
+        if self._behaviour.order == "number":
             self._take_turn(model, number, lambda: None)
 
     def submit_numbered(
@@ -54,6 +57,8 @@ class Submissions:
     ) -> dict[str, Any]:
         """Queues a numbered operation of a model, with a check before its number counts; returns the answer."""
         b = self._behaviour
+        if b.spends_refused and number in model.refused:
+            raise Refusal(409, f"Sequence conflict: the number {number} was used.")
 
         def in_turn() -> Any:
             check()

@@ -1,0 +1,213 @@
+"""The doctor finds what is wrong with a server, and nothing on a clean one."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from tinker_lightning import AdamParams, Datum, ServiceClient, cli, connect
+from tinker_lightning.client.dialects.dialect import Dialect
+from tinker_lightning.client.dialects.known import EMBEDDED, known
+from tinker_lightning.client.dialects.surrogate import Surrogate
+from tinker_lightning.client.doctor import CHECKS, TOKENS, examine
+from tinker_lightning.client.doctor.check import Check
+from tinker_lightning.client.retry_policy import RetryPolicy
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.server import EmbeddedTrainer
+from tinker_lightning.testing import Behaviour, RecordingTransport, embedded_service, imitate
+from tinker_lightning.types.requests import ForwardBackwardRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tinker_lightning.client.doctor import Report
+    from tinker_lightning.testing import Imitation
+
+# A server of an unknown kind that does everything right.
+CLEAN = Behaviour(
+    name="clean",
+    order="number",
+    doubles_repeats=False,
+    losses=("cross_entropy", "importance_sampling", "ppo", "cispo"),
+)
+BY_NAME = {check.name: check for check in CHECKS}
+# SkyRL's normalisation, on a server that does not say that it is one.
+NORMALISED = {"cross_entropy": "sequence_mean", "importance_sampling": "sequence_mean", "window_mean": True}
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTrainer]:
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path_factory.mktemp("doctor"))
+    yield trainer
+    trainer.close()
+
+
+def examined(server: Imitation, *names: str) -> Report:
+    with ServiceClient("http://x", transport=server.transport, retry_policy=RetryPolicy(1.0, 0.05)) as service:
+        return examine(service, checks=[BY_NAME[name] for name in names])
+
+
+@pytest.mark.parametrize(
+    ("check", "defect", "fault"),
+    [
+        ("linear", {"cross_entropy": "sequence_mean"}, "weights twice as large give a gradient that is 1 times"),
+        ("linear", {"cross_entropy": "masked_mean"}, "weights twice as large"),
+        ("batch", {"cross_entropy": "mean"}, "two datums in one call is not a multiple"),
+        ("calls", {"window_mean": True}, r"the gradient of two calls is 0\.5 times their sum"),
+        ("advantages", {"importance_sampling": "sequence_mean"}, "divided by the length of each sequence"),
+        ("order", {"order": "arrival", "client_config": {"parallel_fwdbwd_chunks": True}}, "does not wait for it"),
+        ("repeats", {"doubles_repeats": True}, "a repeated pass runs again"),
+        ("repeats", {"doubles_repeats": True, "window_mean": True}, "a repeated pass runs again"),
+        ("rejected numbers", {"spends_refused": True}, "cannot be used again: .*Sequence conflict"),
+        ("zero rate", {"lr_zero_moves": True}, "with the learning rate 0 changes log-probabilities"),
+        ("clipping", {"ignores_grad_clip": True}, r"grad_clip_norm=0\.0001 has no effect"),
+        ("optimizer state", {"saves_optimizer": False}, "the step after load_state_with_optimizer is another one"),
+        ("optimizer state", {"ignores_optimizer_on_load": True}, "load_state restores the optimizer"),
+        ("LoRA seed", {"seed_ignored": True}, "same seed have different adapters"),
+        ("LoRA flags", {"ignores_lora_flags": True}, "train_attn, train_mlp, train_unembed: no effect"),
+        ("sampler", {"samples_base": True}, "log-probabilities of a prompt differ"),
+        ("weights in training", {"sampling_moves_weights": True}, "replaces those in training"),
+        ("weights in training", {"samples_live": True}, "samples from those in training"),
+        ("deletion", {"keeps_deleted": True}, "is still there"),
+    ],
+)
+def test_a_planted_defect_is_found(check: str, defect: dict[str, Any], fault: str, trainer: EmbeddedTrainer) -> None:
+    with imitate(CLEAN, trainer=trainer, **defect) as server:
+        (result,) = examined(server, check).results
+    assert result.status == "failed", result
+    assert result.advice
+    assert re.search(fault, result.detail), result.detail
+
+
+def test_nothing_is_found_on_the_clean_trainer_and_nothing_is_left(tmp_path: Path) -> None:
+    trainer, recorded = EmbeddedTrainer(["tiny"], data_dir=tmp_path), []
+
+    def record(inner: Any) -> RecordingTransport:
+        recorded.append(RecordingTransport(inner))
+        return recorded[0]
+
+    with embedded_service(trainer, wrap=record) as service:
+        report = examine(service)
+        assert [result.name for result in report.results if result.status != "ok"] == []
+        assert len(report.results) == len(CHECKS)
+        assert report.is_healthy
+        assert report.left == []
+        assert report.dialect == service.session.dialect == EMBEDDED
+    trainer.close()
+    assert not list(tmp_path.rglob("*.safetensors"))
+    # What `doctor` says beforehand that it costs.
+    messages = [each.message for each in recorded[0].requests if each.path.endswith(("forward_backward", "asample"))]
+    tokens = sum(
+        sum(datum.model_input.length for datum in each.data) if isinstance(each, ForwardBackwardRequest) else 20
+        for each in messages
+    )
+    assert TOKENS / 2 < tokens <= TOKENS
+
+
+def test_what_a_server_lacks_is_not_a_failure(trainer: EmbeddedTrainer) -> None:
+    with imitate(CLEAN, trainer=trainer, lacks={"delete", "save_weights_for_sampler"}) as server:
+        report = examined(server, "sampler", "weights in training", "deletion")
+    assert [result.status for result in report.results] == ["not offered"] * 3
+    assert report.is_healthy
+    assert not report.dialect.deletes_checkpoints
+    assert report.left  # nothing could be removed
+
+
+def test_a_check_that_crashes_is_reported_and_the_rest_continues(trainer: EmbeddedTrainer) -> None:
+    def crash(_: Any) -> Any:
+        raise KeyError("oops")
+
+    with imitate(CLEAN, trainer=trainer) as server, ServiceClient("http://x", transport=server.transport) as service:
+        report = examine(service, checks=[Check("broken", "nothing", "", crash), BY_NAME["deletion"]])
+    assert [(result.name, result.status) for result in report.results] == [("broken", "crashed"), ("deletion", "ok")]
+    assert "KeyError: 'oops'" in report.results[0].detail
+    assert not report.is_healthy
+    assert "CRASHED      broken: nothing" in report.table()
+
+
+def test_a_server_without_an_exact_loss_trains_no_custom_losses(trainer: EmbeddedTrainer) -> None:
+    changes = {"cross_entropy": "masked_mean", "importance_sampling": "mean", "losses": ("cross_entropy",)}
+    with imitate(CLEAN, trainer=trainer, **changes) as server:
+        report = examined(server, "linear", "advantages", "custom losses")
+    assert [result.status for result in report.results] == ["failed", "not offered", "failed"]
+    assert report.dialect.surrogate is None
+    assert report.dialect.losses == frozenset()
+
+
+def moved(service: ServiceClient) -> np.ndarray[Any, Any]:
+    """The change of log-probabilities by a custom loss with gradients of both signs, in two calls."""
+    data = [Datum.from_tokens([5, 7, 9, 11, 13]), Datum.from_tokens([6, 8, 10])]
+
+    def loss(_: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        return torch.stack([(each * torch.linspace(-1, 2, len(each))).sum() for each in logprobs]).sum(), {}
+
+    client = service.create_lora_training_client("tiny", rank=4, seed=1)
+
+    def logprobs() -> np.ndarray[Any, Any]:
+        outputs = client.forward(data, "cross_entropy").result().loss_fn_outputs
+        return np.concatenate([each["logprobs"].to_numpy() for each in outputs])
+
+    before = logprobs()
+    client.forward_backward_custom(data, loss)
+    client.forward_backward_custom(data[:1], loss)
+    client.optim_step(AdamParams(learning_rate=2e5, beta1=0.0, beta2=0.0, eps=1e9)).result()
+    after: np.ndarray[Any, Any] = logprobs() - before
+    return after
+
+
+def test_a_saved_report_is_a_dialect_that_trains_exactly(
+    trainer: EmbeddedTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "server.json"
+    names = ["linear", "advantages", "custom losses"]
+    with imitate(CLEAN, trainer=trainer, **NORMALISED) as server:
+        arguments = [part for name in names for part in ("--check", name)]
+        assert cli.main(["doctor", server.url, "--json", "--save", str(path), *arguments]) == 1
+        printed = json.loads(capsys.readouterr().out)
+        assert printed == json.loads(path.read_text())
+        assert [check["status"] for check in printed["checks"]] == ["failed", "failed", "ok"]
+        assert Dialect.load(path).surrogate == Surrogate("cispo", per_length=True, per_batch="window")
+        with connect(server.url, dialect=path) as service:
+            found = moved(service)
+    with embedded_service(trainer) as service:
+        expected = moved(service)
+    assert np.abs(expected).max() > 1e-3
+    np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-5)
+
+
+def test_a_healthy_server_exits_with_0(trainer: EmbeddedTrainer, capsys: pytest.CaptureFixture[str]) -> None:
+    with imitate(CLEAN, trainer=trainer) as server:
+        assert cli.main(["doctor", server.url, "--check", "deletion"]) == 0
+        said = capsys.readouterr().out
+        assert f"{server.url}: dialect json, json passes" in said
+        assert "ok           deletion: a checkpoint can be deleted" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["https://tinker.thinkingmachines.dev/services/tinker-prod"], f"up to {TOKENS:,} tokens. Pass --yes"),
+        (["https://api.example.com"], "may be a hosted service"),
+        (["http://127.0.0.1:1", "--check", "colour"], "there is no check colour; there are linear, batch"),
+        (["http://127.0.0.1:1", "--dialect", "sky"], "'sky' is unknown"),
+    ],
+)
+def test_what_cannot_be_checked_exits_with_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_file_without_a_dialect_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[]")
+    with pytest.raises(InvalidInput, match=r"dialect: cannot read .*a\.json"):
+        Dialect.load(tmp_path / "a.json")
+    (tmp_path / "b.json").write_text(json.dumps(known("tuft").to_dict()))
+    assert Dialect.load(tmp_path / "b.json") == known("tuft")

@@ -1,0 +1,135 @@
+"""Checks of the gradients of built-in losses, and of custom losses by this client."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tinker_lightning.client.dialects import measure
+from tinker_lightning.client.dialects.factors import FAILS, measured_surrogate
+from tinker_lightning.client.dialects.surrogate import Surrogate
+from tinker_lightning.client.doctor.check import Check, Finding, NotOffered
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tinker_lightning.client.doctor.probe import Probe
+
+# The gradient of the custom loss that is checked, by datum and position: of both signs, with a sum of zero in a datum.
+_GRADIENT = {(0, 1): 1.0, (0, 3): -1.0, (1, 6): 0.7}
+_CORRECTED = "This client sends custom losses by another loss if one is exact here: see the last check. "
+
+
+def _plain(fault: Callable[[measure.Scratch], str | None]) -> Callable[[Probe], Finding]:
+    def run(probe: Probe) -> Finding:
+        found = fault(probe.scratch)
+        probe.entropy_is_plain &= found is None
+        return Finding(found)
+
+    return run
+
+
+def _advantages(probe: Probe) -> Finding:
+    """Also decides which loss carries the gradients of custom losses."""
+    found: dict[str, Surrogate | str] = {
+        "cispo": measured_surrogate(probe.scratch, "cispo"),
+        "importance_sampling": measured_surrogate(probe.scratch, "importance_sampling"),
+    }
+    linear = [each for each in found.values() if isinstance(each, Surrogate)]
+    carrier = Surrogate() if probe.entropy_is_plain else next(iter(linear), None)
+    dialect = {"surrogate": carrier, "losses": _losses(probe, carrier, found)}
+    what = found["importance_sampling"]
+    if isinstance(what, str):
+        if what.startswith(FAILS):
+            raise NotOffered(f"importance_sampling: {what}", **dialect)
+        return Finding(f"importance_sampling: {what}", dialect=dialect)
+    factors = [
+        *(["the length of each sequence"] if what.per_length else []),
+        *(["the number of sequences of a call"] if what.per_batch == "call" else []),
+        *(["the number of sequences since the last step"] if what.per_batch == "window" else []),
+    ]
+    fault = f"importance_sampling is divided by {' and by '.join(factors)}" if factors else None
+    return Finding(fault, dialect=dialect)
+
+
+def _losses(probe: Probe, carrier: Surrogate | None, found: dict[str, Surrogate | str]) -> frozenset[str] | None:
+    """Returns the built-in losses that are the protocol's up to the factors of the carrier; None for all."""
+    if carrier is None:
+        return frozenset()
+    factors = carrier.per_length, carrier.per_batch
+    good = {
+        loss
+        for loss, each in found.items()
+        if isinstance(each, Surrogate) and (each.per_length, each.per_batch) == factors
+    }
+    known = probe.dialect.losses
+    if known is not None:
+        return known - (found.keys() - good)
+    if carrier.loss != "cross_entropy":
+        return frozenset(good)
+    return None if "importance_sampling" in good else frozenset({"cross_entropy"})
+
+
+def _custom(probe: Probe) -> Finding:
+    session, scratch = probe.service.session, probe.scratch
+    surrogate = probe.dialect.surrogate
+    if surrogate is None:
+        return Finding("no built-in loss of this server carries the gradient of a custom loss exactly")
+    parts = [-gradient * scratch.response([measure.at_token(*where)]) for where, gradient in _GRADIENT.items()]
+    truth = np.sum(parts, axis=0)
+    raw, session.dialect = session.dialect, probe.dialect
+    try:
+        for calls in ([[0, 1]], [[0], [1]]):
+            found = scratch.change(lambda calls=calls: [_send(scratch, call) for call in calls])  # type: ignore[misc]
+            if measure.differs(found, truth):
+                cosine = float(found @ truth / max(np.linalg.norm(found) * np.linalg.norm(truth), 1e-30))
+                return Finding(
+                    f"sent in {len(calls)} call(s) as {surrogate.loss}, a custom loss has the wrong gradient: cosine "
+                    f"{cosine:.4f}, norm {measure.ratio(found, truth):.4g} times the right one",
+                    dialect={"surrogate": None},
+                )
+    finally:
+        session.dialect = raw
+    return Finding(detail=f"sent as {surrogate.loss}")
+
+
+def _send(scratch: measure.Scratch, datums: Sequence[int]) -> object:
+    def loss(_: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        terms = [g * logprobs[datums.index(i)][k] for (i, k), g in _GRADIENT.items() if i in datums]
+        return torch.stack(terms).sum(), {}
+
+    return scratch.backend.forward_backward_custom([scratch.data[i] for i in datums], loss)
+
+
+LINEAR = Check(
+    "linear",
+    "the gradient of cross_entropy is linear in the weights: sign, negative, zero sum",
+    _CORRECTED + "The official SDK's custom losses train wrong on this server.",
+    _plain(measure.linearity_fault),
+)
+BATCH = Check(
+    "batch",
+    "the gradients of datums in one call add up",
+    _CORRECTED + "With other clients, the learning rate depends on the batch.",
+    _plain(measure.batch_fault),
+)
+CALLS = Check(
+    "calls",
+    "the gradients of several calls add up",
+    _CORRECTED + "With other clients, the learning rate depends on the number of calls per step.",
+    _plain(measure.calls_fault),
+)
+ADVANTAGES = Check(
+    "advantages",
+    "importance_sampling is a plain sum, linear in the advantages",
+    "This client multiplies the advantages by known factors. With other clients, scale the learning rate.",
+    _advantages,
+)
+CUSTOM = Check(
+    "custom losses",
+    "custom losses of this client have their exact gradient",
+    "Do not train custom losses on this server. Make its cross_entropy the plain sum of -weights * logprobs.",
+    _custom,
+)

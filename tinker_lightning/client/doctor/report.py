@@ -1,0 +1,91 @@
+"""What the checks have found on a server."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinker_lightning.client.dialects.dialect import Dialect
+from tinker_lightning.client.doctor.check import Result
+
+if TYPE_CHECKING:
+    import os
+
+_STATUS_WIDTH = 13
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The results of all checks, and the dialect that follows from them.
+
+    Args:
+        url: The URL of the server.
+        base_model: The base model that was used.
+        models: The models that the server announces.
+        extensions: The extensions that it announces.
+        dialect: The dialect as it was detected, with what was measured.
+        results: The outcomes of the checks.
+        left: The checkpoints that the server could not delete.
+    """
+
+    url: str
+    base_model: str
+    models: Sequence[str]
+    extensions: Sequence[str]
+    dialect: Dialect
+    results: Sequence[Result]
+    left: Sequence[str] = ()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether no check has failed or crashed."""
+        return all(result.status in ("ok", "not offered") for result in self.results)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain data. `connect(dialect=...)` takes a file that contains it as JSON."""
+        return {
+            "url": self.url,
+            "base_model": self.base_model,
+            "models": list(self.models),
+            "extensions": list(self.extensions),
+            "checks": [asdict(result) for result in self.results],
+            "left": list(self.left),
+            "dialect": self.dialect.to_dict(),
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    def table(self) -> str:
+        """Returns the report for a terminal."""
+        width = max(shutil.get_terminal_size((110, 24)).columns, 60)
+        lines = [
+            f"{self.url}: dialect {self.dialect.name}, {self.dialect.encoding} passes",
+            f"models: {', '.join(self.models) or 'none announced'}; checked with {self.base_model}",
+            f"extensions: {', '.join(self.extensions) or 'none'}",
+            "",
+        ]
+        for result in self.results:
+            text = f"{result.name}: {result.shows}"
+            texts = [
+                text,
+                *([f"→ {result.detail}"] if result.detail else []),
+                *([result.advice] if result.advice else []),
+            ]
+            status = result.status.upper() if result.status in ("failed", "crashed") else result.status
+            for i, text in enumerate(texts):
+                margin = (status if i == 0 else "").ljust(_STATUS_WIDTH)
+                rest = " " * _STATUS_WIDTH
+                lines += textwrap.wrap(text, width, initial_indent=margin, subsequent_indent=rest + "  ")
+        counts = Counter(result.status for result in self.results)
+        lines += ["", ", ".join(f"{count} {status}" for status, count in counts.items())]
+        if self.left:
+            lines.append(f"{len(self.left)} checkpoints stay, which the server cannot delete: {', '.join(self.left)}")
+        return "\n".join(lines)
