@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 _STARTS_WITHIN = 180.0
 
@@ -78,6 +80,42 @@ def skyrl(folder: Path, model: Path) -> Iterator[str]:
     }
     with _running(command, folder, settings, port) as url:
         yield url
+
+
+@contextlib.contextmanager
+def tuft(model: Path, name: str = "tiny", api_key: str = "tml-test-key") -> Iterator[str]:
+    """Runs TuFT's server with its transformers backend and without its sampler, which needs vLLM; yields the URL.
+
+    Args:
+        model: The folder of the base model.
+        name: The name by which clients call it.
+        api_key: The key that clients must send.
+    """
+    port = _free_port()
+    described = {"model_name": name, "model_path": str(model), "max_model_len": 512, "max_lora_rank": 16}
+    limits = {"max_loras": 16, "micro_batch_size": 8, "training_backend": "hf", "capabilities": ["training"]}
+    config = {
+        "supported_models": [described | limits],
+        "authorized_users": {api_key: "tester"},
+        "persistence": {"mode": "DISABLE"},
+    }
+    # Ray puts sockets into this folder, whose path has to be short.
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp", ignore_cleanup_errors=True) as short:
+        folder = Path(short)
+        (folder / "config.yaml").write_text(json.dumps(config))  # which is YAML, too
+        launcher = Path(__file__).with_name("tuft_on_cpu.py")
+        python = os.environ.get("TUFT_PYTHON", sys.executable)
+        command = [python, str(launcher), str(folder), str(folder / "config.yaml"), str(port)]
+        settings = {
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TUFT_HOME": str(folder / "home"),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_TOKEN": secrets.token_hex(24),  # otherwise Ray writes one into the home directory
+            "PYTHONPATH": "",
+        }
+        with _running(command, folder, settings, port) as url:
+            yield url
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from tinker_lightning.client.doctor.probe import Probe
+from tinker_lightning.errors import TinkerLightningError
 
 Status: TypeAlias = Literal["ok", "failed", "not offered", "crashed"]
 
@@ -22,6 +23,12 @@ class NotOffered(Exception):
     def __init__(self, reason: str, **dialect: Any) -> None:
         super().__init__(reason)
         self.dialect = dialect
+
+
+def reason(error: BaseException) -> str:
+    """Returns the message of an error without the ids of the request, which are different each time."""
+    known = error.__cause__ if isinstance(error, TinkerLightningError) and error.operation is not None else error
+    return str(known) or type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)

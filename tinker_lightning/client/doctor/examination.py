@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from tinker_lightning.client.doctor import deletion, gradients, lora, numbering, optimizer, sampling
-from tinker_lightning.client.doctor.check import Check, NotOffered, Result, Status
+from tinker_lightning.client.doctor.check import Check, NotOffered, Result, Status, reason
 from tinker_lightning.client.doctor.probe import Probe
 from tinker_lightning.client.doctor.report import Report
 from tinker_lightning.errors import InvalidInput, NotAnApi, NotFound, TinkerLightningError, Unsupported
@@ -76,7 +76,7 @@ def _run(check: Check, probe: Probe) -> Result:
         return Result(check.name, check.shows, "not offered", str(error))
     except TinkerLightningError as error:
         status: Status = "not offered" if _is_missing_endpoint(error) else "crashed"
-        return Result(check.name, check.shows, status, f"{type(error).__name__}: {error}")
+        return Result(check.name, check.shows, status, f"{type(error).__name__}: {reason(error)}")
     except Exception as error:  # a defect of one check does not end the others
         logger.debug("the check %s crashed", check.name, exc_info=True)
         return Result(check.name, check.shows, "crashed", f"{type(error).__name__}: {error}")

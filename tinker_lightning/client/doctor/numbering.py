@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from tinker_lightning.client.dialects import measure
-from tinker_lightning.client.doctor.check import Check, Finding, NotOffered
+from tinker_lightning.client.doctor.check import Check, Finding, NotOffered, reason
 from tinker_lightning.errors import InvalidInput, TinkerLightningError
 from tinker_lightning.types import ForwardBackwardOutput, OptimStepResponse
 from tinker_lightning.types import requests as rq
@@ -65,7 +65,7 @@ def _repeats(probe: Probe) -> Finding:
         try:
             probe.post("forward_backward", request, ForwardBackwardOutput).result(_SECONDS)
         except (TinkerLightningError, TimeoutError) as error:
-            lost = str(error) or f"no answer within {_SECONDS:.0f} s"
+            lost = reason(error)
         client.forward_backward(scratch.datums(other), "cross_entropy").result()
 
     # With another pass, because the mean over the passes of a step does not change if all of them are repeated.
@@ -95,8 +95,8 @@ def _refused(probe: Probe) -> Finding:
         request = _pass(client, scratch, number, forward_only=True)
         probe.post("forward_backward", request, ForwardBackwardOutput).result(_SECONDS)
     except (TinkerLightningError, TimeoutError) as error:
-        reason = str(error) or f"no answer within {_SECONDS:.0f} s"
-        return Finding(f"the number of a rejected request cannot be used again: {reason}", dialect={"numbers": "order"})
+        fault = f"the number of a rejected request cannot be used again: {reason(error)}"
+        return Finding(fault, dialect={"numbers": "order"})
     return Finding()
 
 

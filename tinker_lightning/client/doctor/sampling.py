@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tinker_lightning.client.dialects import measure
-from tinker_lightning.client.doctor.check import Check, Finding, NotOffered
+from tinker_lightning.client.doctor.check import Check, Finding, NotOffered, reason
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed
 from tinker_lightning.types import AdamParams, Datum, ModelInput, SamplingParams
 
@@ -83,7 +83,7 @@ def _sampler(client: TrainingClient) -> SamplingClient:
     try:
         return client.save_weights_and_get_sampling_client()
     except (NotFound, InvalidInput, OperationFailed) as error:
-        raise NotOffered(f"no sampler can be created: {error}") from error
+        raise NotOffered(f"no sampler can be created: {reason(error)}") from error
 
 
 def _of_prompt(sampler: SamplingClient, scratch: Scratch) -> NDArray[np.float64]:
