@@ -20,17 +20,29 @@ if TYPE_CHECKING:
 
     from tinker_lightning.client import TrainingClient
 
-# Small enough for the log-probabilities to change linearly in the gradient.
-STEP = AdamParams(learning_rate=1500.0, beta1=0.0, beta2=0.0, eps=1e9)
 RNG = np.random.default_rng(0)
 
 
 class Server(NamedTuple):
-    """A running server."""
+    """A running server.
+
+    Args:
+        url: Its URL.
+        base_model: The base model.
+        step: The learning rate of a step that is small enough for log-probabilities to change linearly.
+        learning_rate: The learning rate that trains the base model.
+        api_key: The key that it wants.
+    """
 
     url: str
     base_model: str
+    step: float
+    learning_rate: float
     api_key: str | None = None
+
+    def params(self, grad_clip_norm: float = 0.0) -> AdamParams:
+        """Moves the weights by a multiple of the gradient."""
+        return AdamParams(learning_rate=self.step, beta1=0.0, beta2=0.0, eps=1e9, grad_clip_norm=grad_clip_norm)
 
 
 def datum(n: int) -> Datum:
@@ -52,12 +64,14 @@ def logprobs_of(client: TrainingClient) -> NDArray[np.float64]:
     return np.concatenate([each["logprobs"].to_numpy() for each in output.loss_fn_outputs]).astype(np.float64)
 
 
-def response(client: TrainingClient, start: str, accumulate: Callable[[], object]) -> NDArray[np.float64]:
+def response(
+    client: TrainingClient, params: AdamParams, start: str, accumulate: Callable[[], object]
+) -> NDArray[np.float64]:
     """The change of all log-probabilities by a step from the same weights."""
     client.load_state_with_optimizer(start).result()
     before = logprobs_of(client)
     accumulate()
-    client.optim_step(STEP).result()
+    client.optim_step(params).result()
     return logprobs_of(client) - before
 
 
@@ -121,9 +135,9 @@ class PeerSuite:
         raise NotImplementedError
 
     def test_custom_losses_have_their_gradient(self, client: TrainingClient, server: Server) -> None:  # R3.3, R5.4
-        start = client.save_state("gradient").result().path
+        step, start = server.params(), client.save_state("gradient").result().path
         truth = sum(
-            (response(client, start, lambda i=i: self.send_alone(client, server, i)) for i in range(3)),  # type: ignore[misc]
+            (response(client, step, start, lambda i=i: self.send_alone(client, server, i)) for i in range(3)),  # type: ignore[misc]
             np.zeros(1),
         )
         calls = {
@@ -134,21 +148,21 @@ class PeerSuite:
             ],
         }
         for name, call in calls.items():
-            cosine, ratio = compared(response(client, start, call), truth)
+            cosine, ratio = compared(response(client, step, start, call), truth)
             print(f"{name}: cosine {cosine:.6f}, norm {ratio:.5f}")
             assert cosine >= 0.9999, name
             assert abs(ratio - 1) <= 3e-3, name
 
-    def test_the_built_in_cross_entropy_is_a_plain_sum(self, client: TrainingClient) -> None:
-        start = client.save_state("builtin").result().path
+    def test_the_built_in_cross_entropy_is_a_plain_sum(self, client: TrainingClient, server: Server) -> None:
+        step, start = server.params(), client.save_state("builtin").result().path
         weighted = [each.with_inputs(weights=np.abs(g)) for each, g in zip(BATCH, GRADIENTS, strict=True)]
 
         def nll(_: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
             terms = [-(torch.from_numpy(np.abs(g)) * each).sum() for g, each in zip(GRADIENTS, logprobs, strict=True)]
             return torch.stack(terms).sum(), {}
 
-        built_in = response(client, start, lambda: client.forward_backward(weighted, "cross_entropy"))
-        custom = response(client, start, lambda: client.forward_backward_custom(BATCH, nll))
+        built_in = response(client, step, start, lambda: client.forward_backward(weighted, "cross_entropy"))
+        custom = response(client, step, start, lambda: client.forward_backward_custom(BATCH, nll))
         np.testing.assert_allclose(built_in, custom, rtol=1e-3, atol=1e-6)
         value = client.forward_backward(weighted, "cross_entropy").result().metrics["loss:sum"]
         assert value > 0  # computed from the log-probabilities where the server reports none
@@ -159,7 +173,9 @@ class PeerSuite:
         start = client.save_state("fit").result().path
 
         def module() -> Preference:
-            return Preference(service.create_training_client_from_state_with_optimizer(start), learning_rate=2e-3)
+            return Preference(
+                service.create_training_client_from_state_with_optimizer(start), learning_rate=server.learning_rate
+            )
 
         data = [each for pair in PAIRS for each in pair]
 
@@ -177,7 +193,9 @@ class PeerSuite:
         assert objective(scores(whole)) < 0.8 * objective(before)
         assert {"train_loss", "val_loss", "val_nll"} <= metrics.keys()
         fit(part, 3, tmp_path).save_checkpoint(tmp_path / "half.ckpt")
-        resumed = Preference(service.create_lora_training_client(server.base_model, rank=8), learning_rate=2e-3)
+        resumed = Preference(
+            service.create_lora_training_client(server.base_model, rank=8), learning_rate=server.learning_rate
+        )
         fit(resumed, 6, tmp_path, tmp_path / "half.ckpt")
         moved = (scores(whole) - before).abs().max()
         assert (scores(resumed) - scores(whole)).abs().max() < 1e-3 * moved

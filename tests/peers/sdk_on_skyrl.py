@@ -15,7 +15,7 @@ import numpy as np
 import tinker
 import torch
 
-from tests.helpers.peer_suite import BATCH, GRADIENTS, STEP, Server, compared, linear, response
+from tests.helpers.peer_suite import BATCH, GRADIENTS, Server, compared, linear, response
 from tests.peers.test_skyrl import TestSkyRL
 from tinker_lightning import Datum, connect
 
@@ -28,13 +28,16 @@ def ours(server: Server) -> dict[str, tuple[float, float]]:
         start = client.save_state("ours").result().path
 
         def alone(i: int) -> Any:
-            return response(client, start, lambda: TestSkyRL().send_alone(client, server, i))
+            return response(client, server.params(), start, lambda: TestSkyRL().send_alone(client, server, i))
 
         def custom(calls: list[list[int]]) -> Any:
             return lambda: [client.forward_backward_custom([BATCH[i] for i in call], linear(call)) for call in calls]
 
         truth = sum((alone(i) for i in range(3)), np.zeros(1))
-        return {name: compared(response(client, start, custom(calls)), truth) for name, calls in CALLS.items()}
+        return {
+            name: compared(response(client, server.params(), start, custom(calls)), truth)
+            for name, calls in CALLS.items()
+        }
 
 
 def theirs(server: Server) -> dict[str, tuple[float, float]]:
@@ -42,7 +45,7 @@ def theirs(server: Server) -> dict[str, tuple[float, float]]:
     client = service.create_lora_training_client(server.base_model, rank=8, seed=1)
     start = client.save_state("theirs").result().path
     unit = [converted(each, weights=np.ones(each.model_input.length, np.float32)) for each in BATCH]
-    step = tinker.AdamParams(learning_rate=STEP.learning_rate, beta1=0.0, beta2=0.0, eps=STEP.eps)
+    step = tinker.AdamParams(learning_rate=server.step, beta1=0.0, beta2=0.0, eps=1e9)
 
     def logprobs() -> Any:
         outputs = client.forward(unit, "cross_entropy").result().loss_fn_outputs
@@ -80,7 +83,7 @@ def converted(datum: Datum, **inputs: Any) -> tinker.Datum:
 
 
 def main() -> None:
-    server = Server(sys.argv[1], sys.argv[2])
+    server = Server(sys.argv[1], sys.argv[2], step=1500.0, learning_rate=2e-3)
     print("| client | calls per step | cosine with the true gradient | norm relative to it |")
     print("|---|---|---|---|")
     for name, measured in ((f"tinker {version('tinker')}", theirs(server)), ("tinker-lightning", ours(server))):

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = write_tiny_qwen(tmp_path_factory.mktemp("model"))
     with skyrl(tmp_path_factory.mktemp("skyrl"), model) as url:
-        yield Server(url, str(model))
+        yield Server(url, str(model), step=1500.0, learning_rate=2e-3)
 
 
 class TestSkyRL(PeerSuite):

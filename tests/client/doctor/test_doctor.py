@@ -49,7 +49,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTraine
 
 
 def examined(server: Imitation, *names: str) -> Report:
-    with ServiceClient("http://x", transport=server.transport, retry_policy=RetryPolicy(1.0, 0.05)) as service:
+    with ServiceClient(base_url="http://x", transport=server.transport, retry_policy=RetryPolicy(1.0, 0.05)) as service:
         return examine(service, checks=[BY_NAME[name] for name in names])
 
 
@@ -123,7 +123,10 @@ def test_a_check_that_crashes_is_reported_and_the_rest_continues(trainer: Embedd
     def crash(_: Any) -> Any:
         raise KeyError("oops")
 
-    with imitate(CLEAN, trainer=trainer) as server, ServiceClient("http://x", transport=server.transport) as service:
+    with (
+        imitate(CLEAN, trainer=trainer) as server,
+        ServiceClient(base_url="http://x", transport=server.transport) as service,
+    ):
         report = examine(service, checks=[Check("broken", "nothing", "", crash), BY_NAME["deletion"]])
     assert [(result.name, result.status) for result in report.results] == [("broken", "crashed"), ("deletion", "ok")]
     assert "KeyError: 'oops'" in report.results[0].detail
