@@ -59,5 +59,5 @@ class TestTuFT(PeerSuite):
             client.load_state(path).result()
 
     def test_an_export_that_stays_on_the_server_names_its_folder(self, client: TrainingClient, tmp_path: Path) -> None:
-        with pytest.raises(InvalidMessage, match="the server keeps this checkpoint at file:///.*; copy it"):
+        with pytest.raises(InvalidMessage, match=r"the server keeps this checkpoint at file:///.*; copy it"):
             client.export_adapter(tmp_path / "adapter")
