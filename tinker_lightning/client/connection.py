@@ -50,6 +50,7 @@ _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=256)
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
 # The user sees a warning about a request that fails for longer than this.
 _SILENT_SECONDS = 5.0
+_CLOSING_SECONDS = 0.05
 _FIX_URL = "Correct the URL (TINKER_BASE_URL or url=)."
 _FIX_ADDRESS = "Use http://host:port, or 'embedded' for a trainer in this process."
 
@@ -175,6 +176,10 @@ class Connection:
                     if shown:
                         self.status_log.show(self.url, "active")
                     return response
+                if response.status_code == 500:
+                    # A server that crashes closes the connection after its answer. If the next request were sent on
+                    # it before the end is noticed, that request would look as if its answer were lost.
+                    await asyncio.sleep(_CLOSING_SECONDS)
                 error = self._status_error(method, path, response)
                 if not _may_succeed_later(response):
                     raise error

@@ -22,7 +22,7 @@ from tinker_lightning.errors import (
     TinkerLightningError,
     input_error,
 )
-from tinker_lightning.types import ForwardBackwardOutput, SampleResponse
+from tinker_lightning.types import ForwardBackwardOutput, OptimStepResponse, SampleResponse
 from tinker_lightning.types.requests import (
     ForwardBackwardRequest,
     ModelRequest,
@@ -46,6 +46,12 @@ REQUEST_ID_HEADER = "x-request-id"
 _BINARY: dict[type[Any], Callable[[bytes], Any]] = {
     ForwardBackwardOutput: protobuf.decode_output,
     SampleResponse: protobuf.decode_sample,
+}
+# The names of metrics that some servers call differently.
+_METRICS = {
+    "skyrl.ai/grad_norm": "grad_norm",
+    "skyrl.ai/learning_rate": "learning_rate",
+    "grad_norm:mean": "grad_norm",
 }
 # The longest pause between polls of a server that answers polls immediately.
 _POLL_SECONDS = 1.0
@@ -232,7 +238,10 @@ def _decode(session: Session, operation: Operation[T], response: httpx.Response)
     message = session.connection.json(response)
     if "error" in message:
         raise _failure(message)
-    return session.connection.parse(operation.result, response)
+    result = session.connection.parse(operation.result, response)
+    if isinstance(result, OptimStepResponse) and result.metrics:
+        return replace(result, metrics={_METRICS.get(name, name): value for name, value in result.metrics.items()})
+    return result
 
 
 def _pending(response: httpx.Response) -> dict[str, Any] | None:

@@ -212,3 +212,27 @@ def test_sampling_from_older_weights_does_not_replace_the_model(trainer: Embedde
         with pytest.raises(Unsupported, match="would replace the weights"):
             old.compute_logprobs(BATCH[0].model_input)
         client.save_weights_and_get_sampling_client().compute_logprobs(BATCH[0].model_input).result()
+
+
+@pytest.mark.parametrize("kind", ["skyrl", "open-rl"])
+def test_a_step_reports_the_norm_of_its_gradient_under_one_name(kind: Kind, trainer: EmbeddedTrainer) -> None:
+    with imitate(kind, trainer=trainer) as server, connected(server) as service:
+        client = model_on(service)
+        client.forward_backward_custom(BATCH, preference)
+        metrics = client.optim_step(STEP).result().metrics
+    assert metrics is not None
+    assert metrics["grad_norm"] > 0
+
+
+def test_a_crash_does_not_lose_the_answer_to_the_next_request(trainer: EmbeddedTrainer) -> None:
+    with (
+        imitate("tuft", trainer=trainer) as server,
+        ServiceClient(
+            base_url=server.url, api_key=server.behaviour.api_key, retry_policy=RetryPolicy(0.0), dialect="tuft"
+        ) as service,
+    ):
+        client = model_on(service)
+        for _ in range(5):
+            with pytest.raises(OperationFailed, match="HTTP 500"):
+                service.weights_info("tinker://unknown/weights/x")  # after which the connection is closed
+            client.forward_backward(BATCH, "cross_entropy").result()

@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from tinker_lightning.client.dialects.dialect import Dialect
 from tinker_lightning.client.doctor.check import Result
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
 
 _STATUS_WIDTH = 13
 
@@ -63,9 +64,16 @@ class Report:
         """Writes the report as JSON."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
-    def table(self) -> str:
-        """Returns the report for a terminal."""
-        width = max(shutil.get_terminal_size((110, 24)).columns, 60)
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Self:
+        """Creates a report from what `to_dict` returned."""
+        values = {name: value for name, value in plain.items() if name not in ("checks", "dialect")}
+        results = [Result(**check) for check in plain["checks"]]
+        return cls(**values, results=results, dialect=Dialect.from_dict(plain["dialect"]))
+
+    def table(self, width: int | None = None) -> str:
+        """Returns the report as text, by default as wide as the terminal."""
+        width = width or max(shutil.get_terminal_size((110, 24)).columns, 60)
         lines = [
             f"{self.url}: dialect {self.dialect.name}, {self.dialect.encoding} passes",
             f"models: {', '.join(self.models) or 'none announced'}; checked with {self.base_model}",
