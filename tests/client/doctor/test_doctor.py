@@ -53,36 +53,77 @@ def examined(server: Imitation, *names: str) -> Report:
         return examine(service, checks=[BY_NAME[name] for name in names])
 
 
-@pytest.mark.parametrize(
-    ("check", "defect", "fault"),
-    [
-        ("linear", {"cross_entropy": "sequence_mean"}, "weights twice as large give a gradient that is 1 times"),
-        ("linear", {"cross_entropy": "masked_mean"}, "weights twice as large"),
-        ("batch", {"cross_entropy": "mean"}, "two datums in one call is not a multiple"),
-        ("calls", {"window_mean": True}, r"the gradient of two calls is 0\.5 times their sum"),
-        ("advantages", {"importance_sampling": "sequence_mean"}, "divided by the length of each sequence"),
-        ("order", {"order": "arrival", "client_config": {"parallel_fwdbwd_chunks": True}}, "does not wait for it"),
-        ("repeats", {"doubles_repeats": True}, "a repeated pass runs again"),
-        ("repeats", {"doubles_repeats": True, "window_mean": True}, "a repeated pass runs again"),
-        ("rejected numbers", {"spends_refused": True}, "cannot be used again: .*Sequence conflict"),
-        ("zero rate", {"lr_zero_moves": True}, "with the learning rate 0 changes log-probabilities"),
-        ("clipping", {"ignores_grad_clip": True}, r"grad_clip_norm=0\.0001 has no effect"),
-        ("optimizer state", {"saves_optimizer": False}, "the step after load_state_with_optimizer is another one"),
-        ("optimizer state", {"ignores_optimizer_on_load": True}, "load_state restores the optimizer"),
-        ("LoRA seed", {"seed_ignored": True}, "same seed have different adapters"),
-        ("LoRA flags", {"ignores_lora_flags": True}, "train_attn, train_mlp, train_unembed: no effect"),
-        ("sampler", {"samples_base": True}, "log-probabilities of a prompt differ"),
-        ("weights in training", {"sampling_moves_weights": True}, "replaces those in training"),
-        ("weights in training", {"samples_live": True}, "samples from those in training"),
-        ("deletion", {"keeps_deleted": True}, "is still there"),
-    ],
-)
-def test_a_planted_defect_is_found(check: str, defect: dict[str, Any], fault: str, trainer: EmbeddedTrainer) -> None:
-    with imitate(CLEAN, trainer=trainer, **defect) as server:
-        (result,) = examined(server, check).results
-    assert result.status == "failed", result
-    assert result.advice
-    assert re.search(fault, result.detail), result.detail
+# Servers with several defects that do not hide each other, and what each check has to find there.
+DEFECTS: list[tuple[dict[str, Any], dict[str, str]]] = [
+    (
+        {"cross_entropy": "sequence_mean", "samples_base": True},
+        {
+            "linear": "weights twice as large give a gradient that is 1 times as large",
+            "sampler": "log-probabilities of a prompt differ",
+        },
+    ),
+    ({"cross_entropy": "masked_mean"}, {"linear": "weights twice as large"}),
+    ({"cross_entropy": "mean"}, {"batch": "two datums in one call is not a multiple"}),
+    (
+        {"importance_sampling": "sequence_mean", "seed_ignored": True, "samples_live": True},
+        {
+            "advantages": "divided by the length of each sequence",
+            "LoRA seed": "same seed have different adapters",
+            "weights in training": "samples from those in training",
+        },
+    ),
+    (
+        {
+            "window_mean": True,
+            "doubles_repeats": True,
+            "lr_zero_moves": True,
+            "ignores_optimizer_on_load": True,
+            "ignores_lora_flags": True,
+            "sampling_moves_weights": True,
+        },
+        {
+            "calls": r"the gradient of two calls is 0\.5 times their sum",
+            "repeats": "a repeated pass runs again",
+            "zero rate": "with the learning rate 0 changes log-probabilities",
+            "optimizer state": "load_state restores the optimizer",
+            "LoRA flags": "train_attn, train_mlp, train_unembed: no effect",
+            "weights in training": "replaces those in training",
+        },
+    ),
+    (
+        {
+            "order": "arrival",
+            "client_config": {"parallel_fwdbwd_chunks": True},
+            "doubles_repeats": True,
+            "spends_refused": True,
+            "ignores_grad_clip": True,
+            "saves_optimizer": False,
+            "keeps_deleted": True,
+        },
+        {
+            "order": "does not wait for it",
+            "repeats": "a repeated pass runs again",
+            "rejected numbers": "cannot be used again: .*Sequence conflict",
+            "clipping": r"grad_clip_norm=0\.0001 has no effect",
+            "optimizer state": "the step after load_state_with_optimizer is another one",
+            "deletion": "is still there",
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("defects", "faults"), DEFECTS, ids=lambda given: ", ".join(given))
+def test_planted_defects_are_found(defects: dict[str, Any], faults: dict[str, str], trainer: EmbeddedTrainer) -> None:
+    with imitate(CLEAN, trainer=trainer, **defects) as server:
+        results = examined(server, *faults).results
+    for result, fault in zip(results, faults.values(), strict=True):
+        assert result.status == "failed", result
+        assert result.advice
+        assert re.search(fault, result.detail), result.detail
+
+
+def test_a_defect_is_planted_for_every_check() -> None:
+    assert {name for _, faults in DEFECTS for name in faults} == BY_NAME.keys() - {"custom losses"}  # see below
 
 
 def test_nothing_is_found_on_the_clean_trainer_and_nothing_is_left(tmp_path: Path) -> None:
