@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tinker_lightning import AdamParams, Datum, ModelInput, RemoteModule, ServiceClient, connect
+from tinker_lightning.client.doctor import CHECKS, examine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -166,6 +167,12 @@ class PeerSuite:
         np.testing.assert_allclose(built_in, custom, rtol=1e-3, atol=1e-6)
         value = client.forward_backward(weighted, "cross_entropy").result().metrics["loss:sum"]
         assert value > 0  # computed from the log-probabilities where the server reports none
+
+    def test_the_doctor_measures_the_known_dialect(self, service: ServiceClient, server: Server) -> None:
+        names = ("linear", "advantages", "custom losses")
+        report = examine(service, server.base_model, [check for check in CHECKS if check.name in names])
+        assert report.dialect == service.session.dialect
+        assert report.results[-1].status == "ok", report.results
 
     def test_fit_accumulates_validates_and_resumes(
         self, service: ServiceClient, server: Server, client: TrainingClient, tmp_path: Path

@@ -229,7 +229,7 @@ def test_a_healthy_server_exits_with_0(trainer: EmbeddedTrainer, capsys: pytest.
     with imitate(CLEAN, trainer=trainer) as server:
         assert cli.main(["doctor", server.url, "--check", "deletion"]) == 0
         said = capsys.readouterr().out
-        assert f"{server.url}: dialect json, json passes" in said
+        assert f"{server.url}: dialect json, JSON passes" in said
         assert "ok           deletion: a checkpoint can be deleted" in said
 
 

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _STATUS_WIDTH = 13
+_GENERATIONS = {
+    "protobuf": "protobuf passes (of SDKs from 0.25 on)",
+    "json": "JSON passes (of SDKs up to 0.24)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class Report:
         """Returns the report as text, by default as wide as the terminal."""
         width = width or max(shutil.get_terminal_size((110, 24)).columns, 60)
         lines = [
-            f"{self.url}: dialect {self.dialect.name}, {self.dialect.encoding} passes",
+            f"{self.url}: dialect {self.dialect.name}, {_GENERATIONS[self.dialect.encoding]}",
             f"models: {', '.join(self.models) or 'none announced'}; checked with {self.base_model}",
             f"extensions: {', '.join(self.extensions) or 'none'}",
             "",
