@@ -84,20 +84,17 @@ class Report:
             f"extensions: {', '.join(self.extensions) or 'none'}",
             "",
         ]
+        indent = " " * (_STATUS_WIDTH + 2)
         for result in self.results:
-            text = f"{result.name}: {result.shows}"
-            texts = [
-                text,
-                *([f"→ {result.detail}"] if result.detail else []),
-                *([result.advice] if result.advice else []),
-            ]
             status = result.status.upper() if result.status in ("failed", "crashed") else result.status
-            for i, text in enumerate(texts):
-                margin = (status if i == 0 else "").ljust(_STATUS_WIDTH)
-                rest = " " * _STATUS_WIDTH
-                lines += textwrap.wrap(text, width, initial_indent=margin, subsequent_indent=rest + "  ")
+            detail = f"→ {result.detail}" if result.detail else ""
+            for text in filter(None, (f"{result.name}: {result.shows}", detail, result.advice)):
+                lines += textwrap.wrap(
+                    text, width, initial_indent=status.ljust(_STATUS_WIDTH), subsequent_indent=indent
+                )
+                status = ""
         counts = Counter(result.status for result in self.results)
         lines += ["", ", ".join(f"{count} {status}" for status, count in counts.items())]
         if self.left:
-            lines.append(f"{len(self.left)} checkpoints stay, which the server cannot delete: {', '.join(self.left)}")
+            lines.append(f"{len(self.left)} checkpoints stay on the server; their paths are in the saved report")
         return "\n".join(lines)
