@@ -133,7 +133,8 @@ def _running(command: list[str], folder: Path, settings: dict[str, str], port: i
                 time.sleep(0.5)
             yield url
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                os.killpg(process.pid, signal.SIGTERM)
             try:
                 process.wait(20)
             except subprocess.TimeoutExpired:

@@ -19,6 +19,8 @@ from tests.helpers.peer_suite import BATCH, GRADIENTS, Server, compared, linear,
 from tests.peers.test_skyrl import TestSkyRL
 from tinker_lightning import Datum, connect
 
+# The change of a log-probability up to which it is linear in the gradient.
+LINEAR = 0.05
 CALLS = {"one call": [[0, 1, 2]], "two calls": [[0], [1, 2]]}
 
 
@@ -52,11 +54,16 @@ def theirs(server: Server) -> dict[str, tuple[float, float]]:
         return [each["logprobs"].to_numpy() for each in outputs]
 
     def changed(accumulate: Any) -> Any:
-        client.load_state_with_optimizer(start).result()
-        before = np.concatenate(logprobs()).astype(np.float64)
-        accumulate()
-        client.optim_step(step).result()
-        return np.concatenate(logprobs()).astype(np.float64) - before
+        """Returns the change by a step, as large as it would be if it were linear in the gradient."""
+        for shrunk in 10.0 ** np.arange(0, 14, 2):
+            client.load_state_with_optimizer(start).result()
+            before = np.concatenate(logprobs()).astype(np.float64)
+            accumulate()
+            client.optim_step(step.model_copy(update={"learning_rate": server.step / shrunk})).result()
+            change = np.concatenate(logprobs()).astype(np.float64) - before
+            if np.abs(change).max() < LINEAR:
+                break
+        return change * shrunk
 
     def alone(i: int) -> Any:
         n = BATCH[i].model_input.length

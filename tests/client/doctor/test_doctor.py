@@ -82,7 +82,7 @@ DEFECTS: list[tuple[dict[str, Any], dict[str, str]]] = [
             "sampling_moves_weights": True,
         },
         {
-            "calls": r"the gradient of two calls is 0\.5 times their sum",
+            "calls": r"the gradient of two calls is 0\.50\d times their sum",
             "repeats": "a repeated pass runs again",
             "zero rate": "with the learning rate 0 changes log-probabilities",
             "optimizer state": "load_state restores the optimizer",

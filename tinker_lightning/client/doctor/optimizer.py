@@ -85,7 +85,7 @@ CLIPPING = Check(
 RESTORED = Check(
     "optimizer state",
     "the optimizer state is restored by load_state_with_optimizer, and reset by load_state",
-    "A resumed run differs from an uninterrupted one, or load_state is not a new start. To start again with saved "
-    "weights, create a new model from them.",
+    "If it is not restored, a resumed run differs from an uninterrupted one. If it is not reset, the first steps after "
+    "load_state follow the moments of the saved run: warm the learning rate up.",
     _restored,
 )
