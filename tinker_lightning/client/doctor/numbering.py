@@ -116,7 +116,7 @@ def _pass(
 
 ORDER = Check(
     "order",
-    "requests run in the order of their numbers, also if they arrive in another one",
+    "requests run in the order of their numbers if the server announces concurrency, else of arrival",
     "This client posts the requests of a model one after another if the saved dialect is passed to connect(). The "
     "server should not announce parallel_fwdbwd_chunks.",
     _order,
