@@ -42,7 +42,14 @@ def test_serve_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_module, "serve", serve)
     arguments = ["serve", "--model", "a", "--model", "b", "--port", "0", "--api-key", "k", "--data-dir", "d"]
     assert cli.main(arguments) == 0
-    named = {"models": ["a", "b"], "host": "127.0.0.1", "port": 0, "api_key": "k", "data_dir": Path("d")}
+    named = {
+        "models": ["a", "b"],
+        "host": "127.0.0.1",
+        "port": 0,
+        "api_key": "k",
+        "data_dir": Path("d"),
+        "sampling_seed": None,
+    }
     assert given == {**named, "allow_pickled_losses": False}
     assert cli.main([*arguments, "--allow-pickled-losses"]) == 0
     assert given == {**named, "allow_pickled_losses": True}
