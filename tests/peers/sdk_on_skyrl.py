@@ -16,7 +16,7 @@ import tinker
 import torch
 
 from tests.helpers.peer_suite import BATCH, GRADIENTS, Server, compared, linear, response
-from tests.peers.test_skyrl import TestSkyRL
+from tests.helpers.skyrl_passes import send_alone
 from tinker_lightning import Datum, connect
 
 # The change of a log-probability up to which it is linear in the gradient.
@@ -30,7 +30,7 @@ def ours(server: Server) -> dict[str, tuple[float, float]]:
         start = client.save_state("ours").result().path
 
         def alone(i: int) -> Any:
-            return response(client, server.params(), start, lambda: TestSkyRL().send_alone(client, server, i))
+            return response(client, server.params(), start, lambda: send_alone(client, server, i))
 
         def custom(calls: list[list[int]]) -> Any:
             return lambda: [client.forward_backward_custom([BATCH[i] for i in call], linear(call)) for call in calls]

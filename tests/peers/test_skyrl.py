@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import httpx
 import pytest
 
-from tests.helpers.peer_suite import BATCH, GRADIENTS, PeerSuite, Server, linear
+from tests.helpers import skyrl_passes
+from tests.helpers.peer_suite import BATCH, PeerSuite, Server, linear
 from tests.helpers.real_servers import skyrl, write_tiny_qwen
 from tinker_lightning import AdamParams, SamplingParams
 from tinker_lightning.errors import Unsupported
@@ -30,28 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 class TestSkyRL(PeerSuite):
     def send_alone(self, client: TrainingClient, server: Server, i: int) -> None:
-        """Sends one datum by SkyRL's `importance_sampling`, whose only factor then is one over the length."""
-        data, n = BATCH[i], BATCH[i].model_input.length
-        known = client.forward([data], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
-        values = {"advantages": -GRADIENTS[i] * n, "logprobs": known}
-        inputs = {name: {"data": list(map(float, value)), "dtype": "float32"} for name, value in values.items()}
-        targets = data.loss_fn_inputs["target_tokens"].to_numpy().tolist()
-        chunk = {"type": "encoded_text", "tokens": [int(t) for part in data.model_input.chunks for t in part.tokens]}  # type: ignore[union-attr]
-        body = {
-            "model_id": client.model_id,
-            "forward_backward_input": {
-                "loss_fn": "importance_sampling",
-                "data": [
-                    {
-                        "model_input": {"chunks": [chunk]},
-                        "loss_fn_inputs": {"target_tokens": {"data": targets, "dtype": "int64"}, **inputs},
-                    }
-                ],
-            },
-        }
-        with httpx.Client(base_url=f"{server.url}/api/v1/", timeout=300) as http:
-            request = http.post("forward_backward", json=body).json()["request_id"]
-            assert http.post("retrieve_future", json={"request_id": request}).status_code == 200
+        skyrl_passes.send_alone(client, server, i)
 
     def test_what_the_server_cannot_do_is_named(self, client: TrainingClient) -> None:
         with pytest.raises(Unsupported, match="grad_clip_norm"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from tinker_lightning.client.doctor import deletion, gradients, lora, numbering, optimizer, sampling
+from tinker_lightning.client.doctor import deletion, gradients, lora, numbering, optimizer, sampler_checks
 from tinker_lightning.client.doctor.check import Check, NotOffered, Result, Status, reason
 from tinker_lightning.client.doctor.probe import Probe
 from tinker_lightning.client.doctor.report import Report
@@ -31,8 +31,8 @@ CHECKS: tuple[Check, ...] = (
     optimizer.RESTORED,
     lora.SEED,
     lora.FLAGS,
-    sampling.AGREEMENT,
-    sampling.LIVE,
+    sampler_checks.AGREEMENT,
+    sampler_checks.LIVE,
     deletion.DELETION,
     gradients.CUSTOM,  # the last one, because it uses what the others have measured
 )
