@@ -18,7 +18,8 @@ Each class also derives from the matching builtin, so that `except ValueError` w
     │       ├── MessageTooLarge            a body that exceeds the size limit
     │       └── UnsupportedMediaType       an unknown content type or encoding
     ├── NotFound (LookupError)             a model, checkpoint, session or result that does not exist
-    │   └── ModelNotFound                  a base model that is not served or not installed
+    │   ├── ModelNotFound                  a base model that is not served or not installed
+    │   └── NotRetained                    a forward pass whose activations the server does not keep
     ├── Unauthorized (PermissionError)     a missing or wrong API key
     ├── ServerUnreachable (ConnectionError)   nothing answers at the server's address
     │   └── ConnectionDropped              the connection was lost in the middle of a response
@@ -131,6 +132,10 @@ class NotFound(TinkerLightningError, LookupError):
 
 class ModelNotFound(NotFound):
     """A base model is not served or not installed."""
+
+
+class NotRetained(NotFound):
+    """The server does not keep the activations of a forward pass; clients send the datums again."""
 
 
 class Unauthorized(TinkerLightningError, PermissionError):

@@ -103,7 +103,8 @@ class Jitter(httpx.AsyncBaseTransport):
         self._random = random.Random(1)  # noqa: S311
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        numbered = request.url.path.endswith(("forward_backward", "optim_step", "save_weights"))
+        passes = ("forward_backward", "retained_forward", "retained_backward")
+        numbered = request.url.path.endswith((*passes, "optim_step", "save_weights"))
         self._now += numbered
         self.most = max(self.most, self._now)
         if self.most >= self.together:
@@ -127,7 +128,7 @@ class Chunked:
         """The numbers in the order in which they arrived."""
         found = []
         for request in self.record.requests:
-            if request.path.endswith(("forward_backward", "optim_step", "save_weights")):
+            if request.is_pass or request.path.endswith(("optim_step", "save_weights")):
                 message = request.message
                 found.append(message["seq_id"] if isinstance(message, dict) else message.seq_id)
         return found

@@ -40,7 +40,7 @@ def passes(recorded: Recorded) -> list[str]:
     for request in recorded.record.requests:
         message = request.message
         endpoint = request.path.rsplit("/", 1)[1]
-        if endpoint == "forward_backward":
+        if request.is_pass:
             found[message.seq_id] = "forward" if message.forward_only else "backward"
         elif endpoint in ("optim_step", "save_weights"):
             found[message["seq_id"]] = endpoint

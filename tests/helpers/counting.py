@@ -17,9 +17,9 @@ def count_passes(client: Any) -> Counter[str]:
     counts: Counter[str] = Counter()
     send, optim_step = client.send, client.optim_step
 
-    def counted_send(request: Any, *, forward_only: bool = False) -> Any:
+    def counted_send(request: Any, *, forward_only: bool = False, retain: bool = False) -> Any:
         counts["forward" if forward_only else "forward_backward"] += 1
-        return send(request, forward_only=forward_only)
+        return send(request, forward_only=forward_only, retain=retain)
 
     def counted_step(*args: Any) -> Any:
         counts["optim_step"] += 1

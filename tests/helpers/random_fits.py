@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from tests.helpers.backends import Recorded
     from tinker_lightning.testing import RecordedRequest
+    from tinker_lightning.types.requests import ForwardBackwardRequest
 
 WARNINGS = [
     "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning",
@@ -189,23 +190,30 @@ def sent(requests: list[RecordedRequest]) -> list[Window]:
     numbered: dict[int, Any] = {}
     for request in requests:
         endpoint = request.path.rsplit("/", 1)[1]
-        if endpoint in ("forward_backward", "optim_step", "save_weights"):
+        if request.is_pass or endpoint in ("optim_step", "save_weights"):
             message = request.message
-            number = message.seq_id if endpoint == "forward_backward" else message["seq_id"]
+            number = message.seq_id if request.is_pass else message["seq_id"]
             assert number not in numbered, f"request {number} was sent twice"
-            numbered[number] = message if endpoint == "forward_backward" else endpoint
+            numbered[number] = message if request.is_pass else endpoint
     assert sorted(numbered) == list(range(1, len(numbered) + 1))
     windows = [Window()]
     for _, message in sorted(numbered.items()):
         if message == "optim_step":
             windows.append(Window())
-        elif message != "save_weights" and (ids := _ids(message.data)) is not None:
+        elif message != "save_weights" and (ids := _ids(_data(message, numbered))) is not None:
             if message.forward_only:
                 assert not windows[-1].backward, f"the forward of {ids} is behind a backward of the same window"
                 windows[-1].forward.append(ids)
             else:
                 windows[-1].backward.append(ids)
     return windows
+
+
+def _data(message: ForwardBackwardRequest, numbered: dict[int, Any]) -> list[Any]:
+    """The datums of a pass; the gradient of a retained forward has those of the forward."""
+    forward = message.loss_fn_config.get("forward")
+    data: list[Any] = message.data if forward is None else numbered[int(forward)].data
+    return data
 
 
 class _Remote(RemoteModule):

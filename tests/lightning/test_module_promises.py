@@ -68,9 +68,9 @@ def counted(module: RemoteModule) -> Counter[str]:
     calls: Counter[str] = Counter()
     send = module.lm.backend.send
 
-    def call(request: Any, *, forward_only: bool = False) -> Any:
+    def call(request: Any, *, forward_only: bool = False, retain: bool = False) -> Any:
         calls["forward" if forward_only else "backward"] += 1
-        return send(request, forward_only=forward_only)
+        return send(request, forward_only=forward_only, retain=retain)
 
     module.lm.backend.send = call  # type: ignore[method-assign]
     return calls

@@ -61,7 +61,7 @@ def messages(recorded: Recorded) -> list[tuple[str, Any]]:
     found = {}
     for request in recorded.record.requests:
         endpoint, message = request.path.rsplit("/", 1)[1], request.message
-        if endpoint == "forward_backward":
+        if request.is_pass:
             found[message.seq_id] = (endpoint, replace(message, model_id=""))
         elif endpoint == "optim_step":
             found[message["seq_id"]] = (endpoint, {**message, "model_id": ""})

@@ -111,7 +111,7 @@ def test_a_custom_function_stays_here_unless_the_server_is_asked_for(
     caplog.set_level(logging.INFO, "tinker_lightning")
     here, passes = fitted(stage, loss=loss)
     assert passes == TWO_PASSES
-    assert ".loss: route two-pass (it is Python)" in caplog.text
+    assert ".loss: route retained (it is Python)" in caplog.text
     there, passes = fitted(stage, loss=loss, route="server")
     assert passes == ONE_PASS
     assert ".loss: route server (requested)" in caplog.text
@@ -243,7 +243,7 @@ def test_what_would_read_the_padding_on_a_server_stays_here(
 
     caplog.set_level(logging.INFO, "tinker_lightning")
     assert fitted(stage, loss=margin)[1] == TWO_PASSES
-    assert "loss margin: route two-pass (it is Python)" in caplog.text
+    assert "loss margin: route retained (it is Python)" in caplog.text
     with pytest.raises(LossNotTraceable, match=r"(?s)log-probabilities of datum 1, .*or use route='two-pass'"):
         fitted(stage, loss=margin, route="server")
 
@@ -313,7 +313,7 @@ def test_with_regularizers_a_loss_is_computed_from_the_same_log_probabilities(
     attributes = {"loss": loss, "loss_config": config, "regularizers": REGULARIZERS}
     auto, passes = fitted(stage, **attributes)
     assert passes == TWO_PASSES
-    assert "route two-pass (its regularizers need the log-probabilities)" in caplog.text
+    assert "route retained (its regularizers need the log-probabilities)" in caplog.text
     assert torch.equal(auto, fitted(stage, **attributes, route="two-pass")[0])
 
 
@@ -376,7 +376,7 @@ def test_regularizers_that_come_or_go_change_the_route(stage: tuple[EmbeddedTrai
     found = [module.chosen_route().route]
     for module.regularizers in (REGULARIZERS, ()):
         found.append(module.chosen_route().route)
-    assert found == ["builtin", "two-pass", "builtin"]
+    assert found == ["builtin", "retained", "builtin"]
 
 
 WRONG_SETTINGS: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -448,7 +448,7 @@ def test_a_server_that_takes_no_losses_leaves_them_here(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("attributes", "error", "message"),
     [
-        ({"route": "fastest"}, InvalidInput, "route must be one of auto, builtin, server, two-pass, got 'fastest'"),
+        ({"route": "fastest"}, InvalidInput, "route must be one of auto, builtin, server, retained, two-pass, got 'fastest'"),
         ({"loss": losses.dpo, "route": "builtin"}, InvalidInput, "dpo is not built into servers"),
         ({"loss": branching, "route": "server"}, LossNotTraceable, r"(?s)test_routes.py:\d+: .*it branches"),
     ],

@@ -97,7 +97,7 @@ def test_limits_of_batches(recorded: tuple[ServiceClient, RecordingTransport]) -
     trainer.test(module, loader(), verbose=False)
     trainer.predict(module, prompts())
     assert seen.batches == {"train": 3, "val": 2, "test": 1, "predict": 2}
-    passes = [request.message for request in transport.requests if request.path.endswith("forward_backward")]
+    passes = [request.message for request in transport.requests if request.is_pass]
     assert sum(message.forward_only for message in passes) == 3 + 2 + 1
     assert module.lm.handle.remote.steps == 1
 

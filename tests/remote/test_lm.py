@@ -45,7 +45,7 @@ class Stage:
         sent = []
         for request in self.transport.requests:
             name = request.path.rsplit("/", 1)[-1]
-            if name == "forward_backward":
+            if request.is_pass:
                 sent.append((request.message.seq_id, "forward" if request.message.forward_only else "backward"))
             elif name == "optim_step":
                 sent.append((request.message["seq_id"], "step"))

@@ -31,6 +31,10 @@ class TrainingBackend(Protocol):
     def losses(self) -> Losses | None:
         """Uploads losses to the server; None if this backend cannot."""
 
+    @property
+    def retains(self) -> bool:
+        """Whether the server can keep a forward pass until its gradient arrives."""
+
     def prepare(
         self,
         data: list[Datum],
@@ -43,15 +47,21 @@ class TrainingBackend(Protocol):
         """Checks a pass and converts it into the request that `send` takes; raises `InvalidInput` if it is invalid."""
 
     def prepare_gradient(
-        self, data: list[Datum], gradients: Sequence[Tensor], logprobs: Sequence[Tensor] | None = None
+        self,
+        data: list[Datum],
+        gradients: Sequence[Tensor],
+        logprobs: Sequence[Tensor] | None = None,
+        retained: tuple[tuple[int, int], ...] | None = None,
     ) -> Any:
         """Converts the gradient of a loss with respect to log-probabilities into the request that `send` takes."""
 
     def computes(self, loss: str) -> bool:
         """Returns whether the server trains with a built-in loss as the protocol defines it."""
 
-    def send(self, request: Any, *, forward_only: bool = False) -> TinkerFuture[ForwardBackwardOutput]:
-        """Sends a request that `prepare` returned, with or without a gradient."""
+    def send(
+        self, request: Any, *, forward_only: bool = False, retain: bool = False
+    ) -> TinkerFuture[ForwardBackwardOutput]:
+        """Sends a request that `prepare` returned; `retain` keeps a forward for its gradient where possible."""
 
     def forward(self, data: list[Any], loss_fn: Any, loss_fn_config: Mapping[str, Any] | None = None) -> Any:
         """Runs a pass without a gradient; the result is a `ForwardBackwardOutput`."""

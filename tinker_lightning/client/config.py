@@ -25,6 +25,8 @@ class ClientConfig:
 class Extensions:
     """The extensions that a server announces with its capabilities."""
 
+    # Forwards can be kept for a backward that sends their gradient only.
+    retained_forwards: bool = False
     # Whole-batch losses can be registered by name, and a pass may have batch inputs and a scale.
     server_losses: bool = False
     # The response to a submission may be the result itself: one round trip for an operation.

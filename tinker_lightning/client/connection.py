@@ -22,6 +22,7 @@ from tinker_lightning.errors import (
     NotAnApi,
     NotATinkerServer,
     NotFound,
+    NotRetained,
     OperationFailed,
     ServerUnreachable,
     TinkerLightningError,
@@ -263,6 +264,8 @@ class Connection:
         message = f"{method} {path}: {_detail(body) or response.text[:200] or 'no reason given'}"
         if status == 404:
             return NotFound(message)
+        if status == 410 and (body or {}).get("error_class") == NotRetained.__name__:
+            return NotRetained(message)
         if status == 409 and _is_final_conflict(response):
             return OperationFailed(message)
         if 400 <= status < 500 and not _may_succeed_later(response):

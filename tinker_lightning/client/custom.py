@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -56,7 +57,9 @@ class CustomLosses:
 
     def submit(self, given: list[Any], datums: list[Datum], evaluate: Evaluate) -> CustomLossFuture:
         """Sends the forward of a loss; `given` is what the loss receives, in the caller's types."""
-        future = CustomLossFuture(self._model_id, given, datums, evaluate, self._forward(datums), self._backward)
+        future = CustomLossFuture(
+            self._model_id, given, datums, evaluate, self._forward(datums, retain=True), self._backward
+        )
         with self._lock:
             self._pending.append(future)
         return future
@@ -158,7 +161,8 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
             if send is None or evaluation is None or self.done():
                 return
             try:
-                backward = send(self._datums, evaluation.gradients, self._leaves)
+                forward = self._forward.result()
+                backward = send(self._datums, evaluation.gradients, self._leaves, forward.retained)
             except Exception as error:
                 self._fail(error)
                 return
@@ -168,7 +172,7 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
         if not backward.is_sent:
             # It is sent with the step, which raises its failure; the loss and the log-probabilities are known now.
             backward = self._forward
-        merged = backward.then(lambda output: surrogate.with_metrics(output, evaluation))
+        merged = backward.then(lambda output: surrogate.with_metrics(_with_logprobs(output, forward), evaluation))
         merged._source.add_done_callback(self._settle)
 
     def abandon(self) -> None:
@@ -222,6 +226,11 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
     def _fail(self, error: BaseException) -> None:
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self._settled.set_exception(error)
+
+
+def _with_logprobs(output: ForwardBackwardOutput, forward: ForwardBackwardOutput) -> ForwardBackwardOutput:
+    """Returns the result of a backward; that of a retained forward has no log-probabilities of its own."""
+    return output if forward.retained is None else replace(output, loss_fn_outputs=forward.loss_fn_outputs)
 
 
 def evaluation_of(

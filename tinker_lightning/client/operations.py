@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -16,6 +17,7 @@ from tinker_lightning.errors import (
     InvalidInput,
     InvalidMessage,
     NotFound,
+    NotRetained,
     OperationFailed,
     ResultExpired,
     ServerUnreachable,
@@ -33,8 +35,6 @@ from tinker_lightning.wire import compression, protobuf
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.session import Session
 
@@ -71,6 +71,7 @@ class Operation(Generic[T]):
     model_id: str | None = None  # or the sampler's id
     seq_id: int | None = None
     request: Any = None  # kept where the number may change until the operation is posted
+    whole: Callable[[], Operation[T]] | None = None  # the same with its datums, if the server does not retain them
 
     def __str__(self) -> str:
         return self.name if self.model_id is None else f"{self.name} {self.seq_id} of {self.model_id}"
@@ -83,7 +84,8 @@ def encode(dialect: Dialect, name: str, endpoint: str, request: Any, result: typ
         InvalidInput: If it contains something that cannot be sent.
     """
     if isinstance(request, ForwardBackwardRequest):
-        endpoint, body, content_type = encoding.encode_pass(dialect, request)
+        standard, body, content_type = encoding.encode_pass(dialect, request)
+        endpoint = standard if endpoint == "forward_backward" else endpoint
         operation = Operation(name, endpoint, body, content_type, result)
     else:
         operation = Operation(name, endpoint, encoding.encode_json(dialect, endpoint, request), JSON, result)
@@ -119,7 +121,13 @@ async def perform(
     try:
         taken = True
         try:
-            response = await _submit(session, operation)
+            try:
+                response = await _submit(session, operation)
+            except NotRetained:
+                if operation.whole is None:
+                    raise
+                operation = operation.whole()
+                response = await _submit(session, operation)
         except TinkerLightningError as error:
             taken = isinstance(error, AnswerLost)
             raise

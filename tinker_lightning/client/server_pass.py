@@ -59,6 +59,8 @@ class ServerPass:
     graphs: Sequence[Graph] = ()  # as they were traced here, to find the line of an error
     per_batch: Literal["no", "call", "window"] = "no"  # the sequences by which the server divides
     even_batch: bool = False  # the server needs an even number of datums
+    retain: bool = False  # a forward that the server keeps for its gradient, if it can
+    retained: tuple[tuple[int, int], ...] | None = None  # the forwards that a gradient belongs to, see the output
     forward_only: str = ""  # why the pass has no gradient on this server
 
     def received(self, future: TinkerFuture[ForwardBackwardOutput]) -> TinkerFuture[ForwardBackwardOutput]:
@@ -80,9 +82,18 @@ class ServerPass:
         return times(chunk, len(chunk)) if self.per_batch == "call" else chunk
 
 
-def of_surrogate(carrier: Surrogate, data: list[Datum]) -> ServerPass:
+def of_surrogate(
+    carrier: Surrogate, data: list[Datum], retained: tuple[tuple[int, int], ...] | None = None
+) -> ServerPass:
     """Returns the pass whose surrogate loss carries the gradient of another loss."""
-    return ServerPass(data, carrier.loss, carrier.config, per_batch=carrier.per_batch, even_batch=carrier.even_batch)
+    return ServerPass(
+        data,
+        carrier.loss,
+        carrier.config,
+        per_batch=carrier.per_batch,
+        even_batch=carrier.even_batch,
+        retained=retained,
+    )
 
 
 def prepare(

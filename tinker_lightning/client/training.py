@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tinker_lightning.client import checkpoints, chunking, download, server_pass, tokenizer
@@ -11,7 +14,7 @@ from tinker_lightning.client.async_names import in_thread, submitted
 from tinker_lightning.client.dialects import measure
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.client.operations import encode, perform
+from tinker_lightning.client.operations import Operation, encode, perform
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.sdk import inputs
 from tinker_lightning.client.session import fetch_capabilities
@@ -19,10 +22,12 @@ from tinker_lightning.client.submit_order import SubmitOrder, perform_all
 from tinker_lightning.client.training_base import BaseTrainingClient
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, Unsupported
 from tinker_lightning.types import (
+    Datum,
     ForwardBackwardOutput,
     GetInfoResponse,
     LoadWeightsResponse,
     LoraConfig,
+    ModelInput,
     OptimStepResponse,
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
@@ -41,7 +46,6 @@ if TYPE_CHECKING:
     from tinker_lightning.client.loss_uploads import Losses
     from tinker_lightning.client.server_pass import ServerPass
     from tinker_lightning.lossgraph.server_loss import ServerLoss
-    from tinker_lightning.types import Datum
 
 T = TypeVar("T")
 
@@ -258,6 +262,11 @@ class TrainingClient(BaseTrainingClient):
         return future
 
     @property
+    def retains(self) -> bool:
+        """Whether the server can keep a forward pass until its gradient arrives."""
+        return self._channel.session.extensions.retained_forwards
+
+    @property
     def dialect(self) -> Dialect:
         """What the server speaks."""
         return self._channel.session.dialect
@@ -283,15 +292,58 @@ class TrainingClient(BaseTrainingClient):
         return session.dialect.surrogate or Surrogate()
 
     def _post_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
+        if request.retained is not None and not forward_only:
+            return self._post_retained(request, request.retained)
+        session = self._channel.session
+        retain = request.retain and self.retains
         name = "forward" if forward_only else "forward_backward"
+        endpoint = "retained_forward" if retain else "forward_backward"
         settings = request.loss, request.config, forward_only, request.inputs, request.scale
         chunks = [request.for_call(chunk) for chunk in self._split(request.data)]
+        numbers: list[int] = []
 
-        def requests(first: int) -> list[rq.ModelRequest]:
-            numbered = enumerate(chunks, first)
-            return [rq.ForwardBackwardRequest(self.model_id, number, chunk, *settings) for number, chunk in numbered]
+        def operations(first: int) -> list[Operation[ForwardBackwardOutput]]:
+            numbers.extend(range(first, first + len(chunks)))
+            return [
+                encode(
+                    session.dialect,
+                    name,
+                    endpoint,
+                    rq.ForwardBackwardRequest(self.model_id, number, chunk, *settings),
+                    ForwardBackwardOutput,
+                )
+                for number, chunk in zip(numbers, chunks, strict=True)
+            ]
 
-        return self._start(name, "forward_backward", ForwardBackwardOutput, requests, chunking.combine)
+        def combine(outputs: list[ForwardBackwardOutput]) -> ForwardBackwardOutput:
+            combined = chunking.combine(outputs)
+            retained = tuple(zip(numbers, map(len, chunks), strict=True))
+            return replace(combined, retained=retained) if retain else combined
+
+        return self._start(operations, combine)
+
+    def _post_retained(
+        self, request: ServerPass, retained: tuple[tuple[int, int], ...]
+    ) -> TinkerFuture[ForwardBackwardOutput]:
+        """Sends the gradients of retained forwards without their datums, which follow only if the server needs them."""
+        session = self._channel.session
+        data = iter(request.data)
+        chunks = [(forward, list(itertools.islice(data, count))) for forward, count in retained]
+
+        def operation(number: int, forward: int, chunk: list[Datum]) -> Operation[ForwardBackwardOutput]:
+            def encoded(endpoint: str, datums: list[Datum], config: dict[str, Any]) -> Operation[ForwardBackwardOutput]:
+                asked = rq.ForwardBackwardRequest(self.model_id, number, datums, request.loss, config)
+                return encode(session.dialect, "forward_backward", endpoint, asked, ForwardBackwardOutput)
+
+            gradients = [-datum.loss_fn_inputs["weights"].to_numpy() for datum in chunk]
+            bare = [Datum(ModelInput([]), {"gradient": gradient}) for gradient in gradients]
+            whole = partial(encoded, "forward_backward", chunk, {})
+            return replace(encoded("retained_backward", bare, {"forward": float(forward)}), whole=whole)
+
+        def operations(first: int) -> list[Operation[ForwardBackwardOutput]]:
+            return [operation(number, *each) for number, each in enumerate(chunks, first)]
+
+        return self._start(operations, chunking.combine)
 
     def _split(self, data: list[Datum]) -> list[list[Datum]]:
         config = self._channel.session.config
@@ -301,30 +353,20 @@ class TrainingClient(BaseTrainingClient):
         self, name: str, endpoint: str, result: type[T], request: Callable[..., rq.ModelRequest], *args: Any, **kw: Any
     ) -> TinkerFuture[T]:
         """Sends one request and tracks its future; the arguments are those of the request, after its number."""
-        return self.unread.add(
-            self._start(
-                name,
-                endpoint,
-                result,
-                lambda number: [request(self.model_id, number, *args, **kw)],
-                lambda results: results[0],
-            )
-        )
+        dialect = self._channel.session.dialect
+
+        def operations(number: int) -> list[Operation[T]]:
+            return [encode(dialect, name, endpoint, request(self.model_id, number, *args, **kw), result)]
+
+        return self.unread.add(self._start(operations, lambda results: results[0]))
 
     def _start(
-        self,
-        name: str,
-        endpoint: str,
-        result: type[T],
-        requests: Callable[[int], list[rq.ModelRequest]],
-        combine: Callable[[list[T]], T],
+        self, operations: Callable[[int], list[Operation[T]]], combine: Callable[[list[T]], T]
     ) -> TinkerFuture[T]:
-        """Numbers, encodes and starts requests under the lock, so that none is lost or overtaken."""
+        """Numbers, encodes and starts operations under the lock, so that none is lost or overtaken."""
         session = self._channel.session  # not looked up later: what was submitted before close() is still sent
         with self._lock:
-            operations = [
-                encode(session.dialect, name, endpoint, each, result) for each in requests(self._last_number + 1)
-            ]
-            self._last_number += len(operations)
-            running = self._channel.run(perform_all(session, self._order, operations, combine))
-        return TinkerFuture(running, str(operations[0]))
+            numbered = operations(self._last_number + 1)
+            self._last_number += len(numbered)
+            running = self._channel.run(perform_all(session, self._order, numbered, combine))
+        return TinkerFuture(running, str(numbered[0]))

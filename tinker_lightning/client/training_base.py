@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinker_lightning.client import loss_handle, server_pass
@@ -101,11 +102,14 @@ class BaseTrainingClient(ABC):
     ) -> ServerPass:
         """Checks a pass and converts it into the request that `send` takes; raises `InvalidInput` if it is invalid."""
 
-    def send(self, request: ServerPass, *, forward_only: bool = False) -> TinkerFuture[ForwardBackwardOutput]:
-        """Sends a pass that `prepare` has returned."""
+    def send(
+        self, request: ServerPass, *, forward_only: bool = False, retain: bool = False
+    ) -> TinkerFuture[ForwardBackwardOutput]:
+        """Sends a pass that `prepare` has returned; `retain` keeps a forward for its gradient if the server can."""
         self._check()
         handle = request.local
         if handle is None:
+            request = replace(request, retain=True) if retain else request
             return self.unread.add(self._submit_pass(request, forward_only=forward_only))
         if not forward_only:
             return self.unread.add(self._custom.add(request.data, loss_handle.times(handle, request.scale)))
@@ -192,7 +196,11 @@ class BaseTrainingClient(ABC):
     def _load(self, name: str, path: str, token: str | None) -> TinkerFuture[LoadWeightsResponse]: ...
 
     def prepare_gradient(
-        self, data: list[Datum], gradients: Sequence[Tensor], logprobs: Sequence[Tensor] | None = None
+        self,
+        data: list[Datum],
+        gradients: Sequence[Tensor],
+        logprobs: Sequence[Tensor] | None = None,
+        retained: tuple[tuple[int, int], ...] | None = None,
     ) -> ServerPass:
         """Converts the gradient of a custom loss into the request that `send` takes.
 
@@ -200,6 +208,7 @@ class BaseTrainingClient(ABC):
             data: The datums.
             gradients: The gradient with respect to the log-probabilities of each datum.
             logprobs: These log-probabilities; requested again if the server needs them and they are not given.
+            retained: What the result of their forward says about being retained.
 
         Raises:
             Unsupported: If no surrogate is known to be exact on this server.
@@ -207,7 +216,12 @@ class BaseTrainingClient(ABC):
         carrier = self.dialect.surrogate or self._measured()
         if carrier.loss == "importance_sampling" and logprobs is None:
             logprobs = surrogate.leaves(self._forward(data).result(), data)
-        return server_pass.of_surrogate(carrier, carrier.datums(data, gradients, logprobs))
+        return server_pass.of_surrogate(carrier, carrier.datums(data, gradients, logprobs), retained)
+
+    @property
+    def retains(self) -> bool:
+        """Whether the server can keep a forward pass until its gradient arrives."""
+        return False
 
     def computes(self, loss: str) -> bool:
         """Returns whether the server trains with a built-in loss as the protocol defines it."""
@@ -224,13 +238,18 @@ class BaseTrainingClient(ABC):
             f"the dialect {self.dialect.name!r}. Connect with tinker_lightning.connect(), which measures it."
         )
 
-    def _forward(self, data: list[Datum]) -> TinkerFuture[ForwardBackwardOutput]:
-        return self._submit_pass(ServerPass(surrogate.forward_datums(data), surrogate.SURROGATE), forward_only=True)
+    def _forward(self, data: list[Datum], *, retain: bool = False) -> TinkerFuture[ForwardBackwardOutput]:
+        request = ServerPass(surrogate.forward_datums(data), surrogate.SURROGATE, retain=retain)
+        return self._submit_pass(request, forward_only=True)
 
     def _backward(
-        self, data: list[Datum], gradients: Sequence[Tensor], logprobs: Sequence[Tensor]
+        self,
+        data: list[Datum],
+        gradients: Sequence[Tensor],
+        logprobs: Sequence[Tensor],
+        retained: tuple[tuple[int, int], ...] | None,
     ) -> TinkerFuture[ForwardBackwardOutput]:
-        future = self._submit_pass(self.prepare_gradient(data, gradients, logprobs), forward_only=False)
+        future = self._submit_pass(self.prepare_gradient(data, gradients, logprobs, retained), forward_only=False)
         return future if future.is_sent else self.unread.add(future)
 
     def _submit_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:

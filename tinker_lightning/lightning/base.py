@@ -58,7 +58,7 @@ class RemoteBase(pl.LightningModule):
     weights, or by its number of action tokens for policy losses; `sum` does not divide."""
 
     route: Route = "auto"
-    """Where the loss runs: `builtin`, `server` or `two-pass`; `auto` chooses the cheapest exact route."""
+    """Where the loss runs: `builtin`, `server`, `retained` or `two-pass`; `auto` chooses the cheapest exact route."""
 
     regularizers: Sequence[Regularizer | Mapping[str, Any]] = ()
     """Terms added to the loss, each with its own weight and telemetry; with `loss = None` they are the loss."""
@@ -296,6 +296,7 @@ class RemoteBase(pl.LightningModule):
                 chosen = replace(chosen, weight=weight, is_of_library=True)
             self._chosen = (key, chosen)
             self.lm.handle.remote.loss_name = routes.loss_name(loss)
+            self.lm.retain = chosen.route == "retained"
         return self._chosen[1]
 
     def settle(self, timeout: float, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Where a loss runs: on the server in one pass, or locally in two."""
+"""Where a loss runs: on the server, or locally between a forward pass and the backward of its gradient."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
 logger = logging.getLogger("tinker_lightning")
 
-Route: TypeAlias = Literal["auto", "builtin", "server", "two-pass"]
+Route: TypeAlias = Literal["auto", "builtin", "server", "retained", "two-pass"]
 Reduction: TypeAlias = Literal["mean", "sum"]
-ROUTES: tuple[Route, ...] = ("auto", "builtin", "server", "two-pass")
+ROUTES: tuple[Route, ...] = ("auto", "builtin", "server", "retained", "two-pass")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Chosen:
 
     Args:
         route: The chosen route.
-        loss: A function of datums and log-probabilities for `two-pass`; else what `RemoteLM.server_loss` takes.
+        loss: A function of datums and log-probabilities if it runs locally; else what `RemoteLM.server_loss` takes.
         config: The settings sent with each call.
         local: The reduced loss as a function of datums and log-probabilities; None if only the server can evaluate it.
         tokens: Counts the tokens that the loss is divided by; None for a loss that is not divided.
@@ -52,7 +52,7 @@ class Chosen:
         regularized: Whether regularizers are added to the loss.
     """
 
-    route: Literal["builtin", "server", "two-pass"]
+    route: Literal["builtin", "server", "retained", "two-pass"]
     loss: Any
     config: Mapping[str, float | str]
     local: LossFn | None = None
@@ -64,7 +64,7 @@ class Chosen:
     @property
     def runs_locally(self) -> bool:
         """Whether the loss is evaluated here, from the log-probabilities of a forward pass."""
-        return self.route == "two-pass"
+        return self.route in ("retained", "two-pass")
 
     @property
     def needs_logprobs(self) -> bool:
@@ -116,10 +116,25 @@ def choose(
     if reduction not in ("mean", "sum"):
         raise InvalidInput(f"reduction must be 'mean' or 'sum', got {reduction!r}")
     if loss is None:
-        return Chosen("two-pass", None, {}, regularized=regularized)
-    chosen, why = _choose(loss, dict(config), route, backend, regularized)
+        return _retained(Chosen("two-pass", None, {}, regularized=regularized), route, backend)
+    chosen, why = _choose(loss, dict(config), "two-pass" if route == "retained" else route, backend, regularized)
+    chosen = _retained(chosen, route, backend)
     logger.info("loss %s: route %s (%s)", loss_name(loss), chosen.route, why)
     return _reduced(replace(chosen, regularized=regularized), _registered(loss, backend) or loss, reduction)
+
+
+def _retained(chosen: Chosen, route: Route, backend: Callable[[], TrainingBackend]) -> Chosen:
+    """Saves the second forward of a loss that runs locally if the server can keep the first one."""
+    if not chosen.runs_locally or route == "two-pass":
+        return chosen
+    if backend().retains:
+        return replace(chosen, route="retained")
+    if route == "retained":
+        raise InvalidInput(
+            "route='retained': this server does not keep forward passes for their gradient. Use route='two-pass', "
+            "which works on every server."
+        )
+    return chosen
 
 
 def _reduced(chosen: Chosen, loss: Any, reduction: Reduction) -> Chosen:

@@ -27,6 +27,7 @@ class Call:
     gradients: list[Tensor] | None = None
     version: int | None = None  # of the weights that computed the log-probabilities
     logprobs: list[Tensor] | None = None  # unknown for a call that was restored from a checkpoint
+    retained: tuple[tuple[int, int], ...] | None = None  # how the server keeps the forward, see its output
 
     def add(self, gradients: Sequence[Tensor]) -> None:
         """Accumulates a gradient as torch does, over several losses and several backward passes."""
@@ -37,7 +38,7 @@ class Call:
 
     def prepare(self, backend: TrainingBackend) -> PendingBackward:
         """Validates the call and converts it to a request."""
-        request = backend.prepare_gradient(self.datums, self.gradients or [], self.logprobs)
+        request = backend.prepare_gradient(self.datums, self.gradients or [], self.logprobs, self.retained)
         return PendingBackward(self.datums, surrogate.SURROGATE, request=request)
 
 

@@ -40,6 +40,7 @@ class RemoteLM(nn.Module):
     def __init__(self, backend: Any) -> None:
         super().__init__()
         self.handle = RemoteHandle(Remote(backend))
+        self.retain = True  # whether a server that can keeps a forward for its gradient, instead of running it twice
 
     @property
     def backend(self) -> TrainingBackend:
@@ -80,7 +81,9 @@ class RemoteLM(nn.Module):
         """Sends a forward pass without waiting, so that several can be in flight; `model(result)` waits for it."""
         datums = to_datums(data)
         request = self.backend.prepare(surrogate.forward_datums(datums), surrogate.SURROGATE)
-        return Pass(data, datums, self.backend.send(request, forward_only=True), self.handle.remote.version)
+        retain = self.retain and torch.is_grad_enabled()
+        sent = self.backend.send(request, forward_only=True, retain=retain)
+        return Pass(data, datums, sent, self.handle.remote.version)
 
     def forward(self, data: Sequence[Any] | Pass) -> list[Tensor]:
         """Returns one tensor of log-probabilities per datum, shaped like its targets."""
@@ -92,7 +95,7 @@ class RemoteLM(nn.Module):
         logprobs = [leaf.detach() for leaf in surrogate.leaves(output, sent.datums)]
         if not torch.is_grad_enabled():
             return logprobs
-        call = Call(sent.datums, version=sent.version, logprobs=logprobs)
+        call = Call(sent.datums, version=sent.version, logprobs=logprobs, retained=output.retained)
         return list(_Join.apply(self.handle, call, *logprobs))  # type: ignore[no-untyped-call]
 
     def server_loss(

@@ -29,6 +29,11 @@ class RecordedRequest:
     body: bytes
 
     @property
+    def is_pass(self) -> bool:
+        """Whether the request is a forward or backward pass; its message is a `ForwardBackwardRequest` then."""
+        return self.path.endswith(("/forward_backward", "/retained_forward", "/retained_backward"))
+
+    @property
     def message(self) -> Any:
         """The decoded body: a `ForwardBackwardRequest`, a JSON object, or None if there is no body."""
         if not self.body:

@@ -88,6 +88,8 @@ class ForwardBackwardOutput:
     loss_fn_outputs: list[dict[str, TensorData]]
     metrics: dict[str, float] = field(default_factory=dict)
     loss_fn_output_type: str = "ArrayRecord"
+    # The forwards that the server keeps for a backward, as (number, datums) of each request. Set by the client.
+    retained: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,6 +188,11 @@ class Scheduler:
             self._changed.notify_all()
         return job
 
+    def known(self, request_id: str) -> Job | None:
+        """Returns the job that was submitted with this id, if its result is still kept."""
+        with self._changed:
+            return self._jobs.get(request_id)
+
     def free(self, line: str, number: int) -> None:
         """Marks the number of a rejected submission, so that the jobs after it do not wait for it."""
         with self._changed:

@@ -15,6 +15,7 @@ import torch
 from tinker_lightning.server.core.checkpoint_store import CheckpointStore
 from tinker_lightning.server.core.loss_registry import LossRegistry
 from tinker_lightning.server.core.registry import ClientSession, Registry
+from tinker_lightning.server.core.retained import RetainedForwards
 from tinker_lightning.server.core.samplers import Sampling
 from tinker_lightning.server.core.scheduler import GAP_TIMEOUT, Job, Scheduler
 from tinker_lightning.server.core.training_service import Training
@@ -30,6 +31,8 @@ logger = logging.getLogger("tinker_lightning.server")
 HEARTBEAT_TIMEOUT = 900.0
 # Seconds for which a running job may continue after its trainer was garbage-collected or the interpreter exits.
 _EXIT_GRACE = 3.0
+# Memory limit for the activations of retained forwards.
+RETAINED_BYTES = 4 << 30
 
 
 def default_data_dir() -> Path:
@@ -65,7 +68,8 @@ class EmbeddedTrainer:
         self.registry = Registry()
         self.scheduler = Scheduler(gap_timeout)
         self.losses = LossRegistry(allow_pickled_losses)
-        self.training = Training(self.registry, self.catalog, self.store, self.scheduler, self.losses)
+        self.retained = RetainedForwards(RETAINED_BYTES)
+        self.training = Training(self.registry, self.catalog, self.store, self.scheduler, self.losses, self.retained)
         self.sampling = Sampling(self.registry, self.catalog, self.store, self.scheduler, sampling_seed)
         self._closing = False
         self._waiters: set[Callable[[], object]] = set()
@@ -91,6 +95,8 @@ class EmbeddedTrainer:
         def free() -> None:
             self.registry.free(session)
             self.losses.free(session_id)
+            for model_id in session.models:
+                self.retained.drop(model_id)
 
         self.scheduler.submit(Job(f"{session_id}:finish", "finish", free, session=session_id))
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.server.core.checkpoint_store import CheckpointStore, CheckpointSummary, TinkerPath
 from tinker_lightning.server.core.loss_registry import CUSTOM, LossRegistry
 from tinker_lightning.server.core.registry import Model, Registry, Sampler
+from tinker_lightning.server.core.retained import RetainedForward, RetainedForwards
 from tinker_lightning.server.core.scheduler import Job, Scheduler
 from tinker_lightning.server.engine.adapter import Adapter
 from tinker_lightning.server.engine.batch_pass import run_batch_pass
 from tinker_lightning.server.engine.bound_loss import BoundGraph
-from tinker_lightning.server.engine.passes import run_pass
+from tinker_lightning.server.engine.passes import Activations, run_pass
 from tinker_lightning.server.engine.python_loss import PythonLoss
 from tinker_lightning.types import AdamParams, ForwardBackwardOutput, LoraConfig, OptimStepResponse
 from tinker_lightning.types import requests as rq
@@ -22,10 +24,12 @@ from tinker_lightning.types import responses as rs
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from tinker_lightning.server.engine.base import BaseModel
     from tinker_lightning.server.engine.catalog import Catalog
+    from tinker_lightning.types import Datum
 
 
 class Training:
@@ -38,12 +42,14 @@ class Training:
         store: CheckpointStore,
         scheduler: Scheduler,
         losses: LossRegistry,
+        retained: RetainedForwards,
     ) -> None:
         self._registry = registry
         self._losses = losses
         self._catalog = catalog
         self._store = store
         self._scheduler = scheduler
+        self._retained = retained
 
     def create_model(self, request: rq.CreateModelRequest) -> Job:
         """Creates an adapter on a base model."""
@@ -74,6 +80,7 @@ class Training:
 
         def run() -> rs.UnloadModelResponse:
             model.unload()
+            self._retained.drop(model.model_id)
             return rs.UnloadModelResponse(model.model_id)
 
         return self._scheduler.submit(Job(f"{model.model_id}:unload", "unload_model", run, model=model.model_id))
@@ -106,6 +113,49 @@ class Training:
         tokens = sum(datum.model_input.length for datum in request.data if datum.model_input.is_text)
         return self._submit(request, kind, run, datums=len(request.data), tokens=tokens)
 
+    def retained_forward(self, request: rq.ForwardBackwardRequest) -> Job:
+        """Runs a forward pass and keeps its activations for `retained_backward`, as far as memory allows."""
+
+        def run(base: BaseModel, adapter: Adapter) -> ForwardBackwardOutput:
+            positions = sum(datum.model_input.length for datum in request.data)
+            activations = Activations() if base.activation_bytes(positions) <= self._retained.limit else None
+            output = run_pass(
+                base, adapter, request.data, request.loss_fn, {}, forward_only=True, activations=activations
+            )
+            self._retained.add(request.model_id, request.seq_id, RetainedForward(request.data, activations))
+            return output
+
+        return self._submit(request, "forward", run, datums=len(request.data))
+
+    def retained_backward(self, request: rq.ForwardBackwardRequest) -> Job:
+        """Accumulates the gradient that belongs to the log-probabilities of an earlier `retained_forward`.
+
+        The result has metrics only, because the client has the log-probabilities already.
+
+        Raises:
+            NotRetained: If the forward is no longer kept. The number is not used up then.
+        """
+        known = self._scheduler.known(f"{request.model_id}:{request.seq_id}")
+        if known is not None:
+            return known
+        number = request.loss_fn_config.get("forward")
+        if not isinstance(number, float | int):
+            raise InvalidInput("loss_fn_config: forward must be the number of a retained forward")
+        forward = self._retained.find(request.model_id, int(number))
+        if len(request.data) != len(forward.data):
+            raise InvalidInput(f"data: forward {number:g} has {len(forward.data)} datums, got {len(request.data)}")
+        data = [
+            datum.with_inputs(weights=-_gradient(i, given))
+            for i, (datum, given) in enumerate(zip(forward.data, request.data, strict=True))
+        ]
+
+        def run(base: BaseModel, adapter: Adapter) -> ForwardBackwardOutput:
+            output = run_pass(base, adapter, data, "cross_entropy", {}, activations=forward.take())
+            return replace(output, loss_fn_outputs=[{} for _ in data])
+
+        tokens = sum(datum.model_input.length for datum in data)
+        return self._submit(request, "forward_backward", run, datums=len(data), tokens=tokens)
+
     def optim_step(self, request: rq.OptimStepRequest) -> Job:
         """Takes an AdamW step with the accumulated gradient."""
         if request.optimizer_params is not None:
@@ -114,6 +164,7 @@ class Training:
         params = request.adam_params or AdamParams()
 
         def run(_: BaseModel, adapter: Adapter) -> OptimStepResponse:
+            self._retained.drop(request.model_id)
             return OptimStepResponse(adapter.step(params))
 
         return self._submit(request, "optim_step", run)
@@ -145,6 +196,7 @@ class Training:
                         "Create a model from the state instead."
                     )
             base.lora.check(saved.weights)
+            self._retained.drop(request.model_id)
             adapter.load(saved.weights, saved.training_state)
             return rs.LoadWeightsResponse(str(path), request.model_id)
 
@@ -216,3 +268,10 @@ class Training:
             overwrite=isinstance(request, rq.SaveWeightsRequest) and request.overwrite,
             user_metadata=None if isinstance(request, rq.SaveWeightsExternalRequest) else request.user_metadata,
         )
+
+
+def _gradient(index: int, datum: Datum) -> NDArray[Any]:
+    gradient = datum.loss_fn_inputs.get("gradient")
+    if gradient is None:
+        raise InvalidDatum(f"datum {index}: gradient: missing")
+    return gradient.to_numpy()

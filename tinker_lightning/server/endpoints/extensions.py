@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tinker_lightning.server.engine.base import BaseModel
 
 # The names of the extensions in get_server_capabilities.
-NAMES = ("import_adapter", "server_losses", "submit_and_wait", "tokenizer_files")
+NAMES = ("import_adapter", "retained_forwards", "server_losses", "submit_and_wait", "tokenizer_files")
 
 
 async def tokenizer(request: Request) -> Response:
@@ -47,6 +47,7 @@ async def import_adapter(request: Request) -> Submission:
 
 _submissions = {
     **training.submissions,
+    **training.extensions,
     **losses.submissions,
     **sampling.submissions,
     "/import_adapter": import_adapter,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.routing import Route
 
-from tinker_lightning.errors import TinkerLightningError
+from tinker_lightning.errors import NotRetained, TinkerLightningError
 from tinker_lightning.server.core.training_service import Training
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.endpoints.futures import Submission, answer_receipt, finished, pending
@@ -63,6 +63,16 @@ async def forward_backward(request: Request) -> Submission:
     return await _submit(request, parse, trainer_of(request).training.forward_backward)
 
 
+async def retained_forward(request: Request) -> Submission:
+    content_type(request, PROTOBUF)
+    return await _submit(request, protobuf.decode_forward_backward, trainer_of(request).training.retained_forward)
+
+
+async def retained_backward(request: Request) -> Submission:
+    content_type(request, PROTOBUF)
+    return await _submit(request, protobuf.decode_forward_backward, trainer_of(request).training.retained_backward)
+
+
 def _numbered(cls: type[T], submit: Callable[[Training, T], Job]) -> Callable[[Request], Awaitable[Submission]]:
     """Returns the endpoint of a numbered job whose request is JSON."""
 
@@ -75,11 +85,16 @@ def _numbered(cls: type[T], submit: Callable[[Training, T], Job]) -> Callable[[R
 
 
 async def _submit(request: Request, parse: Callable[[bytes], T], submit: Callable[[T], Job]) -> Submission:
-    """Queues a numbered job. If this fails, the number is freed, because the client continues with the next one."""
+    """Queues a numbered job. If this fails, the number is freed, because the client continues with the next one.
+
+    The number of a backward whose forward is not retained stays open: the client sends it again, with the datums.
+    """
     body = await read_body(request)
     try:
         message: Any = await parse_body(parse, body)
         job = submit(message)
+    except NotRetained:
+        raise
     except Exception:
         number = protobuf.number_of if content_type(request, JSON, PROTOBUF) == PROTOBUF else _number
         trainer_of(request).training.skip_number(*await parse_body(number, body))
@@ -112,6 +127,8 @@ submissions = {
     "/save_weights_for_sampler": _numbered(rq.SaveWeightsForSamplerRequest, Training.save_weights_for_sampler),
     "/save_weights_external": _numbered(rq.SaveWeightsExternalRequest, Training.save_weights_external),
 }
+# Answered with the result only: a receipt would take a second round trip, which is what they are meant to save.
+extensions = {"/retained_forward": retained_forward, "/retained_backward": retained_backward}
 routes = [
     Route("/get_info", get_info, methods=["POST"]),
     *(Route(path, answer_receipt(submit), methods=["POST"]) for path, submit in submissions.items()),

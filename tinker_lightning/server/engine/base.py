@@ -52,6 +52,14 @@ class BaseModel:
         """Returns the log-probabilities of the targets at these positions."""
         return target_logprobs(self.head, hidden_ND, targets_NK, self.vocab_size)
 
+    def activation_bytes(self, positions: int) -> int:
+        """Estimates the memory of the activations for a backward pass: about 2 MB per position for 135M parameters."""
+        config = self.model.config
+        width = int(getattr(config, "hidden_size", 1024))
+        inner = int(getattr(config, "intermediate_size", None) or 4 * width)
+        layers = int(getattr(config, "num_hidden_layers", 24))
+        return positions * (layers * (14 * width + 5 * inner) + self.vocab_size) * int(self.model.dtype.itemsize)
+
     @torch.no_grad()
     def _check_head(self) -> None:
         """Rejects architectures that scale or cap the logits, because log-probabilities would be silently wrong.

@@ -135,7 +135,7 @@ def _hidden_states(base: BaseModel, tokens_B: Sequence[Tensor], token_budget: in
     lengths = [len(tokens) for tokens in tokens_B]
     batches = group_by_length(lengths, token_budget)
     padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
-    recompute = len(batches) > 1 and padded * _activation_bytes(base) > KEPT_BYTES
+    recompute = len(batches) > 1 and base.activation_bytes(padded) > KEPT_BYTES
     hidden_B: list[Tensor] = [torch.empty(0)] * len(tokens_B)
     for batch in batches:
         tokens_BT = pad_sequence([tokens_B[i] for i in batch], batch_first=True)
@@ -146,15 +146,6 @@ def _hidden_states(base: BaseModel, tokens_B: Sequence[Tensor], token_budget: in
         for i, hidden_TD in zip(batch, hidden_BTD, strict=True):
             hidden_B[i] = hidden_TD[: len(tokens_B[i])]
     return hidden_B
-
-
-def _activation_bytes(base: BaseModel) -> int:
-    """Estimates the activation memory per position: about 2 MB for a model with 135M parameters."""
-    config = base.model.config
-    width = int(getattr(config, "hidden_size", 1024))
-    inner = int(getattr(config, "intermediate_size", None) or 4 * width)
-    layers = int(getattr(config, "num_hidden_layers", 24))
-    return layers * (14 * width + 5 * inner) * int(base.model.dtype.itemsize)
 
 
 def _target_logprobs(base: BaseModel, hidden_B: Sequence[Tensor], targets_B: Sequence[Tensor]) -> Tensor:

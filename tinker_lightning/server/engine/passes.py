@@ -33,6 +33,23 @@ if TYPE_CHECKING:
 TOKEN_BUDGET = 512
 
 
+class Activations:
+    """The autograd graph of a forward pass: a later backward pass takes it instead of running the forward again."""
+
+    def __init__(self) -> None:
+        self.size = 0  # an estimate of the memory in bytes
+        self._logprobs: dict[tuple[int, ...], list[Tensor]] = {}  # by group of datums
+
+    def keep(self, group: Sequence[int], logprobs: list[Tensor], size: int) -> None:
+        """Keeps the log-probabilities of a group of datums, with their graph."""
+        self._logprobs[tuple(group)] = logprobs
+        self.size += size
+
+    def take(self, group: Sequence[int]) -> list[Tensor] | None:
+        """Returns the log-probabilities of a group, whose graph can be used once."""
+        return self._logprobs.pop(tuple(group), None)
+
+
 @dataclass(frozen=True, slots=True)
 class _Example:
     """A validated datum, as tensors."""
@@ -52,11 +69,14 @@ def run_pass(
     *,
     forward_only: bool = False,
     scale: float = 1.0,
+    activations: Activations | None = None,
     token_budget: int = TOKEN_BUDGET,
 ) -> ForwardBackwardOutput:
     """Returns the log-probabilities of all targets and the summed loss; adds the gradient unless `forward_only`.
 
-    `scale` multiplies only the gradient. The adapter is unchanged if an error is raised.
+    `scale` multiplies only the gradient. A `forward_only` pass fills `activations`; a backward pass over the same data
+    and weights takes them, which gives the same bits as a pass without them. The adapter is unchanged if an error is
+    raised.
     """
     loss = BoundLoss(loss_fn, loss_fn_config) if isinstance(loss_fn, str) else loss_fn
     dtype = next(iter(adapter.weights.tensors.values())).dtype
@@ -70,7 +90,12 @@ def run_pass(
     with base.lora.use(adapter.weights) as parameters, torch.no_grad() if forward_only else nullcontext():
         for batch in group_by_length([len(example.tokens_T) for example in examples], token_budget):
             terms: list[Tensor] = []
-            logprobs_B = _logprobs(base, [examples[i] for i in batch])
+            kept = None if forward_only or activations is None else activations.take(batch)
+            with nullcontext() if activations is None else torch.enable_grad():
+                logprobs_B = kept or _logprobs(base, [examples[i] for i in batch])
+            if forward_only and activations is not None:
+                positions = len(batch) * max(len(examples[i].tokens_T) for i in batch)
+                activations.keep(batch, logprobs_B, base.activation_bytes(positions))
             for i, logprobs in zip(batch, logprobs_B, strict=True):
                 with error_context(f"datum {i}: {loss.name}"):
                     evaluated = loss.evaluate(logprobs, examples[i].arguments)
