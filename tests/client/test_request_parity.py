@@ -72,6 +72,7 @@ class Recorder:
         for request in self.requests:
             endpoint = re.sub(r"^/(api|ext)/v1/", "", request.path)
             endpoint = "finish" if endpoint.endswith("/finish") else alike(endpoint)
+            endpoint = "forward_backward" if endpoint == "retained_forward" else endpoint
             message = request.message
             message = asdict(message) if is_dataclass(message) and not isinstance(message, type) else message
             for name in DIFFERENT.get(endpoint, ()):
@@ -173,7 +174,7 @@ def conversations(
 def test_the_same_endpoints_are_used(conversations: tuple[dict[str, list[Any]], dict[str, list[Any]]]) -> None:
     ours, theirs = conversations
     fetching = {"retrieve_future", "tokenizer"}  # ours needs not fetch what the submission answers
-    assert set(ours) - ONLY_OURS - fetching == set(theirs) - ONLY_THEIRS - fetching
+    assert set(ours) - ONLY_OURS - {"retained_backward"} - fetching == set(theirs) - ONLY_THEIRS - fetching
 
 
 @pytest.mark.parametrize(
@@ -195,6 +196,8 @@ def test_the_same_endpoints_are_used(conversations: tuple[dict[str, list[Any]], 
 )
 def test_requests_are_equal(conversations: tuple[dict[str, list[Any]], dict[str, list[Any]]], endpoint: str) -> None:
     ours, theirs = (each[endpoint] for each in conversations)
+    if endpoint == "forward_backward" and len(ours) < len(theirs):
+        theirs = theirs[:-1]  # the backward of the custom loss, of which ours sends the gradient only
     assert ours == theirs
     assert ours
 
