@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from concurrent.futures import CancelledError
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tinker_lightning.client.connection import Connection
@@ -14,6 +15,9 @@ from tinker_lightning.client.credentials import Credentials
 from tinker_lightning.client.futures import UnreadFailures, raise_together
 from tinker_lightning.client.live_weights import LiveWeights
 from tinker_lightning.client.loop import BackgroundLoop
+from tinker_lightning.client.retry_policy import RetryPolicy
+from tinker_lightning.client.session import Session
+from tinker_lightning.client.target import Target
 from tinker_lightning.errors import ClientClosed, ClientForked
 
 if TYPE_CHECKING:
@@ -21,9 +25,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from tinker_lightning.client.dialects.dialect import Dialect
-    from tinker_lightning.client.retry_policy import RetryPolicy
-    from tinker_lightning.client.session import Session
-    from tinker_lightning.client.target import Target
 
 T = TypeVar("T")
 C = TypeVar("C", bound="_Client")
@@ -121,13 +122,18 @@ class Channel:
 
     def check_usable(self) -> None:
         """Raises `ClientClosed` after `close()`, and `ClientForked` in a forked process."""
-        if os.getpid() != self._pid:
+        if self.is_foreign:
             raise ClientForked(
                 "this client was created in another process, whose threads and connections do not exist here. Create a "
                 "new one in this process, or use the 'spawn' start method."
             )
         if self._closed:
             raise ClientClosed("this client was closed. Create a new one with connect().")
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the channel was created in another process, of which this one is a fork."""
+        return os.getpid() != self._pid
 
     def watch(self, client: C) -> C:
         """Keeps track of the failures that a client leaves unread; returns the client."""
@@ -154,7 +160,7 @@ class Channel:
                 everything in flight and evaluating custom losses that are still pending.
             detail: What the server records about the end.
         """
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or self.is_foreign:
             return
         failures: list[BaseException] = []
         try:
@@ -197,3 +203,20 @@ def _release(
     loop.close()
     if on_close is not None:
         on_close()
+
+
+# Copies of sampling clients share the channel to a server; it ends with the last of them.
+_joined: weakref.WeakValueDictionary[tuple[str, str, str | None], Channel] = weakref.WeakValueDictionary()
+_joining = threading.Lock()
+
+
+def joined(url: str, api_key: str | None, session_id: str, dialect: Dialect, headers: Mapping[str, str]) -> Channel:
+    """Returns a channel in the session of another process."""
+    key = url, session_id, api_key
+    with _joining:
+        channel = _joined.get(key)
+        if channel is None or channel.is_foreign:
+            join = partial(Session.join, session_id=session_id)
+            target = Target(url, api_key, dialect=dialect)
+            channel = _joined[key] = Channel(target, RetryPolicy(300.0), join, headers)
+        return channel

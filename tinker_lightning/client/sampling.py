@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import os
+import secrets
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from tinker_lightning.client import checkpoints, tokenizer
 from tinker_lightning.client.async_names import awaited, in_thread
+from tinker_lightning.client.channel import joined
+from tinker_lightning.client.dialects.dialect import Dialect
 from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
 from tinker_lightning.client.operations import Operation, encode, perform
 from tinker_lightning.client.sdk import inputs
-from tinker_lightning.errors import ResultExpired
+from tinker_lightning.errors import InvalidInput, InvalidMessage, ResultExpired
 from tinker_lightning.types import SampleResponse, SamplingParams
 from tinker_lightning.types.requests import CreateSamplingSessionRequest, SampleRequest
 from tinker_lightning.types.responses import CreateSamplingSessionResponse, GetSamplerResponse
+from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,18 +30,23 @@ if TYPE_CHECKING:
 
 # How often a sample is requested again whose result the server no longer has.
 _RESAMPLINGS = 3
+# How many copies of a sampling client, and how many requests of each, can be told apart.
+_CLONES = 10**9
 
 
 class SamplingClient:
-    """Samples from fixed weights. Sampling methods return a future at once. Created by a `ServiceClient`."""
+    """Samples from fixed weights. Sampling methods return a future at once. Created by a `ServiceClient`.
 
-    def __init__(self, channel: Channel, sampler_id: str, model_path: str | None = None) -> None:
+    It can be pickled, with the API key, for other processes, which may use it as long as the `ServiceClient` is open.
+    """
+
+    def __init__(self, channel: Channel, sampler_id: str, model_path: str | None = None, first_number: int = 0) -> None:
         self.sampler_id = sampler_id
         self._model_path = model_path
         self.unread = UnreadFailures()
         self._channel = channel
         self._lock = threading.Lock()
-        self._next_number = 0
+        self._next_number = first_number
 
     @classmethod
     def create(cls, channel: Channel, model_path: str | None, base_model: str | None = None) -> Self:
@@ -45,6 +56,47 @@ class SamplingClient:
         )
         created = channel.call("/api/v1/create_sampling_session", request, CreateSamplingSessionResponse)
         return channel.watch(cls(channel, created.sampling_session_id, model_path))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._from_state, (self._state(), self._channel.target.api_key)
+
+    def get_sampler_handle(self) -> str:
+        """Returns a text from which `from_sampler_handle` creates this client in another process; it has no API key."""
+        return base64.urlsafe_b64encode(wire_json.dumps(self._state())).decode()
+
+    @classmethod
+    def from_sampler_handle(cls, handle: str, *, api_key: str | None = None) -> Self:
+        """Creates the client that a handle was made from; the API key is `TINKER_API_KEY` if it is not given."""
+        try:
+            state = wire_json.loads(base64.urlsafe_b64decode(handle))
+            return cls._from_state(state, api_key or os.environ.get("TINKER_API_KEY") or None)
+        except (InvalidMessage, KeyError, ValueError) as error:
+            raise InvalidInput(f"handle: not what get_sampler_handle() returned: {error!r}") from error
+
+    def _state(self) -> dict[str, Any]:
+        target, session = self._channel.target, self._channel.session
+        if target.transport is not None:
+            raise InvalidInput(
+                "this sampling client cannot be passed to another process, because its trainer runs in this one. Start "
+                "`tinker-lightning serve --model ...`, and connect to its URL."
+            )
+        return {
+            "url": target.url,
+            "headers": dict(self._channel.headers),
+            "session_id": session.session_id,
+            "dialect": session.dialect.to_dict(),
+            "sampler_id": self.sampler_id,
+            "model_path": self._model_path,
+        }
+
+    @classmethod
+    def _from_state(cls, state: dict[str, Any], api_key: str | None) -> Self:
+        channel = joined(
+            state["url"], api_key, state["session_id"], Dialect.from_dict(state["dialect"]), state["headers"]
+        )
+        # Other clients of the sampler count from other multiples, so that no number is used twice (PROTOCOL.md §15).
+        first = secrets.randbelow(_CLONES) * _CLONES + _CLONES
+        return channel.watch(cls(channel, state["sampler_id"], state["model_path"], first))
 
     def sample(
         self,

@@ -71,6 +71,7 @@ class Session:
         announced = capabilities.extensions
         self.extensions = Extensions(**{each.name: each.name in announced for each in fields(Extensions)})
         self._counters: dict[str, int] = {}
+        self._is_owner = True
         self._heart = asyncio.create_task(self._beat())
 
     @classmethod
@@ -88,10 +89,7 @@ class Session:
         tags = [tag.strip() for tag in os.environ.get("TINKER_TAGS", "").split(",") if tag.strip()]
         request = CreateSessionRequest(tags, about.user_metadata, SDK_VERSION, about.display_name, about.project_id)
         try:
-            config = await _configuration(connection)
-            connection.billing_pause_seconds = config.billing_exception_max_pause_duration_sec
-            if config.pjwt_auth_enabled:
-                connection.credentials.use_tokens(lambda: _token(connection))
+            config = await cls._configure(connection)
             created, capabilities = await asyncio.gather(
                 connection.post("/api/v1/create_session", request, _CreatedSession), fetch_capabilities(connection)
             )
@@ -106,6 +104,24 @@ class Session:
                 logger.log(level, "%s", message)
         return cls(connection, created.session_id, config, capabilities, dialect)
 
+    @classmethod
+    async def join(cls, connection: Connection, dialect: Dialect | None, session_id: str) -> Session:
+        """Joins the session of another process, which keeps it alive and ends it."""
+        config = await cls._configure(connection)
+        capabilities = await fetch_capabilities(connection)
+        session = cls(connection, session_id, config, capabilities, dialect or await detect(connection, capabilities))
+        session._heart.cancel()
+        session._is_owner = False
+        return session
+
+    @staticmethod
+    async def _configure(connection: Connection) -> ClientConfig:
+        config = await _configuration(connection)
+        connection.billing_pause_seconds = config.billing_exception_max_pause_duration_sec
+        if config.pjwt_auth_enabled:
+            connection.credentials.use_tokens(lambda: _token(connection))
+        return config
+
     def count(self, kind: str) -> int:
         """Returns the next number of a kind; the server recognizes a repeated model or sampler by its number."""
         number = self._counters.get(kind, 0)
@@ -115,6 +131,8 @@ class Session:
     async def finish(self, status: str, detail: str | None = None) -> None:
         """Finishes the session; older servers and unreachable ones are ignored."""
         self._heart.cancel()
+        if not self._is_owner:
+            return
         body = wire_json.dumps({"reason": {"type": status} | ({} if detail is None else {"detail": detail})})
         path = f"/api/v1/sessions/{self.session_id}/finish"
         try:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import gc
 import inspect
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,9 +17,13 @@ from tinker import types as sdk
 import tinker_lightning.client as ours
 from tests.helpers.client_data import DATA
 from tinker_lightning.errors import InvalidInput, NotFound, ResultTimeout, Unsupported
+from tinker_lightning.server import create_app
+from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
+    from tests.helpers.backends import Running
     from tinker_lightning.client import ServiceClient, TrainingClient
+    from tinker_lightning.server import EmbeddedTrainer
 
 # About accounts of hosted Tinker.
 HOSTED = {
@@ -39,7 +46,7 @@ LEFT_OUT = {
         "holder",
     },
     "TrainingClient": {"get_console_url", "get_telemetry"},
-    "SamplingClient": {"from_sampler_handle", "get_sampler_handle", "get_telemetry", "on_queue_state_change"},
+    "SamplingClient": {"get_telemetry", "on_queue_state_change"},
     "RestClient": {
         *(f"{name}{suffix}" for name in HOSTED for suffix in ("", "_async")),
         "get_telemetry",
@@ -48,15 +55,7 @@ LEFT_OUT = {
     "APIFuture": set(),
 }
 # Arguments of the SDK that we do not have: it ignores them with a warning, we raise a TypeError.
-SCORES = {"topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"}
-LAST = {"prompt_logprobs_last_n"}
-LEFT_OUT_ARGUMENTS = {
-    "ServiceClient.__init__": {"kwargs"},
-    "SamplingClient.sample": SCORES | LAST,
-    "SamplingClient.sample_async": SCORES | LAST,
-    "SamplingClient.compute_logprobs": LAST,
-    "SamplingClient.compute_logprobs_async": LAST,
-}
+LEFT_OUT_ARGUMENTS = {"ServiceClient.__init__": {"kwargs"}}
 # Created by a ServiceClient, never by users.
 CONSTRUCTED = {"ServiceClient"}
 CLASSES = {
@@ -242,3 +241,29 @@ def test_close_returns_a_future_that_is_done() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_BASE_URL", "embedded")
         assert ours.ServiceClient(user_metadata={"a": "b"}, display_name="x").close("success").result() is None
+
+
+def test_a_sampling_client_can_be_pickled(shared: EmbeddedTrainer, running: Running) -> None:  # R5.4
+    """A copy samples from the same weights under numbers of its own, and does not end the session."""
+    params = sdk.SamplingParams(max_tokens=4, seed=3)
+    prompt = sdk.ModelInput.from_ints([72, 101])
+    app = create_app(shared, api_key="tml-k")
+    with running(app) as url, ours.ServiceClient(base_url=url, api_key="tml-k") as service:
+        sampler = service.create_sampling_client(base_model="tiny")
+        expected = sampler.sample(prompt, 2, params).result()
+        copies = [pickle.loads(pickle.dumps(sampler)) for _ in range(2)]  # noqa: S301
+        copies.append(ours.SamplingClient.from_sampler_handle(sampler.get_sampler_handle(), api_key="tml-k"))
+        assert "tml-k" not in base64.b64decode(sampler.get_sampler_handle(), altchars="-_").decode()
+        assert all(copy.sample(prompt, 2, params).result() == expected for copy in copies)
+        assert copies[0]._channel is copies[1]._channel
+        assert len({copy._next_number for copy in copies}) == 3
+        del copies
+        gc.collect()
+        assert sampler.sample(prompt, 2, params).result() == expected
+
+
+def test_a_sampling_client_of_a_trainer_in_this_process_cannot_be_pickled() -> None:
+    with embedded_service() as service, pytest.raises(InvalidInput, match="its trainer runs in this one"):
+        pickle.dumps(service.create_sampling_client(base_model="tiny"))
+    with pytest.raises(InvalidInput, match="handle: not what get_sampler_handle"):
+        ours.SamplingClient.from_sampler_handle("e30=")
