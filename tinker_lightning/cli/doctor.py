@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -60,6 +61,8 @@ def run(options: argparse.Namespace) -> int:
             f"{url} may be a hosted service, where this costs money: the checks create about 15 models and pass "
             f"up to {TOKENS:,} tokens. Pass --yes to run them."
         )
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("tinker_lightning.client.doctor").setLevel(logging.INFO)  # a slow server takes minutes
     policy = RetryPolicy(_RETRY_SECONDS)
     with ServiceClient(base_url=url, api_key=options.api_key, dialect=options.dialect, retry_policy=policy) as service:
         report = examine(service, options.model, checks)

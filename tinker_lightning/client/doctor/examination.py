@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tinker_lightning.client.service import ServiceClient
 
-logger = logging.getLogger("tinker_lightning.client")
+logger = logging.getLogger("tinker_lightning.client.doctor")
 
 CHECKS: tuple[Check, ...] = (
     gradients.LINEAR,
@@ -59,8 +59,8 @@ def examine(service: ServiceClient, base_model: str | None = None, checks: Seque
     probe = Probe(service, base_model)
     results = []
     try:
-        for check in checks:
-            logger.info("checking: %s", check.name)
+        for number, check in enumerate(checks, 1):
+            logger.info("check %d of %d: %s", number, len(checks), check.name)
             results.append(_run(check, probe))
             probe.end_check()
     finally:
