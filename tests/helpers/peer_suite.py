@@ -30,7 +30,7 @@ class Server(NamedTuple):
     Args:
         url: Its URL.
         base_model: The base model.
-        step: The learning rate of a step that is small enough for log-probabilities to change linearly.
+        step: The learning rate of a step that changes log-probabilities linearly, and well above rounding.
         learning_rate: The learning rate that trains the base model.
         api_key: The key that it wants.
     """

@@ -26,7 +26,7 @@ KEY = "tml-test-key"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with tuft(write_tiny_qwen(tmp_path_factory.mktemp("model")), "tiny", KEY) as url:
-        yield Server(url, "tiny", step=300.0, learning_rate=1e-2, api_key=KEY)
+        yield Server(url, "tiny", step=30_000.0, learning_rate=1e-2, api_key=KEY)
 
 
 class TestTuFT(PeerSuite):
