@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 
 from tinker_lightning.client.sdk.inputs import check_not_mapped, to_datum, to_model_input
 from tinker_lightning.errors import InvalidDatum
@@ -132,12 +133,12 @@ class RowFormat:
             return to_model_input(value)
         if isinstance(value, str):
             ids: list[int] = self.tokenizer(value)["input_ids"]
-        elif self.renderer is not None:
-            messages = self._with_system(chat.check_messages(value))
-            ids = self.renderer.build_generation_prompt(messages).to_ints()
         else:
-            messages = self._with_system(chat.check_messages(value))
-            ids = chat.generation_prompt(messages, self.tokenizer, tools=tools)
+            messages = self._with_system(chat.to_answer(value))
+            if self.renderer is not None:
+                ids = self.renderer.build_generation_prompt(messages).to_ints()
+            else:
+                ids = chat.generation_prompt(messages, self.tokenizer, tools=tools)
         return ModelInput.from_ints(self._shortened(ids, np.zeros(len(ids), np.float32))[0])
 
     def _answered(self, prompt: Any, answer: Any, tools: Any) -> Datum:
@@ -156,7 +157,7 @@ class RowFormat:
             return chat.render(messages, self.tokenizer, first=first, only_last=self.only_last, tools=tools)
         what = "last_assistant_message" if self.only_last else "all_assistant_messages"
         tokens, weights = self.renderer.build_supervised_example(messages, train_on_what=what)
-        weights = np.array(weights, np.float32)
+        weights = torch.as_tensor(weights, dtype=torch.float32).numpy().copy()
         if first:
             weights[: self.renderer.build_generation_prompt(messages[:first]).length] = 0
         return tokens.to_ints(), weights

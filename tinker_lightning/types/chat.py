@@ -80,14 +80,19 @@ def render(
     return _by_prefixes(text, tokenizer, spans)
 
 
+def to_answer(messages: Any) -> list[Message]:
+    """Returns the messages without a last one of the assistant, which is what a model has to generate."""
+    given = check_messages(messages)
+    if given and given[-1]["role"] == "assistant":
+        given = given[:-1]
+    if not given:
+        raise InvalidDatum("the conversation has no message to answer")
+    return given
+
+
 def generation_prompt(messages: Any, tokenizer: Any, *, tools: Sequence[Any] | None = None) -> list[int]:
     """Returns the tokens that precede the assistant's next message; a last assistant message is left out."""
-    messages = check_messages(messages)
-    if messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise InvalidDatum("the conversation has no message to answer")
-    return _tokens(tokenizer, _template(tokenizer, messages, tools, add_generation_prompt=True))
+    return _tokens(tokenizer, _template(tokenizer, to_answer(messages), tools, add_generation_prompt=True))
 
 
 def shorten(ids: list[int], weights: NDArray[np.float32], max_length: int | None, truncate: Truncate) -> Rendered:
