@@ -7,13 +7,20 @@ from typing import Any
 from tinker_lightning.client.backend import TrainingBackend
 from tinker_lightning.errors import InvalidInput
 
+# What makes a client of another vendor trainable: the SDK's names.
+_OF_VENDORS = ("forward", "forward_backward_custom", "optim_step", "save_state")
+
 
 def as_backend(client: Any) -> TrainingBackend:
-    """Returns a training client as a `TrainingBackend`: ours unchanged, the official SDK's in a thin wrapper."""
+    """Returns a training client as a `TrainingBackend`: ours unchanged, the SDK's or a vendor's in a wrapper."""
     if _is_official(client, "TrainingClient"):
         from tinker_lightning.client.sdk.clients import OfficialTrainingClient
 
         return OfficialTrainingClient(client)
+    if not hasattr(client, "prepare_gradient") and all(hasattr(client, name) for name in _OF_VENDORS):
+        from tinker_lightning.client.sdk.vendors import VendorTrainingClient
+
+        return VendorTrainingClient(client)
     wanted = [name for name in vars(TrainingBackend) if not name.startswith("_")]
     if missing := [name for name in wanted if not hasattr(client, name)]:
         raise InvalidInput(

@@ -34,12 +34,12 @@ def encode_pass(dialect: Dialect, request: ForwardBackwardRequest) -> tuple[str,
                 )
     if request.forward_only:
         if dialect.forward == "zero_weights":
-            data = [_weighted(datum, 0.0) for datum in request.data]
+            data = [weighted(datum, 0.0) for datum in request.data]
             request = dataclasses.replace(
                 request, data=data, loss_fn="cross_entropy", loss_fn_config={}, forward_only=False
             )
         elif dialect.unit_forward_weights:
-            request = dataclasses.replace(request, data=[_weighted(datum, 1.0) for datum in request.data])
+            request = dataclasses.replace(request, data=[weighted(datum, 1.0) for datum in request.data])
     endpoint = "forward" if request.forward_only and dialect.forward == "forward" else "forward_backward"
     if dialect.encoding == "json":
         return endpoint, wire_json.forward_backward_body(request), JSON
@@ -61,6 +61,7 @@ def encode_json(dialect: Dialect, endpoint: str, request: Any) -> bytes:
     return wire_json.dumps(request, without={field.name for field in unknown})
 
 
-def _weighted(datum: Datum, weight: float) -> Datum:
+def weighted(datum: Datum, weight: float) -> Datum:
+    """Returns a datum with the same weight on all its targets."""
     targets = datum.loss_fn_inputs["target_tokens"]
     return datum.with_inputs(weights=np.full(targets.shape, weight, np.float32))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import warnings
 import weakref
 from functools import partial
@@ -24,7 +25,7 @@ from tinker_lightning.client.sdk import convert, inputs
 from tinker_lightning.client.sdk.behind import detect_behind
 from tinker_lightning.client.sdk.requests import Calls
 from tinker_lightning.client.training_base import BaseTrainingClient
-from tinker_lightning.errors import InvalidInput, NotFound
+from tinker_lightning.errors import InvalidInput, NotFound, Unsupported
 from tinker_lightning.types import (
     ForwardBackwardOutput,
     GetInfoResponse,
@@ -54,9 +55,10 @@ class OfficialTrainingClient(BaseTrainingClient):
     """The official SDK's `TrainingClient` as a `TrainingBackend`; takes the SDK's types and ours, returns ours."""
 
     losses: Losses | None = None  # the SDK has no call to upload losses
+    _types: Any = sdk
 
     def __init__(self, client: tinker.TrainingClient) -> None:
-        super().__init__(str(client.model_id))
+        super().__init__(str(getattr(client, "model_id", type(client).__name__)))
         self.client = client
         self._calls = Calls(self.model_id, self.unread)
         self._dialect: Dialect | None = None
@@ -79,7 +81,7 @@ class OfficialTrainingClient(BaseTrainingClient):
         """Takes an AdamW step on the accumulated gradient."""
         ours = inputs.to_adam_params(optim_params)
         self._before_step(ours)
-        params = sdk.AdamParams(**{name: getattr(ours, name) for name in ours.__slots__})
+        params = convert.settings(self._types.AdamParams, ours)
         future = self._calls.submit(
             "optim_step", lambda: self.client.optim_step(params), lambda r: OptimStepResponse(r.metrics)
         )
@@ -97,7 +99,7 @@ class OfficialTrainingClient(BaseTrainingClient):
         self._flush()
         return self._calls.submit(
             "save_state",
-            lambda: self.client.save_state(name, ttl_seconds, overwrite, user_metadata),
+            partial(self._save, "save_state", name, ttl_seconds, overwrite=overwrite, user_metadata=user_metadata),
             lambda r: SaveWeightsResponse(r.path),
         )
 
@@ -108,7 +110,7 @@ class OfficialTrainingClient(BaseTrainingClient):
         self._flush()
         return self._calls.submit(
             "save_weights_for_sampler",
-            lambda: self.client.save_weights_for_sampler(name, ttl_seconds, user_metadata),
+            partial(self._save, "save_weights_for_sampler", name, ttl_seconds, user_metadata=user_metadata),
             lambda r: SaveWeightsForSamplerResponse(path=r.path),
         )
 
@@ -205,10 +207,19 @@ class OfficialTrainingClient(BaseTrainingClient):
         return self._dialect
 
     def _post_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
-        datums = [convert.datum(datum) for datum in request.for_call(request.data)]
+        datums = [convert.datum(datum, self._types) for datum in request.for_call(request.data)]
         name, config = "forward" if forward_only else "forward_backward", request.config or None
         call = self.client.forward if forward_only else self.client.forward_backward
         return self._calls.future(name, lambda: call(datums, request.loss, config), convert.output)  # type: ignore[arg-type]
+
+    def _save(self, method: str, name: str, ttl_seconds: int | None, **optional: Any) -> Any:
+        """Calls a save with those of its arguments that are given; versions of the SDK differ in what they know."""
+        call = getattr(self.client, method)
+        given = {"ttl_seconds": ttl_seconds, **optional}
+        given = {each: value for each, value in given.items() if value}
+        if unknown := given.keys() - inspect.signature(call).parameters.keys():
+            raise Unsupported(f"{method} of this client has no {', '.join(sorted(unknown))}; leave it out")
+        return call(name, **given)
 
     def _load(self, name: str, path: str, token: str | None) -> TinkerFuture[LoadWeightsResponse]:
         self._flush()
@@ -238,7 +249,7 @@ class OfficialSamplingClient:
         if num_samples < 1:
             raise InvalidInput(f"num_samples must be at least 1, got {num_samples}")
         ours = inputs.to_sampling_params(sampling_params)
-        params = sdk.SamplingParams(**{name: getattr(ours, name) for name in ours.__slots__})
+        params = convert.settings(sdk.SamplingParams, ours)
         text, send = convert.model_input(prompt), self.client.sample
         return self._calls.submit(
             "sample", lambda: send(text, num_samples, params, include_prompt_logprobs), convert.sampled
@@ -256,7 +267,7 @@ class OfficialSamplingClient:
 
     def get_base_model(self) -> str:
         """Returns the name of the base model."""
-        return self._calls.translated("get_base_model", self.client.get_base_model)
+        return str(self._calls.translated("get_base_model", self.client.get_base_model))
 
     def get_tokenizer(self) -> Any:
         """Returns the tokenizer of the base model."""

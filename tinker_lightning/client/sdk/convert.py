@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from tinker import types as sdk
 
 from tinker_lightning.client.sdk import inputs
+from tinker_lightning.errors import Unsupported
 from tinker_lightning.types import (
     Datum,
     DmelChunk,
@@ -21,24 +23,45 @@ from tinker_lightning.types import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tinker_lightning.types import ModelInputChunk, ProvenanceSpan
+    from tinker_lightning.types import AdamParams, ModelInputChunk, ProvenanceSpan, SamplingParams
 
 
-def datum(datum: Datum) -> sdk.Datum:
-    """Converts a datum to the SDK's type."""
-    result = sdk.Datum(
-        model_input=model_input(datum.model_input),
-        loss_fn_inputs={name: _tensor(tensor) for name, tensor in datum.loss_fn_inputs.items()},
+def build(kind: Any, **values: Any) -> Any:
+    """Creates an object of the SDK, without optional fields that its version does not know.
+
+    Raises:
+        Unsupported: If such a field has a value that matters.
+    """
+    known = inspect.signature(kind).parameters
+    if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        unknown = [name for name, value in values.items() if name not in known and value]
+        if unknown:
+            raise Unsupported(f"{kind.__name__} of this client has no {', '.join(unknown)}; leave it out")
+        values = {name: value for name, value in values.items() if name in known}
+    return kind(**values)
+
+
+def settings(kind: Any, ours: AdamParams | SamplingParams) -> Any:
+    """Converts the settings of a step or of sampling to the SDK's type."""
+    return build(kind, **{name: getattr(ours, name) for name in ours.__slots__})
+
+
+def datum(datum: Datum, types: Any = sdk) -> Any:
+    """Converts a datum to the SDK's type, or to that of a vendor whose `types` are given."""
+    result = types.Datum(
+        model_input=model_input(datum.model_input, types),
+        loss_fn_inputs={name: _tensor(tensor, types) for name, tensor in datum.loss_fn_inputs.items()},
     )
     if datum.model_input_spans is None or datum.loss_fn_input_spans is None:
         return result
     return result.with_provenance(_spans(datum.model_input_spans), _spans(datum.loss_fn_input_spans))
 
 
-def _tensor(tensor: TensorData) -> sdk.TensorData:
+def _tensor(tensor: TensorData, types: Any) -> Any:
     crow, col = tensor.sparse_crow_indices, tensor.sparse_col_indices
-    return sdk.TensorData(
-        data=tensor.values,
+    return build(
+        types.TensorData,
+        data=tensor.values if types is sdk else tensor.data,
         dtype=tensor.dtype,
         shape=tensor.shape,
         sparse_crow_indices=None if crow is None else crow.tolist(),
@@ -46,21 +69,21 @@ def _tensor(tensor: TensorData) -> sdk.TensorData:
     )
 
 
-def model_input(given: Any) -> sdk.ModelInput:
-    """Converts an input to the SDK's type."""
-    if isinstance(given, sdk.ModelInput):
+def model_input(given: Any, types: Any = sdk) -> Any:
+    """Converts an input to the SDK's type, or to that of a vendor whose `types` are given."""
+    if isinstance(given, types.ModelInput):
         return given
-    return sdk.ModelInput(chunks=[_chunk(chunk) for chunk in inputs.to_model_input(given).chunks])
+    return types.ModelInput(chunks=[_chunk(chunk, types) for chunk in inputs.to_model_input(given).chunks])
 
 
-def _chunk(chunk: ModelInputChunk) -> sdk.ModelInputChunk:
+def _chunk(chunk: ModelInputChunk, types: Any) -> Any:
     if isinstance(chunk, EncodedTextChunk):
-        return sdk.EncodedTextChunk(tokens=chunk.tokens.tolist())
+        return types.EncodedTextChunk(tokens=chunk.tokens.tolist())
     if isinstance(chunk, ImageChunk):
-        return sdk.ImageChunk(data=chunk.data, format=chunk.format, expected_tokens=chunk.expected_tokens)
+        return types.ImageChunk(data=chunk.data, format=chunk.format, expected_tokens=chunk.expected_tokens)
     if isinstance(chunk, DmelChunk):
-        return sdk.DmelChunk(dmel=chunk.dmel)
-    return sdk.ImageAssetPointerChunk(
+        return types.DmelChunk(dmel=chunk.dmel)
+    return types.ImageAssetPointerChunk(
         location=chunk.location, format=chunk.format, expected_tokens=chunk.expected_tokens
     )
 

@@ -5,7 +5,7 @@ Imported only after the user has passed such a client, so that `tinker` stays an
 
 from __future__ import annotations
 
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import tinker
@@ -42,8 +42,7 @@ class Calls:
 
     def future(self, operation: str, send: Callable[[], Any], convert: Callable[[Any], T]) -> TinkerFuture[T]:
         """Sends with the SDK; returns a future of the converted result that is not tracked."""
-        sent = self.translated(operation, send)
-        source: Future[Any] = sent if isinstance(sent, Future) else sent.future()
+        source = _source(self._sent(operation, send))
         converted: Future[T] = Future()
         converted.set_running_or_notify_cancel()
 
@@ -56,8 +55,11 @@ class Calls:
         source.add_done_callback(settle)
         return TinkerFuture(converted, operation if self._model_id is None else f"{operation} of {self._model_id}")
 
-    def translated(self, operation: str, action: Callable[[], T]) -> T:
-        """Runs an action, converting its errors to ours."""
+    def translated(self, operation: str, action: Callable[[], Any]) -> Any:
+        """Runs an action and waits if it returns a future; converts its errors to ours."""
+        return self._sent(operation, lambda: _value(action()))
+
+    def _sent(self, operation: str, action: Callable[[], Any]) -> Any:
         try:
             return action()
         except Exception as error:
@@ -74,7 +76,28 @@ class Calls:
         return ours
 
 
+# Waits for futures that cannot call back, such as those of other vendors.
+_waiting = ThreadPoolExecutor(max_workers=64, thread_name_prefix="tinker-lightning-futures")
+
+
+def _source(sent: Any) -> Future[Any]:
+    """Returns the future of a call, whichever kind the client returns: the SDK has changed it, and vendors differ."""
+    if isinstance(sent, Future):
+        return sent
+    if callable(wrapped := getattr(sent, "future", None)):
+        source: Future[Any] = wrapped()
+        return source
+    return _waiting.submit(sent.result)
+
+
+def _value(returned: Any) -> Any:
+    """Returns the result of a call that may return a future of it: all of them do from SDK 0.38 on."""
+    return returned.result() if callable(getattr(returned, "result", None)) else returned
+
+
 def _kind(error: Exception) -> type[TinkerLightningError]:
+    if isinstance(error, TinkerLightningError):  # what was asked for is not supported
+        return type(error)
     if isinstance(error, tinker.RequestFailedError) and error.category == sdk.RequestErrorCategory.User:
         return InvalidInput
     kinds: dict[type[Exception], type[TinkerLightningError]] = {
