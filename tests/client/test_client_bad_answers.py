@@ -12,6 +12,8 @@ from tests.helpers.backends import QUICK
 from tests.helpers.client_data import DATA
 from tinker_lightning import ModelInput, SamplingParams
 from tinker_lightning.client import ServiceClient
+from tinker_lightning.client.dialects import Surrogate
+from tinker_lightning.client.dialects.known import known
 from tinker_lightning.errors import (
     InvalidDatum,
     InvalidInput,
@@ -23,9 +25,12 @@ from tinker_lightning.errors import (
     TinkerLightningError,
 )
 from tinker_lightning.server import create_app
+from tinker_lightning.wire import tinker_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from google.protobuf.message import Message
 
     from tinker_lightning.server import EmbeddedTrainer
 
@@ -71,7 +76,7 @@ class Meddler(httpx.AsyncBaseTransport):
         (
             lambda: httpx.Response(200, content=b"\xff\xff", headers={"content-type": "application/x-protobuf"}),
             NotATinkerServer,
-            "the result is malformed",
+            "the result of forward is malformed",
         ),
     ],
 )
@@ -133,3 +138,63 @@ def test_an_unreachable_server_does_not_delay_close(shared: EmbeddedTrainer, mon
         meddler.answers["finish"] = gone
         started = time.monotonic()
     assert time.monotonic() - started < 10
+
+
+def _json(text: str) -> Callable[[], httpx.Response]:
+    return lambda: httpx.Response(200, content=text.encode(), headers={"content-type": "application/json"})
+
+
+def _output(logprobs: str, metrics: str = "{}") -> Callable[[], httpx.Response]:
+    outputs = ", ".join([f'{{"logprobs": {logprobs}}}'] * len(DATA))
+    return _json(f'{{"loss_fn_output_type": "x", "loss_fn_outputs": [{outputs}], "metrics": {metrics}}}')
+
+
+def _protobuf(message: Message) -> Callable[[], httpx.Response]:
+    content, kind = message.SerializeToString(), {"content-type": "application/x-protobuf"}
+    return lambda: httpx.Response(200, content=content, headers=kind)
+
+
+FIELD = pb.BatchedTensor(data=bytes(4), offsets=bytes(8) + b"\x04" + bytes(7))  # without a dtype
+RECORD = pb.ArrayRecord(num_datums=1, fields={"logprobs": FIELD})
+SAMPLE = pb.SampleResponse(sequences=[pb.SampledSequence(tokens=bytes(4))])
+NUMBERS = '{"data": [-1.0], "dtype": "float32"}'
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "answer", "field"),
+    [
+        ("retrieve_future", _output('{"data": [NaN], "dtype": "float32"}'), "a result with NaN"),
+        (
+            "retrieve_future",
+            _output('{"data": [null], "dtype": "float32"}'),
+            r"loss_fn_outputs\[0\].logprobs: not an array",
+        ),
+        ("retrieve_future", _output('{"data": [1], "dtype": "bf16"}'), r"loss_fn_outputs\[0\].logprobs: dtype 'bf16'"),
+        ("retrieve_future", _output(NUMBERS, '{"loss": 1.0}'), "metrics: 'loss' has no colon"),
+        ("retrieve_future", _output(NUMBERS, '{"loss:sum": null}'), "metrics.loss:sum: must be a number"),
+        ("retrieve_future", _protobuf(pb.ForwardBackwardOutput(loss_fn_outputs=[RECORD])), "logprobs: dtype 0"),
+        ("retrieve_future", _protobuf(SAMPLE), "loss_fn_outputs has 0 entries for 3 datums"),
+        (
+            "forward_backward",
+            lambda: httpx.Response(415, json={"detail": "no"}),
+            "speak the dialect 'protobuf'",
+        ),
+        ("forward_backward", lambda: httpx.Response(404, json={"detail": "Not Found"}), "servers of several versions"),
+        ("forward_backward", lambda: httpx.Response(200, html="<html>login</html>"), "returned HTTP 200 and text/html"),
+    ],
+)
+def test_an_answer_of_a_stranger_is_one_error_that_names_server_endpoint_and_field(
+    shared: EmbeddedTrainer, endpoint: str, answer: Callable[[], httpx.Response], field: str
+) -> None:
+    meddler = Meddler(httpx.ASGITransport(create_app(shared, extended=False)))
+    dialect = known("protobuf").but(surrogate=Surrogate())
+    with ServiceClient(base_url="http://embedded", transport=meddler, retry_policy=QUICK, dialect=dialect) as service:
+        model = service.create_lora_training_client("tiny", rank=4)
+        meddler.answers[endpoint] = answer
+        started = time.monotonic()
+        with pytest.raises(TinkerLightningError, match=field) as caught:
+            model.forward_backward(DATA, "cross_entropy").result()
+        assert time.monotonic() - started < 10
+        assert "http://embedded" in str(caught.value)
+        assert f"/api/v1/{endpoint}" in str(caught.value)
+        meddler.answers.clear()

@@ -218,6 +218,11 @@ class Connection:
         try:
             return wire_json.loads(response.content)
         except InvalidMessage as error:
+            if any(word in response.content for word in (b"NaN", b"Infinity")):
+                raise OperationFailed(
+                    f"{self.url}{response.url.path} returned a result with NaN or infinity, which JSON cannot contain. "
+                    "Look for a token id that the model does not have, or for weights that are no longer finite."
+                ) from error
             raise self.not_a_tinker_server(f"{response.url.path}: {error}") from error
 
     def not_a_tinker_server(self, detail: str) -> NotATinkerServer:
@@ -269,6 +274,7 @@ class Connection:
         if status == 409 and _is_final_conflict(response):
             return OperationFailed(message)
         if 400 <= status < 500 and not _may_succeed_later(response):
+            message += f" (HTTP {status})" if status in (405, 415) else ""
             return input_error((body or {}).get("error_class"))(message)
         return OperationFailed(f"{message} (HTTP {status})")
 

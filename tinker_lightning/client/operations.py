@@ -72,6 +72,7 @@ class Operation(Generic[T]):
     seq_id: int | None = None
     request: Any = None  # kept where the number may change until the operation is posted
     whole: Callable[[], Operation[T]] | None = None  # the same with its datums, if the server does not retain them
+    datums: int | None = None  # of a pass
 
     def __str__(self) -> str:
         return self.name if self.model_id is None else f"{self.name} {self.seq_id} of {self.model_id}"
@@ -86,7 +87,7 @@ def encode(dialect: Dialect, name: str, endpoint: str, request: Any, result: typ
     if isinstance(request, ForwardBackwardRequest):
         standard, body, content_type = encoding.encode_pass(dialect, request)
         endpoint = standard if endpoint == "forward_backward" else endpoint
-        operation = Operation(name, endpoint, body, content_type, result)
+        operation = Operation(name, endpoint, body, content_type, result, datums=len(request.data))
     else:
         operation = Operation(name, endpoint, encoding.encode_json(dialect, endpoint, request), JSON, result)
     if dialect.numbers == "strict":
@@ -142,19 +143,24 @@ async def perform(
     except TinkerLightningError as error:
         # Of the same class, so that `except` keeps its meaning, prefixed with the operation.
         located = type(error)(
-            f"{operation}{request_id and f', request {request_id}'}: {error}{_hint(session.dialect, operation, error)}"
+            f"{operation}{request_id and f', request {request_id}'}: {error}{_hint(session, operation, error)}"
         )
         located.operation, located.model_id = operation.name, operation.model_id
         located.seq_id, located.request_id = operation.seq_id, request_id or None
         raise located from error
 
 
-def _hint(dialect: Dialect, operation: Operation[Any], error: TinkerLightningError) -> str:
+def _hint(session: Session, operation: Operation[Any], error: TinkerLightningError) -> str:
     """Returns the likely cause if a pass meets no endpoint for it, or one that crashes on its encoding."""
-    is_pass = operation.result is ForwardBackwardOutput and not dialect.deduplicates
-    if not is_pass or not (isinstance(error, NotFound) or "(HTTP 500)" in str(error)):
+    name, text = session.dialect.name, str(error)
+    missing = text.endswith(("Not Found", "(HTTP 405)", "(HTTP 415)"))
+    stranger = not session.dialect.deduplicates and (isinstance(error, NotFound) or "(HTTP 500)" in text)
+    if operation.result is not ForwardBackwardOutput or not (missing or stranger):
         return ""
-    return f" Does the server speak the dialect {dialect.name!r}? connect(url, dialect='auto') detects what it speaks."
+    return (
+        f" Does the server speak the dialect {name!r}? connect(url, dialect='auto') detects what it speaks. If it did "
+        f"before, {session.connection.url} was replaced, or servers of several versions share this URL."
+    )
 
 
 async def _submit(session: Session, operation: Operation[Any]) -> httpx.Response:
@@ -241,15 +247,30 @@ def _decode(session: Session, operation: Operation[T], response: httpx.Response)
         try:
             decoded: T = _BINARY[operation.result](response.content)
         except InvalidMessage as error:
-            raise session.connection.not_a_tinker_server(f"the result is malformed: {error}") from error
-        return decoded
-    message = session.connection.json(response)
-    if "error" in message:
-        raise _failure(message)
-    result = session.connection.parse(operation.result, response)
-    if isinstance(result, OptimStepResponse) and result.metrics:
-        return replace(result, metrics={_METRICS.get(name, name): value for name, value in result.metrics.items()})
-    return result
+            where = f"{response.url.path}: the result of {operation.name} is malformed"
+            raise session.connection.not_a_tinker_server(f"{where}: {error}") from error
+    else:
+        message = session.connection.json(response)
+        if "error" in message:
+            raise _failure(message)
+        decoded = session.connection.parse(operation.result, response)
+    if isinstance(decoded, ForwardBackwardOutput) and (reason := _defect(session, operation, decoded)):
+        raise session.connection.not_a_tinker_server(f"{response.url.path}: {reason}")
+    if isinstance(decoded, OptimStepResponse) and decoded.metrics:
+        return replace(decoded, metrics={_METRICS.get(name, name): value for name, value in decoded.metrics.items()})
+    return decoded
+
+
+def _defect(session: Session, operation: Operation[Any], output: ForwardBackwardOutput) -> str | None:
+    """Returns what is wrong with the result of a pass, such as that of another operation in its place."""
+    if operation.datums and len(output.loss_fn_outputs) != operation.datums:
+        return f"loss_fn_outputs has {len(output.loss_fn_outputs)} entries for {operation.datums} datums"
+    for name in output.metrics if not session.dialect.deduplicates else ():
+        if ":" not in name:
+            return (
+                f"metrics: {name!r} has no colon, so how to combine it is unknown; write it as {name}:sum, :mean, ..."
+            )
+    return None
 
 
 def _pending(response: httpx.Response) -> dict[str, Any] | None:
