@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinker_lightning import AdamParams, Datum, ModelInput, ServiceClient
+from tinker_lightning import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
 from tinker_lightning.client.dialects.known import known
 from tinker_lightning.client.retry_policy import RetryPolicy
 from tinker_lightning.errors import AnswerLost, NotFound, OperationFailed, TinkerLightningError, Unsupported
@@ -236,3 +236,39 @@ def test_a_crash_does_not_lose_the_answer_to_the_next_request(trainer: EmbeddedT
             with pytest.raises(OperationFailed, match="HTTP 500"):
                 service.weights_info("tinker://unknown/weights/x")  # after which the connection is closed
             client.forward_backward(BATCH, "cross_entropy").result()
+
+
+def stepped(client: TrainingClient) -> np.ndarray[Any, Any]:
+    """Trains a step on two calls, and returns the log-probabilities after it."""
+    client.forward_backward_custom(BATCH[:2], preference)
+    client.forward_backward_custom(BATCH[1:], preference)
+    client.optim_step(AdamParams(learning_rate=1e-2)).result()
+    return logprobs_of(client)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_whole_path(kind: Kind, trainer: EmbeddedTrainer) -> None:
+    with imitate(kind, trainer=trainer) as server, connected(server, known(kind)) as service:
+        client = model_on(service)
+        before = logprobs_of(client)
+        first = stepped(client)
+        assert np.abs(first - before).max() > 1e-3
+        saved = client.save_state("state").result().path
+        second = stepped(client)
+        client.load_state_with_optimizer(saved).result()
+        np.testing.assert_allclose(logprobs_of(client), first, rtol=1e-6)
+        if server.behaviour.saves_optimizer:
+            np.testing.assert_allclose(stepped(client), second, rtol=1e-5)
+        current = logprobs_of(client)
+        sampler = client.save_weights_and_get_sampling_client()
+        scores = sampler.compute_logprobs(BATCH[0].model_input).result()
+        assert scores[0] is None
+        np.testing.assert_allclose(np.array(scores[1:], float), current[: len(scores) - 1], rtol=1e-3, atol=1e-4)
+        drawn = sampler.sample(BATCH[0].model_input, 2, SamplingParams(max_tokens=3, seed=1)).result()
+        assert len(drawn.sequences) == 2
+        try:
+            client.delete_checkpoint(saved)
+        except Unsupported:
+            assert "delete" in server.behaviour.lacks
+        else:
+            assert not service.checkpoint_exists(saved)

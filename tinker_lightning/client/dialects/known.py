@@ -56,7 +56,7 @@ TWINKLE = JSON.but(
     losses=frozenset({"importance_sampling"}),
     multiple_targets=False,
 )
-OPEN_RL = JSON.but(name="open-rl", forward="zero_weights", surrogate=Surrogate())
+OPEN_RL = JSON.but(name="open-rl", forward="zero_weights", surrogate=Surrogate(), deletes_checkpoints=False)
 TOGETHER = JSON.but(name="together", surrogate=Surrogate())
 
 KNOWN = MappingProxyType(
