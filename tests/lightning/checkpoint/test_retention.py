@@ -22,7 +22,7 @@ from tests.helpers.soaking import mostly_soak
 from tests.helpers.trainers import SMALL, loader, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.client import checkpoints
-from tinker_lightning.errors import TinkerLightningError
+from tinker_lightning.errors import TinkerLightningError, Unsupported
 from tinker_lightning.lightning.checkpoint.retention import StateRetention
 from tinker_lightning.lightning.strategy import TinkerStrategy
 from tinker_lightning.remote.saved_state import SavedState
@@ -441,3 +441,14 @@ def test_nothing_in_a_file_runs_when_it_is_searched(tmp_path: Path) -> None:
     retention = StateRetention(lambda _: None, list)
     assert retention.states_of(tmp_path / "a.ckpt") == {"tinker://a"}
     assert not (tmp_path / "touched").exists()
+
+
+def test_a_server_that_deletes_nothing_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def delete(state: str) -> None:
+        raise Unsupported(f"{state} stays on the server: http://a cannot delete checkpoints")
+
+    retention = StateRetention(delete, list)
+    for i in range(3):
+        retention.replaced(tmp_path / f"{i}.ckpt", frozenset({f"tinker://run/weights/{i}"}))
+    (record,) = caplog.records
+    assert "stay, also those that follow: tinker://run/weights/0 stays on the server" in record.getMessage()

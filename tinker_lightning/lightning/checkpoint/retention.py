@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
+from tinker_lightning.errors import Unsupported
 from tinker_lightning.remote.saved_state import RECORD_PREFIX, SavedState
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class StateRetention:
         self._read: dict[str, tuple[str, frozenset[str]]] = {}
         self._unwritten: dict[str, frozenset[str]] = {}  # the states of files that are still being written
         self._replaced: dict[str, str] = {}  # states to delete, and the files that named them
+        self._warned = False  # whether the log says that the server deletes nothing
 
     def states_of(self, file: str | os.PathLike[str]) -> frozenset[str]:
         """Returns the states that a file names, or will name when it has been written."""
@@ -59,6 +61,10 @@ class StateRetention:
             try:
                 if not self._named_near(file) & {state, _UNREADABLE}:
                     self._delete(state)
+            except Unsupported as error:
+                if not self._warned:
+                    logger.warning("states of removed checkpoint files stay, also those that follow: %s", error)
+                self._warned = True
             except Exception as error:  # costs space on the server and nothing else
                 logger.warning("%s is not named by any checkpoint file, but could not be deleted: %s", state, error)
 
