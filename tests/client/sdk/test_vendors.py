@@ -14,12 +14,15 @@ import pytest
 import tinker
 import torch
 from tinker import types
+from torch.utils.data import DataLoader
 
 from tests.helpers.client_data import DATA
+from tests.helpers.trainers import quiet
+from tinker_lightning import RemoteModule
 from tinker_lightning.client import as_backend
 from tinker_lightning.client.sdk import convert
 from tinker_lightning.errors import InvalidInput, Unsupported
-from tinker_lightning.types import AdamParams
+from tinker_lightning.types import AdamParams, collate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -226,3 +229,20 @@ def test_fields_that_a_version_does_not_know_are_left_out_or_raise() -> None:
 def test_something_else_is_no_client() -> None:
     with pytest.raises(InvalidInput, match="object cannot be trained: it has no"):
         as_backend(object())
+
+
+class Prefers(RemoteModule):
+    def loss(self, data: list[Any], logprobs: list[torch.Tensor]) -> Any:
+        return preference(data, logprobs)
+
+
+@pytest.mark.filterwarnings("default")  # Lightning has advice for loaders as small as this
+def test_a_vendors_client_trains_in_lightning(way: Backend) -> None:  # R0.2, R5.4
+    trained = []
+    for wrap in (Together, lambda model: model):
+        inner = way.model()
+        loader: Any = DataLoader([*DATA, DATA[0]][:4], 2, collate_fn=collate)  # type: ignore[arg-type]
+        trainer = quiet(max_steps=2, accumulate_grad_batches=2, max_epochs=2)
+        trainer.fit(Prefers(wrap(inner), learning_rate=1e-2), loader)
+        trained.append(way.bits(inner))
+    assert trained[0] == trained[1]
