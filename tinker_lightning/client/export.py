@@ -12,6 +12,7 @@ from tinker_lightning.wire import folders
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
 
     from tinker_lightning.client.backend import TrainingBackend
 
@@ -23,7 +24,13 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _KEPT_SECONDS = 86400
 
 
-def export_adapter(backend: TrainingBackend, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+def export_adapter(
+    backend: TrainingBackend,
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    finish: Callable[[Path], None] | None = None,
+) -> Path:
     """Saves the current adapter as a folder that peft, transformers and vLLM load; returns the folder.
 
     The folder is created atomically. What the server saved for the download is deleted there afterwards.
@@ -32,12 +39,13 @@ def export_adapter(backend: TrainingBackend, path: str | os.PathLike[str], *, ov
         backend: A training client of this library, or the official SDK's behind `as_backend`.
         path: A new or empty folder.
         overwrite: Whether to replace a folder that contains an adapter, with everything in it.
+        finish: Called with the downloaded files in a temporary folder, to add to them before they appear at `path`.
 
     Raises:
         InvalidInput: If the folder is not empty, or cannot be written.
         OperationFailed: If the server's files are not a PEFT adapter.
     """
-    target = _target(path, overwrite)
+    target = check_target(path, overwrite)
     try:
         with folders.new_folder(target, overwrite=overwrite) as part:
             saved = backend.save_weights_external(f"export-{uuid.uuid4().hex[:12]}", _KEPT_SECONDS).result().path
@@ -46,7 +54,9 @@ def export_adapter(backend: TrainingBackend, path: str | os.PathLike[str], *, ov
             finally:
                 _delete(backend, saved)
             _check(part)
-            _target(path, overwrite)  # something may have been written to it in the meantime
+            if finish is not None:
+                finish(part)
+            check_target(path, overwrite)  # something may have been written to it in the meantime
     except OSError as error:
         if isinstance(error, TinkerLightningError):  # some of which are OSErrors
             raise
@@ -56,7 +66,8 @@ def export_adapter(backend: TrainingBackend, path: str | os.PathLike[str], *, ov
     return target
 
 
-def _target(path: str | os.PathLike[str], overwrite: bool) -> Path:
+def check_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
+    """Returns the folder to export to; raises `InvalidInput` if it is taken."""
     target = Path(path).expanduser().resolve()
     if target.exists() and not target.is_dir():
         raise InvalidInput(f"{target} is a file; pass a folder to export to")

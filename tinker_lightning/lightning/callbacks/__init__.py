@@ -6,12 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tinker_lightning.lightning.callbacks.export_adapter import ExportAdapter
     from tinker_lightning.lightning.callbacks.generation_eval import GenerationEval
     from tinker_lightning.lightning.callbacks.sample_table import SampleTable
 
-__all__ = ["GenerationEval", "SampleTable"]
+__all__ = ["ExportAdapter", "GenerationEval", "SampleTable"]
 
-_LAZY = {"GenerationEval": "generation_eval", "SampleTable": "sample_table"}
+_LAZY = {"ExportAdapter": "export_adapter", "GenerationEval": "generation_eval", "SampleTable": "sample_table"}
 
 
 def __getattr__(name: str) -> Any:
