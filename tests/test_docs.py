@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,24 @@ EXAMPLES = sorted(
 
 
 def code_blocks(page: Path) -> str:
-    """The page's Python, its other lines left blank, so that a traceback points at the right one."""
-    lines, inside = [], False
+    """The page's Python, its other lines left blank, so that a traceback points at the right one.
+
+    On the page of the command line, commands are code, too: each is a call of its function.
+    """
+    lines, language = [], ""
     for line in page.read_text().splitlines():
         fence = re.match(r"```(\w*)", line)
-        lines.append("" if fence or not inside else line)
+        is_command = language == "bash" and page.name == "cli.md"
+        lines.append("" if fence or not (language == "python" or is_command) else _call(line) if is_command else line)
         if fence:
-            inside = fence[1] == "python" and not inside
+            language = fence[1]
     return "\n".join(lines)
+
+
+def _call(command: str) -> str:
+    program, *arguments = shlex.split(command)
+    assert program == "tinker-lightning"
+    return f"from tinker_lightning import cli; assert cli.main({arguments!r}) == 0"
 
 
 @pytest.mark.filterwarnings("default")  # Lightning has advice for loaders and loggers as small as these

@@ -7,19 +7,30 @@ import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from tinker_lightning.cli import doctor, serve
+from tinker_lightning.cli import doctor, serve, stages
 from tinker_lightning.errors import TinkerLightningError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_DEBUG = "--debug"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a sub-command and returns the exit code."""
-    options = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = _DEBUG in given  # which may stand anywhere
+    parser = _parser()
+    options, rest = parser.parse_known_args([argument for argument in given if argument != _DEBUG])
+    if options.takes_rest:
+        options.rest = rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         code: int = options.run(options)
     except TinkerLightningError as error:
+        if debug:
+            raise
         print(f"tinker-lightning: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -31,8 +42,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tinker-lightning", description="Trains remote and local language models over the Tinker API."
     )
+    parser.set_defaults(takes_rest=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('tinker-lightning')}")
+    parser.add_argument(_DEBUG, action="store_true", help="show the stack trace of an error")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    serve.add_to(commands)
-    doctor.add_to(commands)
+    for module in (stages, serve, doctor):
+        module.add_to(commands)
     return parser

@@ -1,0 +1,174 @@
+"""`tinker-lightning fit`, `validate`, `test` and `predict`, on `tiny`, in this process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from tinker_lightning import cli
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.recipes import SFT
+
+ROOT = Path(__file__).parents[2]
+ROWS = [{"prompt": f"{i}?", "completion": f"{i}."} for i in range(4)]
+KEY = "tml-very-secret"
+
+pytestmark = [
+    # Advice of jsonargparse to Lightning, and of Lightning for loaders as small as these.
+    pytest.mark.filterwarnings(r"ignore:[\s\S]*(in v5\.0\.0|JsonargparseDeprecationWarning)"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+]
+
+
+class Halved(SFT):
+    """A class of the user."""
+
+    seen: Any = None
+
+    def __init__(self, factor: float, **settings: Any) -> None:
+        super().__init__(**settings)
+        Halved.seen = factor
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return tmp_path
+
+
+def config(model: str = "SFT", **init_args: Any) -> dict[str, Any]:
+    data = {"train": "rows.jsonl", "validation": "rows.jsonl", "test": "rows.jsonl", "batch_size": 2}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "max_steps": 2, "num_sanity_val_steps": 0}
+    settings = {"model": "tiny", "rank": 4, "base_url": "embedded", **init_args}
+    return {
+        "seed_everything": 1,
+        "model": {"class_path": model, "init_args": settings},
+        "data": {"class_path": "ChatData", "init_args": data},
+        "trainer": {**quiet, "log_every_n_steps": 1, "logger": False},
+    }
+
+
+def run(stage: str, content: Any, *arguments: str) -> int:
+    Path("run.yaml").write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return cli.main([stage, "--config", "run.yaml", *arguments])
+
+
+def test_a_model_is_trained_scored_and_sampled(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:  # R5.3
+    logged = config()
+    logged["trainer"]["logger"] = {"class_path": "CSVLogger", "init_args": {"save_dir": "logs"}}
+    assert run("fit", logged, f"--model.api_key={KEY}") == 0
+    (file,) = Path("logs").rglob("*.ckpt")
+    for stage, metric in (("validate", "val_nll"), ("test", "test_nll")):
+        assert run(stage, config(), "--ckpt_path", str(file)) == 0
+        assert metric in capfd.readouterr().out
+    limit = "--trainer.limit_predict_batches=1"
+    assert run("predict", config(), "--ckpt_path", str(file), limit, "--output", "answers.jsonl") == 0
+    answers = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
+    assert [sorted(answer) for answer in answers] == [["stop_reason", "text"]] * 2
+    (saved,) = folder.rglob("config.yaml")  # next to the log of the fit, and not where there is no logger
+    assert yaml.safe_load(saved.read_text())["trainer"]["max_steps"] == 2
+    assert [each for each in folder.rglob("*") if each.is_file() and KEY.encode() in each.read_bytes()] == []
+
+
+def test_a_class_of_the_user_and_a_callback_by_name(folder: Path) -> None:
+    own = config(f"{__name__}.Halved", factor=0.5)
+    own["trainer"] |= {"callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "kept"}}]}
+    sys.modules.setdefault(__name__, sys.modules[Halved.__module__])
+    assert run("fit", own, "--trainer.max_steps=1") == 0
+    assert Halved.seen == 0.5
+    assert len(list(Path("kept").iterdir())) == 1
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples" / "configs").glob("*.yaml")), ids=lambda file: file.stem)
+def test_the_configurations_of_the_examples_train(file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # which their paths start from
+    small = ["--model.model=tiny", "--model.rank=4", "--trainer.max_epochs=1"]
+    quiet = ["--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0", "--data.batch_size=2"]
+    quiet += ["--trainer.limit_train_batches=1", "--trainer.limit_val_batches=1"]
+    assert cli.main(["fit", "--config", str(file), *small, *quiet, f"--trainer.default_root_dir={folder}"]) == 0
+    assert list(folder.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("model: {class_path: SFTT}", "model: there is no class 'SFTT'. Did you mean 'SFT'?"),
+        ("model: {class_path: SFT, init_args: {modle: a}}", "SFT has no option 'modle'. Did you mean 'model'?"),
+        ("model: {class_path: SFT, init_args: {rank: a}}", "expected int. Got value: a"),
+        ("model: {class_path: DPO, init_args: {loss_type: a}}", "expected one of 'dpo', 'ipo', 'simpo', 'orpo'"),
+        ("modle: {class_path: SFT}", "there is no option 'modle'. Did you mean 'model'?"),
+        ("trainer: {max_epoch: 3}", "there is no option 'trainer.max_epoch'. Did you mean 'trainer.max_epochs'?"),
+        ("trainer: {callbacks: [{class_path: EarlyStoping}]}", "Did you mean 'EarlyStopping'?"),
+        ("data: {class_path: ChatDta}", "data: there is no class 'ChatDta'. Did you mean 'ChatData'?"),
+        ("model: {class_path: none.Thing}", "No module named 'none'"),
+        ("model: [", "line 2"),
+        ("seed_everything: 1", " is missing. Pass --"),
+        ("model: {class_path: SFT}\ndata: {class_path: ChatData}", "there is no base model"),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_message(
+    content: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TINKER_BASE_MODEL", raising=False)
+    quiet = ["--trainer.max_steps=1", "--trainer.logger=false"] if "\n" in content else []
+    with pytest.warns() if quiet else pytest.MonkeyPatch.context():
+        assert run("fit", content, *quiet) == 2
+    said = capsys.readouterr().err
+    (line,) = [each for each in said.splitlines() if each.startswith("tinker-lightning: ")]
+    assert message in line
+    assert "Traceback" not in said
+
+
+def test_debug_shows_the_stack_trace(folder: Path) -> None:
+    with pytest.raises(InvalidInput, match="Did you mean 'SFT'"):
+        run("fit", "model: {class_path: SFTT}", "--debug")
+
+
+def test_an_unknown_argument_gets_the_nearest_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("fit", config(), "--trainer.max_epocs=3") == 2
+    assert "Did you mean 'trainer.max_epochs'?" in capsys.readouterr().err
+
+
+def test_the_configuration_is_printed_without_the_key(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run("fit", config(), f"--model.api_key={KEY}", "--print_config")
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed)["model"]["init_args"]["rank"] == 4
+    assert KEY not in printed
+
+
+def test_help_is_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["fit", "--help"])
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    assert "--print_config" in printed
+    assert "Optional[" not in printed
+
+
+def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "jsonargparse", None)
+    assert cli.main(["fit", "--config", "run.yaml"]) == 2
+    assert "python -m pip install 'tinker-lightning[cli]'" in capsys.readouterr().err
+
+
+def test_a_file_of_the_user_is_never_overwritten(folder: Path) -> None:
+    from tinker_lightning.cli.lightning_cli import SaveConfig
+
+    Path("config.yaml").write_text("mine")
+    callback = SaveConfig.__new__(SaveConfig)
+    callback.config_filename = "config.yaml"
+    trainer = pl.Trainer(default_root_dir=folder, logger=False, accelerator="cpu", barebones=True)
+    callback.setup(trainer, pl.LightningModule(), "fit")
+    assert Path("config.yaml").read_text() == "mine"

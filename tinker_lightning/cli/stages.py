@@ -1,0 +1,77 @@
+"""`tinker-lightning fit`, `validate`, `test` and `predict`: a stage of the Lightning trainer from a YAML file."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from typing import Any
+
+from tinker_lightning.errors import InvalidInput
+
+_STAGES = {
+    "fit": ("train a model", "Trains a model, and validates it if there is validation data."),
+    "validate": ("score a model on validation data", "Scores a model on the validation data."),
+    "test": ("score a model on test data", "Scores a model on the test data."),
+    "predict": ("sample answers to prompts", "Samples an answer to each prompt, and prints it as a line of JSON."),
+}
+
+_HELP = """\
+options, in the YAML file or as arguments, which take precedence:
+  --config FILE         read options from a YAML file; may be given several times
+  --model NAME          the recipe, SFT or DPO, or the import path of a LightningModule
+  --model.OPTION VALUE  an option of the recipe, for example --model.model smollm2-135m
+  --data NAME           ChatData, PreferenceData or PromptData, or the import path of a LightningDataModule
+  --data.OPTION VALUE   an option of the data module, for example --data.train chats.jsonl
+  --trainer.OPTION VALUE
+                        an option of Lightning's Trainer, for example --trainer.max_epochs 3
+  --trainer.callbacks+ NAME
+                        add a callback, for example ModelCheckpoint, or the import path of one
+  --ckpt_path FILE      start from a checkpoint file: fit resumes, the others load its weights
+  --seed_everything N   the seed of the run
+  --print_config        print all options with their values as YAML, and exit
+  --model.help NAME, --data.help NAME, --trainer.callbacks.help NAME
+                        show the options of a class, and exit
+  --debug               show the stack trace of an error
+
+The API key is read from TINKER_API_KEY, and no file contains it.
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Adds the four sub-commands to the parser."""
+    for name, (short, description) in _STAGES.items():
+        parser = commands.add_parser(
+            name,
+            usage=f"tinker-lightning {name} --config FILE [--OPTION VALUE ...]",
+            help=short,
+            description=description,
+            epilog=_HELP,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        parser.set_defaults(run=run, stage=name, takes_rest=True)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs a stage with `LightningCLI`; returns the exit code."""
+    try:
+        import jsonargparse
+        import lightning.pytorch.cli  # noqa: F401 which raises if an extra of jsonargparse is missing
+    except ImportError as error:
+        raise InvalidInput(
+            f"tinker-lightning {options.stage} needs jsonargparse. Install it with: python -m pip install "
+            "'tinker-lightning[cli]'"
+        ) from error
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    from tinker_lightning.cli import mistakes
+    from tinker_lightning.cli.lightning_cli import run_stage
+
+    with contextlib.ExitStack() as stack:
+        try:
+            run_stage(options.stage, options.rest, stack)
+        except jsonargparse.ArgumentError as error:
+            raise InvalidInput(mistakes.explain(str(error))) from error
+        except MisconfigurationException as error:
+            raise InvalidInput(str(error)) from error
+    return 0
