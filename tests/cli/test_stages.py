@@ -80,13 +80,16 @@ def test_a_model_is_trained_scored_and_sampled(folder: Path, capfd: pytest.Captu
     assert [each for each in folder.rglob("*") if each.is_file() and KEY.encode() in each.read_bytes()] == []
 
 
-def test_a_class_of_the_user_and_a_callback_by_name(folder: Path) -> None:
+def test_a_class_of_the_user_and_callbacks_by_name(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     own = config(f"{__name__}.Halved", factor=0.5)
-    own["trainer"] |= {"callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "kept"}}]}
+    table = {"class_path": "SampleTable", "init_args": {"prompts": ["1?"], "every_n_steps": 1}}
+    kept = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": "kept"}}
+    own["trainer"] |= {"callbacks": [kept, table]}
     sys.modules.setdefault(__name__, sys.modules[Halved.__module__])
     assert run("fit", own, "--trainer.max_steps=1") == 0
     assert Halved.seen == 0.5
     assert len(list(Path("kept").iterdir())) == 1
+    assert "1?" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "examples" / "configs").glob("*.yaml")), ids=lambda file: file.stem)
