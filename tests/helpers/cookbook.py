@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
-
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -18,6 +16,8 @@ BAD = ("I will not say.", "Nobody knows, and nobody should care about it at all.
 
 def common(batch_size: int) -> Any:
     """The settings that all of its dataset builders share."""
+    from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
+
     return ChatDatasetBuilderCommonConfig(
         model_name_for_tokenizer="tiny", renderer_name="role_colon", max_length=256, batch_size=batch_size
     )

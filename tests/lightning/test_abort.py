@@ -188,9 +188,9 @@ def test_ctrl_c_between_the_requests_of_a_step_waits_for_the_last_of_them(
     client: Any = module.lm.backend
     send, sent = client.send, []
 
-    def send_backward(request: Any, *, forward_only: bool = False) -> Any:
+    def send_backward(request: Any, *, forward_only: bool = False, retain: bool = False) -> Any:
         if forward_only:
-            return send(request, forward_only=True)
+            return send(request, forward_only=True, retain=retain)
         sent.append(send(request))
         if len(sent) == N + 2:
             ctrl_c()
