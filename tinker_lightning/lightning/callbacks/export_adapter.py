@@ -86,20 +86,21 @@ class ExportAdapter(pl.Callback):
         """Exports the adapter."""
         module = remote(self, pl_module)
         if self.which == "last":
-            self._export(module)
+            self.export(module)
             return
         file = _monitoring(trainer)[0].best_model_path
         if not file:
             raise InvalidInput("there is no best checkpoint to export, because no checkpoint was saved in this fit")
         record = trainer.strategy.checkpoint_io.load_checkpoint(file)["state_dict"]["lm._extra_state"]
         with _loaded(module, SavedState.from_tensor(record)):
-            self._export(module)
+            self.export(module)
 
     @property
     def _overwrites(self) -> bool:
         return self.overwrite or self.folder is not None  # a second fit replaces the export of the first
 
-    def _export(self, module: RemoteBase) -> None:
+    def export(self, module: RemoteBase) -> Path:
+        """Exports the current adapter of a module, and returns its folder."""
         module.drain()
         base = ""
 
@@ -116,6 +117,7 @@ class ExportAdapter(pl.Callback):
                 _merge(folder, base, part)
                 _save_tokenizer(module, part)
         self.folder = folder
+        return folder
 
     def _name_base(self, module: RemoteBase, folder: Path) -> str:
         """Writes a portable name of the base model; returns what it is loaded from on this machine."""

@@ -1,0 +1,103 @@
+"""`tinker-lightning export` and `checkpoints`, on what a run in the user's data folder has left."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import lightning.pytorch as pl
+import pytest
+
+from tinker_lightning import cli
+from tinker_lightning.data import ChatData
+from tinker_lightning.recipes import SFT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:.*which other machines may not have"),
+]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint file whose state is in the user's data folder."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch, SFT("tiny", rank=4, base_url="embedded") as module:
+        patch.setenv("XDG_DATA_HOME", str(folder))
+        trainer = pl.Trainer(
+            strategy="tinker",
+            max_steps=1,
+            logger=False,
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
+        trainer.fit(module, ChatData([{"prompt": "1?", "completion": "1."}]))
+        trainer.save_checkpoint(folder / "run.ckpt")
+    return folder / "run.ckpt"
+
+
+@pytest.fixture(autouse=True)
+def _data_folder(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(file.parent))
+    monkeypatch.delenv("TINKER_BASE_URL", raising=False)
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+
+
+def listed(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    capsys.readouterr()
+    assert cli.main(["checkpoints", "list", "--json"]) == 0
+    return [each["tinker_path"] for each in json.loads(capsys.readouterr().out)]
+
+
+def test_a_checkpoint_file_and_its_path_are_exported(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["export", str(file), str(tmp_path / "a")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'a'}\n"
+    (path,) = listed(capsys)  # what the export saved on the way is deleted
+    assert cli.main(["export", path, str(tmp_path / "b"), "--base-model", "me/tiny"]) == 0
+    weights = [(tmp_path / each / "adapter_model.safetensors").read_bytes() for each in "ab"]
+    assert weights[0] == weights[1]
+    assert json.loads((tmp_path / "b" / "adapter_config.json").read_text())["base_model_name_or_path"] == "me/tiny"
+    assert (tmp_path / "a" / "tokenizer_config.json").exists()
+
+
+def test_checkpoints_are_listed_with_their_folder_and_deleted(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path,) = listed(capsys)
+    run = path.split("/")[2]
+    for choice in (["--all"], ["--run", run]):
+        assert cli.main(["checkpoints", "delete", *choice]) == 2
+        assert "this would delete 1 checkpoints" in capsys.readouterr().err
+    assert cli.main(["checkpoints", "list", "--run", run]) == 0
+    printed = capsys.readouterr().out
+    assert path in printed
+    assert str(file.parent / "tinker_lightning" / "checkpoints") in printed
+    assert cli.main(["checkpoints", "delete", path]) == 0
+    assert capsys.readouterr().out == f"deleted {path}\n"
+    assert cli.main(["checkpoints", "delete", path]) == 2
+    assert "there is no such checkpoint" in capsys.readouterr().err
+    assert cli.main(["checkpoints", "delete", "--all", "--yes"]) == 0
+    assert listed(capsys) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["export", "none.ckpt", "x"], "there is no checkpoint file none.ckpt"),
+        (["export", __file__, "x"], "is not a checkpoint file of Lightning"),
+        (["export", "tiny", "x"], "tiny is neither a checkpoint file nor a tinker:// path"),
+        (["export", "tinker://nonsense", "x"], "tinker://nonsense"),
+        (["checkpoints", "delete"], "pass the paths of checkpoints"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    assert message in capsys.readouterr().err

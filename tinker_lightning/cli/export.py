@@ -1,0 +1,51 @@
+"""`tinker-lightning export`: downloads trained weights as a PEFT folder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tinker_lightning.cli.sources import Source, add_server_options
+from tinker_lightning.errors import InvalidInput
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_to(commands: Any) -> None:
+    """Adds the sub-command to the parser."""
+    parser = commands.add_parser(
+        "export",
+        help="download trained weights as a PEFT folder",
+        description="Downloads an adapter, with its tokenizer, as a folder that peft, transformers and vLLM load.",
+    )
+    parser.add_argument("source", metavar="SOURCE", help="a checkpoint file of Lightning, or a tinker:// path")
+    parser.add_argument("folder", metavar="FOLDER", help="a new or empty folder")
+    parser.add_argument(
+        "--base-model",
+        metavar="ID",
+        help="the hub id of the base model, for the adapter to name it",
+    )
+    parser.add_argument("--merged", metavar="FOLDER", help="also save a model with the adapter merged into its weights")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
+    add_server_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exports an adapter and prints its folder; returns the exit code."""
+    source = Source.parse(options.source)
+    if source.path is None:
+        raise InvalidInput(
+            f"{options.source} is neither a checkpoint file nor a tinker:// path. `tinker-lightning checkpoints list` "
+            "lists the paths."
+        )
+    from tinker_lightning.client import connect
+    from tinker_lightning.lightning.callbacks import ExportAdapter
+    from tinker_lightning.lightning.module import RemoteModule
+
+    export = ExportAdapter(
+        options.folder, base_model=options.base_model, merged=options.merged, overwrite=options.overwrite
+    )
+    with connect(options.base_url or source.base_url, api_key=options.api_key) as service:
+        print(export.export(RemoteModule(source.training_client(service))))
+    return 0

@@ -1,0 +1,83 @@
+"""What `export` and `chat` start from: a checkpoint file, a `tinker://` path, a PEFT folder or a base model."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinker_lightning.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from tinker_lightning.client import ServiceClient, TrainingClient
+
+_RECORD = "_extra_state"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model to start from: exactly one of a `tinker://` path, a PEFT folder and a base model.
+
+    Attributes:
+        path: Where the weights are on the server.
+        adapter: A PEFT folder.
+        base_model: The name of a base model.
+        base_url: The server of the run that wrote a checkpoint file, if the file names it.
+    """
+
+    path: str | None = None
+    adapter: Path | None = None
+    base_model: str | None = None
+    base_url: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Source:
+        """Tells what a text names; a text that is no file and no path is the name of a base model."""
+        if "://" in text:
+            return cls(path=text)
+        file = Path(text).expanduser()
+        if (file / "adapter_config.json").is_file():
+            return cls(adapter=file)
+        if file.is_file():
+            return cls._of_file(file)
+        if file.suffix == ".ckpt":
+            raise InvalidInput(f"there is no checkpoint file {text}")
+        return cls(base_model=text)
+
+    @classmethod
+    def _of_file(cls, file: Path) -> Source:
+        import torch
+
+        from tinker_lightning.remote.saved_state import SavedState
+
+        try:
+            content: Any = torch.load(file, map_location="cpu", weights_only=True)
+            records = {name: record for name, record in content["state_dict"].items() if name.endswith(_RECORD)}
+        except (RuntimeError, EOFError, pickle.UnpicklingError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidInput(
+                f"{file} is not a checkpoint file of Lightning: {str(error).partition(chr(10))[0]}"
+            ) from error
+        record = records.get(f"lm.{_RECORD}", next(iter(records.values()), None))
+        if record is None or not record.numel():
+            raise InvalidInput(f"{file} names no remote model: it was not written by a RemoteModule")
+        return cls(
+            path=SavedState.from_tensor(record).path, base_url=content.get("hyper_parameters", {}).get("base_url")
+        )
+
+    def training_client(self, service: ServiceClient) -> TrainingClient:
+        """Returns a client of a new model with the weights, for sources other than base models."""
+        if self.adapter is not None:
+            return service.create_lora_training_client_from_adapter(self.adapter)
+        assert self.path is not None  # noqa: S101 for the type checker
+        return service.create_training_client_from_state(self.path)
+
+
+def add_server_options(parser: Any) -> None:
+    """Adds the options that choose a server."""
+    parser.add_argument(
+        "--base-url",
+        metavar="URL",
+        help="the server; by default that of the checkpoint file, TINKER_BASE_URL, or a trainer in this process",
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="API key; by default, TINKER_API_KEY")
