@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.lightning.batches import prompts_of
+from tinker_lightning.remote.token_count import tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,8 +31,12 @@ class Samples:
         Without a tokenizer, which some servers do not name, prompts must be tokens, and there is no `text`.
         """
         sampler = self._sampler()
-        futures = [sampler.sample(prompt, num_samples, params) for prompt in prompts_of(batch, self._rows)]
+        prompts = prompts_of(batch, self._rows)
+        futures = [sampler.sample(prompt, num_samples, params) for prompt in prompts]
         responses = [future.result() for future in futures]
+        count = self._lm.handle.remote.tokens
+        count.prefilled += tokens_of(prompts)
+        count.sampled += sum(len(one.tokens) for response in responses for one in response.sequences)
         try:
             tokenizer = self._rows().tokenizer
         except Exception as error:  # of transformers, of its hub, or of the server

@@ -83,7 +83,7 @@ class DPO(RemoteModule):
         self._preference_loss = partial(LOSSES[loss_type], **given)
         self._references: References | None = None
         if loss_type in _WITH_REFERENCE:
-            self._references = References(lambda: self.lm.backend, reference, reference_cache)
+            self._references = References(self.lm, reference, reference_cache)
 
     def on_fit_start(self) -> None:
         """Opens the reference model before the first step."""

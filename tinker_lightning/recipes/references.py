@@ -14,12 +14,12 @@ from tinker_lightning.errors import InvalidDatum
 from tinker_lightning.types import ModelInput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from tinker_lightning.client.backend import TrainingBackend
+    from tinker_lightning.remote.lm import RemoteLM
     from tinker_lightning.types import Datum
 
 NAME = "reference_logprobs"
@@ -29,13 +29,13 @@ class References:
     """Adds `reference_logprobs` to datums. Each sequence is scored once.
 
     Args:
-        backend: Returns the client of the model that is trained.
+        lm: The model that is trained.
         reference: `base` for its base model, or the path of saved sampler weights.
         cache: A file that keeps the log-probabilities.
     """
 
-    def __init__(self, backend: Callable[[], TrainingBackend], reference: str, cache: str | Path | None) -> None:
-        self._backend = backend
+    def __init__(self, lm: RemoteLM, reference: str, cache: str | Path | None) -> None:
+        self._lm = lm
         self._reference = reference
         self._cache = cache
         self._opened: tuple[str, Any] | None = None
@@ -45,7 +45,7 @@ class References:
     def open(self) -> tuple[str, Any]:
         """Returns the name of the reference model and a client that samples from it, created once."""
         if self._opened is None:
-            backend = self._backend()
+            backend = self._lm.backend
             if self._reference == "base":
                 name = backend.get_info().model_data.model_name or ""
                 self._opened = name, backend.create_base_sampling_client()
@@ -60,6 +60,7 @@ class References:
         for key, ids in tokens.items():
             if key not in self._known and key not in self._pending:
                 self._pending[key] = self.open()[1].compute_logprobs(ModelInput.from_ints(ids))
+                self._lm.handle.remote.tokens.prefilled += len(ids)
 
     def add_to(self, data: Sequence[Any]) -> list[Any]:
         """Returns datums with `reference_logprobs`; waits for those that were requested."""

@@ -18,6 +18,7 @@ from tinker_lightning.remote.calls import Call, Pass, ServerCall
 from tinker_lightning.remote.deferred_loss import DeferredLoss
 from tinker_lightning.remote.handle import RemoteHandle
 from tinker_lightning.remote.saved_state import SavedState
+from tinker_lightning.remote.token_count import tokens_of
 from tinker_lightning.remote.window import Remote
 from tinker_lightning.types import TensorData
 
@@ -83,6 +84,7 @@ class RemoteLM(nn.Module):
         request = self.backend.prepare(surrogate.forward_datums(datums), surrogate.SURROGATE)
         retain = self.retain and torch.is_grad_enabled()
         sent = self.backend.send(request, forward_only=True, retain=retain)
+        self.handle.remote.tokens.prefilled += tokens_of(datums)
         return Pass(data, datums, sent, self.handle.remote.version)
 
     def forward(self, data: Sequence[Any] | Pass) -> list[Tensor]:

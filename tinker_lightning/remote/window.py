@@ -20,6 +20,7 @@ from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.scaling import LINEAR_ONLY
 from tinker_lightning.remote.calls import Call, ServerCall, Step
 from tinker_lightning.remote.saved_state import SavedState
+from tinker_lightning.remote.token_count import TokenCount, tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,6 +52,7 @@ class Remote:
         self.window: list[Call | ServerCall] = []
         self.unread = UnreadFailures(_SETTLE_SECONDS)
         self.steps = 0
+        self.tokens = TokenCount()  # sent and sampled since this object was created
         self.expected: Pass | None = None  # the forward pass that look-ahead sent for the next call
         self.missed = False  # whether the next call was for other datums or weights
         self.max_steps_in_flight = max_steps_in_flight
@@ -217,6 +219,7 @@ class Remote:
         try:
             for each in prepared:
                 backwards.append(self.backend.send(each.request))
+                self.tokens.trained += tokens_of(each.datums)
             optim = self.backend.optim_step(params)
         except Exception as error:
             if backwards:

@@ -6,13 +6,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tinker_lightning.lightning.callbacks.cost_monitor import CostMonitor
     from tinker_lightning.lightning.callbacks.export_adapter import ExportAdapter
     from tinker_lightning.lightning.callbacks.generation_eval import GenerationEval
     from tinker_lightning.lightning.callbacks.sample_table import SampleTable
 
-__all__ = ["ExportAdapter", "GenerationEval", "SampleTable"]
+__all__ = ["CostMonitor", "ExportAdapter", "GenerationEval", "SampleTable"]
 
-_LAZY = {"ExportAdapter": "export_adapter", "GenerationEval": "generation_eval", "SampleTable": "sample_table"}
+_LAZY = {
+    "CostMonitor": "cost_monitor",
+    "ExportAdapter": "export_adapter",
+    "GenerationEval": "generation_eval",
+    "SampleTable": "sample_table",
+}
 
 
 def __getattr__(name: str) -> Any:
