@@ -133,7 +133,9 @@ def _running(app: ASGIApp) -> Iterator[str]:
     """Serves an app on a free loopback port, from a thread of this process; yields its URL."""
     import uvicorn
 
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
+    # The official SDK leaves a long poll behind, which this server, unlike the command, does not end when it stops.
+    config = uvicorn.Config(app, port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
