@@ -54,7 +54,7 @@ class GenerationEval(GeneratingCallback):
     @property
     def state_key(self) -> str:
         """Tells evaluations with different names apart in checkpoints."""
-        return self._generate_state_key(name=self.name)
+        return f"{type(self).__qualname__}({self.name!r})"
 
     def on_samples(
         self, trainer: pl.Trainer, module: RemoteBase, samples: list[list[dict[str, Any]]], *, in_epoch: bool

@@ -57,7 +57,7 @@ class SampleTable(GeneratingCallback):
     @property
     def state_key(self) -> str:
         """Tells tables with different names apart in checkpoints."""
-        return self._generate_state_key(name=self.name)
+        return f"{type(self).__qualname__}({self.name!r})"
 
     def on_fit_start(self, *_: Any) -> None:
         """Makes the first write of a fit remove the rows of steps that are taken again."""
