@@ -71,7 +71,7 @@ def test_a_model_is_trained_scored_and_sampled(folder: Path, capfd: pytest.Captu
     for stage, metric in (("validate", "val_nll"), ("test", "test_nll")):
         assert run(stage, config(), "--ckpt_path", str(file)) == 0
         assert metric in capfd.readouterr().out
-    limit = "--trainer.limit_predict_batches=0.5"  # not 1, which jsonargparse may read as 1.0, all batches
+    limit = "--trainer.limit_predict_batches=0.5"  # a share; with 1, this test has seen all batches
     assert run("predict", config(), "--ckpt_path", str(file), limit, "--output", "answers.jsonl") == 0
     answers = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
     assert [sorted(answer) for answer in answers] == [["stop_reason", "text"]] * 2
