@@ -31,13 +31,22 @@ logger = logging.getLogger("tinker_lightning.server")
 HEARTBEAT_TIMEOUT = 900.0
 # Seconds for which a running job may continue after its trainer was garbage-collected or the interpreter exits.
 _EXIT_GRACE = 3.0
-# Memory limit for the activations of retained forwards.
-RETAINED_BYTES = 4 << 30
+# The most memory that the activations of retained forwards may take.
+_MAX_RETAINED_BYTES = 4 << 30
 
 
 def default_data_dir() -> Path:
     """Returns the default folder for checkpoints, in the user's data folder."""
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "tinker_lightning"
+
+
+def _retained_bytes() -> int:
+    """Returns the memory limit for the activations of retained forwards: at most a quarter of the machine's memory."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not a POSIX system
+        return _MAX_RETAINED_BYTES // 4
+    return min(_MAX_RETAINED_BYTES, total // 4)
 
 
 class EmbeddedTrainer:
@@ -68,7 +77,7 @@ class EmbeddedTrainer:
         self.registry = Registry()
         self.scheduler = Scheduler(gap_timeout)
         self.losses = LossRegistry(allow_pickled_losses)
-        self.retained = RetainedForwards(RETAINED_BYTES)
+        self.retained = RetainedForwards(_retained_bytes())
         self.training = Training(self.registry, self.catalog, self.store, self.scheduler, self.losses, self.retained)
         self.sampling = Sampling(self.registry, self.catalog, self.store, self.scheduler, sampling_seed)
         self._closing = False
