@@ -425,7 +425,7 @@ def test_a_number_may_still_arrive_from_a_client_that_submits_side_by_side_or_do
         assert scheduler.missing_before(second, submits_in_turn=True) == 1  # the first poll of such a client
         assert submit(scheduler, log, 1).future.result(SOON) == ("m", 1)
         assert second.future.result(SOON) == ("m", 2)
-        # A new gap starts anew: what was polled before does not count.
+        # What was polled before does not count for a new gap.
         fourth = submit(scheduler, log, 4)
         time.sleep(0.02)
         assert scheduler.missing_before(fourth, submits_in_turn=True) == 3
