@@ -18,7 +18,8 @@ ROOT = Path(tinker_lightning.__file__).parent
 # From the top down. Folders on one line do not import each other.
 LAYERS = (
     ("cli",),
-    ("recipes", "data", "rl"),
+    ("recipes", "data"),
+    ("rl",),
     ("lightning",),
     ("remote",),
     ("client",),

@@ -30,6 +30,8 @@ Each class also derives from the matching builtin, so that `except ValueError` w
     ├── ClientForked (RuntimeError)        a client was used in a forked process
     ├── Unsupported (NotImplementedError)  the server has no such function
     ├── IncompatibleLightning (RuntimeError)  the installed Lightning release is not compatible
+    ├── RolloutFailed (RuntimeError)       an episode of an environment could not be finished
+    │   └── RewardFailed                   a reward raised, took too long, or returned no number
     └── OperationFailed (RuntimeError)     an operation failed on the server
         ├── ResultExpired                  it succeeded, but its result has expired
         ├── AnswerLost                     it may or may not have been executed
@@ -176,6 +178,14 @@ class IncompatibleLightning(TinkerLightningError, RuntimeError):
 
 class Unsupported(TinkerLightningError, NotImplementedError):
     """The server does not offer what was asked for."""
+
+
+class RolloutFailed(TinkerLightningError, RuntimeError):
+    """An episode of an environment could not be finished."""
+
+
+class RewardFailed(RolloutFailed):
+    """A reward raised, took too long, or did not return a finite number; the message has prompt and completion."""
 
 
 class OperationFailed(TinkerLightningError, RuntimeError):

@@ -1,0 +1,106 @@
+"""Environments: what a policy acts in. A rollout is ordinary async Python."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from tinker_lightning.lightning.rows import PromptLike, RowFormat
+from tinker_lightning.rl.rewards import Rewards
+from tinker_lightning.rl.trajectory import Completion, Trajectory, Turn
+from tinker_lightning.types import ModelInput, SamplingParams
+from tinker_lightning.types.chat import Message
+
+if TYPE_CHECKING:
+    from tinker_lightning.rl.rewards import RewardFunction
+
+Prompt: TypeAlias = ModelInput | Sequence[int] | Sequence[Message] | str
+
+
+class Policy(Protocol):
+    """The model that acts: the current weights, or those of a few steps ago."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the model."""
+
+    @property
+    def version(self) -> int:
+        """How many optimizer steps its weights have taken."""
+
+    async def sample(
+        self, prompt: Prompt, *, num_samples: int = 1, params: SamplingParams | None = None
+    ) -> list[Completion]:
+        """Returns completions of a prompt: tokens, a chat to answer, or a text to continue."""
+
+
+class Environment(ABC):
+    """One task, such as a game or a problem with tools. Its episodes are compared with each other.
+
+    A rollout may run several times at once: keep its state in local variables.
+    """
+
+    @abstractmethod
+    async def rollout(self, policy: Policy) -> Trajectory:
+        """Plays one episode: samples from the policy, as often as needed, and scores the result."""
+
+    async def group(self, policies: Sequence[Policy]) -> list[Trajectory]:
+        """Plays one episode with each policy, by default concurrently. Override it to score episodes together.
+
+        The policies have the same weights and different seeds.
+        """
+        return list(await asyncio.gather(*(self.rollout(policy) for policy in policies)))
+
+
+class PromptEnvironment(Environment):
+    """A prompt to answer in one turn. A group of answers takes one request.
+
+    Args:
+        row: A text or a chat, or a dict with `prompt` or `messages` and other columns, which the rewards get.
+        rewards: A reward, several, or `Rewards`.
+        params: How tokens are chosen, in place of the policy's own.
+        as_text: Whether a string is plain text to continue; by default it is a message of the user.
+        system: A system message for chats that have none.
+    """
+
+    def __init__(
+        self,
+        row: Any,
+        rewards: Rewards | RewardFunction | Sequence[RewardFunction] | Mapping[str, RewardFunction],
+        *,
+        params: SamplingParams | None = None,
+        as_text: bool = False,
+        system: str | None = None,
+    ) -> None:
+        self.row: dict[str, Any] = dict(row) if isinstance(row, Mapping) else {"prompt": row}
+        self.rewards = rewards if isinstance(rewards, Rewards) else Rewards(rewards)
+        self.params = params
+        self._as_text = as_text
+        self._system = system
+
+    def prompt_tokens(self, tokenizer: Any) -> list[int]:
+        """Returns the tokens of the prompt."""
+        return RowFormat(tokenizer, as_text=self._as_text, system=self._system).prompt(self.row).to_ints()
+
+    async def rollout(self, policy: Policy) -> Trajectory:
+        """Samples and scores one answer."""
+        return (await self.group([policy]))[0]
+
+    async def group(self, policies: Sequence[Policy]) -> list[Trajectory]:
+        """Samples an answer for each policy by one request of the first, and scores them concurrently."""
+        tokens = self.prompt_tokens(policies[0].tokenizer)
+        completions = await policies[0].sample(tokens, num_samples=len(policies), params=self.params)
+        shown = self._shown(tokens, policies[0].tokenizer)
+        return list(await asyncio.gather(*(self._scored(tokens, shown, each) for each in completions)))
+
+    async def _scored(self, tokens: list[int], shown: Any, completion: Completion) -> Trajectory:
+        columns = {name: value for name, value in self.row.items() if name != "prompt"}
+        reward, rewards = await self.rewards.score(shown, completion.text, columns)
+        return Trajectory([Turn(tokens, completion)], reward, rewards)
+
+    def _shown(self, tokens: list[int], tokenizer: Any) -> Any:
+        """Returns the prompt as rewards get it: the row's own, or the text of tokens."""
+        prompt = self.row.get("prompt", self.row.get("messages"))
+        return tokenizer.decode(tokens, skip_special_tokens=True) if isinstance(prompt, PromptLike) else prompt

@@ -1,0 +1,202 @@
+"""What a policy sampled, token by token, and the datums that train on exactly those tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinker_lightning.errors import InvalidDatum
+from tinker_lightning.types import Datum, ModelInput
+from tinker_lightning.types.model_input import token_array
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """What a policy answered: the sampled tokens, never tokenized again.
+
+    Args:
+        tokens: The sampled token ids, including the one that ended the sequence.
+        logprobs: The log-probability of each token under the policy that sampled it.
+        stop_reason: `stop`, or `length` if the completion was cut.
+        text: The tokens as text, without special tokens.
+        version: How many optimizer steps the weights of the policy had taken.
+    """
+
+    tokens: list[int]
+    logprobs: NDArray[np.float32]
+    stop_reason: str
+    text: str
+    version: int
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.logprobs):
+            raise InvalidDatum(
+                f"the completion has {len(self.tokens)} tokens but {len(self.logprobs)} log-probabilities; pass those "
+                "of the sampler, one for each token"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A prompt and its completion."""
+
+    prompt_tokens: list[int]
+    completion: Completion
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of the prompt and the completion."""
+        return [*self.prompt_tokens, *self.completion.tokens]
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """How a trajectory was split into datums.
+
+    Attributes:
+        datums: The number of datums.
+        sampled_tokens: The number of sampled tokens, all of which are trained.
+        splits: Why a turn started a datum of its own, or has none; empty if all turns are in one datum.
+    """
+
+    datums: int
+    sampled_tokens: int
+    splits: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        why = "".join(f"; {split}" for split in self.splits)
+        return f"{self.datums} datum{'s' * (self.datums != 1)} of {self.sampled_tokens} sampled tokens{why}"
+
+
+class Trajectory:
+    """The turns of one episode and its reward.
+
+    Args:
+        turns: Prompts and completions in order. A prompt that starts with all tokens before it extends the datum of the
+            turn before, so that a conversation is usually one datum.
+        reward: The reward of the episode. NaN means that a reward failed and was skipped: such a trajectory is not
+            trained on, and is left out of its group.
+        rewards: The reward of each reward function, by name.
+        metrics: Other numbers to log, by name.
+        truncated: Whether the episode was cut short; by default, whether its last completion was.
+    """
+
+    # Not a dataclass: Lightning would rebuild it when it moves a batch to a device.
+    __slots__ = ("metrics", "reward", "rewards", "truncated", "turns")
+
+    turns: list[Turn]
+    reward: float
+    rewards: dict[str, float]
+    metrics: dict[str, float]
+    truncated: bool
+
+    def __init__(
+        self,
+        turns: Sequence[Turn],
+        reward: float,
+        rewards: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        truncated: bool | None = None,
+    ) -> None:
+        self.turns = list(turns)
+        self.reward = float(reward)
+        self.rewards = dict(rewards or {})
+        self.metrics = dict(metrics or {})
+        cut = bool(self.turns) and self.turns[-1].completion.stop_reason == "length"
+        self.truncated = cut if truncated is None else truncated
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the reward is a number."""
+        return not math.isnan(self.reward)
+
+    @property
+    def text(self) -> str:
+        """The text of the last completion."""
+        return self.turns[-1].completion.text if self.turns else ""
+
+    @property
+    def version(self) -> int:
+        """The oldest policy version of its completions."""
+        return min((turn.completion.version for turn in self.turns), default=0)
+
+    @property
+    def receipt(self) -> Receipt:
+        """Into how many datums the trajectory is split, and why."""
+        sequences, splits = self._sequences()
+        return Receipt(len(sequences), sum(len(turn.completion.tokens) for turn in self.turns), tuple(splits))
+
+    def datums(self) -> list[Datum]:
+        """Returns datums of the sampled tokens.
+
+        The loss inputs are `target_tokens`; `logprobs`, those of the sampler, 0 on the prompts; `mask`, 1 on sampled
+        tokens; and `weights`, which equal the mask. Add advantages with `datum.with_inputs(advantages=...)`.
+        """
+        return [sequence.datum() for sequence in self._sequences()[0]]
+
+    def _sequences(self) -> tuple[list[_Sequence], list[str]]:
+        sequences: list[_Sequence] = []
+        splits: list[str] = []
+        for i, turn in enumerate(self.turns):
+            prompt = token_array(turn.prompt_tokens)
+            if not len(prompt):
+                raise InvalidDatum(f"turn {i}: the prompt is empty, so nothing predicts the first sampled token")
+            if not turn.completion.tokens:
+                splits.append(f"turn {i}: the completion is empty, so it trains nothing")
+                continue
+            if sequences and (why := sequences[-1].departure(prompt)):
+                splits.append(f"turn {i}: {why}")
+                sequences.append(_Sequence())
+            elif not sequences:
+                sequences.append(_Sequence())
+            sequences[-1].append(prompt, turn.completion)
+        return sequences, splits
+
+    def __repr__(self) -> str:
+        return f"Trajectory({len(self.turns)} turns, reward={self.reward:.4g})"
+
+
+class _Sequence:
+    """Tokens that extend each other, some of them sampled."""
+
+    def __init__(self) -> None:
+        self._tokens: NDArray[np.int32] = np.empty(0, np.int32)
+        self._logprobs: list[NDArray[np.float32]] = []
+        self._mask: list[NDArray[np.float32]] = []
+
+    def departure(self, prompt: NDArray[np.int32]) -> str:
+        """Returns where a prompt departs from the tokens so far; empty if it starts with all of them."""
+        so_far, length = self._tokens, min(len(self._tokens), len(prompt))
+        different = np.flatnonzero(so_far[:length] != prompt[:length])
+        if len(different):
+            at = int(different[0])
+            return (
+                f"its prompt differs from the tokens before it at position {at} of {len(so_far)}, where it has token "
+                f"{prompt[at]} instead of {so_far[at]}"
+            )
+        if length < len(so_far):
+            return f"its prompt has {length} tokens, the first of the {len(so_far)} before it"
+        return ""
+
+    def append(self, prompt: NDArray[np.int32], completion: Completion) -> None:
+        given, sampled = len(prompt) - len(self._tokens), len(completion.tokens)
+        self._tokens = np.concatenate([prompt, token_array(completion.tokens)])
+        self._logprobs += [np.zeros(given, np.float32), np.asarray(completion.logprobs, np.float32)]
+        self._mask += [np.zeros(given, np.float32), np.ones(sampled, np.float32)]
+
+    def datum(self) -> Datum:
+        mask = np.concatenate(self._mask)[1:]
+        inputs: dict[str, Any] = {
+            "target_tokens": self._tokens[1:],
+            "logprobs": np.concatenate(self._logprobs)[1:],
+            "mask": mask,
+            "weights": mask.copy(),
+        }
+        return Datum(ModelInput.from_ints(self._tokens[:-1]), inputs)
