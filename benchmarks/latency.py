@@ -153,6 +153,7 @@ def main() -> None:
                 for name, measure, extended, repetitions in ways
             ]
             report.show(group)
+            report.lines(options.plots, f"latency_{n}", f"milliseconds per step, N = {n}", group, "client")
             rows += group
         print("From construction to a model that can be trained; milliseconds by round-trip time:")
         starts = [

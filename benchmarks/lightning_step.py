@@ -203,11 +203,16 @@ def overhead(url: str, rounds: int, steps: int) -> list[dict[str, Any]]:
     ]
 
 
-def main() -> None:
-    options = report.arguments(__doc__)
+def quiet() -> None:
+    """Silences Lightning, and limits torch to one thread."""
     warnings.simplefilter("ignore")  # Lightning warns about very short runs
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)  # idle threads of a pool would spin and be counted
+
+
+def main() -> None:
+    options = report.arguments(__doc__)
+    quiet()
     rtts = [0.0, 0.1, 0.4] if options.quick else [0.0, 0.1, 0.3, 0.6]
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -222,6 +227,7 @@ def main() -> None:
             print(f"A step of {n} micro-batches; milliseconds by round-trip time:", flush=True)
             group = journeys(urls, n, 6 if options.quick else 12)
             report.show(group)
+            report.lines(options.plots, f"lightning_step_{n}", f"milliseconds per step, N = {n}", group, "loop")
             rows += group
         print(f"A step of {OVERHEAD_N} micro-batches without delay; processor time of this process:")
         costs = overhead(urls[True][0.0], 3 if options.quick else 7, 20 if options.quick else 40)

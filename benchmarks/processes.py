@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from starlette.applications import Starlette
 
+    from tinker_lightning.server import EmbeddedTrainer
+
 
 @contextlib.contextmanager
 def process(serve: Callable[..., None], *arguments: Any) -> Iterator[Any]:
@@ -36,16 +38,23 @@ def _run(serve: Callable[..., None], arguments: tuple[Any, ...], sender: Any) ->
 
 def serve_trainer(folder: str, extended: bool, ready: Callable[[str], None]) -> None:
     """Serves `tiny`, whose passes take a few milliseconds."""
+    from tinker_lightning.server import create_app
+
+    serve_app(create_app(tiny_trainer(folder), extended=extended), ready)
+
+
+def tiny_trainer(folder: str) -> EmbeddedTrainer:
+    """Returns a trainer of `tiny` that uses one thread."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from tinker_lightning.server import EmbeddedTrainer, create_app
+    from tinker_lightning.server import EmbeddedTrainer
 
     disable_progress_bar()
     torch.set_num_threads(1)
     trainer = EmbeddedTrainer(["tiny"], data_dir=folder)
     trainer.catalog.get("tiny")
-    serve_app(create_app(trainer, extended=extended), ready)
+    return trainer
 
 
 def serve_app(app: Starlette, ready: Callable[[str], None]) -> None:
