@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import httpx
@@ -212,6 +213,29 @@ def test_a_poll_names_the_missing_number_and_goes_on_within_seconds(
     assert set(reasons) == {f"waiting for request 1 of {model}, which has not arrived"}
     late = api.post("optim_step", api.step(model, 1))
     assert (late.status_code, "arrived too late" in late.text) == (400, True)
+    api.close()
+    trainer.close()
+
+
+def test_a_poll_does_not_report_a_number_that_arrived_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(futures, "_BLOCKED_POLL_SECONDS", 0.2)
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
+    api = Api(trainer)
+    model = api.model()
+    request_id = api.submit("optim_step", api.step(model, 2))
+    release = threading.Event()
+    trainer.scheduler.submit(Job("busy", "busy", release.wait))  # keeps the worker from running what has arrived
+    with ThreadPoolExecutor(1) as pool:
+        polled = pool.submit(api.post, "retrieve_future", {"request_id": request_id})
+        while not trainer._waiters:  # the poll has not seen the gap yet
+            time.sleep(0.001)
+        api.submit("optim_step", api.step(model, 1))
+        response = polled.result()
+    release.set()
+    assert (response.status_code, response.json()["queue_state"]) == (408, "active")
+    assert "queue_state_reason" not in response.json()
     api.close()
     trainer.close()
 
