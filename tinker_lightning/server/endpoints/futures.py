@@ -69,12 +69,12 @@ async def retrieve_future(request: Request) -> Response:
 
 
 async def _result(request: Request, job: Job) -> Response:
-    scheduler, in_turn = trainer_of(request).scheduler, submits_in_turn(request)
-    missing = scheduler.missing_before(job, submits_in_turn=in_turn)
+    scheduler = trainer_of(request).scheduler
+    missing = scheduler.missing_before(job, submits_in_turn=submits_in_turn(request))
     seconds = LONG_POLL_SECONDS if missing is None else min(_BLOCKED_POLL_SECONDS, LONG_POLL_SECONDS)
     if not await finished(job, trainer_of(request), seconds):
         if missing is not None:  # concurrent submissions may have overtaken each other and arrived by now
-            missing = scheduler.missing_before(job, submits_in_turn=in_turn)
+            missing = scheduler.missing_before(job, submits_in_turn=False)
         return pending(job, missing)
     job.mark_fetched()
     error = job.future.exception()
