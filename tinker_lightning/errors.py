@@ -14,6 +14,7 @@ Each class also derives from the matching builtin, so that `except ValueError` w
     │   │   ├── LossNotFinite              its value or gradient is NaN or infinite
     │   │   ├── LossNotTraceable           it cannot be traced into a graph for the server
     │   │   └── LossWithoutGradient        it does not depend on the log-probabilities
+    │   ├── MemoryLimitExceeded (MemoryError)  a request that does not fit into the memory limit of the server
     │   └── InvalidMessage                 a malformed message body
     │       ├── MessageTooLarge            a body that exceeds the size limit
     │       └── UnsupportedMediaType       an unknown content type or encoding
@@ -101,11 +102,22 @@ class LossWithoutGradient(InvalidLoss):
     """A custom loss does not depend on the log-probabilities."""
 
 
+class MemoryLimitExceeded(InvalidInput, MemoryError):
+    """A request does not fit into the memory limit of the server; the message has the size and the limit.
+
+    Attributes:
+        is_temporary: Whether it would fit if other requests took less memory.
+    """
+
+    is_temporary: bool = False
+
+
 # The classes that a server may name in a response. All others have a different meaning in the client.
 _NAMED_BY_SERVERS: list[type[InvalidInput]] = [
     InvalidTensor,
     InvalidDatum,
     MissingInput,
+    MemoryLimitExceeded,
     InvalidLoss,
     *InvalidLoss.__subclasses__(),
 ]

@@ -47,12 +47,18 @@ def add_to(commands: Any) -> None:
         metavar="N",
         help="make sampling requests without a seed reproducible, so that a repeated run draws the same tokens",
     )
+    parser.add_argument(
+        "--memory-limit",
+        metavar="SIZE",
+        help="the most memory that the server takes, e.g. 6G; requests beyond it fail (default: 60%% of the memory)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the server until it is interrupted; returns the exit code."""
     try:
+        from tinker_lightning.server.core.memory import parse_size
         from tinker_lightning.server.serve import serve
     except ImportError as error:
         raise TinkerLightningError(
@@ -68,5 +74,6 @@ def run(options: argparse.Namespace) -> int:
         data_dir=options.data_dir,
         allow_pickled_losses=options.allow_pickled_losses,
         sampling_seed=options.sampling_seed,
+        memory_limit=None if options.memory_limit is None else parse_size(options.memory_limit),
     )
     return 0

@@ -30,6 +30,7 @@ def serve(
     data_dir: Path | None = None,
     allow_pickled_losses: bool = False,
     sampling_seed: int | None = None,
+    memory_limit: int | None = None,
 ) -> None:
     """Loads the models, serves them, and prints the URL once clients can connect.
 
@@ -46,7 +47,11 @@ def serve(
             "--api-key KEY too."
         )
     trainer = EmbeddedTrainer(
-        models, data_dir=data_dir, allow_pickled_losses=allow_pickled_losses, sampling_seed=sampling_seed
+        models,
+        data_dir=data_dir,
+        allow_pickled_losses=allow_pickled_losses,
+        sampling_seed=sampling_seed,
+        memory_limit=memory_limit,
     )
     try:
         trainer.store.root.mkdir(parents=True, exist_ok=True)
@@ -58,8 +63,10 @@ def serve(
     app = create_app(trainer, api_key=api_key)
     # The port is bound before the models are loaded, so that a port in use fails early.
     with _listen(host, port) as listener:
+        trainer.charge_process()
         for name in models:
             trainer.catalog.get(name)
+        trainer.charge_process()
         config = uvicorn.Config(
             app if api_key else LocalHost(app),
             log_config=None,

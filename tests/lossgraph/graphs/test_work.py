@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ ESTIMATES: dict[str, tuple[tuple[Node, ...], Limits, Limits]] = {}
 
 
 def estimate(name: str, *calls: Node, few: int, enough: int, limit: str = "total") -> None:
-    ESTIMATES[name] = calls, Limits(**{limit: few}), Limits(**{limit: enough})
+    ESTIMATES[name] = calls, replace(Limits(), **{limit: few}), replace(Limits(), **{limit: enough})
 
 
 for _dtype, _work in ((torch.float32, 1 << 20), (torch.float64, 1 << 20), (torch.bfloat16, 1 << 27)):

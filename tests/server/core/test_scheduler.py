@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from tinker_lightning.errors import InvalidInput, NotFound, TrainerClosed
 from tinker_lightning.server import EmbeddedTrainer
-from tinker_lightning.server.core.scheduler import Job, Scheduler
+from tinker_lightning.server.core.jobs import Job
+from tinker_lightning.server.core.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -230,8 +231,8 @@ def test_an_unknown_result_is_not_found(scheduler: Scheduler) -> None:
 
 @pytest.mark.parametrize("fetched", [True, False])
 def test_old_results_are_dropped_and_the_errors_say_so(fetched: bool) -> None:
-    kept = {"retention": SOON, "fetched_retention": 0.0} if fetched else {"retention": 0.0}
-    scheduler, log = Scheduler(**kept), Log()
+    scheduler = Scheduler(retention=SOON, fetched_retention=0.0) if fetched else Scheduler(retention=0.0)
+    log = Log()
     try:
         old = submit(scheduler, log, 1)
         old.future.result(SOON)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.api import Api
 from tinker_lightning.server import EmbeddedTrainer, create_app
-from tinker_lightning.server.core.scheduler import Job
+from tinker_lightning.server.core.jobs import Job
 from tinker_lightning.server.endpoints import futures
 from tinker_lightning.wire import protobuf
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,8 @@ class Limits:
     total: int = 1 << 27  # elements that all calls together read and write, which also bounds the backward
     seconds: float = 20.0  # after which no further call is started
     memory: int = 4 << 30  # bytes of all new values together, because a backward may keep all of them
+    # Takes memory for the values of a run before they are created; raises if there is not enough.
+    reserve: Callable[[int], None] | None = field(default=None, compare=False)
     deadline: float = field(default=math.inf, compare=False)  # as in `time.monotonic`, in addition to `seconds`
 
 

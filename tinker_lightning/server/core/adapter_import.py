@@ -10,7 +10,7 @@ from safetensors.torch import load
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.core.checkpoint_store import TinkerPath
-from tinker_lightning.server.core.scheduler import Job
+from tinker_lightning.server.core.jobs import Job
 from tinker_lightning.types import SaveWeightsResponse
 
 if TYPE_CHECKING:

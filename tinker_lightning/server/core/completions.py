@@ -13,7 +13,7 @@ from tinker_lightning.server.core.scheduler import RETENTION
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tinker_lightning.server.core.scheduler import Job
+    from tinker_lightning.server.core.jobs import Job
 
     # A sampler, and which of its clients: clones number their requests from a multiple of CLONE_STRIDE.
     Target: TypeAlias = tuple[str, int]
@@ -28,7 +28,7 @@ class Completions:
         self._retention = retention
         self._lock = threading.Lock()
         self._count = 0
-        self._finished: dict[Target, deque[tuple[int, Job]]] = {}
+        self._finished: dict[Target, deque[tuple[int, str, bool]]] = {}  # number, request id, whether it succeeded
         self._all: deque[tuple[float, int, Target]] = deque()  # when each finished, to forget those nobody asks for
         self._waiters: dict[Target, list[Callable[[], object]]] = {}
 
@@ -37,7 +37,9 @@ class Completions:
         with self._lock:
             self._count += 1
             now = time.monotonic()
-            self._finished.setdefault(target, deque()).append((self._count, job))
+            succeeded = job.future.exception() is None
+            # Without the job, whose result may be dropped before.
+            self._finished.setdefault(target, deque()).append((self._count, job.request_id, succeeded))
             self._all.append((now, self._count, target))
             while self._all and self._all[0][0] + self._retention < now:
                 _, number, old = self._all.popleft()
@@ -46,7 +48,7 @@ class Completions:
         for wake in waiters:
             wake()
 
-    def after(self, target: Target, cursor: int) -> list[tuple[int, Job]]:
+    def after(self, target: Target, cursor: int) -> list[tuple[int, str, bool]]:
         """Returns the requests after a cursor, and forgets those before it, which the client has seen."""
         with self._lock:
             self._forget(target, cursor)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from tinker_lightning.errors import InvalidInput, NotFound
-from tinker_lightning.server.core.scheduler import Job
+from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotFound
+from tinker_lightning.server.core.jobs import Job
+from tinker_lightning.server.core.memory import Charge, MemoryBudget, format_size
 from tinker_lightning.server.engine.adapter import Adapter
 from tinker_lightning.server.engine.base import BaseModel
 from tinker_lightning.server.engine.lora import LoraWeights
@@ -45,6 +46,7 @@ class Model:
     creation: Job
     base: BaseModel | None = None
     adapter: Adapter | None = None
+    charge: Charge | None = None  # for the adapter
     last_request_time: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def ready(self) -> tuple[BaseModel, Adapter]:
@@ -58,7 +60,9 @@ class Model:
 
     def unload(self) -> None:
         """Frees the memory of the model. Checkpoints are kept."""
-        self.base = self.adapter = None
+        self.base = self.adapter = self.user_metadata = None
+        if self.charge is not None:
+            self.charge.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +77,15 @@ class Sampler:
     @property
     def size(self) -> int:
         """Size of the weights in bytes."""
-        return 0 if self.weights is None else sum(tensor.nbytes for tensor in self.weights.tensors.values())
+        return 0 if self.weights is None else self.weights.nbytes
 
 
 class Registry:
     """Sessions, models and samplers by id. All methods are thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: MemoryBudget) -> None:
+        self._memory = memory
+        self._charge = memory.charge("the weights of samplers", 0, "weights")
         self._lock = threading.Lock()
         self._sessions: dict[str, ClientSession] = {}
         self._models: dict[str, Model] = {}
@@ -140,27 +146,40 @@ class Registry:
             session = self._sessions[session_id]
             if sampler.sampler_id not in session.samplers:
                 session.samplers.append(sampler.sampler_id)
-            self._make_room()
+            try:
+                self._make_room()
+            except MemoryLimitExceeded:
+                self._samplers.pop(sampler.sampler_id, None)
+                raise
             return kept
 
     def keep_weights(self, sampler_id: str, weights: LoraWeights) -> None:
         """Restores the weights of a sampler after they were evicted and loaded again."""
         with self._lock:
             if sampler_id in self._samplers:
-                self._samplers[sampler_id] = replace(self._samplers[sampler_id], weights=weights)
-                self._make_room()
+                before = self._samplers[sampler_id]
+                self._samplers[sampler_id] = replace(before, weights=weights)
+                try:
+                    self._make_room()
+                except MemoryLimitExceeded:  # they are loaded again for the next request
+                    self._samplers[sampler_id] = before
 
     def _make_room(self) -> None:
         """Evicts the least recently used weights, but never the most recent ones. Unsaved weights are lost."""
         total = 0
         for name, sampler in reversed(list(self._samplers.items())):
-            if total and sampler.size and total + sampler.size > SAMPLER_BYTES:
+            if total and sampler.size and total + sampler.size > self._most:
                 if sampler.model_path is None:
                     del self._samplers[name]
                 else:
                     self._samplers[name] = replace(sampler, weights=None)
             else:
                 total += sampler.size
+        self._charge.resize(total)
+
+    @property
+    def _most(self) -> int:
+        return min(SAMPLER_BYTES, self._memory.limit // 8)
 
     def sampler(self, sampler_id: str) -> Sampler:
         """Returns the sampler with this id; raises `NotFound` if there is none, or if it was evicted."""
@@ -171,7 +190,7 @@ class Registry:
         if sampler is None:
             raise NotFound(
                 f"sampling_session_id: there is no sampler {sampler_id!r}, or it was evicted, because only the last "
-                f"{SAMPLER_BYTES >> 20} MiB of unsaved weights are kept. Save weights under a name to keep them."
+                f"{format_size(self._most)} of unsaved weights are kept. Save weights under a name to keep them."
             )
         return sampler
 
@@ -190,3 +209,5 @@ class Registry:
             for sampler_id in session.samplers:
                 self._samplers.pop(sampler_id, None)
                 self._clones.pop(sampler_id, None)
+            self._make_room()
+            session.user_metadata = session.display_name = None

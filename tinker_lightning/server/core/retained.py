@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tinker_lightning.errors import NotRetained
+from tinker_lightning.errors import MemoryLimitExceeded, NotRetained
+from tinker_lightning.server.core.memory import Charge
 from tinker_lightning.server.engine.passes import Activations
 from tinker_lightning.types import Datum
+
+if TYPE_CHECKING:
+    from tinker_lightning.server.core.memory import MemoryBudget
 
 # Forwards of one model without a step between them. Their datums are small, but their number must be bounded.
 MAX_FORWARDS = 256
@@ -19,35 +24,45 @@ class RetainedForward:
 
     data: list[Datum]
     activations: Activations | None
+    charge: Charge | None = None  # for the activations
 
     def take(self) -> Activations | None:
         """Returns the activations, which can be used once; without them the forward has to run again."""
         taken, self.activations = self.activations, None
+        if self.charge is not None:
+            self.charge.release()
         return taken
 
 
 class RetainedForwards:
     """The retained forwards of all models. All methods are thread-safe.
 
-    Activations beyond the limit are evicted, the oldest first. The datums are kept, so a backward still needs no
-    tokens, and it gives the same bits because the forward runs again on them.
+    Activations are evicted, the oldest first, beyond the limit and when other work needs their memory. The datums are
+    kept, so a backward still needs no tokens, and it gives the same bits because the forward runs again on them.
 
     Args:
-        limit: The memory limit for activations in bytes.
+        memory: The memory of the trainer, a quarter of which they may take.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, memory: MemoryBudget) -> None:
+        self.limit = memory.limit // 4
+        self._memory = memory
         self._lock = threading.Lock()
         self._forwards: dict[tuple[str, int], RetainedForward] = {}
 
     def add(self, model_id: str, number: int, forward: RetainedForward) -> None:
         """Keeps the forward with this number of a model."""
+        if forward.activations is not None:
+            size = forward.activations.size
+            try:
+                forward.charge = self._memory.charge("a retained forward", size, evict=forward.take)
+            except MemoryLimitExceeded:
+                forward.activations = None
         with self._lock:
             self._forwards[model_id, number] = forward
             own = [key for key in self._forwards if key[0] == model_id]
             for key in own[:-MAX_FORWARDS]:
-                del self._forwards[key]
+                self._forwards.pop(key).take()
             self._make_room()
 
     def find(self, model_id: str, number: int) -> RetainedForward:
@@ -62,7 +77,7 @@ class RetainedForwards:
         """Frees the forwards of a model, whose weights have changed."""
         with self._lock:
             for key in [key for key in self._forwards if key[0] == model_id]:
-                del self._forwards[key]
+                self._forwards.pop(key).take()
 
     def _make_room(self) -> None:
         total = 0
@@ -70,4 +85,4 @@ class RetainedForwards:
             if forward.activations is not None:
                 total += forward.activations.size
                 if total > self.limit:
-                    forward.activations = None
+                    forward.take()

@@ -7,15 +7,21 @@ from typing import TYPE_CHECKING
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.core.checkpoint_store import CheckpointStore, TinkerPath
 from tinker_lightning.server.core.completions import CLONE_STRIDE, Completions
+from tinker_lightning.server.core.jobs import Job
 from tinker_lightning.server.core.registry import Registry, Sampler
-from tinker_lightning.server.core.scheduler import Job, Scheduler
+from tinker_lightning.server.core.sizes import result_bytes, sample_result_bytes, tensor_bytes
 from tinker_lightning.server.engine.prompt_scores import PromptScoring
-from tinker_lightning.server.engine.sampler import MAX_SAMPLES, sample
+from tinker_lightning.server.engine.sampler import MAX_SAMPLES, SamplingShape, sample
 
 if TYPE_CHECKING:
+    from tinker_lightning.server.core.memory import MemoryBudget
+    from tinker_lightning.server.core.scheduler import Scheduler
     from tinker_lightning.server.engine.catalog import Catalog
     from tinker_lightning.types import SampleResponse
     from tinker_lightning.types import requests as rq
+
+# The context length of a model that is not loaded yet.
+_UNKNOWN_CONTEXT = 8192
 
 
 class Sampling:
@@ -27,12 +33,14 @@ class Sampling:
         catalog: Catalog,
         store: CheckpointStore,
         scheduler: Scheduler,
+        memory: MemoryBudget,
         sampling_seed: int | None = None,
     ) -> None:
         self._registry = registry
         self._catalog = catalog
         self._store = store
         self._scheduler = scheduler
+        self._memory = memory
         self._sampling_seed = sampling_seed
         self.completions = Completions()
 
@@ -67,28 +75,39 @@ class Sampling:
                 self._registry.keep_weights(sampler.sampler_id, weights)
             if weights is not None:
                 base.lora.check(weights)
-            return sample(
-                base,
-                weights,
-                request.prompt,
-                request.sampling_params,
-                num_samples=request.num_samples,
-                scoring=PromptScoring(
-                    request.prompt_logprobs,
-                    request.prompt_logprobs_last_n,
-                    request.topk_prompt_logprobs,
-                    request.target_prompt_logprobs,
-                    request.prompt_alt_tokens_k,
-                ),
-                topk_sample_logprobs=request.topk_sample_logprobs,
-                unseeded=unseeded,
-                raise_if_cancelled=job.raise_if_cancelled,
-            )
+            shape = SamplingShape.of(base, request.prompt.length, request.sampling_params.max_tokens)
+            # From the limit and not from the load, so that a repeated request runs in the same waves.
+            wave = shape.wave(request.num_samples, self._memory.work_limit)
+            what = f"sampling {wave} of {request.num_samples} sequences at a time"
+            fix = "Send a shorter prompt, or set a smaller max_tokens."
+            with self._memory.charge(what, shape.bytes(wave), fix=fix):
+                return sample(
+                    base,
+                    weights,
+                    request.prompt,
+                    request.sampling_params,
+                    num_samples=request.num_samples,
+                    scoring=PromptScoring(
+                        request.prompt_logprobs,
+                        request.prompt_logprobs_last_n,
+                        request.topk_prompt_logprobs,
+                        request.target_prompt_logprobs,
+                        request.prompt_alt_tokens_k,
+                    ),
+                    topk_sample_logprobs=request.topk_sample_logprobs,
+                    unseeded=unseeded,
+                    wave=wave,
+                    raise_if_cancelled=job.raise_if_cancelled,
+                )
 
         job = Job(
             f"{sampler.sampler_id}:{request.seq_id}",
             "sample",
             run,
+            owner=sampler.sampler_id.partition(":")[0],
+            request_bytes=4 * request.prompt.length + tensor_bytes(request.target_prompt_logprobs),
+            result_bytes=sample_result_bytes(request, self._context(sampler.base_model)),
+            measure=result_bytes,
             sampler=sampler.sampler_id,
             seq=request.seq_id,
             samples=request.num_samples,
@@ -98,6 +117,10 @@ class Sampling:
             target = sampler.sampler_id, request.seq_id // CLONE_STRIDE
             job.future.add_done_callback(lambda _: self.completions.record(target, job))
         return submitted
+
+    def _context(self, base_model: str) -> int:
+        base = self._catalog.loaded(base_model)
+        return _UNKNOWN_CONTEXT if base is None else base.max_context_length
 
     def cancel(self, request_id: str) -> None:
         """Cancels a sampling job, before it starts or at its next token."""

@@ -14,14 +14,13 @@ import logging
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, TinkerLightningError, TrainerClosed
+from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, TrainerClosed
+from tinker_lightning.server.core.jobs import Job, Line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from tinker_lightning.server.core.memory import MemoryBudget
 
 logger = logging.getLogger("tinker_lightning.server")
 
@@ -33,101 +32,10 @@ POLLED_GAP_TIMEOUT = 6.0
 # An unfetched result is kept for a client that may be disconnected, a fetched one in case the response was lost.
 RETENTION = 3600.0
 FETCHED_RETENTION = 300.0
-
-
-class Job:
-    """A unit of work and its result, which can be fetched any number of times.
-
-    Equal requests have the same `request_id`. The `labels` are fields for the log.
-    """
-
-    def __init__(self, request_id: str, kind: str, run: Callable[[], Any], **labels: object) -> None:
-        self.request_id = request_id
-        self.kind = kind
-        self.labels = "".join(f"{name}={value} " for name, value in labels.items())
-        self.future: Future[Any] = Future()
-        self.future.set_running_or_notify_cancel()  # so that a waiter that times out cannot cancel it
-        self.kept_since: float | None = None  # when it finished, or was last fetched
-        self.fetched = False
-        self.cancelled = False
-        self.line: str | None = None  # where it is numbered
-        self._run: Callable[[], Any] | None = run
-
-    def execute(self) -> None:
-        """Runs the job and stores its result or exception."""
-        run, self._run = self._run, None  # frees the request
-        assert run is not None  # noqa: S101  # a job is executed once
-        started = time.perf_counter()
-        outcome = "ok"
-        defect: BaseException | None = None
-        try:
-            result = run()
-        except BaseException as error:
-            outcome = "failed: " + str(error).partition("\n")[0]
-            defect = None if isinstance(error, TinkerLightningError) else error
-            self.kept_since = time.monotonic()
-            self.future.set_exception(error)
-        else:
-            self.kept_since = time.monotonic()
-            self.future.set_result(result)
-        elapsed = (time.perf_counter() - started) * 1000
-        level = logging.INFO if defect is None else logging.ERROR
-        logger.log(level, "op=%s %sms=%.1f %s", self.kind, self.labels, elapsed, outcome, exc_info=defect)
-
-    def raise_if_cancelled(self) -> None:
-        """Raises `OperationFailed` if the client has cancelled the job."""
-        if self.cancelled:
-            raise OperationFailed(f"{self.kind} was cancelled by the client")
-
-    def mark_fetched(self) -> None:
-        """Records that the result was fetched, and keeps it a little longer in case the response was lost."""
-        self.fetched = True
-        self.kept_since = time.monotonic()
-
-
-@dataclass(slots=True)
-class _Line:
-    """The numbered jobs of a model."""
-
-    last: int = 0  # the highest number that was released
-    waiting: dict[int, Job] = field(default_factory=dict)
-    freed: set[int] = field(default_factory=set)  # numbers of rejected submissions
-    blocked_since: float | None = None
-    polled_since: float | None = None  # when a client first asked for a result beyond the missing number
-
-    @property
-    def missing(self) -> int:
-        """The lowest number that has neither arrived nor been rejected."""
-        number = self.last + 1
-        while number in self.freed:
-            number += 1
-        return number
-
-    def release(self) -> list[Job]:
-        """Returns the jobs whose turn has come."""
-        ready = []
-        while self.waiting:
-            number = self.missing
-            if number not in self.waiting:
-                break
-            ready.append(self.waiting.pop(number))
-            self._pass(number)
-        if not self.waiting:
-            self.blocked_since = self.polled_since = None
-        elif ready or self.blocked_since is None:
-            self.blocked_since = time.monotonic()
-            self.polled_since = None
-        return ready
-
-    def skip(self) -> list[Job]:
-        """Stops waiting for missing numbers and returns the jobs after them."""
-        self._pass(min(self.waiting) - 1)
-        self.blocked_since = None
-        return self.release()
-
-    def _pass(self, number: int) -> None:
-        self.last = number
-        self.freed = {n for n in self.freed if n > number}
+# For a client that finishes its session while a response is under way.
+FINISHED_RETENTION = 60.0
+# Fetched results of one session beyond this number are dropped, oldest first.
+MAX_FETCHED = 4096
 
 
 class Scheduler:
@@ -139,14 +47,19 @@ class Scheduler:
         polled_gap_timeout: float = POLLED_GAP_TIMEOUT,
         retention: float = RETENTION,
         fetched_retention: float = FETCHED_RETENTION,
+        finished_retention: float = FINISHED_RETENTION,
+        memory: MemoryBudget | None = None,
     ) -> None:
+        self._memory = memory
+        self._finished_retention = finished_retention
+        self._fetched: dict[str | None, deque[Job]] = {}  # by owner, oldest first
         self._gap_timeout = gap_timeout
         self._polled_gap_timeout = polled_gap_timeout
         self._retention = retention
         self._fetched_retention = fetched_retention
         self._next_cleaning = 0.0
         self._jobs: dict[str, Job] = {}
-        self._lines: dict[str, _Line] = {}
+        self._lines: dict[str, Line] = {}
         self._ready: deque[Job] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -156,7 +69,23 @@ class Scheduler:
         """Queues a job, or returns the job that was submitted earlier with the same request id.
 
         The jobs of a line run in the order of their numbers, from 1. A job without a line may run at any time.
+
+        Raises:
+            MemoryLimitExceeded: If the request or its result do not fit into memory.
         """
+        known = self.known(job.request_id)
+        if known is None and self._memory is not None:
+            job.admit(self._memory, self._forget)
+        try:
+            submitted = self._submit(job, line, number)
+        except BaseException:
+            job.release()
+            raise
+        if submitted is not job:
+            job.release()
+        return submitted
+
+    def _submit(self, job: Job, line: str | None, number: int) -> Job:
         with self._changed:
             if self._closed:
                 raise TrainerClosed("the trainer has been closed; connect to a running one")
@@ -170,7 +99,7 @@ class Scheduler:
             elif line is None:
                 self._ready.append(job)
             else:
-                entry = self._lines.setdefault(line, _Line())
+                entry = self._lines.setdefault(line, Line())
                 if number <= entry.last:
                     raise InvalidInput(
                         f"number {number} of {line} arrived too late: {entry.last} has already run. Either its result "
@@ -183,6 +112,7 @@ class Scheduler:
             self._jobs[job.request_id] = job
             self._drop_old()
             if self._thread is None:
+                # The thread cleans up as well, so that results expire also while nobody submits anything.
                 self._thread = threading.Thread(target=self._work, name="tinker-lightning-trainer", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
@@ -198,7 +128,7 @@ class Scheduler:
         with self._changed:
             if self._closed:
                 return
-            entry = self._lines.setdefault(line, _Line())
+            entry = self._lines.setdefault(line, Line())
             if number > entry.last and number not in entry.waiting:
                 entry.freed.add(number)
                 self._ready.extend(entry.release())
@@ -211,6 +141,35 @@ class Scheduler:
         if job is None:
             raise NotFound(f"request_id {request_id!r} is unknown, or its result has expired")
         return job
+
+    def mark_fetched(self, job: Job) -> None:
+        """Records that a result was fetched; it is kept a little longer in case the response was lost."""
+        job.mark_fetched()
+        with self._changed:
+            fetched = self._fetched.setdefault(job.owner, deque())
+            if not fetched or fetched[-1] is not job:
+                fetched.append(job)
+            while len(fetched) > MAX_FETCHED:
+                self._drop(fetched.popleft())
+
+    def finish(self, owner: str) -> None:
+        """Fails the waiting jobs of a finished session, and drops its results after a moment."""
+        with self._changed:
+            waiting: list[Job] = []
+            for line in self._lines.values():
+                for number in [number for number, job in line.waiting.items() if job.owner == owner]:
+                    waiting.append(line.waiting.pop(number))
+            self._lines = {name: line for name, line in self._lines.items() if line.waiting or not _is_of(name, owner)}
+            until = time.monotonic() - self._fetched_retention + self._finished_retention
+            for job in self._jobs.values():
+                if job.owner == owner and job.kept_since is not None:
+                    job.mark_fetched()
+                    job.kept_since = until
+            self._fetched.pop(owner, None)
+        for job in waiting:
+            job.fail(
+                OperationFailed(f"{job.kind} waited for a request that never arrived, and its session was finished")
+            )
 
     def missing_before(self, job: Job, *, submits_in_turn: bool) -> int | None:
         """Returns the number that a job waits for because it has not arrived, or None.
@@ -263,12 +222,16 @@ class Scheduler:
         """Waits for the next job; returns None once the trainer is closed."""
         with self._changed:
             while True:
+                self._drop_old()
                 # Also while other models have jobs, which must not prolong the wait for a missing number.
                 wait = self._skip_gaps()
                 if self._closed:
                     return None
                 if self._ready:
                     return self._ready.popleft()
+                if self._jobs:
+                    cleaning = max(1.0, self._next_cleaning - time.monotonic())
+                    wait = cleaning if wait is None else min(wait, cleaning)
                 self._changed.wait(wait)
 
     def _skip_gaps(self) -> float | None:
@@ -296,7 +259,25 @@ class Scheduler:
         if now < self._next_cleaning:
             return
         self._next_cleaning = now + min(self._retention, self._fetched_retention) / 10
-        for name, job in list(self._jobs.items()):
+        for job in list(self._jobs.values()):
             retention = self._fetched_retention if job.fetched else self._retention
             if job.kept_since is not None and job.kept_since + retention < now:
-                del self._jobs[name]
+                self._drop(job)
+        for owner, fetched in list(self._fetched.items()):
+            while fetched and self._jobs.get(fetched[0].request_id) is not fetched[0]:
+                fetched.popleft()
+            if not fetched:
+                del self._fetched[owner]
+
+    def _forget(self, job: Job) -> None:
+        with self._changed:
+            self._drop(job)
+
+    def _drop(self, job: Job) -> None:
+        if self._jobs.get(job.request_id) is job:
+            del self._jobs[job.request_id]
+        job.release()
+
+
+def _is_of(line: str, owner: str) -> bool:
+    return line.startswith(f"{owner}:")

@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tinker_lightning.server.core.checkpoint_store import CheckpointStore
+from tinker_lightning.server.core.jobs import Job
 from tinker_lightning.server.core.loss_registry import LossRegistry
+from tinker_lightning.server.core.memory import MemoryBudget, resident_memory
 from tinker_lightning.server.core.registry import ClientSession, Registry
 from tinker_lightning.server.core.retained import RetainedForwards
 from tinker_lightning.server.core.samplers import Sampling
-from tinker_lightning.server.core.scheduler import GAP_TIMEOUT, Job, Scheduler
+from tinker_lightning.server.core.scheduler import GAP_TIMEOUT, Scheduler
 from tinker_lightning.server.core.training_service import Training
 from tinker_lightning.server.engine.catalog import Catalog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from tinker_lightning.server.engine.base import BaseModel
 
 logger = logging.getLogger("tinker_lightning.server")
 
@@ -31,22 +34,11 @@ logger = logging.getLogger("tinker_lightning.server")
 HEARTBEAT_TIMEOUT = 900.0
 # Seconds for which a running job may continue after its trainer was garbage-collected or the interpreter exits.
 _EXIT_GRACE = 3.0
-# The most memory that the activations of retained forwards may take.
-_MAX_RETAINED_BYTES = 4 << 30
 
 
 def default_data_dir() -> Path:
     """Returns the default folder for checkpoints, in the user's data folder."""
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "tinker_lightning"
-
-
-def _retained_bytes() -> int:
-    """Returns the memory limit for the activations of retained forwards: at most a quarter of the machine's memory."""
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # not a POSIX system
-        return _MAX_RETAINED_BYTES // 4
-    return min(_MAX_RETAINED_BYTES, total // 4)
 
 
 class EmbeddedTrainer:
@@ -60,6 +52,8 @@ class EmbeddedTrainer:
         allow_pickled_losses: Whether to accept pickled loss functions, which lets clients execute arbitrary code.
         sampling_seed: Makes sampling requests without a seed reproducible: what they draw depends on this number, on
             the numbers of the sampler and the request in their session, and on the index of the sample.
+        memory_limit: The most memory in bytes that models, passes, sampling and messages take together; by default 60 %
+            of the machine's memory. A request that does not fit fails with `MemoryLimitExceeded`.
     """
 
     def __init__(
@@ -71,19 +65,32 @@ class EmbeddedTrainer:
         gap_timeout: float = GAP_TIMEOUT,
         allow_pickled_losses: bool = False,
         sampling_seed: int | None = None,
+        memory_limit: int | None = None,
     ) -> None:
-        self.catalog = Catalog(models, dtype=dtype)
+        self.memory = memory = MemoryBudget(memory_limit)
+
+        def charge_model(base: BaseModel) -> None:
+            memory.charge(f"the model {base.name}", base.nbytes, "models", fix="Serve fewer or smaller models.")
+
+        self.catalog = Catalog(models, dtype=dtype, on_load=charge_model)
         self.store = CheckpointStore(Path(data_dir or default_data_dir()).expanduser().absolute() / "checkpoints")
-        self.registry = Registry()
-        self.scheduler = Scheduler(gap_timeout)
+        self.registry = Registry(memory)
+        self.scheduler = Scheduler(gap_timeout, memory=memory)
         self.losses = LossRegistry(allow_pickled_losses)
-        self.retained = RetainedForwards(_retained_bytes())
-        self.training = Training(self.registry, self.catalog, self.store, self.scheduler, self.losses, self.retained)
-        self.sampling = Sampling(self.registry, self.catalog, self.store, self.scheduler, sampling_seed)
+        self.retained = RetainedForwards(memory)
+        self.training = Training(
+            self.registry, self.catalog, self.store, self.scheduler, self.losses, self.retained, memory
+        )
+        self.sampling = Sampling(self.registry, self.catalog, self.store, self.scheduler, memory, sampling_seed)
         self._closing = False
         self._waiters: set[Callable[[], object]] = set()
         # Calling close() is optional: the thread stops when the trainer is garbage-collected or the interpreter exits.
         weakref.finalize(self, self.scheduler.close, _EXIT_GRACE)
+
+    def charge_process(self) -> None:
+        """Charges what this process takes besides its models, for a process that does nothing but serve."""
+        rest = resident_memory() - self.memory.used("models")
+        self.memory.charge("this process", max(0, rest), "models", fix="Serve fewer or smaller models.")
 
     def open_session(
         self, user_metadata: dict[str, Any] | None = None, display_name: str | None = None
@@ -104,6 +111,7 @@ class EmbeddedTrainer:
         def free() -> None:
             self.registry.free(session)
             self.losses.free(session_id)
+            self.scheduler.finish(session_id)
             for model_id in session.models:
                 self.retained.drop(model_id)
 

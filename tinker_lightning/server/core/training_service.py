@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.errors import InvalidDatum, InvalidInput, MemoryLimitExceeded
 from tinker_lightning.server.core.checkpoint_store import CheckpointStore, CheckpointSummary, TinkerPath
+from tinker_lightning.server.core.jobs import Job
 from tinker_lightning.server.core.loss_registry import CUSTOM, LossRegistry
 from tinker_lightning.server.core.registry import Model, Registry, Sampler
 from tinker_lightning.server.core.retained import RetainedForward, RetainedForwards
-from tinker_lightning.server.core.scheduler import Job, Scheduler
+from tinker_lightning.server.core.sizes import data_bytes, dense_bytes, pass_result_bytes
+from tinker_lightning.server.core.sizes import result_bytes as measure_result
 from tinker_lightning.server.engine.adapter import Adapter
-from tinker_lightning.server.engine.batch_pass import run_batch_pass
+from tinker_lightning.server.engine.batch_pass import RETURNED_BYTES, batch_pass_bytes, run_batch_pass
 from tinker_lightning.server.engine.bound_loss import BoundGraph
-from tinker_lightning.server.engine.passes import Activations, run_pass
+from tinker_lightning.server.engine.passes import Activations, pass_bytes, run_pass
 from tinker_lightning.server.engine.python_loss import PythonLoss
 from tinker_lightning.types import AdamParams, ForwardBackwardOutput, LoraConfig, OptimStepResponse
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from tinker_lightning.lossgraph.graph_loss import GraphLoss
+    from tinker_lightning.server.core.memory import Charge, MemoryBudget
+    from tinker_lightning.server.core.scheduler import Scheduler
     from tinker_lightning.server.engine.base import BaseModel
     from tinker_lightning.server.engine.catalog import Catalog
     from tinker_lightning.types import Datum
@@ -43,6 +49,7 @@ class Training:
         scheduler: Scheduler,
         losses: LossRegistry,
         retained: RetainedForwards,
+        memory: MemoryBudget,
     ) -> None:
         self._registry = registry
         self._losses = losses
@@ -50,6 +57,7 @@ class Training:
         self._store = store
         self._scheduler = scheduler
         self._retained = retained
+        self._memory = memory
 
     def create_model(self, request: rq.CreateModelRequest) -> Job:
         """Creates an adapter on a base model."""
@@ -65,11 +73,21 @@ class Training:
 
         def run() -> rs.CreateModelResponse:
             base = self._catalog.get(request.base_model)
-            model.base, model.adapter = base, Adapter(base.lora.new_weights(config))
+            # The weights, their gradient and two moments of the optimizer.
+            size = 4 * base.lora.weights_bytes(config)
+            fix = "Use a smaller rank, or unload models that are no longer needed."
+            charge = self._memory.charge(f"an adapter of rank {config.rank}", size, "weights", fix=fix)
+            model.charge, model.base, model.adapter = charge, base, Adapter(base.lora.new_weights(config))
             return rs.CreateModelResponse(model_id)
 
         creation = Job(
-            f"{model_id}:create", "create_model", run, model=model_id, base=request.base_model, rank=config.rank
+            f"{model_id}:create",
+            "create_model",
+            run,
+            owner=session.session_id,
+            model=model_id,
+            base=request.base_model,
+            rank=config.rank,
         )
         model = Model(model_id, session.session_id, request.base_model, config, request.user_metadata, creation)
         return self._scheduler.submit(self._registry.add_model(model).creation)
@@ -83,7 +101,8 @@ class Training:
             self._retained.drop(model.model_id)
             return rs.UnloadModelResponse(model.model_id)
 
-        return self._scheduler.submit(Job(f"{model.model_id}:unload", "unload_model", run, model=model.model_id))
+        job = Job(f"{model.model_id}:unload", "unload_model", run, owner=model.session_id, model=model.model_id)
+        return self._scheduler.submit(job)
 
     def forward_backward(self, request: rq.ForwardBackwardRequest) -> Job:
         """Runs a forward pass, and a backward pass unless the request is `forward_only`."""
@@ -97,35 +116,63 @@ class Training:
             loss = found()
             options: Any = {"forward_only": request.forward_only, "scale": request.scale}
             if isinstance(loss, PythonLoss) or (loss is not None and loss.source != "datum"):
-                return run_batch_pass(base, adapter, request.data, loss, config, request.loss_fn_inputs, **options)
+                with self._batch_work(base, adapter, request, loss) as work:
+                    return run_batch_pass(
+                        base,
+                        adapter,
+                        request.data,
+                        loss,
+                        config,
+                        request.loss_fn_inputs,
+                        reserve=_addition(work),
+                        **options,
+                    )
             if request.loss_fn_inputs:
                 raise InvalidInput(
                     f"loss_fn_inputs: {request.loss_fn} reads its inputs from each datum; only registered batch-level "
                     "losses take inputs for the whole batch"
                 )
-            if loss is None:
-                return run_pass(base, adapter, request.data, request.loss_fn, config, **options)
-            if config:
+            if loss is not None and config:
                 raise InvalidInput(f"loss_fn_config: unknown setting {next(iter(config))!r}; use only loss_id")
-            return run_pass(base, adapter, request.data, BoundGraph(loss), {}, **options)
+            with self._work(base, adapter, request.data, backward=not request.forward_only) as work:
+                bound = request.loss_fn if loss is None else BoundGraph(loss, _addition(work))
+                return run_pass(base, adapter, request.data, bound, config, **options)
 
         kind = "forward" if request.forward_only else "forward_backward"
         tokens = sum(datum.model_input.length for datum in request.data if datum.model_input.is_text)
-        return self._submit(request, kind, run, datums=len(request.data), tokens=tokens)
+        size = data_bytes(request.data, request.loss_fn_inputs)
+        returned = pass_result_bytes(request.data) + RETURNED_BYTES * tokens
+        return self._submit(
+            request, kind, run, request_bytes=size, result_bytes=returned, datums=len(request.data), tokens=tokens
+        )
 
     def retained_forward(self, request: rq.ForwardBackwardRequest) -> Job:
         """Runs a forward pass and keeps its activations for `retained_backward`, as far as memory allows."""
 
         def run(base: BaseModel, adapter: Adapter) -> ForwardBackwardOutput:
             positions = sum(datum.model_input.length for datum in request.data)
-            activations = Activations() if base.activation_bytes(positions) <= self._retained.limit else None
-            output = run_pass(
-                base, adapter, request.data, request.loss_fn, {}, forward_only=True, activations=activations
-            )
+            size = base.activation_bytes(positions)
+            activations = Activations() if size <= self._retained.limit else None
+            with self._work(base, adapter, request.data, backward=False) as work:
+                if activations is not None:
+                    try:
+                        work.resize(work.size + size)
+                    except MemoryLimitExceeded:
+                        activations = None
+                output = run_pass(
+                    base, adapter, request.data, request.loss_fn, {}, forward_only=True, activations=activations
+                )
             self._retained.add(request.model_id, request.seq_id, RetainedForward(request.data, activations))
             return output
 
-        return self._submit(request, "forward", run, datums=len(request.data))
+        return self._submit(
+            request,
+            "forward",
+            run,
+            request_bytes=data_bytes(request.data),
+            result_bytes=pass_result_bytes(request.data),
+            datums=len(request.data),
+        )
 
     def retained_backward(self, request: rq.ForwardBackwardRequest) -> Job:
         """Accumulates the gradient that belongs to the log-probabilities of an earlier `retained_forward`.
@@ -150,11 +197,19 @@ class Training:
         ]
 
         def run(base: BaseModel, adapter: Adapter) -> ForwardBackwardOutput:
-            output = run_pass(base, adapter, data, "cross_entropy", {}, activations=forward.take())
+            activations = forward.take()
+            with self._work(base, adapter, data, backward=True) as work:
+                if activations is not None:
+                    try:
+                        work.resize(work.size + activations.size)
+                    except MemoryLimitExceeded:
+                        activations = None  # the forward runs again, in parts
+                output = run_pass(base, adapter, data, "cross_entropy", {}, activations=activations)
             return replace(output, loss_fn_outputs=[{} for _ in data])
 
         tokens = sum(datum.model_input.length for datum in data)
-        return self._submit(request, "forward_backward", run, datums=len(data), tokens=tokens)
+        size = data_bytes(request.data)
+        return self._submit(request, "forward_backward", run, request_bytes=size, datums=len(data), tokens=tokens)
 
     def optim_step(self, request: rq.OptimStepRequest) -> Job:
         """Takes an AdamW step with the accumulated gradient."""
@@ -165,7 +220,9 @@ class Training:
 
         def run(_: BaseModel, adapter: Adapter) -> OptimStepResponse:
             self._retained.drop(request.model_id)
-            return OptimStepResponse(adapter.step(params))
+            # A copy of the weights and the moments, in case the step has to be undone, and the clipped gradient.
+            with self._memory.charge("optim_step", 5 * adapter.weights.nbytes):
+                return OptimStepResponse(adapter.step(params))
 
         return self._submit(request, "optim_step", run)
 
@@ -236,13 +293,45 @@ class Training:
         if self._registry.has_model(model_id):
             self._scheduler.free(model_id, number)
 
-    def _submit(self, request: Any, kind: str, run: Callable[[BaseModel, Adapter], Any], **labels: object) -> Job:
+    def _work(self, base: BaseModel, adapter: Adapter, data: Sequence[Datum], *, backward: bool) -> Charge:
+        """Charges a pass with a loss for each datum."""
+        size = pass_bytes(base, _lengths(base, data), backward=backward) + dense_bytes(data)
+        return self._charge_pass(adapter, size, data, backward=backward)
+
+    def _batch_work(
+        self, base: BaseModel, adapter: Adapter, request: rq.ForwardBackwardRequest, loss: GraphLoss | PythonLoss
+    ) -> Charge:
+        """Charges a pass with a loss of the whole batch, without what the loss itself computes."""
+        backward = not request.forward_only
+        size = batch_pass_bytes(base, _lengths(base, request.data), loss.source, backward=backward)
+        size += dense_bytes(request.data) + 8 * sum(math.prod(each.shape) for each in request.loss_fn_inputs.values())
+        return self._charge_pass(adapter, size, request.data, backward=backward)
+
+    def _charge_pass(self, adapter: Adapter, size: int, data: Sequence[Datum], *, backward: bool) -> Charge:
+        size += 3 * adapter.weights.nbytes if backward else 0  # the gradient, and its sum with earlier ones
+        what = f"{'forward_backward' if backward else 'forward'} of {len(data)} datums"
+        return self._memory.charge(what, size, fix="Send fewer or shorter datums at once.")
+
+    def _submit(
+        self,
+        request: Any,
+        kind: str,
+        run: Callable[[BaseModel, Adapter], Any],
+        *,
+        request_bytes: int = 0,
+        result_bytes: int = 0,
+        **labels: object,
+    ) -> Job:
         model = self._registry.model(request.model_id)
         model.last_request_time = datetime.now(UTC)
         job = Job(
             f"{model.model_id}:{request.seq_id}",
             kind,
             lambda: run(*model.ready()),
+            owner=model.session_id,
+            request_bytes=request_bytes,
+            result_bytes=result_bytes,
+            measure=measure_result,
             model=model.model_id,
             seq=request.seq_id,
             **labels,
@@ -268,6 +357,18 @@ class Training:
             overwrite=isinstance(request, rq.SaveWeightsRequest) and request.overwrite,
             user_metadata=None if isinstance(request, rq.SaveWeightsExternalRequest) else request.user_metadata,
         )
+
+
+def _lengths(base: BaseModel, data: Sequence[Datum]) -> list[int]:
+    """Returns the lengths of datums; the pass rejects those that are longer than the context."""
+    inputs = [datum.model_input for datum in data]
+    return [min(each.length, base.max_context_length) if each.is_text else 0 for each in inputs]
+
+
+def _addition(work: Charge) -> Callable[[int], None]:
+    """Returns a function that charges this much in addition to the work itself."""
+    size = work.size
+    return lambda addition: work.resize(max(work.size, size + addition))
 
 
 def _gradient(index: int, datum: Datum) -> NDArray[Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tinker_lightning.server.core.scheduler import Job
+from tinker_lightning.server.core.jobs import Job
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.http import PROTOBUF, answer, error_fields, error_text, read, submits_in_turn
 from tinker_lightning.types import ForwardBackwardOutput, SampleResponse
@@ -120,8 +120,7 @@ async def retrieve_futures(request: Request) -> Response:
             await asyncio.wait_for(woken.wait(), LONG_POLL_SECONDS)
             found = completions.after(target, body.prev_cursor)
     listed = [
-        {"state": "finished" if job.future.exception() is None else "failed", "request_id": job.request_id}
-        for _, job in found
+        {"state": "finished" if succeeded else "failed", "request_id": request_id} for _, request_id, succeeded in found
     ]
     return answer({"completions": listed, "cursor": found[-1][0] if found else body.prev_cursor})
 

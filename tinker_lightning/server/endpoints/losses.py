@@ -8,7 +8,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.server.core.scheduler import Job
+from tinker_lightning.server.core.jobs import Job
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.endpoints.futures import Submission, answer_receipt
 from tinker_lightning.server.http import answer, read

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from tinker_lightning.server.core.scheduler import Job
+    from tinker_lightning.server.core.jobs import Job
 
 T = TypeVar("T")
 

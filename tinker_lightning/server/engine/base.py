@@ -54,11 +54,39 @@ class BaseModel:
 
     def activation_bytes(self, positions: int) -> int:
         """Estimates the memory of the activations for a backward pass: about 2 MB per position for 135M parameters."""
+        width, inner, layers = self._sizes()
+        return positions * (layers * (14 * width + 5 * inner) + self.vocab_size) * int(self.model.dtype.itemsize)
+
+    def forward_bytes(self, positions: int) -> int:
+        """Estimates the memory of a forward pass without gradients: that of one layer and of its input."""
+        width, inner, _ = self._sizes()
+        return positions * (8 * width + 4 * inner) * int(self.model.dtype.itemsize)
+
+    @property
+    def head_itemsize(self) -> int:
+        """Size of a log-probability in bytes; half precision is computed in float32."""
+        return int(torch.promote_types(self.model.dtype, torch.float32).itemsize)
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """Returns the width of the model, that of its MLP, and the number of its layers."""
         config = self.model.config
         width = int(getattr(config, "hidden_size", 1024))
         inner = int(getattr(config, "intermediate_size", None) or 4 * width)
-        layers = int(getattr(config, "num_hidden_layers", 24))
-        return positions * (layers * (14 * width + 5 * inner) + self.vocab_size) * int(self.model.dtype.itemsize)
+        return width, inner, int(getattr(config, "num_hidden_layers", 24))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the weights in bytes."""
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
+    def cache_bytes(self, positions: int) -> int:
+        """Returns the size of the key-value cache for this many positions."""
+        config = self.model.config
+        heads = int(getattr(config, "num_attention_heads", 16))
+        width = int(getattr(config, "head_dim", None) or int(getattr(config, "hidden_size", 1024)) // heads)
+        kept = int(getattr(config, "num_key_value_heads", None) or heads)
+        _, _, layers = self._sizes()
+        return positions * layers * 2 * kept * width * int(self.model.dtype.itemsize)
 
     @torch.no_grad()
     def _check_head(self) -> None:

@@ -21,11 +21,11 @@ from tinker_lightning.lossgraph.graphs.limits import Limits
 from tinker_lightning.server.engine.batching import group_by_length
 from tinker_lightning.server.engine.bound_loss import error_context, loss_gradient
 from tinker_lightning.server.engine.inputs import stack_inputs
-from tinker_lightning.server.engine.passes import TOKEN_BUDGET, read_targets, read_tokens
+from tinker_lightning.server.engine.passes import TOKEN_BUDGET, pass_bytes, read_targets, read_tokens
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from tinker_lightning.lossgraph.graph_loss import GraphLoss, Source
     from tinker_lightning.server.engine.adapter import Adapter
@@ -45,6 +45,8 @@ MAX_WORK = 1 << 32
 # Memory limit for the activations of a batch. The gradient of a batch-level loss is known only after the forward pass
 # of the whole batch, so activations have to be kept until then or recomputed.
 KEPT_BYTES = 2 << 30
+# The most bytes of log-probabilities that a loss may return for each token, besides those of its targets.
+RETURNED_BYTES = 256
 
 
 def run_batch_pass(
@@ -58,10 +60,11 @@ def run_batch_pass(
     forward_only: bool = False,
     scale: float = 1.0,
     token_budget: int = TOKEN_BUDGET,
+    reserve: Callable[[int], None] | None = None,
 ) -> ForwardBackwardOutput:
     """Runs a pass with a batch-level loss; adds `scale` times the gradient to the adapter unless `forward_only`.
 
-    The adapter is unchanged if an error is raised.
+    The adapter is unchanged if an error is raised. `reserve` takes memory for the tensors of the loss.
     """
     if not data:
         raise InvalidInput("data: the batch is empty; send at least one datum")
@@ -75,7 +78,7 @@ def run_batch_pass(
     shape = [len(data), max(lengths), *(targets_B[0].shape[1:] if targets_B else [base.vocab_size])]
     if math.prod(shape) > MAX_LOGITS:
         raise InvalidInput(f"data: logits of shape {shape} exceed {MAX_LOGITS} elements. Send fewer or shorter datums.")
-    limits = _limits(math.prod(shape))
+    limits = _limits(math.prod(shape), reserve)
     selected = loss.select({*loss_fn_inputs, *(name for datum in data for name in datum.loss_fn_inputs)})
     inputs = stack_inputs(data, loss_fn_inputs, selected, lengths, dtype, limits.elements)
     mask_BT = pad_sequence([torch.ones(length, dtype=dtype) for length in lengths], batch_first=True)
@@ -99,7 +102,8 @@ def run_batch_pass(
             numbers = {names[name]: number(name, value) for name, value in output.diagnostics.items()}
             metrics = {**set_apart(numbers, own, "loss"), **own}
             returned = model_output if output.logprobs is None and loss.source == "logprobs" else output.logprobs
-            by_datum = _per_datum(returned, lengths)
+            alternatives = math.prod(shape[2:]) if loss.source == "logprobs" else 1
+            by_datum = _per_datum(returned, lengths, alternatives)
             gradient = None if forward_only else loss_gradient(output.loss, leaf)
         if gradient is not None:
             del output, returned, leaf  # frees the autograd graph of the loss before the model's backward
@@ -108,10 +112,24 @@ def run_batch_pass(
     return ForwardBackwardOutput(by_datum, metrics)
 
 
-def _limits(elements: int) -> Limits:
+def _limits(elements: int, reserve: Callable[[int], None] | None = None) -> Limits:
     """Returns limits that grow with the size of the model output, up to a maximum."""
     total = min(max(1 << 27, 64 * elements), MAX_WORK)
-    return Limits(elements=max(1 << 23, 2 * elements), total=total, seconds=60.0, memory=MAX_LOSS_BYTES)
+    largest = max(1 << 23, 2 * elements)
+    return Limits(elements=largest, total=total, seconds=60.0, memory=MAX_LOSS_BYTES, reserve=reserve)
+
+
+def batch_pass_bytes(
+    base: BaseModel, lengths: Sequence[int], source: Source, *, backward: bool, token_budget: int = TOKEN_BUDGET
+) -> int:
+    """Estimates the memory that a pass takes at its peak, besides its inputs and what the loss itself computes."""
+    size = pass_bytes(base, lengths, backward=backward, token_budget=token_budget)
+    if backward:
+        padded = sum(len(batch) * lengths[batch[0]] for batch in group_by_length(lengths, token_budget))
+        size = max(size, min(base.activation_bytes(padded), KEPT_BYTES + size))
+    # The outputs of the model, a copy for the loss, and in a backward pass their gradient.
+    width = base.vocab_size if source == "logits" else 1
+    return size + 4 * len(lengths) * max(lengths, default=0) * width * base.head_itemsize
 
 
 def _sources(source: Source, model_output: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
@@ -157,7 +175,7 @@ def _target_logprobs(base: BaseModel, hidden_B: Sequence[Tensor], targets_B: Seq
     )
 
 
-def _per_datum(logprobs: Any, lengths: Sequence[int]) -> list[dict[str, TensorData]]:
+def _per_datum(logprobs: Any, lengths: Sequence[int], width: int = 1) -> list[dict[str, TensorData]]:
     """Splits log-probabilities by datum, without padding; raises `InvalidLoss` if a row is missing."""
     if logprobs is None:
         return [{} for _ in lengths]
@@ -166,6 +184,12 @@ def _per_datum(logprobs: Any, lengths: Sequence[int]) -> list[dict[str, TensorDa
         raise InvalidLoss(
             f"its logprobs must have one row for each of the {len(lengths)} datums, such as [B, T], got {got}. Return "
             "None if there are none; other numbers are diagnostics."
+        )
+    if (most := (RETURNED_BYTES // 4 + width) * sum(lengths)) < logprobs.numel():
+        # An expanded tensor takes no memory until it is returned.
+        raise InvalidLoss(
+            f"its logprobs have {logprobs.numel()} elements for {sum(lengths)} tokens; at most {most} are returned. "
+            "Return [B, T], or None."
         )
     by_token = logprobs.ndim > 1 and logprobs.shape[1] == max(lengths)
     return [

@@ -20,7 +20,7 @@ from tinker_lightning.lossgraph.datum_inputs import dense_tensors, meta_tensors,
 from tinker_lightning.lossgraph.graphs.limits import Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from tinker_lightning.lossgraph.graph_loss import GraphLoss
     from tinker_lightning.types import Datum, TensorData
@@ -126,9 +126,10 @@ class BoundLoss:
 class BoundGraph:
     """An uploaded per-datum loss, for the datums of one request."""
 
-    def __init__(self, loss: GraphLoss) -> None:
+    def __init__(self, loss: GraphLoss, reserve: Callable[[int], None] | None = None) -> None:
         self.name = loss.name
         self._loss = loss
+        self._reserve = reserve  # takes memory for the tensors of the loss
         self._spent = 0.0  # seconds in the loss, not in the model
 
     def read(self, datum: Datum, *, dtype: torch.dtype) -> dict[str, TensorData]:
@@ -164,7 +165,7 @@ class BoundGraph:
                 f"{REQUEST_SECONDS:g} s are allowed. Send fewer datums at once."
             )
         try:
-            yield Limits(deadline=started + REQUEST_SECONDS - self._spent)
+            yield Limits(deadline=started + REQUEST_SECONDS - self._spent, reserve=self._reserve)
         finally:
             self._spent += time.monotonic() - started
 

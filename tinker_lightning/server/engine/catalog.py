@@ -42,9 +42,16 @@ class Catalog:
     `names=None` allows every model on this machine, including folders. Use it only in the client's own process.
     """
 
-    def __init__(self, names: Sequence[str] | None = None, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        names: Sequence[str] | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        on_load: Callable[[BaseModel], object] = lambda _: None,
+    ) -> None:
         self._names = None if names is None else list(dict.fromkeys(names))
         self._dtype = dtype
+        self._on_load = on_load  # may raise, then the model is not kept
         self._models: dict[str, BaseModel] = {}
         self._lock = threading.Lock()
 
@@ -72,7 +79,9 @@ class Catalog:
             if name not in self._models:
                 started = time.perf_counter()
                 logger.info("loading %s", name)
-                self._models[name] = _load(name, self._dtype)
+                model = _load(name, self._dtype)
+                self._on_load(model)
+                self._models[name] = model
                 logger.info("loaded %s in %.1f s", name, time.perf_counter() - started)
             return self._models[name]
 

@@ -32,6 +32,11 @@ class LoraWeights:
     config: LoraConfig
     tensors: dict[str, Tensor]
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensors in bytes."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
     def copy(self) -> LoraWeights:
         """Returns a deep copy."""
         return LoraWeights(self.config, {name: tensor.detach().clone() for name, tensor in self.tensors.items()})
@@ -73,6 +78,10 @@ class LoraHost:
                 bound = tensor.shape[1] ** -0.5
                 tensor.uniform_(-bound, bound, generator=generator)
         return LoraWeights(config, tensors)
+
+    def weights_bytes(self, config: LoraConfig) -> int:
+        """Returns the size of the weights of such an adapter."""
+        return sum(shape.numel() for shape in self._slot(config).shapes.values()) * self._dtype.itemsize
 
     def import_weights(self, tensors: Mapping[str, Tensor], scaling: float) -> LoraWeights:
         """Returns weights that compute the same as a PEFT adapter whose product is multiplied by `scaling`.

@@ -19,6 +19,7 @@ from tinker_lightning.losses.surrogate import set_apart
 from tinker_lightning.lossgraph.datum_inputs import combine_metrics
 from tinker_lightning.server.engine.batching import group_by_length
 from tinker_lightning.server.engine.bound_loss import BoundGraph, BoundLoss, error_context
+from tinker_lightning.server.engine.logprobs import LOGITS_BYTES
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
@@ -111,6 +112,15 @@ def run_pass(
     own = {"loss:sum": total, "tokens:sum": tokens}
     combined = combine_metrics(metrics, len(examples))
     return ForwardBackwardOutput(outputs, {**set_apart(combined, own, "loss"), **own})
+
+
+def pass_bytes(base: BaseModel, lengths: Sequence[int], *, backward: bool, token_budget: int = TOKEN_BUDGET) -> int:
+    """Estimates the memory that a pass over datums of these lengths takes at its peak, besides its inputs."""
+    batches = group_by_length(lengths, token_budget)
+    positions = max((len(batch) * lengths[batch[0]] for batch in batches), default=0)
+    # The logits of a chunk, their log-softmax, and in a backward pass their gradient.
+    logits = min(positions * base.vocab_size * base.head_itemsize, LOGITS_BYTES)
+    return (base.activation_bytes(positions) if backward else base.forward_bytes(positions)) + 3 * logits
 
 
 def _logprobs(base: BaseModel, examples: Sequence[_Example]) -> list[Tensor]:

@@ -5,6 +5,7 @@ Shapes: S sequences still being sampled, T prompt positions, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import secrets
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from tinker_lightning.errors import InvalidInput, OperationFailed
 from tinker_lightning.server.engine.base import BaseModel
+from tinker_lightning.server.engine.logprobs import LOGITS_BYTES
 from tinker_lightning.server.engine.passes import read_tokens
 from tinker_lightning.server.engine.prompt_scores import PromptScores, PromptScoring, check_size, score_prompt
 from tinker_lightning.types import SampledSequence, SampleResponse, SamplingParams
@@ -26,6 +28,35 @@ if TYPE_CHECKING:
     from tinker_lightning.types.responses import TopkLogprobs
 
 MAX_SAMPLES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingShape:
+    """What the memory of a sampling request depends on, in bytes."""
+
+    prompt: int  # the pass over the prompt, and its scores
+    sequence: int  # the cache of a sequence at its full length, and its logits
+
+    @classmethod
+    def of(cls, base: BaseModel, prompt_tokens: int, max_tokens: int | None) -> SamplingShape:
+        """Returns the shape of a request."""
+        prompt_tokens = min(prompt_tokens, base.max_context_length)
+        room = base.max_context_length - prompt_tokens
+        tokens = prompt_tokens + min(room, room if max_tokens is None else max_tokens)
+        # A step needs the logits, their scaled and their sorted copies with 8-byte indices, and the probabilities. The
+        # cache of one layer at a time exists twice.
+        logits = 10 * base.vocab_size * base.head_itemsize
+        scores = 4 * min(prompt_tokens * base.vocab_size * base.head_itemsize, LOGITS_BYTES)
+        prompt = base.forward_bytes(prompt_tokens) + base.cache_bytes(prompt_tokens) + scores
+        return cls(prompt, base.cache_bytes(tokens) * 9 // 8 + logits)
+
+    def wave(self, num_samples: int, memory: int) -> int:
+        """Returns how many sequences fit into the memory at a time, at least one."""
+        return max(1, min(num_samples, (memory - self.prompt) // self.sequence))
+
+    def bytes(self, wave: int) -> int:
+        """Returns the memory of a request."""
+        return self.prompt + wave * self.sequence
 
 
 @torch.no_grad()
@@ -39,13 +70,15 @@ def sample(
     scoring: PromptScoring = PromptScoring(),  # noqa: B008  # immutable
     topk_sample_logprobs: int = 0,
     unseeded: str | None = None,
+    wave: int = MAX_SAMPLES,
     raise_if_cancelled: Callable[[], None] = lambda: None,
 ) -> SampleResponse:
     """Samples continuations of a prompt, which is processed once for all of them.
 
     Temperature, top-k and top-p affect the choice of tokens but not the returned log-probabilities, which are
     comparable with those of a forward pass. Without a seed in `params`, draws follow from `unseeded`, or are random.
-    `raise_if_cancelled` is called before each token.
+    `raise_if_cancelled` is called before each token. At most `wave` sequences are sampled at a time; each has its own
+    random numbers, so that they do not depend on the waves.
     """
     raise_if_cancelled()
     tokens_T = read_tokens("prompt", prompt, base)
@@ -65,11 +98,16 @@ def sample(
             scores = score_prompt(base, hidden_TD, tokens_T, scoring, params.temperature, generator)
         sequences = [_Sequence(_generator(params.seed, unseeded, i)) for i in range(num_samples)]
         if budget:
-            cache = output.past_key_values
-            cache.batch_repeat_interleave(num_samples)
-            hidden_SD = hidden_TD[-1:].expand(num_samples, -1)
+            cache, last_D = output.past_key_values, hidden_TD[-1].clone()
+            del output, hidden_TD  # frees the hidden states of the prompt
             run = _Run(base, decoder, params, topk_sample_logprobs, raise_if_cancelled)
-            run.continue_all(cache, hidden_SD, sequences, budget)
+            for start in range(0, num_samples, wave):
+                part = sequences[start : start + wave]
+                # The last wave needs the cache of the prompt no more.
+                own = cache if start + wave >= num_samples else copy.deepcopy(cache)
+                own.batch_repeat_interleave(len(part))
+                run.continue_all(own, last_D.expand(len(part), -1), part, budget)
+                del own
     return scores.response([sequence.result(topk_sample_logprobs) for sequence in sequences])
 
 

@@ -1,0 +1,173 @@
+"""Jobs, and the lines in which the numbered jobs of a model wait for their turn."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tinker_lightning.errors import OperationFailed, TinkerLightningError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tinker_lightning.server.core.memory import Charge, MemoryBudget
+
+logger = logging.getLogger("tinker_lightning.server")
+
+# What a job takes besides its request and its result.
+JOB_BYTES = 2048
+
+
+class Job:
+    """A unit of work and its result, which can be fetched any number of times.
+
+    Args:
+        request_id: The id; equal requests have the same one.
+        kind: The operation.
+        run: The work.
+        owner: The session that the job belongs to.
+        request_bytes: The memory of the request, from its submission until it has run.
+        result_bytes: The most memory that the result takes.
+        measure: Returns the memory that a result takes.
+        **labels: Fields for the log.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        kind: str,
+        run: Callable[[], Any],
+        *,
+        owner: str | None = None,
+        request_bytes: int = 0,
+        result_bytes: int = 0,
+        measure: Callable[[Any], int] | None = None,
+        **labels: object,
+    ) -> None:
+        self.request_id = request_id
+        self.kind = kind
+        self.owner = owner
+        self.labels = "".join(f"{name}={value} " for name, value in labels.items())
+        self.future: Future[Any] = Future()
+        self.future.set_running_or_notify_cancel()  # so that a waiter that times out cannot cancel it
+        self.kept_since: float | None = None  # when it finished, or was last fetched
+        self.fetched = False
+        self.cancelled = False
+        self.line: str | None = None  # where it is numbered
+        self._run: Callable[[], Any] | None = run
+        self._request_bytes, self._result_bytes, self._measure = request_bytes, result_bytes, measure
+        self._charge: Charge | None = None
+
+    def admit(self, memory: MemoryBudget, evict: Callable[[Job], object]) -> None:
+        """Charges the request and its result; raises `MemoryLimitExceeded` if they do not fit.
+
+        Args:
+            memory: The budget.
+            evict: Forgets the finished job, if its memory is needed.
+        """
+        what = f"{self.kind}: the request and its result"
+        fix = "Fetch the results of earlier requests, or send smaller ones."
+        size = JOB_BYTES + self._request_bytes + self._result_bytes
+        self._charge = memory.charge(what, size, "messages", owner=self.owner, fix=fix)
+        self._evict = evict
+
+    def execute(self) -> None:
+        """Runs the job and stores its result or exception."""
+        run, self._run = self._run, None  # frees the request
+        assert run is not None  # noqa: S101  # a job is executed once
+        started = time.perf_counter()
+        outcome = "ok"
+        defect: BaseException | None = None
+        try:
+            result = run()
+        except BaseException as error:
+            outcome = "failed: " + str(error).partition("\n")[0]
+            defect = None if isinstance(error, TinkerLightningError) else error
+            self._settle(0)
+            self.kept_since = time.monotonic()
+            self.future.set_exception(error)
+        else:
+            self._settle(min(self._result_bytes, self._measure(result)) if self._measure else self._result_bytes)
+            self.kept_since = time.monotonic()
+            self.future.set_result(result)
+        elapsed = (time.perf_counter() - started) * 1000
+        level = logging.INFO if defect is None else logging.ERROR
+        logger.log(level, "op=%s %sms=%.1f %s", self.kind, self.labels, elapsed, outcome, exc_info=defect)
+
+    def fail(self, error: TinkerLightningError) -> None:
+        """Ends a job that has not started."""
+        self._run = None
+        self._settle(0)
+        self.kept_since = time.monotonic()
+        self.future.set_exception(error)
+
+    def _settle(self, result_bytes: int) -> None:
+        """Keeps charging for the result alone, which can be evicted from now on."""
+        if self._charge is not None:
+            self._charge.evict = lambda: self._evict(self)
+            self._charge.resize(JOB_BYTES + result_bytes)
+
+    def release(self) -> None:
+        """Returns the memory of a job that is forgotten."""
+        if self._charge is not None:
+            self._charge.release()
+
+    def raise_if_cancelled(self) -> None:
+        """Raises `OperationFailed` if the client has cancelled the job."""
+        if self.cancelled:
+            raise OperationFailed(f"{self.kind} was cancelled by the client")
+
+    def mark_fetched(self) -> None:
+        """Records that the result was fetched, and keeps it a little longer in case the response was lost."""
+        self.fetched = True
+        self.kept_since = time.monotonic()
+        if self._charge is not None:
+            self._charge.expendable = True
+
+
+@dataclass(slots=True)
+class Line:
+    """The numbered jobs of a model."""
+
+    last: int = 0  # the highest number that was released
+    waiting: dict[int, Job] = field(default_factory=dict)
+    freed: set[int] = field(default_factory=set)  # numbers of rejected submissions
+    blocked_since: float | None = None
+    polled_since: float | None = None  # when a client first asked for a result beyond the missing number
+
+    @property
+    def missing(self) -> int:
+        """The lowest number that has neither arrived nor been rejected."""
+        number = self.last + 1
+        while number in self.freed:
+            number += 1
+        return number
+
+    def release(self) -> list[Job]:
+        """Returns the jobs whose turn has come."""
+        ready = []
+        while self.waiting:
+            number = self.missing
+            if number not in self.waiting:
+                break
+            ready.append(self.waiting.pop(number))
+            self._pass(number)
+        if not self.waiting:
+            self.blocked_since = self.polled_since = None
+        elif ready or self.blocked_since is None:
+            self.blocked_since = time.monotonic()
+            self.polled_since = None
+        return ready
+
+    def skip(self) -> list[Job]:
+        """Stops waiting for missing numbers and returns the jobs after them."""
+        self._pass(min(self.waiting) - 1)
+        self.blocked_since = None
+        return self.release()
+
+    def _pass(self, number: int) -> None:
+        self.last = number
+        self.freed = {n for n in self.freed if n > number}

@@ -1,0 +1,260 @@
+"""The memory of a trainer: one limit, which is charged before work starts and not after the memory is gone.
+
+The limit is divided so that no kind of use can starve another one:
+
+    models      base models, and the process itself when it is a server
+    weights     adapters and samplers; at most a quarter of the limit
+    messages    request bodies, waiting requests, results, metadata, uploaded losses; a quarter of the limit is set
+                aside for them, so that a pass neither depends on them nor stops them
+    work        passes, sampling and retained forwards: what the others leave
+
+Some charges can be evicted. Retained forwards yield to any work, the oldest first. Results yield to other messages:
+first those that were fetched, then those of the owner that holds most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+
+from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+Pool: TypeAlias = Literal["models", "weights", "messages", "work"]
+
+# The share of the machine's memory that a trainer takes by default: the rest is for other programs and for files.
+DEFAULT_SHARE = 0.6
+# The parts of the limit for weights, and for messages; and of the latter for one owner.
+_WEIGHTS, _MESSAGES, _OWNER = 1 / 4, 1 / 4, 1 / 3
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class Charge:
+    """Memory in use until `release`, which may be called several times. Also a context manager."""
+
+    __slots__ = ("_budget", "evict", "expendable", "owner", "pool", "size", "what")
+
+    def __init__(
+        self, budget: MemoryBudget, what: str, pool: Pool, owner: str | None, evict: Callable[[], object] | None
+    ) -> None:
+        self._budget = budget
+        self.what = what
+        self.pool: Pool = pool
+        self.owner = owner
+        self.evict = evict
+        self.expendable = False  # evicted before others
+        self.size = 0
+
+    def resize(self, size: int) -> None:
+        """Changes the size; raises `MemoryLimitExceeded` and keeps the old size if the new one does not fit."""
+        self._budget.resize(self, size)
+
+    def release(self) -> None:
+        """Returns the memory."""
+        self._budget.release(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class MemoryBudget:
+    """Counts what a trainer holds, and rejects what does not fit. All methods are thread-safe.
+
+    Args:
+        limit: The limit in bytes, or None for a share of the machine's memory.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        if limit is not None and limit <= 0:
+            raise InvalidInput(f"memory_limit must be a positive number of bytes, got {limit}")
+        self.limit = int(DEFAULT_SHARE * machine_memory()) if limit is None else limit
+        self._lock = threading.Lock()
+        self._used: Counter[Pool] = Counter()
+        self._owners: Counter[str] = Counter()  # messages by owner
+        self._evictable: dict[Charge, None] = {}  # oldest first
+
+    def charge(
+        self,
+        what: str,
+        size: int,
+        pool: Pool = "work",
+        *,
+        owner: str | None = None,
+        evict: Callable[[], object] | None = None,
+        fix: str = "",
+    ) -> Charge:
+        """Takes memory before it is used; raises `MemoryLimitExceeded` if it does not fit.
+
+        Args:
+            what: The use of the memory, for error messages.
+            size: The number of bytes.
+            pool: The kind of use.
+            owner: The session whose message it is. Those of one session take at most a part of the messages' memory.
+            evict: Frees the memory when something else needs it. The charge is released before this is called.
+            fix: What the caller can do about the error.
+        """
+        charge = Charge(self, what, pool, owner, evict)
+        self.resize(charge, size, fix)
+        return charge
+
+    def resize(self, charge: Charge, size: int, fix: str = "") -> None:
+        """Changes the size of a charge; evicts others if it grows."""
+        grown = size - charge.size
+        while True:
+            with self._lock:
+                missing = grown - self._free(charge)
+                victim = None if grown <= 0 or missing <= 0 else self._victim(charge, grown)
+                if victim is None:
+                    if grown > 0 and missing > 0:
+                        raise self._error(charge, grown, fix)
+                    self._add(charge, grown)
+                    return
+                self._remove(victim)
+            # Without the lock, because the owner of a victim has a lock of its own.
+            if victim.evict is not None:
+                victim.evict()
+            trim_heap()
+
+    def release(self, charge: Charge) -> None:
+        """Returns the memory of a charge."""
+        with self._lock:
+            self._remove(charge)
+
+    def used(self, pool: Pool) -> int:
+        """Returns the bytes in use."""
+        with self._lock:
+            return self._used[pool]
+
+    @property
+    def work_limit(self) -> int:
+        """The memory that work has at least, which follows from the limit and the models, not from the load."""
+        with self._lock:
+            return max(0, self.limit - self._used["models"] - self._part(_WEIGHTS) - self._part(_MESSAGES))
+
+    def _part(self, share: float) -> int:
+        return int(share * self.limit)
+
+    def _free(self, charge: Charge) -> int:
+        """Returns how much a charge may grow now."""
+        if charge.pool == "messages":
+            owned = self._part(_MESSAGES * _OWNER) - self._owners[charge.owner or ""]
+            return min(owned, self._part(_MESSAGES) - self._used["messages"])
+        rest = self.limit - self._part(_MESSAGES)
+        rest -= self._used["models"] + self._used["weights"] + self._used["work"]
+        return min(rest, self._part(_WEIGHTS) - self._used["weights"]) if charge.pool == "weights" else rest
+
+    def _most(self, charge: Charge) -> int:
+        """Returns the largest size that such a charge could have if nothing else were in use but models."""
+        if charge.pool == "messages":
+            return self._part(_MESSAGES * _OWNER)
+        rest = self.limit - self._part(_MESSAGES) - self._used["models"]
+        return min(rest, self._part(_WEIGHTS)) if charge.pool == "weights" else rest
+
+    def _victim(self, charge: Charge, grown: int) -> Charge | None:
+        """Returns what to evict next, or None if nothing may be."""
+        if charge.pool != "messages":
+            return next((each for each in self._evictable if each.pool == "work"), None)
+        results = [each for each in self._evictable if each.pool == "messages" and each is not charge]
+        own = charge.owner or ""
+        if self._owners[own] + grown > self._part(_MESSAGES * _OWNER):
+            results = [each for each in results if each.owner == charge.owner]
+        found = next((each for each in results if each.expendable), None)
+        if found is None:
+            others = [each for each in results if self._owners[each.owner or ""] > self._owners[own] + grown]
+            found = max(others, key=lambda each: self._owners[each.owner or ""], default=None)
+        return found
+
+    def _add(self, charge: Charge, size: int) -> None:
+        charge.size += size
+        self._used[charge.pool] += size
+        if charge.pool == "messages":
+            self._owners[charge.owner or ""] += size
+            if not self._owners[charge.owner or ""]:
+                del self._owners[charge.owner or ""]
+        if charge.evict is not None:
+            self._evictable.setdefault(charge)
+
+    def _remove(self, charge: Charge) -> None:
+        self._add(charge, -charge.size)
+        self._evictable.pop(charge, None)
+
+    def _error(self, charge: Charge, size: int, fix: str) -> MemoryLimitExceeded:
+        most = self._most(charge)
+        total = charge.size + size
+        temporary = total <= most
+        share = f"{format_size(max(0, self._free(charge)))} of {format_size(most)} are free at the moment"
+        if not temporary:
+            share = f"at most {format_size(most)} are available"
+        fix = fix or ("Try again later." if temporary else "Send less at once.")
+        error = MemoryLimitExceeded(
+            f"{charge.what} would take {format_size(total)} of memory, but {share} for it within the memory limit of "
+            f"{format_size(self.limit)}. {fix} The limit is set by serve --memory-limit, or "
+            "EmbeddedTrainer(memory_limit=)."
+        )
+        error.is_temporary = temporary
+        return error
+
+
+def format_size(size: int) -> str:
+    """Returns a number of bytes in a readable unit.
+
+    >>> format_size(3 << 29)
+    '1.5 GiB'
+    """
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.3g} {unit}"
+    return f"{size} bytes"
+
+
+def parse_size(text: str) -> int:
+    """Returns the bytes that a text such as `6G`, `512MiB` or `1000000` means; raises `InvalidInput` for others."""
+    number = text.strip().upper().removesuffix("B").removesuffix("I")
+    unit = number[-1:] if number[-1:] in _UNITS else ""
+    try:
+        size = int(float(number.removesuffix(unit)) * _UNITS[unit])
+    except (ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise InvalidInput(f"{text!r} is not a size; write it as 6G, 512M or a number of bytes")
+    return size
+
+
+def machine_memory() -> int:
+    """Returns the memory of this machine, or of the container that this process runs in."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not a POSIX system
+        return 8 << 30
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # "max" if there is no limit
+            total = min(total, int(Path(file).read_text()))
+    return total
+
+
+def resident_memory() -> int:
+    """Returns the memory that this process takes, or 0 where that is unknown."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError, IndexError):
+        return 0
+
+
+def trim_heap() -> None:
+    """Returns freed memory to the operating system where the C library would keep it."""
+    with contextlib.suppress(AttributeError, OSError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
