@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,9 @@ ESTIMATES: dict[str, tuple[tuple[Node, ...], Limits, Limits]] = {}
 
 
 def estimate(name: str, *calls: Node, few: int, enough: int, limit: str = "total") -> None:
-    ESTIMATES[name] = calls, replace(Limits(), **{limit: few}), replace(Limits(), **{limit: enough})
+    less: dict[str, Any] = {limit: few}
+    more: dict[str, Any] = {limit: enough}
+    ESTIMATES[name] = calls, Limits(**less), Limits(**more)
 
 
 for _dtype, _work in ((torch.float32, 1 << 20), (torch.float64, 1 << 20), (torch.bfloat16, 1 << 27)):
