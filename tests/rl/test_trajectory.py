@@ -134,3 +134,9 @@ def test_mistakes() -> None:
         completion([1, 2], [-1.0])
     with pytest.raises(InvalidDatum, match="turn 0: the prompt is empty"):
         Trajectory([Turn([], completion([1]))], 0.0).datums()
+
+
+def test_turns_that_are_not_trained_are_context() -> None:
+    turns = [Turn([1, 2], completion([3]), trained=False), Turn([1, 2, 3, 4], completion([5]))]
+    [datum] = Trajectory(turns, 0.0).datums()
+    assert datum.loss_fn_inputs["mask"].tolist() == [0, 0, 0, 1]

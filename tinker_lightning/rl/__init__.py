@@ -1,11 +1,13 @@
 """Reinforcement learning: rewards, environments and what was sampled in them."""
 
+from tinker_lightning.rl.chat import Chat
 from tinker_lightning.rl.environment import Environment, Policy, PromptEnvironment
 from tinker_lightning.rl.policy import SamplerPolicy
 from tinker_lightning.rl.rewards import Rewards
 from tinker_lightning.rl.trajectory import Completion, Receipt, Trajectory, Turn
 
 __all__ = [
+    "Chat",
     "Completion",
     "Environment",
     "Policy",

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from tinker_lightning.errors import RolloutFailed
 from tinker_lightning.lightning.rows import PromptLike, RowFormat
 from tinker_lightning.rl.rewards import Rewards
 from tinker_lightning.rl.trajectory import Completion, Trajectory, Turn
@@ -51,7 +52,13 @@ class Environment(ABC):
 
         The policies have the same weights and different seeds.
         """
-        return list(await asyncio.gather(*(self.rollout(policy) for policy in policies)))
+        episodes = await asyncio.gather(*(self.rollout(policy) for policy in policies))
+        for episode in episodes:
+            if not isinstance(episode, Trajectory):
+                raise RolloutFailed(
+                    f"{type(self).__name__}.rollout returned {type(episode).__name__}; return a Trajectory"
+                )
+        return list(episodes)
 
 
 class PromptEnvironment(Environment):

@@ -45,10 +45,11 @@ class Completion:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """A prompt and its completion."""
+    """A prompt and its completion, which is context for later turns only if it is not trained."""
 
     prompt_tokens: list[int]
     completion: Completion
+    trained: bool = True
 
     @property
     def tokens(self) -> list[int]:
@@ -62,7 +63,7 @@ class Receipt:
 
     Attributes:
         datums: The number of datums.
-        sampled_tokens: The number of sampled tokens, all of which are trained.
+        sampled_tokens: The number of sampled tokens.
         splits: Why a turn started a datum of its own, or has none; empty if all turns are in one datum.
     """
 
@@ -156,7 +157,7 @@ class Trajectory:
                 sequences.append(_Sequence())
             elif not sequences:
                 sequences.append(_Sequence())
-            sequences[-1].append(prompt, turn.completion)
+            sequences[-1].append(prompt, turn.completion, trained=turn.trained)
         return sequences, splits
 
     def __repr__(self) -> str:
@@ -185,11 +186,11 @@ class _Sequence:
             return f"its prompt has {length} tokens, the first of the {len(so_far)} before it"
         return ""
 
-    def append(self, prompt: NDArray[np.int32], completion: Completion) -> None:
+    def append(self, prompt: NDArray[np.int32], completion: Completion, *, trained: bool) -> None:
         given, sampled = len(prompt) - len(self._tokens), len(completion.tokens)
         self._tokens = np.concatenate([prompt, token_array(completion.tokens)])
         self._logprobs += [np.zeros(given, np.float32), np.asarray(completion.logprobs, np.float32)]
-        self._mask += [np.zeros(given, np.float32), np.ones(sampled, np.float32)]
+        self._mask += [np.zeros(given, np.float32), np.full(sampled, trained, np.float32)]
 
     def datum(self) -> Datum:
         mask = np.concatenate(self._mask)[1:]

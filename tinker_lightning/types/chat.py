@@ -20,6 +20,8 @@ Truncate: TypeAlias = Literal["error", "left", "right"]
 Rendered: TypeAlias = "tuple[list[int], NDArray[np.float32]]"
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment")
+# Stands for an answer in what a template renders. Private characters, so that no message contains it.
+_ANSWER = "\ue000answer\ue001"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -93,6 +95,24 @@ def to_answer(messages: Any) -> list[Message]:
 def generation_prompt(messages: Any, tokenizer: Any, *, tools: Sequence[Any] | None = None) -> list[int]:
     """Returns the tokens that precede the assistant's next message; a last assistant message is left out."""
     return _tokens(tokenizer, _template(tokenizer, to_answer(messages), tools, add_generation_prompt=True))
+
+
+def following_prompt(
+    answered: Sequence[Message], new: Sequence[Message], tokenizer: Any, *, tools: Sequence[Any] | None = None
+) -> list[int]:
+    """Returns the tokens between the last answer of a chat and the answer to new messages, end of turn included.
+
+    The tokens of the last answer need not be those of its text.
+    """
+    messages = [*answered[:-1], {"role": "assistant", "content": _ANSWER}, *new]
+    text = _template(tokenizer, messages, tools, add_generation_prompt=True)
+    _, found, rest = text.rpartition(_ANSWER)
+    if not found:
+        raise InvalidInput(
+            "the chat template of this tokenizer leaves out earlier answers, so what follows one is unknown. Build the "
+            "prompts from tokens."
+        )
+    return _tokens(tokenizer, rest)
 
 
 def shorten(ids: list[int], weights: NDArray[np.float32], max_length: int | None, truncate: Truncate) -> Rendered:
