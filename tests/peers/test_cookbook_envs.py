@@ -1,0 +1,94 @@
+"""Environments of `tinker-cookbook`, unchanged, in place of ours. Run it with `tox -e cookbook`."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tinker_cookbook import renderers
+from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticDataset
+from tinker_cookbook.recipes.multiplayer_rl.guess_number.env import GuessNumberDataset, GuessNumberEnvGroupBuilder
+from tinker_cookbook.rl.data_processing import trajectory_to_data
+from tinker_cookbook.tokenizer_utils import register_tokenizer, unregister_tokenizer
+
+from tinker_lightning import SamplingParams
+from tinker_lightning.client.sdk.inputs import to_datum
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.rl import SamplerPolicy
+from tinker_lightning.rl.cookbook import CookbookEnvironment, environments
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tinker_lightning.client import ServiceClient
+
+SHORT = SamplingParams(max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def policies(service: ServiceClient) -> Iterator[list[SamplerPolicy]]:
+    sampler = service.create_sampling_client(base_model="tiny")
+    register_tokenizer("tiny", sampler.get_tokenizer)
+    yield [SamplerPolicy(sampler, version=5) for _ in range(2)]
+    unregister_tokenizer("tiny")
+
+
+def renderer(policies: list[SamplerPolicy]) -> Any:
+    return renderers.get_renderer("role_colon", policies[0].tokenizer)
+
+
+@dataclass(frozen=True)
+class Recorded(GuessNumberEnvGroupBuilder):  # type: ignore[misc]
+    """Keeps the trajectories that the cookbook would train on, and rewards the second episode as a group reward."""
+
+    episodes: list[Any] = field(default_factory=list)
+    cleaned: list[bool] = field(default_factory=list)
+
+    async def compute_group_rewards(self, trajectory_group: list[Any], env_group: Any) -> list[tuple[float, Any]]:
+        self.episodes.extend(trajectory_group)
+        return [(float(i), {"place": i}) for i in range(len(env_group))]
+
+    async def cleanup(self) -> None:
+        self.cleaned.append(True)
+
+
+def test_datums_are_those_of_the_cookbook(policies: list[SamplerPolicy]) -> None:
+    builder = Recorded(answer=7, renderer=renderer(policies), num_envs=2)
+    group = asyncio.run(CookbookEnvironment(builder, SHORT).group(policies))
+    assert builder.cleaned == [True]
+    assert len(group) == 2
+    for i, (ours, theirs) in enumerate(zip(group, builder.episodes, strict=True)):
+        assert len(ours.turns) == 10  # the environment's own limit
+        steps = sum(each.reward for each in theirs.transitions)
+        assert (ours.reward, ours.rewards) == (steps + i, {"steps": steps, "group": i})
+        assert ours.metrics["place"] == i
+        assert ours.version == 5
+        expected = [to_datum(datum) for datum in trajectory_to_data(theirs, 1.0)]
+        data = ours.datums()
+        assert ours.receipt.datums == len(data) == len(expected)
+        for mine, its in zip(data, expected, strict=True):
+            assert mine.model_input == its.model_input
+            for name in ("target_tokens", "logprobs", "mask"):
+                np.testing.assert_array_equal(
+                    mine.loss_fn_inputs[name].to_numpy(), its.loss_fn_inputs[name].to_numpy(), name
+                )
+
+
+def test_environments_of_datasets(policies: list[SamplerPolicy]) -> None:
+    guess = GuessNumberDataset(answers=[1, 2, 3, 4], renderer=renderer(policies), batch_size=2, group_size=2)
+    assert [each.builder.answer for each in environments(guess)] == [1, 2, 3, 4]
+    problems = ArithmeticDataset(batch_size=2, renderer=renderer(policies), group_size=2, n_batches=3)
+    assert len(environments(problems, SHORT)) == 6
+    group = asyncio.run(environments(problems, SHORT)[0].group(policies))
+    assert [len(each.turns) for each in group] == [1, 1]
+    assert all("correct" in each.metrics for each in group)
+
+
+def test_the_number_of_environments_must_be_the_group_size(policies: list[SamplerPolicy]) -> None:
+    builder = Recorded(answer=7, renderer=renderer(policies), num_envs=3)
+    with pytest.raises(InvalidInput, match="Recorded makes 3 environments, but group_size of the RolloutLoader is 2"):
+        asyncio.run(CookbookEnvironment(builder).group(policies))
+    assert builder.cleaned == [True]
