@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
     from tinker_lightning.client.loss_uploads import Losses
+    from tinker_lightning.client.recording import Recording
     from tinker_lightning.types import Datum, ForwardBackwardOutput, GetInfoResponse
 
 
@@ -101,6 +102,9 @@ class TrainingBackend(Protocol):
 
     def create_base_sampling_client(self) -> Any:
         """Returns a client that samples from the base model."""
+
+    def record(self, recording: Recording | None) -> None:
+        """Adds all operations of this client's session to a recording; None stops that."""
 
     def max_context_length(self) -> int | None:
         """Returns the maximum number of tokens of an input; None if the server does not report it."""

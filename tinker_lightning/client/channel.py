@@ -10,6 +10,7 @@ from concurrent.futures import CancelledError
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from tinker_lightning.client import recording
 from tinker_lightning.client.connection import Connection
 from tinker_lightning.client.credentials import Credentials
 from tinker_lightning.client.futures import UnreadFailures, raise_together
@@ -104,6 +105,7 @@ class Channel:
         """Runs a coroutine in the background and waits for it; an interrupt cancels it."""
         future = self._loop.run(coroutine)
         try:
+            recording.wait([future])
             return future.result()
         except CancelledError:
             raise ClientClosed("this client was closed in the meantime. Create a new one with connect().") from None

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from tinker_lightning.client.credentials import Credentials
+    from tinker_lightning.client.recording import OperationRecord
 
 logger = logging.getLogger("tinker_lightning.client")
 
@@ -130,6 +131,7 @@ class Connection:
         accept: Callable[[httpx.Response], bool] | None = None,
         seconds: float | None = None,
         repeatable: bool = True,
+        record: OperationRecord | None = None,
     ) -> httpx.Response:
         """Sends a request, retrying where that may help, and returns a response that is not an error.
 
@@ -142,6 +144,7 @@ class Connection:
             accept: Returns whether the caller handles a response with an error status.
             seconds: How long to retry; by default as the retry policy says.
             repeatable: Whether the request may be sent again after the server may have received it.
+            record: Counts the request and its bytes.
 
         Raises:
             AnswerLost: If the server may have received a request that is not repeatable.
@@ -162,7 +165,11 @@ class Connection:
                     content=body,
                     headers={"Accept": JSON, **content, **credentials, **(headers or {})},
                 )
+                if record is not None:
+                    record.add(body, response)
             except httpx.TransportError as cause:
+                if record is not None:
+                    record.add(body, None)
                 error: TinkerLightningError = self._transport_error(method, path, cause)
                 error.__cause__ = cause
                 if not repeatable and not isinstance(cause, _NOT_SENT):

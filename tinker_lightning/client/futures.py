@@ -10,6 +10,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from tinker_lightning.client import recording
 from tinker_lightning.errors import ClientClosed, ClientForked, ResultTimeout
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class TinkerFuture(Generic[T]):
                 f"{self.operation}: its result arrives in the process that sent the request, not in this fork of it. "
                 "Wait for it there, or create a new client here."
             )
-        concurrent.futures.wait([self._source], timeout)
+        recording.wait([self._source], timeout)
         if not self.done():
             raise self._timed_out(timeout)
 
@@ -169,7 +170,7 @@ class UnreadFailures:
         """Waits for everything that was sent, at most `timeout` seconds; returns whether it is done."""
         with self._lock:
             sources = [future._source for future in self._futures if future.is_sent]
-        return not concurrent.futures.wait(sources, timeout).not_done
+        return not recording.wait(sources, timeout).not_done
 
     def finish(self) -> None:
         """Waits until everything is done, evaluating custom losses that are still pending on this thread."""

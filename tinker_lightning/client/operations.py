@@ -12,6 +12,7 @@ import httpx
 
 from tinker_lightning.client.connection import JSON, PROTOBUF
 from tinker_lightning.client.dialects import encoding
+from tinker_lightning.client.recording import OperationRecord
 from tinker_lightning.errors import (
     AnswerLost,
     InvalidInput,
@@ -73,6 +74,7 @@ class Operation(Generic[T]):
     request: Any = None  # kept where the number may change until the operation is posted
     whole: Callable[[], Operation[T]] | None = None  # the same with its datums, if the server does not retain them
     datums: int | None = None  # of a pass
+    record: OperationRecord | None = None  # if it is measured
 
     def __str__(self) -> str:
         return self.name if self.model_id is None else f"{self.name} {self.seq_id} of {self.model_id}"
@@ -102,7 +104,15 @@ def encode(dialect: Dialect, name: str, endpoint: str, request: Any, result: typ
 def renumbered(dialect: Dialect, operation: Operation[T], seq_id: int) -> Operation[T]:
     """Returns an operation with another number."""
     request = replace(operation.request, seq_id=seq_id)
-    return encode(dialect, operation.name, operation.endpoint, request, operation.result)
+    again = encode(dialect, operation.name, operation.endpoint, request, operation.result)
+    return replace(again, record=operation.record)
+
+
+def recorded(session: Session, operation: Operation[T]) -> Operation[T]:
+    """Returns an operation that is submitted now, measured if the session has a recording."""
+    if session.recording is None:
+        return operation
+    return replace(operation, record=session.recording.begin(operation.name, operation.model_id))
 
 
 async def perform(
@@ -119,6 +129,9 @@ async def perform(
         TinkerLightningError: With the operation, its model, number and request id in the message.
     """
     request_id = ""
+    record = operation.record
+    if record is not None:
+        record.posted = time.perf_counter()
     try:
         taken = True
         try:
@@ -127,7 +140,7 @@ async def perform(
             except NotRetained:
                 if operation.whole is None:
                     raise
-                operation = operation.whole()
+                operation = replace(operation.whole(), record=record)
                 response = await _submit(session, operation)
         except TinkerLightningError as error:
             taken = isinstance(error, AnswerLost)
@@ -148,6 +161,9 @@ async def perform(
         located.operation, located.model_id = operation.name, operation.model_id
         located.seq_id, located.request_id = operation.seq_id, request_id or None
         raise located from error
+    finally:
+        if record is not None:
+            record.ended = time.perf_counter()
 
 
 def _hint(session: Session, operation: Operation[Any], error: TinkerLightningError) -> str:
@@ -179,6 +195,7 @@ async def _submit(session: Session, operation: Operation[Any]) -> httpx.Response
         headers=headers,
         accept=accept,
         repeatable=_is_repeatable(session.dialect, operation),
+        record=operation.record,
     )
 
 
@@ -204,7 +221,7 @@ async def _fetch(session: Session, operation: Operation[Any], request_id: str) -
         asked = time.monotonic()
         try:
             response = await session.connection.send(
-                "POST", "/api/v1/retrieve_future", body, headers=headers, accept=accept
+                "POST", "/api/v1/retrieve_future", body, headers=headers, accept=accept, record=operation.record
             )
         except NotFound as error:
             if operation.endpoint == "load_weights" and not session.dialect.deduplicates:

@@ -14,7 +14,7 @@ from tinker_lightning.client.async_names import awaited, in_thread
 from tinker_lightning.client.channel import joined
 from tinker_lightning.client.dialects.dialect import Dialect
 from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
-from tinker_lightning.client.operations import Operation, encode, perform
+from tinker_lightning.client.operations import Operation, encode, perform, recorded
 from tinker_lightning.client.sdk import inputs
 from tinker_lightning.errors import InvalidInput, InvalidMessage, ResultExpired
 from tinker_lightning.types import SampleResponse, SamplingParams
@@ -180,7 +180,7 @@ class SamplingClient:
                 request = SampleRequest(self.sampler_id, number, model_input, params, num_samples, **options)
                 encoded = encode(session.dialect, name, "asample", request, SampleResponse)
                 self._next_number += 1
-            return encoded
+            return recorded(session, encoded)
 
         first = operation()
         future = TinkerFuture(self._channel.run(_sample(session, first, operation)), str(first))

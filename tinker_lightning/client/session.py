@@ -19,6 +19,7 @@ from tinker_lightning.wire import json as wire_json
 if TYPE_CHECKING:
     from tinker_lightning.client.connection import Connection
     from tinker_lightning.client.dialects.dialect import Dialect
+    from tinker_lightning.client.recording import Recording
 
 logger = logging.getLogger("tinker_lightning.client")
 
@@ -70,6 +71,7 @@ class Session:
         self.is_concurrent = config.parallel_fwdbwd_chunks if dialect.concurrent is None else dialect.concurrent
         announced = capabilities.extensions
         self.extensions = Extensions(**{each.name: each.name in announced for each in fields(Extensions)})
+        self.recording: Recording | None = None  # what operations are reported to, if anyone measures them
         self._counters: dict[str, int] = {}
         self._is_owner = True
         self._heart = asyncio.create_task(self._beat())

@@ -14,7 +14,7 @@ from tinker_lightning.client.async_names import in_thread, submitted
 from tinker_lightning.client.dialects import measure
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.client.operations import Operation, encode, perform
+from tinker_lightning.client.operations import Operation, encode, perform, recorded
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.sdk import inputs
 from tinker_lightning.client.session import fetch_capabilities
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.loss_handle import LossHandle
     from tinker_lightning.client.loss_uploads import Losses
+    from tinker_lightning.client.recording import Recording
     from tinker_lightning.client.server_pass import ServerPass
     from tinker_lightning.lossgraph.server_loss import ServerLoss
 
@@ -230,6 +231,10 @@ class TrainingClient(BaseTrainingClient):
         """Deletes the checkpoint at a `tinker://` path, of this model or another."""
         self._channel.wait(checkpoints.delete(self._channel.session, path, missing_ok=missing_ok))
 
+    def record(self, recording: Recording | None) -> None:
+        """Adds all operations of this client's session to a recording; None stops that."""
+        self._channel.session.recording = recording
+
     def _check(self) -> None:
         self._channel.check_usable()
         super()._check()
@@ -366,7 +371,7 @@ class TrainingClient(BaseTrainingClient):
         """Numbers, encodes and starts operations under the lock, so that none is lost or overtaken."""
         session = self._channel.session  # not looked up later: what was submitted before close() is still sent
         with self._lock:
-            numbered = operations(self._last_number + 1)
+            numbered = [recorded(session, each) for each in operations(self._last_number + 1)]
             self._last_number += len(numbered)
             running = self._channel.run(perform_all(session, self._order, numbered, combine))
         return TinkerFuture(running, str(numbered[0]))

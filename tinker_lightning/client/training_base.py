@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.dialects.surrogate import Surrogate
     from tinker_lightning.client.futures import TinkerFuture
+    from tinker_lightning.client.recording import Recording
     from tinker_lightning.losses.regularizers.regularizer import Regularizer
     from tinker_lightning.losses.surrogate import LossFn
     from tinker_lightning.lossgraph.server_loss import ServerLoss
@@ -217,6 +218,14 @@ class BaseTrainingClient(ABC):
         if carrier.loss == "importance_sampling" and logprobs is None:
             logprobs = surrogate.leaves(self._forward(data).result(), data)
         return server_pass.of_surrogate(carrier, carrier.datums(data, gradients, logprobs), retained)
+
+    def record(self, recording: Recording | None) -> None:
+        """Adds all operations of this client's session to a recording; None stops that."""
+        if recording is not None:
+            raise Unsupported(
+                f"the requests of a {type(self).__name__} cannot be measured: another library sends them. Train with a "
+                "model that tinker_lightning.connect() creates, or with a RemoteModule that is given its name."
+            )
 
     @property
     def retains(self) -> bool:

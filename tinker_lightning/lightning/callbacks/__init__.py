@@ -9,14 +9,16 @@ if TYPE_CHECKING:
     from tinker_lightning.lightning.callbacks.cost_monitor import CostMonitor
     from tinker_lightning.lightning.callbacks.export_adapter import ExportAdapter
     from tinker_lightning.lightning.callbacks.generation_eval import GenerationEval
+    from tinker_lightning.lightning.callbacks.remote_monitor import RemoteMonitor
     from tinker_lightning.lightning.callbacks.sample_table import SampleTable
 
-__all__ = ["CostMonitor", "ExportAdapter", "GenerationEval", "SampleTable"]
+__all__ = ["CostMonitor", "ExportAdapter", "GenerationEval", "RemoteMonitor", "SampleTable"]
 
 _LAZY = {
     "CostMonitor": "cost_monitor",
     "ExportAdapter": "export_adapter",
     "GenerationEval": "generation_eval",
+    "RemoteMonitor": "remote_monitor",
     "SampleTable": "sample_table",
 }
 

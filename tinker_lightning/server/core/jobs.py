@@ -57,6 +57,8 @@ class Job:
         self.fetched = False
         self.cancelled = False
         self.line: str | None = None  # where it is numbered
+        self.queued = self.ran = 0.0  # how many seconds it waited and ran
+        self._created = time.perf_counter()
         self._run: Callable[[], Any] | None = run
         self._request_bytes, self._result_bytes, self._measure = request_bytes, result_bytes, measure
         self._charge: Charge | None = None
@@ -79,23 +81,25 @@ class Job:
         run, self._run = self._run, None  # frees the request
         assert run is not None  # noqa: S101  # a job is executed once
         started = time.perf_counter()
+        self.queued = started - self._created
         outcome = "ok"
         defect: BaseException | None = None
         try:
             result = run()
         except BaseException as error:
+            self.ran = time.perf_counter() - started
             outcome = "failed: " + str(error).partition("\n")[0]
             defect = None if isinstance(error, TinkerLightningError) else error
             self._settle(0)
             self.kept_since = time.monotonic()
             self.future.set_exception(error)
         else:
+            self.ran = time.perf_counter() - started
             self._settle(min(self._result_bytes, self._measure(result)) if self._measure else self._result_bytes)
             self.kept_since = time.monotonic()
             self.future.set_result(result)
-        elapsed = (time.perf_counter() - started) * 1000
         level = logging.INFO if defect is None else logging.ERROR
-        logger.log(level, "op=%s %sms=%.1f %s", self.kind, self.labels, elapsed, outcome, exc_info=defect)
+        logger.log(level, "op=%s %sms=%.1f %s", self.kind, self.labels, 1000 * self.ran, outcome, exc_info=defect)
 
     def fail(self, error: TinkerLightningError) -> None:
         """Ends a job that has not started."""

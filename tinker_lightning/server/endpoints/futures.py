@@ -77,6 +77,13 @@ async def _result(request: Request, job: Job) -> Response:
             missing = scheduler.missing_before(job, submits_in_turn=False)
         return pending(job, missing)
     job.mark_fetched()
+    response = _outcome(request, job)
+    # The standard header for what a server measures, which clients that look for it read.
+    response.headers["server-timing"] = f"queue;dur={1000 * job.queued:.3f}, run;dur={1000 * job.ran:.3f}"
+    return response
+
+
+def _outcome(request: Request, job: Job) -> Response:
     error = job.future.exception()
     if error is not None:
         return answer({"error": error_text(error), **error_fields(error)})
