@@ -2,8 +2,8 @@
 
 A proxy delays every byte between the client and a server whose work takes the same time whatever the delay. So the
 time of a step is a constant plus the round trips on its critical path times the round-trip time. That holds where the
-round trip is longer than the work: shorter ones hide behind it, so that the time without delay is shown, but is no part
-of the slope.
+round trip is longer than the work: shorter ones hide behind it, so that the times with a short delay or none are shown,
+but are no part of the slope.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 KEY = "tml-benchmark"
 IDS = list(range(1, 33))
 WARM_UP = 1
+RATIO_RTT = 0.1  # at which ratios are computed
 
 
 def loss_fn(_: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
@@ -121,14 +122,29 @@ def sdk_start(url: str, _: int, repetitions: int) -> list[float]:
 def round_trips(measure: Measure, urls: dict[float, str], n: int, steps: int) -> dict[str, Any]:
     """Returns the slope of the median time over the round-trip time, and the times in milliseconds."""
     medians = {rtt: statistics.median(measure(url, n, steps)) for rtt, url in urls.items()}
-    delayed = [rtt for rtt in urls if rtt > 0]
+    delayed = [rtt for rtt in urls if rtt > 0][-3:]
     slope, _ = np.polyfit(delayed, [medians[rtt] for rtt in delayed], 1)
     return {"round trips": float(slope)} | {f"{rtt * 1000:.0f} ms": round(t * 1000) for rtt, t in medians.items()}
 
 
+def ratios(rows: list[dict[str, Any]]) -> None:
+    """Adds to each row its time at `RATIO_RTT` relative to ours, and ours relative to the shortest possible.
+
+    A loss that runs on the client needs the work of the server and one round trip.
+    """
+    delayed = f"{RATIO_RTT * 1000:.0f} ms"
+    ours = rows[0]
+    shortest = ours["0 ms"] + RATIO_RTT * 1000
+    for row in rows:
+        of_limit = row is ours
+        row[f"ratio at {delayed}"] = (
+            f"{row[delayed] / shortest:.2f} of the limit" if of_limit else f"{row[delayed] / ours[delayed]:.1f} of ours"
+        )
+
+
 def main() -> None:
     options = report.arguments(__doc__)
-    rtts = [0.0, 0.1, 0.4] if options.quick else [0.0, 0.2, 0.4, 0.6]
+    rtts = [0.0, RATIO_RTT, 0.4] if options.quick else [0.0, RATIO_RTT, 0.2, 0.4, 0.6]
     counts = [1, 4] if options.quick else [1, 4, 16]
     steps = 5 if options.quick else 15
     with ExitStack() as stack:
@@ -152,6 +168,7 @@ def main() -> None:
                 {"client": name, "N": n, **round_trips(measure, urls[extended], n, repetitions)}
                 for name, measure, extended, repetitions in ways
             ]
+            ratios(group)
             report.show(group)
             report.lines(options.plots, f"latency_{n}", f"milliseconds per step, N = {n}", group, "client")
             rows += group
