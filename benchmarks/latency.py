@@ -137,7 +137,7 @@ def ratios(rows: list[dict[str, Any]]) -> None:
     shortest = ours["0 ms"] + RATIO_RTT * 1000
     for row in rows:
         of_limit = row is ours
-        row[f"ratio at {delayed}"] = (
+        row[f"at {delayed}: ratio"] = (
             f"{row[delayed] / shortest:.2f} of the limit" if of_limit else f"{row[delayed] / ours[delayed]:.1f} of ours"
         )
 
