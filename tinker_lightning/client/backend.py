@@ -97,6 +97,9 @@ class TrainingBackend(Protocol):
     def save_weights_and_get_sampling_client(self) -> Any:
         """Returns a client that samples from the current weights."""
 
+    def submit_sampling_client(self) -> TinkerFuture[Any]:
+        """Returns a future of a client that samples from the weights as they are after all requests so far."""
+
     def create_sampling_client(self, model_path: str) -> Any:
         """Returns a client that samples from saved weights."""
 

@@ -164,6 +164,10 @@ class TrainingClient(BaseTrainingClient):
             return await self.create_sampling_client_async((await self.save_weights_for_sampler(name)).path or "")
         return self._sampler_of(await self._save_unnamed())
 
+    def submit_sampling_client(self) -> TinkerFuture[SamplingClient]:
+        """Returns a future of a client that samples from the weights as they are after all requests so far."""
+        return self._save_unnamed().then(self._sampler_of)
+
     def create_sampling_client(
         self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
     ) -> SamplingClient:

@@ -20,7 +20,13 @@ from tinker_lightning.lightning.checkpoint.retention import StateRetention
 from tinker_lightning.lightning.lookahead import LookAhead
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.lightning.resume import loop_position, rng
-from tinker_lightning.lightning.resume.loaders import IsolatedRngLoader, ResumableLoader, check_state
+from tinker_lightning.lightning.resume.loaders import (
+    IsolatedRngLoader,
+    PositionedLoader,
+    ResumableLoader,
+    TrainedPosition,
+    check_state,
+)
 from tinker_lightning.remote import group
 
 if TYPE_CHECKING:
@@ -32,6 +38,9 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins import Precision
 
     _Path: TypeAlias = str | Path
+
+_RESUMED = (ResumableLoader, PositionedLoader)
+_WRAPPED = (*_RESUMED, IsolatedRngLoader)
 
 
 class TinkerStrategy(SingleDeviceStrategy):
@@ -99,10 +108,12 @@ class TinkerStrategy(SingleDeviceStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Wraps training loaders for look-ahead and resume, and isolates the random numbers of other loaders."""
         module = self.lightning_module
-        if module is None or isinstance(dataloader, ResumableLoader | IsolatedRngLoader):
+        if module is None or isinstance(dataloader, _WRAPPED):
             return dataloader
         if not module.trainer.training:
             return IsolatedRngLoader(dataloader)
+        if isinstance(dataloader, TrainedPosition):
+            return PositionedLoader(dataloader)
         batches: Any = module.trainer.fit_loop.epoch_loop.batch_progress
         return ResumableLoader(
             dataloader,
@@ -252,7 +263,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         if module is not None:
             loaders: Any = CombinedLoader(module.trainer.train_dataloader, "max_size_cycle").flattened
-            self._loader_states = [loader.state_dict() for loader in loaders if isinstance(loader, ResumableLoader)]
+            self._loader_states = [loader.state_dict() for loader in loaders if isinstance(loader, _RESUMED)]
         if module is not None and not isinstance(module, RemoteModule):
             group.wait_for_all(module)
             group.raise_first(module)

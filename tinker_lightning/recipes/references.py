@@ -32,12 +32,14 @@ class References:
         lm: The model that is trained.
         reference: `base` for its base model, or the path of saved sampler weights.
         cache: A file that keeps the log-probabilities.
+        keep: Whether to keep them in memory, because datums come again.
     """
 
-    def __init__(self, lm: RemoteLM, reference: str, cache: str | Path | None) -> None:
+    def __init__(self, lm: RemoteLM, reference: str, cache: str | Path | None, *, keep: bool = True) -> None:
         self._lm = lm
         self._reference = reference
         self._cache = cache
+        self._keep = keep
         self._opened: tuple[str, Any] | None = None
         self._pending: dict[bytes, Any] = {}
         self._known: dict[bytes, NDArray[np.float32]] = {}
@@ -72,10 +74,13 @@ class References:
                 arrived[key] = np.array(self._pending.pop(key).result()[1:], np.float32)
         self._known |= arrived
         self._write(arrived)
-        return [
+        added = [
             each if NAME in each.loss_fn_inputs else each.with_inputs({NAME: self._known[self._key(each)]})
             for each in map(to_datum, data)
         ]
+        if not self._keep:
+            self._known.clear()
+        return added
 
     def _by_key(self, data: Sequence[Any]) -> dict[bytes, NDArray[np.int64]]:
         """Returns the tokens of datums without a reference, by the key of their content."""

@@ -21,6 +21,7 @@ from tinker_lightning.client import checkpoints, download, server_pass
 from tinker_lightning.client.async_names import awaited
 from tinker_lightning.client.futures import UnreadFailures
 from tinker_lightning.client.loop import BackgroundLoop
+from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.sdk import convert, inputs
 from tinker_lightning.client.sdk.behind import detect_behind
 from tinker_lightning.client.sdk.requests import Calls
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tinker_lightning.client.dialects.dialect import Dialect
-    from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.client.loss_uploads import Losses
     from tinker_lightning.client.server_pass import ServerPass
     from tinker_lightning.types import Datum
@@ -121,6 +121,10 @@ class OfficialTrainingClient(BaseTrainingClient):
         self._flush()
         save = self.client.save_weights_and_get_sampling_client
         return OfficialSamplingClient(self._calls.translated("save_weights_for_sampler", save))
+
+    def submit_sampling_client(self) -> TinkerFuture[OfficialSamplingClient]:
+        """Returns a client that samples from the current weights as a future; waits, because the SDK does."""
+        return TinkerFuture.of(self.save_weights_and_get_sampling_client(), "save_weights_for_sampler")
 
     def create_sampling_client(self, model_path: str) -> OfficialSamplingClient:
         """Returns a client that samples from saved weights."""

@@ -6,6 +6,7 @@ resume draws the batches again up to the last one trained. A loader with a `stat
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice
@@ -113,6 +114,40 @@ class ResumableLoader(_Wrapper):
         if self._marks:
             self._resume = self.state_dict()  # a loader with a `state_dict` is about to lose its state
         self._run.close()
+
+
+class TrainedPosition(ABC):
+    """A loader whose state is the position after the last batch trained, however many were drawn."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Any]:
+        """Starts at the first batch that has not been trained."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position after the last batch trained."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Sets the position at which the next `iter` starts."""
+
+
+class PositionedLoader(_Wrapper):
+    """Gives the state of a `TrainedPosition` the form of that of a `ResumableLoader`."""
+
+    loader: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position after the last batch trained."""
+        return {"drawn": 0, "count": 0, "start": None, "inner": self.loader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Sets the position at which the next `iter` starts."""
+        if state["inner"] is not None:
+            self.loader.load_state_dict(state["inner"])
 
 
 class IsolatedRngLoader(_Wrapper):

@@ -1,0 +1,211 @@
+"""Reinforcement learning by comparing the answers to a prompt with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.losses.advantages import check_grouping, group_advantages
+from tinker_lightning.losses.kl import Estimator, check_estimator, kl_estimate
+from tinker_lightning.recipes.references import NAME, References
+from tinker_lightning.recipes.rollout_module import Normalize, RolloutModule, TrainedGroup
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tinker_lightning.rl.groups import Group
+    from tinker_lightning.types import Datum
+
+
+class GRPO(RolloutModule):
+    """Makes answers more likely that have a higher reward than the other answers to the same prompt.
+
+    Group relative policy optimization (Shao et al. 2024, arXiv:2402.03300) and its relatives. Takes batches of a
+    `RolloutLoader`, which has the prompts, the rewards and the size of a group. A group whose rewards are all equal
+    teaches nothing: it is dropped and counted in `groups/zero_variance`.
+
+    Args:
+        model: The name of a base model (default: `TINKER_BASE_MODEL`), or a training client of any SDK.
+        loss: `importance_sampling`, `ppo`, `cispo`, `gspo` or `dro`, or a function of datums, which have `advantages`,
+            `logprobs` (the sampler's) and `mask` (1 on sampled tokens), and log-probabilities.
+        loss_config: The settings of the loss, for example `{"clip_high_threshold": 1.28}`.
+        baseline: What a reward is compared with: the `mean` of its group, the mean of the others (`leave_one_out`), or
+            a number.
+        scale_rewards: Whether to divide advantages by the standard deviation of the group.
+        normalize: What the loss of a group is divided by. `token`: the number of its tokens. `sequence`: each answer by
+            its own tokens, then the mean over answers, as in the paper. `sum`: nothing, neither here nor by the number
+            of groups.
+        kl_coefficient: The weight of the divergence from the reference model; 0 for none.
+        kl_in: Whether the divergence is part of the `loss`, or subtracted from the `advantage` of each token.
+        kl_estimator: How the loss estimates it; see `losses.kl`.
+        reference: `base` for the base model, or the `tinker://` path of saved sampler weights.
+        max_ratio: Truncated importance sampling: the largest weight of a token that the sampler found less likely than
+            the trainer does. None for no limit other than that of the loss.
+        ratio_bounds: Answers are left out if the geometric mean of their tokens' ratios of trainer to sampler lies
+            outside of these two bounds.
+        truncated: What to do with answers that were cut: `train` on them like on others, `mask` them, or `penalize`
+            them by `truncation_penalty`.
+        truncation_penalty: What is subtracted from the reward of an answer that was cut.
+        **settings: The other arguments of `RemoteModule`: `rank`, `learning_rate`, `base_url` and others.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        loss: Any = "importance_sampling",
+        loss_config: Mapping[str, float | str] | None = None,
+        baseline: float | Literal["leave_one_out", "mean"] = "mean",
+        scale_rewards: bool = True,
+        normalize: Normalize = "token",
+        kl_coefficient: float = 0.0,
+        kl_in: Literal["loss", "advantage"] = "loss",
+        kl_estimator: Estimator = "k2",
+        reference: str = "base",
+        max_ratio: float | None = None,
+        ratio_bounds: tuple[float, float] | None = None,
+        truncated: Literal["train", "mask", "penalize"] = "train",
+        truncation_penalty: float = 1.0,
+        **settings: Any,
+    ) -> None:
+        super().__init__(model, loss=loss, loss_config=loss_config, normalize=normalize, **settings)
+        check_grouping(baseline, None)
+        check_estimator(kl_estimator)
+        _check_choice("kl_in", kl_in, ("loss", "advantage"))
+        _check_choice("truncated", truncated, ("train", "mask", "penalize"))
+        if kl_coefficient < 0:
+            raise InvalidInput(f"kl_coefficient must be at least 0, got {kl_coefficient}")
+        if max_ratio is not None and max_ratio < 1:
+            raise InvalidInput(f"max_ratio must be at least 1, got {max_ratio}")
+        if ratio_bounds is not None and not 0 <= ratio_bounds[0] < 1 < ratio_bounds[1]:
+            raise InvalidInput(f"ratio_bounds must be a number below 1 and one above it, got {ratio_bounds}")
+        self.baseline = baseline
+        self.scale_rewards = scale_rewards
+        self.kl_coefficient = kl_coefficient
+        self.kl_in = kl_in
+        self.kl_estimator = kl_estimator
+        self.max_ratio = max_ratio
+        self.ratio_bounds = ratio_bounds
+        self.truncated = truncated
+        self.truncation_penalty = truncation_penalty
+        self._references = References(self.lm, reference, None, keep=False) if kl_coefficient else None
+
+    def advantages(self, group: Group) -> Sequence[float] | None:
+        """Returns how much better each episode is than the others; None if all rewards are equal. Override it."""
+        scored = group.scored
+        rewards = [each.reward - self.truncation_penalty * self._is_penalized(each) for each in scored]
+        if len(rewards) < 2 and isinstance(self.baseline, str):
+            if len(group.trajectories) < 2:
+                raise InvalidInput("a group of one has nothing to compare with: set group_size of the RolloutLoader")
+            return None
+        if isinstance(self.baseline, str) and max(rewards) == min(rewards):
+            return None
+        values = iter(group_advantages(rewards, baseline=self.baseline, scale=self.scale_rewards).tolist())
+        found = [next(values) if each.is_scored else torch.nan for each in group.trajectories]
+        if self.truncated == "mask":
+            pairs = zip(found, group.trajectories, strict=True)
+            found = [torch.nan if each.truncated else advantage for advantage, each in pairs]
+        return found
+
+    def _is_penalized(self, trajectory: Any) -> bool:
+        return self.truncated == "penalize" and trajectory.truncated
+
+    def request(self, group: Group, data: list[Datum]) -> None:
+        """Requests the log-probabilities of the reference model."""
+        del group
+        if self._references is not None:
+            self._references.request(data)
+
+    def with_inputs(self, trained: TrainedGroup) -> list[Datum]:
+        """Returns the datums of a group with their advantages, and what the loss needs besides."""
+        data = super().with_inputs(trained)
+        data = [datum.with_inputs(sequence_ratio_mask=datum.loss_fn_inputs["mask"]) for datum in data]
+        if self._references is not None:
+            data = self._references.add_to(data)
+            if self.kl_in == "advantage":
+                data = self._with_penalty(data)
+        return data
+
+    def group_loss(
+        self, trained: TrainedGroup, data: list[Datum], logprobs: list[Tensor]
+    ) -> tuple[Tensor, Mapping[str, Any]]:
+        """Returns the loss of a group, with the divergence from the reference if it is part of the loss."""
+        data, corrections = self._corrected(trained, data, logprobs)
+        loss, metrics = super().group_loss(trained, data, logprobs)
+        found = {**metrics, **corrections}
+        if self._references is None:
+            return loss, found
+        kl = [
+            torch.where(_mask(datum), kl_estimate(p, _input(datum, NAME), self.kl_estimator), 0.0)
+            for datum, p in zip(data, logprobs, strict=True)
+        ]
+        found["policy/kl_reference"] = sum(each.sum() for each in kl).detach() / trained.tokens  # type: ignore[union-attr]
+        if self.kl_in == "loss":
+            shares = self.shares(trained)
+            loss = loss + self.kl_coefficient * sum(share * each.sum() for share, each in zip(shares, kl, strict=True))
+        return loss, found
+
+    def _with_penalty(self, data: list[Datum]) -> list[Datum]:
+        """Subtracts the divergence of the sampler from the reference from each token's advantage, less its mean."""
+        gaps = [_input(datum, "logprobs") - _input(datum, NAME) for datum in data]
+        mean = torch.cat([gap[_mask(datum)] for datum, gap in zip(data, gaps, strict=True)]).mean()
+        return [
+            datum.with_inputs(
+                advantages=_input(datum, "advantages") - self.kl_coefficient * torch.where(_mask(datum), gap - mean, 0.0)
+            )
+            for datum, gap in zip(data, gaps, strict=True)
+        ]
+
+    def _corrected(
+        self, trained: TrainedGroup, data: list[Datum], logprobs: list[Tensor]
+    ) -> tuple[list[Datum], dict[str, float]]:
+        """Corrects for a sampler whose probabilities differ from the trainer's when the group is first trained."""
+        if self.max_ratio is None and self.ratio_bounds is None:
+            return data, {}
+        group, metrics = trained.group, {}
+        if group.old_logprobs is None:
+            group.old_logprobs = [each.detach().clone() for each in logprobs]
+        old, masks = group.old_logprobs, [_mask(datum) for datum in data]
+        gaps = [
+            torch.where(mask, p - _input(datum, "logprobs"), 0.0)
+            for datum, p, mask in zip(data, old, masks, strict=True)
+        ]
+        if self.ratio_bounds is not None:
+            low, high = self.ratio_bounds
+            kept = {}
+            for episode in set(trained.episodes):
+                own = [i for i, of in enumerate(trained.episodes) if of == episode]
+                total, tokens = sum(gaps[i].sum() for i in own), sum(masks[i].sum() for i in own)
+                kept[episode] = float(low <= float(torch.exp(torch.as_tensor(total / tokens))) <= high)
+            metrics["policy/masked_sequences"] = 1 - sum(kept.values()) / len(kept)
+            pairs = zip(data, trained.episodes, strict=True)
+            data = [datum.with_inputs(advantages=_input(datum, "advantages") * kept[i]) for datum, i in pairs]
+        if self.max_ratio is not None:
+            ratios = [gap.exp() for gap in gaps]
+            above = sum(float((ratio > self.max_ratio).sum()) for ratio in ratios)
+            metrics["policy/truncated_ratios"] = above / trained.tokens
+            data = [
+                datum.with_inputs(
+                    advantages=_input(datum, "advantages") * ratio.clamp(max=self.max_ratio),
+                    logprobs=torch.where(mask, p, 0.0),
+                )
+                for datum, ratio, p, mask in zip(data, ratios, old, masks, strict=True)
+            ]
+        return data, metrics
+
+
+def _input(datum: Datum, name: str) -> Tensor:
+    tensor: Tensor = datum.loss_fn_inputs[name].to_torch()
+    return tensor
+
+
+def _mask(datum: Datum) -> Tensor:
+    return _input(datum, "mask") != 0
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidInput(f"{name} must be one of {', '.join(choices)}, got {value!r}")

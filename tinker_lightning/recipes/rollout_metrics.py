@@ -1,0 +1,93 @@
+"""What recipes log about rollouts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tinker_lightning.losses.kl import k3
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tinker_lightning.recipes.rollout_module import TrainedGroup
+    from tinker_lightning.remote.token_count import TokenCount
+    from tinker_lightning.rl.groups import Group
+    from tinker_lightning.rl.trajectory import Trajectory
+
+
+def of_rewards(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:
+    """Returns means over episodes, with how many there are: the reward, each reward by name, and other metrics."""
+    episodes = [each for group in groups for each in group.trajectories]
+    scored = [each for each in episodes if each.is_scored]
+    values: dict[str, list[float]] = {"reward": [each.reward for each in scored]}
+    for each in episodes:
+        for name, value in each.rewards.items():
+            values.setdefault(f"reward/{name}", []).append(value)
+        for name, value in each.metrics.items():
+            values.setdefault(f"episodes/{name}", []).append(float(value))
+    values["completions/truncated"] = [float(each.truncated) for each in episodes]
+    values["completions/length"] = [float(_sampled(each)) for each in episodes]
+    return {name: (float(np.mean(own)), len(own)) for name, own in values.items() if own}
+
+
+def of_batch(trained: Sequence[TrainedGroup], steps: int) -> dict[str, float]:
+    """Returns the metrics of a batch of groups, trained after a number of optimizer steps."""
+    groups = [one.group for one in trained]
+    metrics = {name: value for name, (value, _) in of_rewards(groups).items()}
+    rewards = [each.reward for group in groups for each in group.scored]
+    if rewards:
+        metrics |= {"reward/std": float(np.std(rewards)), "reward/max": max(rewards)}
+    turns = [turn for group in groups for each in group.trajectories for turn in each.turns]
+    reasons = Counter(turn.completion.stop_reason for turn in turns)
+    metrics |= {f"completions/stop_{reason}": count / len(turns) for reason, count in sorted(reasons.items())}
+    metrics["groups/zero_variance"] = _share(bool(group.scored) and _is_constant(group) for group in groups)
+    metrics["groups/dropped"] = _share(bool(one.dropped) for one in trained)
+    metrics["groups/failed"] = _share(bool(group.failed) for group in groups)
+    metrics["policy/staleness"] = float(np.mean([steps - group.version for group in groups]))
+    metrics["tokens/sampled"] = float(sum(_sampled(each) for group in groups for each in group.trajectories))
+    metrics["tokens/trained"] = float(sum(one.tokens for one in trained if not one.dropped))
+    metrics["seconds/sampling"] = max(group.seconds for group in groups)
+    return metrics | _of_policy([one for one in trained if one.logprobs])
+
+
+def _of_policy(trained: Sequence[TrainedGroup]) -> dict[str, float]:
+    """Returns estimates from sampled tokens: the entropy, and the divergence of the trainer from the sampler."""
+    if not trained:
+        return {}
+    pairs = [pair for one in trained for pair in zip(one.data, one.logprobs, strict=True)]
+    masks = [datum.loss_fn_inputs["mask"].to_torch() != 0 for datum, _ in pairs]
+    new = torch.cat([logprobs.detach()[mask] for (_, logprobs), mask in zip(pairs, masks, strict=True)])
+    old = torch.cat(
+        [datum.loss_fn_inputs["logprobs"].to_torch()[mask] for (datum, _), mask in zip(pairs, masks, strict=True)]
+    )
+    return {"policy/entropy": -new.mean().item(), "policy/kl_sampler": k3(old, new).mean().item()}
+
+
+def count_tokens(groups: Iterable[Group], count: TokenCount) -> None:
+    """Adds the tokens of groups to those that a server charges for."""
+    for group in groups:
+        for each in group.trajectories:
+            count.sampled += _sampled(each)
+            count.prefilled += sum(len(turn.prompt_tokens) for turn in each.turns)
+
+
+def sampled_tokens(data: Iterable[Any]) -> int:
+    """Returns the number of sampled tokens of datums."""
+    return int(sum(float(datum.loss_fn_inputs["mask"].to_numpy().sum()) for datum in data))
+
+
+def _sampled(trajectory: Trajectory) -> int:
+    return sum(len(turn.completion.tokens) for turn in trajectory.turns)
+
+
+def _is_constant(group: Group) -> bool:
+    rewards = [each.reward for each in group.scored]
+    return max(rewards) == min(rewards)
+
+
+def _share(flags: Iterable[bool]) -> float:
+    return float(np.mean(list(flags)))

@@ -1,0 +1,192 @@
+"""The tasks of a run in the order in which they are sampled, numbered, so that a run can resume at any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.rl.environment import Environment, PromptEnvironment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """An environment and its place.
+
+    Args:
+        number: Its place in the run, counted over all passes; the seeds of its samples derive from it.
+        lap: The pass over the data.
+        index: Its place in the data.
+        environment: The environment.
+    """
+
+    number: int
+    lap: int
+    index: int
+    environment: Environment
+
+    @property
+    def place(self) -> list[int]:
+        """What identifies the task in a checkpoint."""
+        return [self.number, self.lap, self.index]
+
+
+class Tasks(Protocol):
+    """An endless sequence of tasks: pass after pass over the data."""
+
+    def take(self, count: int) -> list[Task]:
+        """Returns the next tasks, fewer or none at the end of a pass over data without a length."""
+
+    def left(self, count: int) -> bool:
+        """Returns whether this pass has at least `count` more tasks."""
+
+    def state(self) -> dict[str, int]:
+        """Returns the position."""
+
+    def seek(self, state: dict[str, int], places: Sequence[Sequence[int]]) -> list[Task]:
+        """Moves to a position and returns the tasks at earlier places."""
+
+
+class SizedTasks:
+    """Tasks of data with a length, in a new order for each pass; no batch is shorter than the others."""
+
+    def __init__(self, rows: Sequence[Any], wrap: Callable[[Any], Environment], seed: int, shuffle: bool) -> None:
+        self.rows = rows
+        self._wrap = wrap
+        self._seed = seed
+        self._shuffle = shuffle
+        self._next = 0
+        self._order: tuple[int, np.ndarray[Any, np.dtype[np.int64]]] | None = None
+
+    def take(self, count: int) -> list[Task]:
+        """Returns the next tasks."""
+        numbers = range(self._next, self._next + count)
+        self._next += count
+        return [self.at(number) for number in numbers]
+
+    def left(self, count: int) -> bool:
+        """Returns True: a new pass follows."""
+        del count
+        return True
+
+    def state(self) -> dict[str, int]:
+        """Returns the position."""
+        return {"number": self._next, "lap": 0, "index": 0, "rows": len(self.rows)}
+
+    def seek(self, state: dict[str, int], places: Sequence[Sequence[int]]) -> list[Task]:
+        """Moves to a position and returns the tasks at earlier places."""
+        if state["rows"] != len(self.rows):
+            raise InvalidInput(
+                f"the checkpoint was saved with {state['rows']} prompts, but the loader has {len(self.rows)}. Resume "
+                "with the prompts that the run was started with."
+            )
+        self._next = state["number"]
+        return [self.at(number) for number, *_ in places]
+
+    def at(self, number: int) -> Task:
+        """Returns the task with a number."""
+        lap, place = divmod(number, len(self.rows))
+        if self._order is None or self._order[0] != lap:
+            order = np.arange(len(self.rows))
+            if self._shuffle:
+                np.random.default_rng([self._seed, lap]).shuffle(order)
+            self._order = lap, order
+        index = int(self._order[1][place])
+        return Task(number, lap, index, self._wrap(self.rows[index]))
+
+
+class StreamedTasks:
+    """Tasks of an iterable without a length, in its own order; the last batch of a pass may be short."""
+
+    def __init__(self, rows: Iterable[Any], wrap: Callable[[Any], Environment]) -> None:
+        self._rows = rows
+        self._wrap = wrap
+        self._number = 0
+        self._lap = 0
+        self._index = 0
+        self._iterator: Iterator[Any] | None = None
+        self._ahead: list[Any] = []
+
+    def take(self, count: int) -> list[Task]:
+        """Returns the next tasks of this pass; none once at its end, after which the next pass starts."""
+        self.left(count)
+        rows, self._ahead = self._ahead[:count], self._ahead[count:]
+        tasks = [self._task(i, row) for i, row in enumerate(rows)]
+        self._number += len(rows)
+        self._index += len(rows)
+        if not rows:
+            self._lap, self._index, self._iterator = self._lap + 1, 0, None
+        return tasks
+
+    def left(self, count: int) -> bool:
+        """Returns whether this pass has at least `count` more tasks."""
+        if self._iterator is None:
+            self._iterator = iter(self._rows)
+        self._ahead += islice(self._iterator, max(0, count - len(self._ahead)))
+        return len(self._ahead) >= count
+
+    def state(self) -> dict[str, int]:
+        """Returns the position."""
+        return {"number": self._number, "lap": self._lap, "index": self._index, "rows": -1}
+
+    def seek(self, state: dict[str, int], places: Sequence[Sequence[int]]) -> list[Task]:
+        """Moves to a position by reading up to it, and returns the tasks at earlier places of the same pass."""
+        self._number, self._lap, self._index = state["number"], state["lap"], state["index"]
+        self._iterator, self._ahead = iter(self._rows), []
+        wanted = {index: (number, lap) for number, lap, index in places}
+        found: dict[int, Task] = {}
+        read = 0
+        for index, row in enumerate(islice(self._iterator, self._index)):
+            read += 1
+            if index in wanted:
+                number, lap = wanted[index]
+                found[index] = Task(number, lap, index, self._wrap(row))
+        if read < self._index:
+            raise InvalidInput(
+                f"the checkpoint was saved after {self._index} prompts of a pass, but there are only {read}. Resume "
+                "with the prompts that the run was started with."
+            )
+        return [found[index] for _, _, index in places]
+
+    def _task(self, offset: int, row: Any) -> Task:
+        return Task(self._number + offset, self._lap, self._index + offset, self._wrap(row))
+
+
+def tasks_of(
+    given: Iterable[Any], rewards: Any, seed: int, *, shuffle: bool, options: dict[str, Any]
+) -> SizedTasks | StreamedTasks:
+    """Returns the tasks of environments, or of rows of prompts, which `rewards` score."""
+
+    def wrap(item: Any) -> Environment:
+        if isinstance(item, Environment):
+            return item
+        if rewards is None:
+            raise InvalidInput(
+                f"a prompt needs a reward: pass rewards=... to RolloutLoader, or environments in place of {item!r:.80}"
+            )
+        return PromptEnvironment(item, rewards, **options)
+
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise InvalidInput(f"RolloutLoader needs a list of prompts or environments, got {type(given).__name__}")
+    if not isinstance(given, Sequence) and not _is_map_style(given):
+        return StreamedTasks(given, wrap)
+    if not len(given):  # type: ignore[arg-type]
+        raise InvalidInput("RolloutLoader: there are no prompts")
+    wrap(given[0])  # type: ignore[index]  # raises before a model is used
+    return SizedTasks(given, wrap, seed, shuffle)  # type: ignore[arg-type]
+
+
+def _is_map_style(given: Any) -> bool:
+    """Returns whether a dataset can be read by index, as those of torch and of the package `datasets`."""
+    try:
+        len(given)
+    except TypeError:
+        return False
+    return callable(getattr(type(given), "__getitem__", None))

@@ -1,0 +1,144 @@
+"""The rollouts of one batch: started together, arriving one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from tinker_lightning.errors import ClientClosed, RolloutFailed, ServerUnreachable, Unauthorized, Unsupported
+from tinker_lightning.losses.regularizers.background import on_loop
+from tinker_lightning.rl.groups import Group
+from tinker_lightning.rl.policy import SamplerPolicy
+from tinker_lightning.rl.seeds import SeededPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Iterator
+    from concurrent.futures import Future
+
+    from tinker_lightning.rl.tasks import Task
+    from tinker_lightning.types import SamplingParams
+
+OnError: TypeAlias = Literal["raise", "skip"]
+
+# How often waiting calls `while_waiting`, in seconds.
+_CALLBACK_SECONDS = 0.5
+
+# Failures of the connection, after which no other rollout would succeed either.
+_FATAL = (ClientClosed, ServerUnreachable, Unauthorized, Unsupported)
+
+
+@dataclass(frozen=True)
+class PolicySource:
+    """The weights to sample from.
+
+    Args:
+        version: How many optimizer steps they have taken.
+        sampler: Returns a sampling client when it is awaited; the weights may still be on their way to it.
+        tokenizer: The tokenizer of the model.
+    """
+
+    version: int
+    sampler: Awaitable[Any]
+    tokenizer: Any
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How each task is sampled.
+
+    Args:
+        group_size: The number of episodes of a task.
+        params: How tokens are chosen.
+        seed: The seed of the run.
+        timeout: How many seconds the episodes of a task may take together; None for any number.
+        on_error: Whether a task that fails raises, or is skipped and counted.
+    """
+
+    group_size: int
+    params: SamplingParams
+    seed: int
+    timeout: float | None = None
+    on_error: OnError = "raise"
+
+    async def roll(self, task: Task, source: PolicySource) -> Group:
+        """Samples and scores the episodes of a task."""
+        sampler = await source.sampler
+        policy = SamplerPolicy(sampler, source.tokenizer, version=source.version, params=self.params)
+        policies = [SeededPolicy(policy, self.params, self.seed, task.number, i) for i in range(self.group_size)]
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self.timeout) as limit:
+                trajectories = await task.environment.group(policies)
+        except _FATAL:
+            raise
+        except Exception as error:
+            took_too_long = isinstance(error, TimeoutError) and limit.expired()
+            reason = f"did not end within {self.timeout} s" if took_too_long else f"{type(error).__name__}: {error}"
+            if self.on_error == "skip":
+                return Group(task, [], source.version, time.monotonic() - began, failed=reason)
+            if isinstance(error, RolloutFailed):
+                raise
+            name = type(task.environment).__name__
+            raise RolloutFailed(
+                f"prompt {task.index} ({name}): {reason}. Pass on_error='skip' to RolloutLoader to leave out and count "
+                "such prompts."
+            ) from error
+        return Group(task, trajectories, source.version, time.monotonic() - began)
+
+
+class Unit:
+    """The tasks of one batch, and what has arrived of them; `planned` is how many groups it trains."""
+
+    def __init__(self, number: int, tasks: list[Task], planned: int) -> None:
+        self.number = number
+        self.tasks = tasks
+        self.planned = planned
+        self.groups: dict[int, Group] = {}
+        self._running: dict[int, Future[Group]] = {}
+        self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    @property
+    def is_started(self) -> bool:
+        """Whether its planned tasks are running or done."""
+        return bool(self._running or self.groups)
+
+    def start(self, orders: Iterable[int], sampling: Sampling, source: PolicySource) -> None:
+        """Starts rollouts of its tasks, by their places in it."""
+        for order in orders:
+            if order not in self._running and order not in self.groups:
+                task = self.tasks[order]
+                future = on_loop(sampling.roll(task, source), f"rollout of prompt {task.index}")
+                self._running[order] = future
+                future.add_done_callback(lambda _, order=order: self._arrived.put(order))  # type: ignore[misc]
+
+    def arriving(self, orders: Iterable[int], while_waiting: Callable[[], None] | None) -> Iterator[tuple[int, Group]]:
+        """Yields groups by their places as they arrive; raises the failure of a rollout."""
+        missing = dict.fromkeys(orders)
+        for order in [order for order in missing if order in self.groups]:
+            del missing[order]
+            yield order, self.groups[order]
+        while missing:
+            if while_waiting is not None:
+                while_waiting()
+            with contextlib.suppress(queue.Empty):
+                order = self._arrived.get(timeout=_CALLBACK_SECONDS)
+                self.groups[order] = self._running.pop(order).result()
+                if order in missing:
+                    del missing[order]
+                    yield order, self.groups[order]
+
+    def stop(self) -> None:
+        """Cancels what is running and forgets what has arrived."""
+        for future in self._running.values():
+            future.cancel()
+        self._running, self.groups, self._arrived = {}, {}, queue.SimpleQueue()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many rollouts have arrived, and how many are running."""
+        done = sum(future.done() for future in self._running.values())
+        return len(self.groups) + done, len(self._running) - done
