@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,6 +13,8 @@ from tinker_lightning.recipes.references import NAME, References
 from tinker_lightning.recipes.rollout_module import Normalize, RolloutModule, TrainedGroup
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import Tensor
 
     from tinker_lightning.rl.groups import Group
@@ -154,7 +155,8 @@ class GRPO(RolloutModule):
         mean = torch.cat([gap[_mask(datum)] for datum, gap in zip(data, gaps, strict=True)]).mean()
         return [
             datum.with_inputs(
-                advantages=_input(datum, "advantages") - self.kl_coefficient * torch.where(_mask(datum), gap - mean, 0.0)
+                advantages=_input(datum, "advantages")
+                - self.kl_coefficient * torch.where(_mask(datum), gap - mean, 0.0)
             )
             for datum, gap in zip(data, gaps, strict=True)
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 import warnings
@@ -17,7 +18,6 @@ from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.losses.library import TOKEN_COUNTS, is_of_library, unwrapped
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.recipes import rollout_metrics
-from tinker_lightning.remote.calls import Pass
 from tinker_lightning.rl.admission import Window
 from tinker_lightning.rl.rollouts import RolloutBatch
 from tinker_lightning.rl.units import PolicySource
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tinker_lightning.remote.calls import Pass
     from tinker_lightning.rl.groups import Group
     from tinker_lightning.rl.rollouts import RolloutLoader
     from tinker_lightning.rl.units import Unit
@@ -129,7 +130,8 @@ class RolloutModule(RemoteModule):
         """Waits for the groups of a batch and returns their loss; None if all were dropped."""
         began = time.monotonic()
         self._check(batch)
-        loader, batches = batch.loader, self.trainer.fit_loop.epoch_loop.batch_progress.total
+        loader = batch.loader
+        batches: Any = self.trainer.fit_loop.epoch_loop.batch_progress.total
         loader.follow(batch.ticket, lambda: batches.processed)
         loader.admit(self._window(loader, batch.ticket, batch_idx).limit(loader.staleness), self._policy)
         unit = loader.unit(batch.unit)
@@ -265,7 +267,7 @@ class RolloutModule(RemoteModule):
                 loss, own = composition.evaluate(
                     data,
                     one.logprobs,
-                    lambda data, logprobs, one=one: self.group_loss(one, data, logprobs),
+                    functools.partial(self.group_loss, one),
                     self.regularizers,
                     step=self.global_step,
                     grad_norms=self.grad_norms,

@@ -2,18 +2,23 @@
 
 from tinker_lightning.rl.conversation import Chat
 from tinker_lightning.rl.environment import Environment, Policy, PromptEnvironment
+from tinker_lightning.rl.groups import Group
 from tinker_lightning.rl.policy import SamplerPolicy
 from tinker_lightning.rl.rewards import Rewards
+from tinker_lightning.rl.rollouts import RolloutBatch, RolloutLoader
 from tinker_lightning.rl.trajectory import Completion, Receipt, Trajectory, Turn
 
 __all__ = [
     "Chat",
     "Completion",
     "Environment",
+    "Group",
     "Policy",
     "PromptEnvironment",
     "Receipt",
     "Rewards",
+    "RolloutBatch",
+    "RolloutLoader",
     "SamplerPolicy",
     "Trajectory",
     "Turn",

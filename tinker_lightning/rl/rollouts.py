@@ -97,9 +97,7 @@ class RolloutLoader(TrainedPosition):
         self.minibatches = minibatches
         self.refill = refill
         self.sampling = Sampling(group_size, params, seed, timeout, on_error)
-        self._tasks = tasks_of(
-            prompts, rewards, seed, shuffle=shuffle, options={"as_text": as_text, "system": system}
-        )
+        self._tasks = tasks_of(prompts, rewards, seed, shuffle=shuffle, options={"as_text": as_text, "system": system})
         self._units: dict[int, Unit] = {}
         self._next_unit = 0
         self._first_ticket = 0

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import queue
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -14,13 +15,13 @@ from tinker_lightning.losses.regularizers.background import on_loop
 from tinker_lightning.rl.groups import Group
 from tinker_lightning.rl.policy import SamplerPolicy
 from tinker_lightning.rl.seeds import SeededPolicy
+from tinker_lightning.types import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from concurrent.futures import Future
 
     from tinker_lightning.rl.tasks import Task
-    from tinker_lightning.types import SamplingParams
 
 OnError: TypeAlias = Literal["raise", "skip"]
 

@@ -19,9 +19,8 @@ from tinker import types as sdk
 
 from tinker_lightning.client import checkpoints, download, server_pass
 from tinker_lightning.client.async_names import awaited
-from tinker_lightning.client.futures import UnreadFailures
+from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
 from tinker_lightning.client.loop import BackgroundLoop
-from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.sdk import convert, inputs
 from tinker_lightning.client.sdk.behind import detect_behind
 from tinker_lightning.client.sdk.requests import Calls
