@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 
 from tests.helpers.rollouts import PROMPTS, Stream, record, rollouts
 from tests.helpers.trainers import SMALL, new, quiet
@@ -15,6 +14,8 @@ from tinker_lightning.errors import InvalidInput
 from tinker_lightning.recipes import GRPO
 
 if TYPE_CHECKING:
+    import torch
+
     from tinker_lightning.client import ServiceClient
     from tinker_lightning.rl import RolloutLoader
 
@@ -91,7 +92,7 @@ def test_a_model_that_is_changed_in_between_raises(service: ServiceClient) -> No
             if trainer.global_step == 1 and trainer.fit_loop.batch_idx % 2:
                 module.lm.handle.remote.steps += 1  # as a step of another optimizer does
 
-    with pytest.raises(InvalidInput, match="prompt . was sampled after 1 optimizer steps, but is trained after 2"):
+    with pytest.raises(InvalidInput, match=r"prompt . was sampled after 1 optimizer steps, but is trained after 2"):
         quiet(accumulate_grad_batches=2, callbacks=[Meddling()]).fit(new(service, GRPO), rollouts())
 
 
