@@ -10,13 +10,14 @@ from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses.advantages import check_grouping, group_advantages
 from tinker_lightning.losses.kl import Estimator, check_estimator, kl_estimate
 from tinker_lightning.recipes.references import NAME, References
-from tinker_lightning.recipes.rollout_module import Normalize, RolloutModule, TrainedGroup
+from tinker_lightning.recipes.rollout_module import Normalize, RolloutModule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
+    from tinker_lightning.recipes.trained_group import TrainedGroup
     from tinker_lightning.rl.groups import Group
     from tinker_lightning.types import Datum
 

@@ -13,7 +13,7 @@ from tinker_lightning.losses.kl import k3
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tinker_lightning.recipes.rollout_module import TrainedGroup
+    from tinker_lightning.recipes.trained_group import TrainedGroup
     from tinker_lightning.remote.token_count import TokenCount
     from tinker_lightning.rl.groups import Group
     from tinker_lightning.rl.trajectory import Trajectory

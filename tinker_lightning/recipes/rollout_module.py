@@ -18,6 +18,7 @@ from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.losses.library import TOKEN_COUNTS, is_of_library, unwrapped
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.recipes import rollout_metrics
+from tinker_lightning.recipes.trained_group import TrainedGroup
 from tinker_lightning.rl.admission import Window
 from tinker_lightning.rl.rollouts import RolloutBatch
 from tinker_lightning.rl.units import PolicySource
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinker_lightning.remote.calls import Pass
     from tinker_lightning.rl.groups import Group
     from tinker_lightning.rl.rollouts import RolloutLoader
     from tinker_lightning.rl.units import Unit
@@ -37,37 +37,6 @@ Normalize: TypeAlias = Literal["token", "sequence", "sum"]
 
 # Inputs of datums that servers do not know; the mask is for losses that run here.
 _LOCAL_INPUTS = ("mask", "weights")
-
-
-class TrainedGroup:
-    """A group whose forward pass was sent, or the reason why it is not trained.
-
-    Args:
-        group: The group.
-        advantages: The advantage of each episode; None if the group is dropped.
-        dropped: Why it is dropped.
-    """
-
-    def __init__(self, group: Group, advantages: Sequence[float] | None, dropped: str = "") -> None:
-        self.group = group
-        self.dropped = dropped
-        self.data: list[Datum] = []
-        self.episodes: list[int] = []  # of each datum
-        self.advantages = list(advantages or ())
-        for i, (trajectory, advantage) in enumerate(zip(group.trajectories, self.advantages, strict=False)):
-            if trajectory.is_scored and not math.isnan(advantage):
-                own = trajectory.datums()
-                self.data += own
-                self.episodes += [i] * len(own)
-        if advantages is not None and not self.data:
-            self.dropped = "no episode has a token to train on"
-        self.sent: Pass | None = None
-        self.logprobs: list[Tensor] = []
-
-    @property
-    def tokens(self) -> float:
-        """The number of sampled tokens that are trained."""
-        return sum(float(datum.loss_fn_inputs["mask"].to_numpy().sum()) for datum in self.data)
 
 
 class RolloutModule(RemoteModule):

@@ -1,0 +1,225 @@
+"""The loader of rollouts: order, seeds, admission, state, and what it refuses."""  # R5.9
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers.rollouts import PROMPTS, Stream, lower, rollouts
+from tinker_lightning import SamplingParams
+from tinker_lightning.errors import InvalidInput, RolloutFailed
+from tinker_lightning.rl import Completion, Environment, RolloutLoader, Trajectory, Turn
+from tinker_lightning.rl.admission import Window
+from tinker_lightning.rl.units import PolicySource
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tinker_lightning.client import ServiceClient
+    from tinker_lightning.rl import Group, Policy
+
+
+def source_of(service: ServiceClient, version: int = 0) -> PolicySource:
+    """The base model as a policy."""
+    sampler = service.create_sampling_client(base_model="tiny")
+
+    async def ready() -> Any:
+        return sampler
+
+    class Ready:
+        def __await__(self) -> Any:
+            return ready().__await__()
+
+    return PolicySource(version, Ready(), sampler.get_tokenizer())
+
+
+def arrived(loader: RolloutLoader, unit: int) -> list[Group]:
+    """The groups of a unit, in order."""
+    rollouts = loader.unit(unit)
+    return [group for _, group in sorted(rollouts.arriving(range(rollouts.planned), None))]
+
+
+def tokens_of(groups: Sequence[Group]) -> list[list[int]]:
+    return [each.turns[0].completion.tokens for group in groups for each in group.trajectories]
+
+
+def test_samples_depend_on_seed_prompt_and_number_only(service: ServiceClient) -> None:
+    source = source_of(service)
+    alone, crowded, other = rollouts(), rollouts(), rollouts(seed=1)
+    for loader, units in ((alone, 1), (crowded, 4), (other, 1)):
+        loader.admit(units, lambda: source)
+    first = tokens_of(arrived(alone, 0))
+    assert tokens_of(arrived(crowded, 0)) == first
+    assert tokens_of(arrived(other, 0)) != first
+    assert len({tuple(each) for each in first}) == len(first)  # samples of a group differ
+
+
+def test_each_pass_has_a_new_order_and_new_seeds(service: ServiceClient) -> None:
+    loader = rollouts(PROMPTS[:4], batch_size=3)
+    loader.admit(4, lambda: source_of(service))
+    tasks = [task for unit in range(4) for task in loader.unit(unit).tasks]
+    assert [task.number for task in tasks] == list(range(12))
+    laps = [[task.index for task in tasks[i : i + 4]] for i in (0, 4, 8)]
+    assert all(sorted(lap) == [0, 1, 2, 3] for lap in laps)
+    assert len({tuple(lap) for lap in laps}) > 1
+    loader.stop()
+
+
+def test_lengths() -> None:
+    assert len(rollouts(PROMPTS[:5])) == 3
+    assert len(rollouts(PROMPTS[:5], epochs=2)) == 6
+    assert [batch.ticket for batch in rollouts(PROMPTS[:5])] == [0, 1, 2]
+    with pytest.raises(TypeError):
+        len(rollouts(Stream(PROMPTS)))
+    assert [batch.ticket for batch in rollouts(Stream(PROMPTS[:5]))] == [0, 1, 2]
+
+
+@given(
+    unit=st.integers(0, 30),
+    accumulate=st.integers(1, 5),
+    length=st.none() | st.integers(1, 12),
+    staleness=st.integers(0, 4),
+    epochs=st.none() | st.integers(1, 3),
+    steps=st.none() | st.integers(1, 6),
+    data=st.data(),
+)
+def test_the_limit_is_the_end_of_a_window(
+    unit: int, accumulate: int, length: int | None, staleness: int, epochs: int | None, steps: int | None, data: Any
+) -> None:
+    """Against a simulation of Lightning's loops, unit by unit."""
+    position = data.draw(st.integers(0, (length or 20) - 1))
+    limit = Window(unit, position, accumulate, length, epochs, steps).limit(staleness)
+    number, place, left, windows = unit, position, epochs, 0
+    allowed = staleness + 1 if steps is None else min(staleness + 1, steps)
+    while windows < allowed and left != 0:
+        number, place = number + 1, place + 1
+        if place % accumulate == 0 or place == length:
+            windows += 1
+        if place == length:
+            place, left = 0, None if left is None else left - 1
+    assert limit == number
+
+
+class Slow(Environment):
+    """Takes as long as it is told, without a model."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def rollout(self, policy: Policy) -> Trajectory:
+        await asyncio.sleep(self.seconds)
+        completion = Completion([5], [-1.0], "stop", "a", policy.version)  # type: ignore[arg-type]
+        return Trajectory([Turn([1], completion)], self.seconds)
+
+
+@given(
+    durations=st.lists(st.sampled_from([0.0, 0.0, 0.0005, 0.003]), min_size=4, max_size=12),
+    staleness=st.integers(0, 3),
+    batch_size=st.integers(1, 3),
+    steps=st.integers(1, 6),
+)
+def test_admission_is_bounded_and_nothing_is_lost(
+    durations: list[float], staleness: int, batch_size: int, steps: int
+) -> None:
+    """Accepted and running groups never exceed (k + finished steps + 1) batches, and all are trained in order."""
+
+    class Sampler:
+        def __await__(self) -> Any:
+            return asyncio.sleep(0, self).__await__()
+
+    loader = RolloutLoader(
+        [Slow(each) for each in durations], group_size=1, batch_size=batch_size, staleness=staleness, shuffle=False
+    )
+    trained, started = [], 0
+    for step in range(steps):
+        limit = Window(step, steps=steps - step).limit(staleness)
+        source = PolicySource(step, Sampler(), tokenizer=object())
+        loader.follow(step, lambda step=step: step)  # type: ignore[misc]
+        loader.admit(limit, lambda source=source: source)  # type: ignore[misc]
+        unit = loader.unit(step)
+        for _, group in unit.arriving(range(unit.planned), None):
+            done, running = loader.counts
+            assert step * batch_size + done + running <= (staleness + step + 1) * batch_size
+            assert step - staleness <= group.version <= step
+        trained += [task.number for task in unit.tasks]
+        started = max(started, limit)
+    assert trained == list(range(steps * batch_size))
+    assert started == steps  # nothing was sampled that is not trained
+    assert loader.counts == (batch_size, 0)
+
+
+def test_an_environment_that_never_ends() -> None:
+    loader = RolloutLoader([Slow(60.0)], group_size=1, batch_size=1, timeout=0.05)
+    loader.admit(1, lambda: PolicySource(0, _nothing(), object()))
+    with pytest.raises(RolloutFailed, match=r"prompt 0 \(Slow\): did not end within 0.05 s. Pass on_error='skip'"):
+        arrived(loader, 0)
+    skipping = RolloutLoader([Slow(60.0), Slow(0.0)], group_size=1, batch_size=2, timeout=0.05, on_error="skip")
+    skipping.admit(1, lambda: PolicySource(0, _nothing(), object()))
+    failed = [group.failed for group in sorted(arrived(skipping, 0), key=lambda group: group.task.index)]
+    assert failed == ["did not end within 0.05 s", ""]
+
+
+class _nothing:  # noqa: N801  # stands for a function
+    def __await__(self) -> Any:
+        return asyncio.sleep(0).__await__()
+
+
+def test_a_prompt_that_leaves_no_room(service: ServiceClient) -> None:
+    loader = rollouts(["x" * 5000], batch_size=1)
+    loader.admit(1, lambda: source_of(service))
+    with pytest.raises(RolloutFailed, match=r"prompt 0 .*tokens"):
+        arrived(loader, 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_state_neither_repeats_nor_skips(stream: bool, service: ServiceClient) -> None:
+    source = source_of(service)
+    loader = rollouts(Stream(PROMPTS) if stream else PROMPTS, staleness=1)
+    loader.admit(2, lambda: source)
+    loader.follow(0, lambda: 0)
+    assert loader.state_dict()["tickets"] == 0
+    done = [0]
+    loader.follow(0, lambda: done[0])
+    done[0] = 1  # the first batch was trained
+    state = loader.state_dict()
+    resumed = rollouts(Stream(PROMPTS) if stream else PROMPTS, staleness=1)
+    resumed.load_state_dict(state)
+    assert next(batch.ticket for batch in resumed) == 1
+    resumed.admit(4, lambda: source)
+    loader.admit(4, lambda: source)
+    for unit in (1, 2, 3):
+        assert [task.place for task in resumed.unit(unit).tasks] == [task.place for task in loader.unit(unit).tasks]
+        assert tokens_of(arrived(resumed, unit)) == tokens_of(arrived(loader, unit))
+
+
+def test_a_state_of_other_prompts_or_settings_raises() -> None:
+    state = rollouts().state_dict()
+    with pytest.raises(InvalidInput, match="saved with 8 prompts, but the loader has 5"):
+        rollouts(PROMPTS[:5]).load_state_dict(state)
+    with pytest.raises(InvalidInput, match="saved with group_size=4, but this RolloutLoader has group_size=2"):
+        rollouts(group_size=2).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"group_size": 0}, "group_size must be at least 1"),
+        ({"staleness": -1}, "staleness must be at least 0"),
+        ({"minibatches": 3}, "cannot be split into 3 equal minibatches"),
+        ({"refill": 1, "epochs": 2}, "refill is for batches that are trained once"),
+        ({"sampling_params": SamplingParams(seed=1)}, "leave the seed out"),
+        ({"timeout": 0}, "timeout must be a positive"),
+        ({"on_error": "ignore"}, "on_error must be"),
+        ({"rewards": None}, "a prompt needs a reward"),
+        ({"prompts": []}, "there are no prompts"),
+        ({"prompts": "a prompt"}, "needs a list of prompts"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        rollouts(**settings)
+    assert lower("", "ab") == 0.5
