@@ -194,7 +194,7 @@ class Windows(GRPO):
             [
                 (datum.model_input.to_ints(), own)
                 for call in calls
-                for datum, own in zip(call.datums, call.gradients, strict=True)
+                for datum, own in zip(call.datums, call.gradients or (), strict=True)
             ]
         )
 
@@ -335,7 +335,7 @@ def test_bad_settings(service: ServiceClient) -> None:
         ({"baseline": "median"}, "baseline must be"),
     ):
         with pytest.raises(InvalidInput, match=message):
-            GRPO("tiny", **settings)  # type: ignore[arg-type]
+            GRPO("tiny", **settings)
     with pytest.raises(InvalidInput, match="a group of one has nothing to compare with"):
         quiet().fit(new(service, GRPO), rollouts(group_size=1))
     with pytest.raises(RolloutFailed, match="raised ValueError: no such word"):
