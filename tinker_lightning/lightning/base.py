@@ -179,6 +179,10 @@ class RemoteBase(pl.LightningModule):
     def loss(self, data: list[Any], logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, Any]] | Tensor:
         """Returns the loss of a batch, a scalar tensor, and metrics to log. Override it; the default is cross-entropy.
 
+        The default is computed by the server in the pass of its gradient, so that its value is deferred: it is NaN in
+        the `outputs` of callbacks, and logged when it arrives. With `route = "retained"` or `"two-pass"` it is
+        computed here, before the step.
+
         `loss` may also be the name of a built-in loss (`loss = "cross_entropy"`) or of one registered with
         `custom_loss`, or a function of the library (`loss = losses.dpo`), with its settings in `loss_config`. A loss
         that runs on the server takes one pass instead of two; its value is logged when it arrives.
@@ -281,7 +285,9 @@ class RemoteBase(pl.LightningModule):
         regularized = bool(self.regularizers)
         if routes.is_plain_function(getattr(loss, "__func__", None)):
             loss = loss.__func__  # a plain function bound by the class
-        key = (loss, self.route, self.reduction, repr(self.loss_config), regularized)
+        is_default = getattr(loss, "__func__", None) is RemoteBase.loss
+        may_defer = self._may_defer
+        key = (loss, self.route, self.reduction, repr(self.loss_config), regularized, may_defer)
         if self._chosen is None or self._chosen[0] != key:
             chosen = routes.choose(
                 loss,
@@ -290,14 +296,21 @@ class RemoteBase(pl.LightningModule):
                 lambda: self.lm.backend,
                 regularized=regularized,
                 reduction=self.reduction,
+                equals="cross_entropy" if is_default else None,
+                may_defer=may_defer,
             )
-            if getattr(loss, "__func__", None) is RemoteBase.loss:
-                weight = routes.once if self.reduction == "sum" else total_weight
-                chosen = replace(chosen, weight=weight, is_of_library=True)
+            if is_default:
+                count = None if self.reduction == "sum" else total_weight
+                chosen = replace(chosen, tokens=count, weight=count or routes.once, is_of_library=True)
             self._chosen = (key, chosen)
             self.lm.handle.remote.loss_name = routes.loss_name(loss)
             self.lm.retain = chosen.route == "retained"
         return self._chosen[1]
+
+    @property
+    def _may_defer(self) -> bool:
+        """Whether nobody reads the value of a loss before its step is sent."""
+        return False
 
     def settle(self, timeout: float, error: BaseException) -> None:
         """Waits a while for requests sent before an error, logs them, and adds their failures to the error as notes."""

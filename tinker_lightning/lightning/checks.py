@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, LearningRateFinder, ModelPruning
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.tuner import lr_finder
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning import _compat
@@ -79,6 +80,12 @@ def check_processes(trainer: pl.Trainer) -> None:
             f"this trainer would run {count} processes, each of which would train its own model on a part of the data. "
             "The passes run on the server: use Trainer(strategy='tinker', devices=1, num_nodes=1) in one process."
         )
+
+
+def finds_learning_rate(trainer: pl.Trainer) -> bool:
+    """Returns whether the trainer searches for a learning rate, and reads the loss of each step immediately."""
+    callbacks = _compat.CALLBACKS.get(trainer)  # those of the search itself while it runs
+    return any(isinstance(one, LearningRateFinder) or type(one).__module__ == lr_finder.__name__ for one in callbacks)
 
 
 def _check_loaders(trainer: pl.Trainer) -> None:

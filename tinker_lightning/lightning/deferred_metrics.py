@@ -19,6 +19,8 @@ from tinker_lightning.lightning.metric_names import LOSS, TOTAL, VALUE
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
 from tinker_lightning.losses.library import known_settings
+from tinker_lightning.losses.likelihood import likelihood_scores
+from tinker_lightning.losses.reduction import weights_of
 from tinker_lightning.losses.surrogate import OF_PASSES
 from tinker_lightning.lossgraph.graph_loss import OF_LIBRARY, OF_OWN
 from tinker_lightning.lossgraph.server_loss import ServerLoss
@@ -171,6 +173,9 @@ def of_pass(
     if not isinstance(loss, str) or loss not in BUILT_IN:
         metrics = {name: float(number) for name, number in output.metrics.items() if name not in OF_PASSES}
         return {name.removeprefix("loss/") if name in _SET_APART else name: each for name, each in metrics.items()}
+    if loss == surrogate.SURROGATE and _SUM in output.metrics:  # which may come without log-probabilities
+        weights = torch.cat([weights_of(datum).flatten() for datum in data]).double()
+        return surrogate.numbers(likelihood_scores(weights.new_tensor(output.metrics[_SUM]), weights))
     function = getattr(losses, loss)
     with torch.no_grad():
         try:

@@ -7,6 +7,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning import _compat, checks, evaluation, hooks, metric_names
@@ -149,6 +150,13 @@ class RemoteModule(RemoteBase):
         if not isinstance(inner, RemoteAdamW):
             raise InvalidInput(f"gradient_clip_val requires RemoteAdamW, but the optimizer is {type(inner).__name__}")
         inner.clip(float(gradient_clip_val))
+
+    @property
+    def _may_defer(self) -> bool:
+        """Whether only this class reads the value of the loss, and a trainer is there to log it when it arrives."""
+        if not self.has_trainer or is_overridden("training_step", self, RemoteModule):
+            return False
+        return not checks.finds_learning_rate(self.trainer)
 
     def _server_loss(
         self, data: list[Any], chosen: Chosen, inputs: Mapping[str, Any], added: float | None = None

@@ -97,11 +97,14 @@ def choose(
     *,
     regularized: bool = False,
     reduction: Reduction = "mean",
+    equals: str | None = None,
+    may_defer: bool = False,
 ) -> Chosen:
     """Returns the cheapest exact route for a loss, or the requested one, and logs it.
 
     A custom Python function runs locally unless `route="server"`, because tracing would freeze its Python branches.
     With regularizers, which need the log-probabilities locally, a server-side loss would take a third pass.
+    A function of the library that servers know by name takes the built-in route if its value may be deferred.
 
     Args:
         loss: A name, a registered loss, a function of datums and log-probabilities, or None for regularizers alone.
@@ -110,6 +113,8 @@ def choose(
         backend: Returns the client; called only if needed.
         regularized: Whether there are regularizers.
         reduction: How a loss that sums over tokens is reduced.
+        equals: The built-in loss that a custom function equals up to a factor.
+        may_defer: Whether nobody reads the value of the loss before the step is sent.
     """
     if route not in ROUTES:
         raise InvalidInput(f"route must be one of {', '.join(ROUTES)}, got {route!r}")
@@ -117,7 +122,12 @@ def choose(
         raise InvalidInput(f"reduction must be 'mean' or 'sum', got {reduction!r}")
     if loss is None:
         return _retained(Chosen("two-pass", None, {}, regularized=regularized), route, backend)
-    chosen, why = _choose(loss, dict(config), "two-pass" if route == "retained" else route, backend, regularized)
+    asked: Route = "two-pass" if route == "retained" else route
+    equals = equals or _equal_built_in(loss)
+    if equals is not None and not regularized and (route == "builtin" or (route == "auto" and may_defer)):
+        chosen, why = _equal(loss, dict(config), route, backend, equals)
+    else:
+        chosen, why = _choose(loss, dict(config), asked, backend, regularized)
     chosen = _retained(chosen, route, backend)
     logger.info("loss %s: route %s (%s)", loss_name(loss), chosen.route, why)
     return _reduced(replace(chosen, regularized=regularized), _registered(loss, backend) or loss, reduction)
@@ -213,6 +223,25 @@ def _choose(
     surrogate.check_arguments(loss)
     why = requested or (because if is_of_library(loss) else "") or "it is Python"
     return Chosen("two-pass", local, {}, local), why
+
+
+def _equal_built_in(loss: Any) -> str | None:
+    """Returns the built-in loss that a function of the library equals up to a factor."""
+    function, _ = unwrapped(loss)
+    return function.__name__ if is_of_library(loss) and function.__name__ in BUILT_IN else None
+
+
+def _equal(
+    loss: Any, config: dict[str, Any], route: Route, backend: Callable[[], TrainingBackend], name: str
+) -> tuple[Chosen, str]:
+    """Chooses the built-in route for a function that equals a built-in loss, where the server computes that exactly."""
+    if route == "auto" and not backend().computes(name):
+        return _choose(loss, config, route, backend, False)
+    if is_of_library(loss):
+        check_settings(loss, config)
+    local = functools.partial(loss, **config) if config else loss
+    settings = {**unwrapped(loss)[1], **config}
+    return Chosen("builtin", name, settings, local), "requested" if route == "builtin" else f"it equals {name}"
 
 
 def _registered(loss: Any, backend: Callable[[], TrainingBackend]) -> ServerLoss | None:

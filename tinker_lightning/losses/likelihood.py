@@ -35,7 +35,12 @@ def cross_entropy(data: Data, logprobs: Logprobs) -> Loss:
 
 def likelihood_metrics(logprobs: Tensor, weights: Tensor) -> dict[str, Tensor]:
     """Returns `nll`, `perplexity` and `tokens` of the weighted targets."""
-    nll = -(weights * logprobs.detach()).sum() / weights.abs().sum()  # NaN if no token has a weight
+    return likelihood_scores(-(weights * logprobs.detach()).sum(), weights)
+
+
+def likelihood_scores(loss: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """Returns `nll`, `perplexity` and `tokens`, given the sum of the loss over the weighted targets."""
+    nll = loss / weights.abs().sum()  # NaN if no token has a weight
     return with_value({"nll": nll, "perplexity": nll.exp(), "tokens": (weights != 0).sum()})
 
 
