@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from tests.helpers.trainers import DATA, SMALL, OnServer, loader, new, quiet
+from tests.helpers.trainers import DATA, SMALL, loader, new, quiet
 from tinker_lightning import RemoteModule, SamplingParams
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.callbacks import CostMonitor, SampleTable
@@ -36,7 +36,9 @@ def test_tokens_and_dollars_are_logged(service: ServiceClient, tmp_path: Path, s
         [[5, 6, 7]], every_n_steps=2, sampling_params=SamplingParams(max_tokens=4, stop=[]), console=False
     )
     trainer = quiet(strategy=strategy, accelerator="cpu", devices=1, logger=logger, callbacks=[table, cost])
-    trainer.fit(new(service, RemoteModule), loader())
+    module = new(service, RemoteModule)
+    module.route = "two-pass"
+    trainer.fit(module, loader())
     assert cost.tokens == TokenCount(3 * PER_STEP, 3 * PER_STEP + 3, 4)
     assert cost.usd == pytest.approx(3 * PER_STEP + 0.1 * (3 * PER_STEP + 3) + 0.01 * 4)
     assert cost.estimate == pytest.approx(3 * PER_STEP * 1.1)
@@ -48,7 +50,7 @@ def test_tokens_and_dollars_are_logged(service: ServiceClient, tmp_path: Path, s
 
 def test_a_loss_on_the_server_takes_one_pass(service: ServiceClient) -> None:
     cost = CostMonitor({"*": PRICES["tiny"]})
-    quiet(accumulate_grad_batches=2, max_steps=2, callbacks=[cost]).fit(new(service, OnServer), loader())
+    quiet(accumulate_grad_batches=2, max_steps=2, callbacks=[cost]).fit(new(service, RemoteModule), loader())
     assert cost.tokens == TokenCount(4 * PER_STEP, 0, 0)
     assert cost.estimate == pytest.approx(cost.usd) == 4 * PER_STEP
 
