@@ -61,7 +61,7 @@ def test_the_limit_stops_and_saves_and_a_resumed_run_continues_the_count(  # R4.
     def fit(steps: float, **kwargs: Any) -> tuple[CostMonitor, int]:
         cost = CostMonitor(PRICES, max_usd=steps * PER_STEP, path=tmp_path / "stopped.ckpt")
         trainer = quiet(max_steps=6, callbacks=[cost])
-        trainer.fit(new(service, OnServer), loader(), **kwargs)
+        trainer.fit(new(service, RemoteModule), loader(), **kwargs)
         return cost, trainer.global_step
 
     with caplog.at_level(logging.WARNING):
