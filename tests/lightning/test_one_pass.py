@@ -81,7 +81,7 @@ def test_metrics_and_weights_are_those_of_two_passes(service: ServiceClient, tmp
     for step, row in rows[1].items():
         assert rows[0][step] == pytest.approx(row, rel=1e-4), step
     assert rows[0][0].keys() >= {"train_loss", "nll", "perplexity", "tokens", "grad_norm"}
-    assert torch.allclose(*weights, rtol=1e-4)
+    assert torch.allclose(weights[0], weights[1], rtol=1e-4)
 
 
 def test_early_stopping_sees_the_value_and_not_nan(service: ServiceClient) -> None:  # R5.3
@@ -175,7 +175,7 @@ def test_other_servers_take_one_pass_where_it_is_exact(kind: Kind, server: Embed
                 quiet(max_steps=1, accumulate_grad_batches=2).fit(module, loader())
                 assert sent["forward"] == 1 + (2 if route == "two-pass" or kind == "twinkle" else 0)
                 changes.append(logprobs_of(module) - before)
-    assert torch.allclose(*changes, atol=1e-4 * float(changes[1].abs().max()))
+    assert torch.allclose(changes[0], changes[1], atol=1e-4 * float(changes[1].abs().max()))
 
 
 def test_a_server_of_an_unknown_kind_is_measured_first(server: EmbeddedTrainer) -> None:  # R5.8
