@@ -47,7 +47,7 @@ class Rows(CSVLogger):
         super().__init__(folder)
         self.rows: dict[int, dict[str, float]] = {}
 
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:  # type: ignore[override]
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self.rows.setdefault(step or 0, {}).update(metrics)
 
 
@@ -170,7 +170,7 @@ def test_other_servers_take_one_pass_where_it_is_exact(kind: Kind, server: Embed
             for route in ("auto", "two-pass"):
                 client.load_state(start).result()
                 module = RemoteModule(client, learning_rate=1e-2, eps=1e-3)
-                module.route = route  # type: ignore[assignment]
+                module.route = route
                 sent, before = count_passes(client), logprobs_of(module)
                 quiet(max_steps=1, accumulate_grad_batches=2).fit(module, loader())
                 assert sent["forward"] == 1 + (2 if route == "two-pass" or kind == "twinkle" else 0)
