@@ -139,6 +139,7 @@ class BuiltIn:
         settings: The settings and defaults that the formula takes next; datums may override them per token.
         scaled_by: Inputs and settings that, all multiplied by a factor, multiply the loss by it.
         has_negative: Whether the factor may be negative.
+        masked_by: Inputs that are all zero where the loss ignores the log-probability; none if it ignores no position.
         is_of_sequence: Whether a datum is one sequence, so that `[T, K]` targets are not supported.
         token_count: Returns the number of tokens by which `reduction="mean"` divides the loss.
     """
@@ -149,6 +150,7 @@ class BuiltIn:
     settings: Mapping[str, float] = field(default_factory=dict)
     scaled_by: tuple[str, ...] = ("advantages",)
     has_negative: bool = True
+    masked_by: tuple[str, ...] = ("advantages",)
     is_of_sequence: bool = False
     token_count: TokenCount = action_tokens
 
@@ -187,6 +189,7 @@ LOSSES: Mapping[str, BuiltIn] = {
         "-Σ w·p: the weighted negative log-likelihood of the targets",
         ("weights",),
         scaled_by=("weights",),
+        masked_by=("weights",),
         token_count=total_weight,
     ),
     "importance_sampling": BuiltIn(
@@ -200,6 +203,7 @@ LOSSES: Mapping[str, BuiltIn] = {
         _POLICY,
         {"beta": BETA},
         scaled_by=("advantages", "beta"),
+        masked_by=(),
     ),
     "gspo": BuiltIn(
         gspo,
@@ -207,6 +211,7 @@ LOSSES: Mapping[str, BuiltIn] = {
         (*_POLICY, "sequence_ratio_mask"),
         _CLIP,
         has_negative=False,
+        masked_by=("advantages", "sequence_ratio_mask"),
         is_of_sequence=True,
     ),
 }

@@ -1,11 +1,13 @@
-"""Grouping by length: every index once, within the budget, and no emptier batch than needed."""
+"""Grouping by length: every index once, within the budget, and as little padding as possible."""
 
 from __future__ import annotations
+
+from itertools import combinations, pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinker_lightning.server.engine.batching import group_by_length
+from tinker_lightning.server.engine.batching import CALL_COST, group_by_length
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
 
@@ -23,11 +25,21 @@ def test_no_padded_batch_exceeds_the_budget_but_a_single_long_sequence(lengths: 
         assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= budget
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 120))
-def test_no_batch_could_have_taken_the_next_sequence(lengths: list[int], budget: int) -> None:
-    batches = group_by_length(lengths, budget)
-    for batch in batches[:-1]:
-        assert (len(batch) + 1) * max(lengths[i] for i in batch) > budget
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(1, 120))
+def test_no_other_split_of_the_sorted_sequences_costs_less(lengths: list[int], budget: int) -> None:
+    def cost(batches: list[list[int]]) -> int:
+        return sum(CALL_COST + len(batch) * max(batch) for batch in batches)
+
+    ordered = sorted(lengths, reverse=True)
+    places = range(1, len(ordered))
+    splits = [
+        [ordered[a:b] for a, b in pairwise([0, *cuts, len(ordered)])]
+        for count in range(len(ordered))
+        for cuts in combinations(places, count)
+    ]
+    allowed = [split for split in splits if all(len(batch) == 1 or len(batch) * batch[0] <= budget for batch in split)]
+    found = [[lengths[i] for i in batch] for batch in group_by_length(lengths, budget)]
+    assert cost(found) == min(map(cost, allowed))
 
 
 def test_equal_lengths_keep_their_order() -> None:

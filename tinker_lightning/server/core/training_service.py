@@ -18,7 +18,7 @@ from tinker_lightning.server.core.sizes import result_bytes as measure_result
 from tinker_lightning.server.engine.adapter import Adapter
 from tinker_lightning.server.engine.batch_pass import RETURNED_BYTES, batch_pass_bytes, run_batch_pass
 from tinker_lightning.server.engine.bound_loss import BoundGraph
-from tinker_lightning.server.engine.passes import Activations, pass_bytes, run_pass
+from tinker_lightning.server.engine.passes import Activations, run_pass
 from tinker_lightning.server.engine.python_loss import PythonLoss
 from tinker_lightning.types import AdamParams, ForwardBackwardOutput, LoraConfig, OptimStepResponse
 from tinker_lightning.types import requests as rq
@@ -77,7 +77,8 @@ class Training:
             size = 4 * base.lora.weights_bytes(config)
             fix = "Use a smaller rank, or unload models that are no longer needed."
             charge = self._memory.charge(f"an adapter of rank {config.rank}", size, "weights", fix=fix)
-            model.charge, model.base, model.adapter = charge, base, Adapter(base.lora.new_weights(config))
+            adapter = Adapter(base.lora.new_weights(config), base.token_budget)
+            model.charge, model.base, model.adapter = charge, base, adapter
             return rs.CreateModelResponse(model_id)
 
         creation = Job(
@@ -150,8 +151,7 @@ class Training:
         """Runs a forward pass and keeps its activations for `retained_backward`, as far as memory allows."""
 
         def run(base: BaseModel, adapter: Adapter) -> ForwardBackwardOutput:
-            positions = sum(datum.model_input.length for datum in request.data)
-            size = base.activation_bytes(positions)
+            size = base.kept_bytes(_lengths(base, request.data), adapter.token_budget)
             activations = Activations() if size <= self._retained.limit else None
             with self._work(base, adapter, request.data, backward=False) as work:
                 if activations is not None:
@@ -295,7 +295,8 @@ class Training:
 
     def _work(self, base: BaseModel, adapter: Adapter, data: Sequence[Datum], *, backward: bool) -> Charge:
         """Charges a pass with a loss for each datum."""
-        size = pass_bytes(base, _lengths(base, data), backward=backward) + dense_bytes(data)
+        lengths = _lengths(base, data)
+        size = base.pass_bytes(lengths, backward=backward, token_budget=adapter.token_budget) + dense_bytes(data)
         return self._charge_pass(adapter, size, data, backward=backward)
 
     def _batch_work(
@@ -303,7 +304,9 @@ class Training:
     ) -> Charge:
         """Charges a pass with a loss of the whole batch, without what the loss itself computes."""
         backward = not request.forward_only
-        size = batch_pass_bytes(base, _lengths(base, request.data), loss.source, backward=backward)
+        lengths = _lengths(base, request.data)
+        budget = adapter.token_budget or base.token_budget
+        size = batch_pass_bytes(base, lengths, loss.source, backward=backward, token_budget=budget)
         size += dense_bytes(request.data) + 8 * sum(math.prod(each.shape) for each in request.loss_fn_inputs.values())
         return self._charge_pass(adapter, size, request.data, backward=backward)
 

@@ -20,10 +20,17 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Adapter:
-    """Trainable LoRA weights. Every method either succeeds or leaves the adapter unchanged."""
+    """Trainable LoRA weights. Every method either succeeds or leaves the adapter unchanged.
 
-    def __init__(self, weights: LoraWeights) -> None:
+    Args:
+        weights: The weights.
+        token_budget: The number of positions per model call, which decides how sums are rounded; by default that of the
+            base model. A saved training state restores its own.
+    """
+
+    def __init__(self, weights: LoraWeights, token_budget: int | None = None) -> None:
         self.weights = weights
+        self.token_budget = token_budget
         self.gradient: dict[str, Tensor] = {}
         self._parameters = {name: nn.Parameter(tensor) for name, tensor in weights.tensors.items()}
         self._optimizer = torch.optim.AdamW(self._parameters.values(), fused=True)

@@ -8,18 +8,31 @@ import torch
 from torch import Tensor, nn
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.server.engine.logprobs import target_logprobs
+from tinker_lightning.server.engine.batching import default_token_budget, group_by_length
+from tinker_lightning.server.engine.logprobs import chunk_rows, target_logprobs
 from tinker_lightning.server.engine.lora import LoraHost
+from tinker_lightning.server.engine.lora_linear import Matrices
 from tinker_lightning.server.engine.pretrained import load_model
+from tinker_lightning.server.engine.recompute import layers_of, recomputed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 
 class BaseModel:
-    """A frozen model with its tokenizer and LoRA layers, from a folder or a hub id. Not thread-safe."""
+    """A frozen model with its tokenizer and LoRA layers, from a folder or a hub id. Not thread-safe.
 
-    def __init__(self, name: str, path: Path | str, dtype: torch.dtype = torch.float32) -> None:
+    Args:
+        name: The name of the model.
+        path: Its folder or hub id.
+        dtype: The dtype of its weights.
+        token_budget: The number of positions per model call; by default, that of the table for this model.
+    """
+
+    def __init__(
+        self, name: str, path: Path | str, dtype: torch.dtype = torch.float32, token_budget: int | None = None
+    ) -> None:
         from transformers import AutoTokenizer
 
         self.name = name
@@ -31,6 +44,8 @@ class BaseModel:
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
         self.max_context_length = int(getattr(config, "max_position_embeddings", 2048))
         self.eos_token_ids = _eos_token_ids(self.model, self.tokenizer)
+        self.token_budget = default_token_budget(name) if token_budget is None else token_budget
+        self._layers = layers_of(self.model.get_decoder())
         self.lora = LoraHost(self.model, str(path))
         self._check_head()
 
@@ -38,9 +53,12 @@ class BaseModel:
         """Returns the decoder's output, before the output matrix.
 
         No attention mask is passed: attention is causal and padding is on the right, so real tokens never attend to
-        padding, and torch can use its fast causal kernel.
+        padding, and torch can use its fast causal kernel. A call with more positions than the token budget, which is a
+        single long sequence, keeps the activations of as many layers as fit into the memory of a full call, and
+        computes the others again in the backward pass. This gives the same bits.
         """
-        hidden_BTD: Tensor = self.model.get_decoder()(input_ids=tokens_BT, use_cache=False).last_hidden_state
+        with recomputed(self._layers[: self._recomputed_layers(tokens_BT.numel())]):
+            hidden_BTD: Tensor = self.model.get_decoder()(input_ids=tokens_BT, use_cache=False).last_hidden_state
         return hidden_BTD
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -50,29 +68,46 @@ class BaseModel:
 
     def target_logprobs(self, hidden_ND: Tensor, targets_NK: Tensor) -> Tensor:
         """Returns the log-probabilities of the targets at these positions."""
-        return target_logprobs(self.head, hidden_ND, targets_NK, self.vocab_size)
+        return target_logprobs(self._head, hidden_ND, targets_NK)
 
     def activation_bytes(self, positions: int) -> int:
-        """Estimates the memory of the activations for a backward pass: about 2 MB per position for 135M parameters."""
+        """Estimates the memory that a model call keeps for its backward pass: 2 MB per position for 135M parameters."""
         width, inner, layers = self._sizes()
-        return positions * (layers * (14 * width + 5 * inner) + self.vocab_size) * int(self.model.dtype.itemsize)
+        recomputed = self._recomputed_layers(positions)
+        per_position = (layers - recomputed) * (14 * width + 5 * inner) + recomputed * width
+        logits = 0 if positions > self._logits_rows else positions * self.vocab_size * self.head_itemsize
+        return positions * per_position * int(self.model.dtype.itemsize) + logits
 
     def forward_bytes(self, positions: int) -> int:
         """Estimates the memory of a forward pass without gradients: that of one layer and of its input."""
         width, inner, _ = self._sizes()
         return positions * (8 * width + 4 * inner) * int(self.model.dtype.itemsize)
 
+    def pass_bytes(self, lengths: Sequence[int], *, backward: bool, token_budget: int | None = None) -> int:
+        """Estimates the memory that a pass over datums of these lengths takes at its peak, besides its inputs.
+
+        Args:
+            lengths: The number of tokens of each datum.
+            backward: Whether it has a backward pass.
+            token_budget: The adapter's token budget, if it is not the model's.
+        """
+        positions = max(self._calls(lengths, token_budget), default=0)
+        width, inner, _ = self._sizes()
+        # A chunk of logits and a copy of it. A backward pass computes a layer again, and its gradients.
+        working = 2 * min(positions, self._logits_rows) * self.vocab_size * self.head_itemsize
+        if not backward:
+            return working + self.forward_bytes(positions)
+        layer = (18 * width + 7 * inner) * int(self.model.dtype.itemsize)
+        return working + positions * layer + self.activation_bytes(positions)
+
+    def kept_bytes(self, lengths: Sequence[int], token_budget: int | None = None) -> int:
+        """Estimates the memory of the activations of a whole batch."""
+        return sum(map(self.activation_bytes, self._calls(lengths, token_budget)))
+
     @property
     def head_itemsize(self) -> int:
         """Size of a log-probability in bytes; half precision is computed in float32."""
         return int(torch.promote_types(self.model.dtype, torch.float32).itemsize)
-
-    def _sizes(self) -> tuple[int, int, int]:
-        """Returns the width of the model, that of its MLP, and the number of its layers."""
-        config = self.model.config
-        width = int(getattr(config, "hidden_size", 1024))
-        inner = int(getattr(config, "intermediate_size", None) or 4 * width)
-        return width, inner, int(getattr(config, "num_hidden_layers", 24))
 
     @property
     def nbytes(self) -> int:
@@ -88,6 +123,34 @@ class BaseModel:
         _, _, layers = self._sizes()
         return positions * layers * 2 * kept * width * int(self.model.dtype.itemsize)
 
+    def _sizes(self) -> tuple[int, int, int]:
+        """Returns the width of the model, that of its MLP, and the number of its layers."""
+        config = self.model.config
+        width = int(getattr(config, "hidden_size", 1024))
+        inner = int(getattr(config, "intermediate_size", None) or 4 * width)
+        return width, inner, len(self._layers) or int(getattr(config, "num_hidden_layers", 24))
+
+    def _calls(self, lengths: Sequence[int], token_budget: int | None) -> list[int]:
+        """Returns the number of positions of each model call."""
+        groups = group_by_length(lengths, token_budget or self.token_budget)
+        return [len(group) * max(lengths[i] for i in group) for group in groups]
+
+    def _recomputed_layers(self, positions: int) -> int:
+        """Returns how many layers are computed again in the backward pass of a call."""
+        if positions <= self.token_budget:
+            return 0
+        # One layer's activations exist while it is computed again.
+        kept = len(self._layers) * self.token_budget // positions - 1
+        return len(self._layers) - max(0, kept)
+
+    @property
+    def _head(self) -> Matrices:
+        return Matrices.of(self.model.get_output_embeddings())
+
+    @property
+    def _logits_rows(self) -> int:
+        return chunk_rows(self._head, self.model.dtype)
+
     @torch.no_grad()
     def _check_head(self) -> None:
         """Rejects architectures that scale or cap the logits, because log-probabilities would be silently wrong.
@@ -96,6 +159,9 @@ class BaseModel:
         reveal a cap. The model must return these numbers as logits, and the input of the matrix must be the decoder's
         output.
         """
+        if type(self.model.get_output_embeddings()) is not nn.Linear:
+            kind = type(self.model.get_output_embeddings()).__name__
+            raise InvalidInput(f"{self.name}: the output matrix of {self.arch} models is a {kind}, not a linear layer")
         tokens_BT = torch.arange(4).remainder(self.vocab_size)[None]
         given: list[Tensor] = []
 

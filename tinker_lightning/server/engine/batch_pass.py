@@ -21,7 +21,7 @@ from tinker_lightning.lossgraph.graphs.limits import Limits
 from tinker_lightning.server.engine.batching import group_by_length
 from tinker_lightning.server.engine.bound_loss import error_context, loss_gradient
 from tinker_lightning.server.engine.inputs import stack_inputs
-from tinker_lightning.server.engine.passes import TOKEN_BUDGET, pass_bytes, read_targets, read_tokens
+from tinker_lightning.server.engine.passes import read_targets, read_tokens
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def run_batch_pass(
     *,
     forward_only: bool = False,
     scale: float = 1.0,
-    token_budget: int = TOKEN_BUDGET,
+    token_budget: int | None = None,
     reserve: Callable[[int], None] | None = None,
 ) -> ForwardBackwardOutput:
     """Runs a pass with a batch-level loss; adds `scale` times the gradient to the adapter unless `forward_only`.
@@ -87,7 +87,7 @@ def run_batch_pass(
         loss.check(shapes, inputs, settings, limits)
 
     with base.lora.use(adapter.weights) as parameters, torch.no_grad() if forward_only else nullcontext():
-        hidden_B = _hidden_states(base, tokens_B, token_budget)
+        hidden_B = _hidden_states(base, tokens_B, token_budget or adapter.token_budget or base.token_budget)
         if loss.source == "logits":
             model_output = base.head(pad_sequence(hidden_B, batch_first=True)).to(dtype)
         else:
@@ -120,13 +120,12 @@ def _limits(elements: int, reserve: Callable[[int], None] | None = None) -> Limi
 
 
 def batch_pass_bytes(
-    base: BaseModel, lengths: Sequence[int], source: Source, *, backward: bool, token_budget: int = TOKEN_BUDGET
+    base: BaseModel, lengths: Sequence[int], source: Source, *, backward: bool, token_budget: int
 ) -> int:
     """Estimates the memory that a pass takes at its peak, besides its inputs and what the loss itself computes."""
-    size = pass_bytes(base, lengths, backward=backward, token_budget=token_budget)
+    size = base.pass_bytes(lengths, backward=backward, token_budget=token_budget)
     if backward:
-        padded = sum(len(batch) * lengths[batch[0]] for batch in group_by_length(lengths, token_budget))
-        size = max(size, min(base.activation_bytes(padded), KEPT_BYTES + size))
+        size = max(size, min(base.kept_bytes(lengths, token_budget), KEPT_BYTES + size))
     # The outputs of the model, a copy for the loss, and in a backward pass their gradient.
     width = base.vocab_size if source == "logits" else 1
     return size + 4 * len(lengths) * max(lengths, default=0) * width * base.head_itemsize
@@ -152,8 +151,7 @@ def _hidden_states(base: BaseModel, tokens_B: Sequence[Tensor], token_budget: in
     """
     lengths = [len(tokens) for tokens in tokens_B]
     batches = group_by_length(lengths, token_budget)
-    padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
-    recompute = len(batches) > 1 and base.activation_bytes(padded) > KEPT_BYTES
+    recompute = len(batches) > 1 and base.kept_bytes(lengths, token_budget) > KEPT_BYTES
     hidden_B: list[Tensor] = [torch.empty(0)] * len(tokens_B)
     for batch in batches:
         tokens_BT = pad_sequence([tokens_B[i] for i in batch], batch_first=True)

@@ -91,6 +91,19 @@ class BoundLoss:
             raise InvalidDatum(f"{name}: the entry at {at} is {tensor.values[tuple(at)]}; it must be finite")
         return tensor.to_torch().to(dtype)
 
+    def counted(self, arguments: Any) -> tuple[Tensor, Tensor] | None:
+        """Returns where the loss and its metrics depend on the log-probabilities, and values for the others.
+
+        None if they depend on all.
+        """
+        inputs = dict(zip(self.spec.inputs, arguments, strict=False))
+        if not self.spec.masked_by:
+            return None
+        masks = [inputs[name] != 0 for name in self.spec.masked_by]
+        # Policy losses have a ratio of 1 where nothing is known, which cannot overflow.
+        fill = inputs.get("logprobs", torch.zeros_like(masks[0], dtype=arguments[0].dtype))
+        return torch.stack(masks).any(0), fill
+
     def evaluate(self, logprobs: Tensor, arguments: list[Any]) -> Evaluated:
         """Computes the loss of a datum; raises `LossNotFinite` if it is NaN or infinite."""
         value = self.spec.formula(logprobs, *arguments).sum()
@@ -140,6 +153,9 @@ class BoundGraph:
         with self._clock() as limits:
             self._loss.check(outputs, meta_tensors(selected, dtype), limits=limits)
         return selected
+
+    def counted(self, _: Any) -> None:
+        """Returns None: the loss may depend on the log-probabilities of all positions."""
 
     def evaluate(self, logprobs: Tensor, inputs: dict[str, TensorData]) -> Evaluated:
         """Computes the loss of a datum and frees its autograd graph; the returned term is linear in the logprobs."""

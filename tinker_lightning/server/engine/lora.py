@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.server.engine.lora_linear import LoraLinear
 from tinker_lightning.server.engine.pretrained import PATCH_LOCK
 from tinker_lightning.types import LoraConfig
 
@@ -176,6 +177,7 @@ class LoraHost:
             base_model_name_or_path=self._base_path,
             target_modules=_target_modules(self._layers, config),
         )
+        peft_config._register_custom_module({nn.Linear: LoraLinear})
         # On the meta device peft draws no random numbers. `low_cpu_mem_usage` has the same effect, but patches
         # nn.Module for all threads of the process.
         with PATCH_LOCK, warnings.catch_warnings(), torch.device("meta"):

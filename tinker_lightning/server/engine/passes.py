@@ -8,18 +8,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses.surrogate import set_apart
 from tinker_lightning.lossgraph.datum_inputs import combine_metrics
 from tinker_lightning.server.engine.batching import group_by_length
 from tinker_lightning.server.engine.bound_loss import BoundGraph, BoundLoss, error_context
-from tinker_lightning.server.engine.logprobs import LOGITS_BYTES
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
     from tinker_lightning.server.engine.adapter import Adapter
     from tinker_lightning.server.engine.base import BaseModel
     from tinker_lightning.types import Datum, ModelInput
-
-# Number of positions, including padding, per model call. Activations take about 2.5 MB per position for a model with
-# 135M parameters; on a CPU, matrix products get no faster beyond 512.
-TOKEN_BUDGET = 512
 
 
 class Activations:
@@ -59,6 +56,8 @@ class _Example:
     targets_TK: Tensor
     shape: list[int]
     arguments: Any  # as `read` of the loss returns them
+    counted_T: Tensor | None = None  # positions whose log-probabilities matter, unless all do
+    fill_TK: Tensor | None = None  # what the loss gets at the others
 
 
 def run_pass(
@@ -71,25 +70,40 @@ def run_pass(
     forward_only: bool = False,
     scale: float = 1.0,
     activations: Activations | None = None,
-    token_budget: int = TOKEN_BUDGET,
+    returns_logprobs: bool = True,
+    token_budget: int | None = None,
 ) -> ForwardBackwardOutput:
     """Returns the log-probabilities of all targets and the summed loss; adds the gradient unless `forward_only`.
 
-    `scale` multiplies only the gradient. A `forward_only` pass fills `activations`; a backward pass over the same data
-    and weights takes them, which gives the same bits as a pass without them. The adapter is unchanged if an error is
-    raised.
+    The adapter is unchanged if an error is raised.
+
+    Args:
+        base: The model.
+        adapter: The adapter, which gets the gradient.
+        data: The datums.
+        loss_fn: A built-in loss, or an uploaded one.
+        loss_fn_config: The settings of the loss.
+        forward_only: Whether to leave out the backward pass.
+        scale: A factor for the gradient, but not for the loss.
+        activations: Filled by a `forward_only` pass; a backward pass over the same data and weights takes them, which
+            gives the same bits as a pass without them.
+        returns_logprobs: Whether log-probabilities are wanted. Otherwise, they are computed only where a built-in loss
+            depends on them: values are the same up to rounding, because products of fewer rows may be rounded
+            differently.
+        token_budget: The number of positions per model call; by default the adapter's, which its checkpoints record.
     """
     loss = BoundLoss(loss_fn, loss_fn_config) if isinstance(loss_fn, str) else loss_fn
     dtype = next(iter(adapter.weights.tensors.values())).dtype
     if not data:
         raise InvalidInput("data: the batch is empty; send at least one datum")
-    examples = [_read(i, datum, base, loss, dtype) for i, datum in enumerate(data)]
+    examples = [_read(i, datum, base, loss, dtype, counts_all=returns_logprobs) for i, datum in enumerate(data)]
+    budget = token_budget or adapter.token_budget or base.token_budget
 
     outputs: list[dict[str, TensorData]] = [{} for _ in examples]
     metrics: Counter[str] = Counter()
     total = 0.0
     with base.lora.use(adapter.weights) as parameters, torch.no_grad() if forward_only else nullcontext():
-        for batch in group_by_length([len(example.tokens_T) for example in examples], token_budget):
+        for batch in group_by_length([len(example.tokens_T) for example in examples], budget):
             terms: list[Tensor] = []
             kept = None if forward_only or activations is None else activations.take(batch)
             with nullcontext() if activations is None else torch.enable_grad():
@@ -102,7 +116,8 @@ def run_pass(
                     evaluated = loss.evaluate(logprobs, examples[i].arguments)
                 terms.append(evaluated.term if scale == 1 else evaluated.term * scale)
                 total += evaluated.value
-                outputs[i] = {"logprobs": TensorData.from_torch(logprobs.detach())}
+                if returns_logprobs:
+                    outputs[i] = {"logprobs": TensorData.from_torch(logprobs.detach())}
                 metrics.update(evaluated.metrics)
             if not forward_only:
                 torch.autograd.backward(terms)
@@ -114,33 +129,40 @@ def run_pass(
     return ForwardBackwardOutput(outputs, {**set_apart(combined, own, "loss"), **own})
 
 
-def pass_bytes(base: BaseModel, lengths: Sequence[int], *, backward: bool, token_budget: int = TOKEN_BUDGET) -> int:
-    """Estimates the memory that a pass over datums of these lengths takes at its peak, besides its inputs."""
-    batches = group_by_length(lengths, token_budget)
-    positions = max((len(batch) * lengths[batch[0]] for batch in batches), default=0)
-    # The logits of a chunk, their log-softmax, and in a backward pass their gradient.
-    logits = min(positions * base.vocab_size * base.head_itemsize, LOGITS_BYTES)
-    return (base.activation_bytes(positions) if backward else base.forward_bytes(positions)) + 3 * logits
-
-
 def _logprobs(base: BaseModel, examples: Sequence[_Example]) -> list[Tensor]:
     """Returns the log-probabilities of each example, in the shape of its targets."""
-    tokens_BT = torch.nn.utils.rnn.pad_sequence([example.tokens_T for example in examples], batch_first=True)
+    tokens_BT = pad_sequence([example.tokens_T for example in examples], batch_first=True)
     lengths = [len(example.tokens_T) for example in examples]
     hidden_BTD = base.hidden_states(tokens_BT)
-    hidden_ND = torch.cat([hidden[:length] for hidden, length in zip(hidden_BTD, lengths, strict=True)])
+    is_real_BT = torch.arange(tokens_BT.shape[1]) < torch.tensor(lengths)[:, None]
+    hidden_ND = hidden_BTD.flatten(0, 1)
+    if not is_real_BT.all():
+        hidden_ND = hidden_ND[is_real_BT.flatten().nonzero()[:, 0]]
     width = max(example.targets_TK.shape[1] for example in examples)
-    targets_NK = torch.cat(
-        [torch.nn.functional.pad(example.targets_TK, (0, width - example.targets_TK.shape[1])) for example in examples]
-    )
-    parts = base.target_logprobs(hidden_ND, targets_NK).split(lengths)
+    targets_NK = torch.cat([pad(example.targets_TK, (0, width - example.targets_TK.shape[1])) for example in examples])
+    logprobs_NK = _counted_logprobs(base, hidden_ND, targets_NK, examples)
     return [
         part[:, : example.targets_TK.shape[1]].reshape(example.shape)
-        for part, example in zip(parts, examples, strict=True)
+        for part, example in zip(logprobs_NK.split(lengths), examples, strict=True)
     ]
 
 
-def _read(index: int, datum: Datum, base: BaseModel, loss: BoundLoss | BoundGraph, dtype: torch.dtype) -> _Example:
+def _counted_logprobs(base: BaseModel, hidden_ND: Tensor, targets_NK: Tensor, examples: Sequence[_Example]) -> Tensor:
+    """Returns log-probabilities, computed only at positions that count."""
+    masks = [example.counted_T for example in examples]
+    if any(mask is None or example.fill_TK is None for mask, example in zip(masks, examples, strict=True)):
+        return base.target_logprobs(hidden_ND, targets_NK)
+    width = targets_NK.shape[1]
+    counted_N = torch.cat([mask for mask in masks if mask is not None]).nonzero()[:, 0]
+    logprobs_CK = base.target_logprobs(hidden_ND[counted_N], targets_NK[counted_N])
+    fills = [example.fill_TK for example in examples if example.fill_TK is not None]
+    fill_NK = torch.cat([pad(fill, (0, width - fill.shape[1])) for fill in fills])
+    return fill_NK.to(logprobs_CK.dtype).index_copy(0, counted_N, logprobs_CK)
+
+
+def _read(
+    index: int, datum: Datum, base: BaseModel, loss: BoundLoss | BoundGraph, dtype: torch.dtype, *, counts_all: bool
+) -> _Example:
     try:
         tokens = read_tokens("model_input", datum.model_input, base)
         targets = _read_targets(datum, base)
@@ -150,7 +172,12 @@ def _read(index: int, datum: Datum, base: BaseModel, loss: BoundLoss | BoundGrap
         raise
     except InvalidInput as error:
         raise InvalidDatum(f"datum {index}: {error}") from error
-    return _Example(tokens, targets.reshape(len(tokens), -1), list(targets.shape), arguments)
+    example = _Example(tokens, targets.reshape(len(tokens), -1), list(targets.shape), arguments)
+    counted = None if counts_all else loss.counted(arguments)
+    if counted is None:
+        return example
+    mask, fill = (each.reshape(len(tokens), -1) for each in counted)
+    return replace(example, counted_T=mask.any(-1), fill_TK=fill)
 
 
 def read_targets(data: Sequence[Datum], lengths: Sequence[int], base: BaseModel) -> list[Tensor]:
