@@ -305,7 +305,7 @@ class Training:
         """Charges a pass with a loss of the whole batch, without what the loss itself computes."""
         backward = not request.forward_only
         lengths = _lengths(base, request.data)
-        budget = adapter.token_budget or base.token_budget
+        budget = adapter.token_budget
         size = batch_pass_bytes(base, lengths, loss.source, backward=backward, token_budget=budget)
         size += dense_bytes(request.data) + 8 * sum(math.prod(each.shape) for each in request.loss_fn_inputs.values())
         return self._charge_pass(adapter, size, request.data, backward=backward)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.server.engine.batching import default_token_budget, group_by_length
+from tinker_lightning.server.engine.batching import CALL_SIZES, CallSize, group_by_length
 from tinker_lightning.server.engine.logprobs import chunk_rows, target_logprobs
 from tinker_lightning.server.engine.lora import LoraHost
 from tinker_lightning.server.engine.lora_linear import Matrices
@@ -44,10 +45,21 @@ class BaseModel:
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
         self.max_context_length = int(getattr(config, "max_position_embeddings", 2048))
         self.eos_token_ids = _eos_token_ids(self.model, self.tokenizer)
-        self.token_budget = default_token_budget(name) if token_budget is None else token_budget
+        size = CALL_SIZES.get(name, CallSize())
+        self._call_size = size if token_budget is None else replace(size, tokens=token_budget)
         self._layers = layers_of(self.model.get_decoder())
         self.lora = LoraHost(self.model, str(path))
         self._check_head()
+
+    @property
+    def token_budget(self) -> int:
+        """The number of positions per model call, unless a single sequence is longer."""
+        return self._call_size.tokens
+
+    def calls(self, lengths: Sequence[int], token_budget: int | None = None) -> list[list[int]]:
+        """Returns the indices of the sequences that each model call of a pass takes, given all lengths."""
+        size = self._call_size if token_budget is None else replace(self._call_size, tokens=token_budget)
+        return group_by_length(lengths, size)
 
     def hidden_states(self, tokens_BT: Tensor) -> Tensor:
         """Returns the decoder's output, before the output matrix.
@@ -91,7 +103,7 @@ class BaseModel:
             backward: Whether it has a backward pass.
             token_budget: The adapter's token budget, if it is not the model's.
         """
-        positions = max(self._calls(lengths, token_budget), default=0)
+        positions = max(self._positions(lengths, token_budget), default=0)
         width, inner, _ = self._sizes()
         # A chunk of logits and a copy of it. A backward pass computes a layer again, and its gradients.
         working = 2 * min(positions, self._logits_rows) * self.vocab_size * self.head_itemsize
@@ -102,7 +114,7 @@ class BaseModel:
 
     def kept_bytes(self, lengths: Sequence[int], token_budget: int | None = None) -> int:
         """Estimates the memory of the activations of a whole batch."""
-        return sum(map(self.activation_bytes, self._calls(lengths, token_budget)))
+        return sum(map(self.activation_bytes, self._positions(lengths, token_budget)))
 
     @property
     def head_itemsize(self) -> int:
@@ -130,10 +142,9 @@ class BaseModel:
         inner = int(getattr(config, "intermediate_size", None) or 4 * width)
         return width, inner, len(self._layers) or int(getattr(config, "num_hidden_layers", 24))
 
-    def _calls(self, lengths: Sequence[int], token_budget: int | None) -> list[int]:
+    def _positions(self, lengths: Sequence[int], token_budget: int | None) -> list[int]:
         """Returns the number of positions of each model call."""
-        groups = group_by_length(lengths, token_budget or self.token_budget)
-        return [len(group) * max(lengths[i] for i in group) for group in groups]
+        return [len(call) * max(lengths[i] for i in call) for call in self.calls(lengths, token_budget)]
 
     def _recomputed_layers(self, positions: int) -> int:
         """Returns how many layers are computed again in the backward pass of a call."""

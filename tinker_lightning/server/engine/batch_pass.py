@@ -18,7 +18,6 @@ from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses.surrogate import check_finite, check_scalar, number, set_apart
 from tinker_lightning.lossgraph.graph_loss import check_given, metric_names
 from tinker_lightning.lossgraph.graphs.limits import Limits
-from tinker_lightning.server.engine.batching import group_by_length
 from tinker_lightning.server.engine.bound_loss import error_context, loss_gradient
 from tinker_lightning.server.engine.inputs import stack_inputs
 from tinker_lightning.server.engine.passes import read_targets, read_tokens
@@ -87,7 +86,7 @@ def run_batch_pass(
         loss.check(shapes, inputs, settings, limits)
 
     with base.lora.use(adapter.weights) as parameters, torch.no_grad() if forward_only else nullcontext():
-        hidden_B = _hidden_states(base, tokens_B, token_budget or adapter.token_budget or base.token_budget)
+        hidden_B = _hidden_states(base, tokens_B, token_budget or adapter.token_budget)
         if loss.source == "logits":
             model_output = base.head(pad_sequence(hidden_B, batch_first=True)).to(dtype)
         else:
@@ -120,7 +119,7 @@ def _limits(elements: int, reserve: Callable[[int], None] | None = None) -> Limi
 
 
 def batch_pass_bytes(
-    base: BaseModel, lengths: Sequence[int], source: Source, *, backward: bool, token_budget: int
+    base: BaseModel, lengths: Sequence[int], source: Source, *, backward: bool, token_budget: int | None
 ) -> int:
     """Estimates the memory that a pass takes at its peak, besides its inputs and what the loss itself computes."""
     size = base.pass_bytes(lengths, backward=backward, token_budget=token_budget)
@@ -144,13 +143,13 @@ def _read(index: int, datum: Datum, base: BaseModel) -> Tensor:
         raise InvalidDatum(f"datum {index}: {error}") from error
 
 
-def _hidden_states(base: BaseModel, tokens_B: Sequence[Tensor], token_budget: int) -> list[Tensor]:
+def _hidden_states(base: BaseModel, tokens_B: Sequence[Tensor], token_budget: int | None) -> list[Tensor]:
     """Returns the hidden states of each datum, `[T, D]`.
 
     Activations that would take too much memory are recomputed in the backward pass.
     """
     lengths = [len(tokens) for tokens in tokens_B]
-    batches = group_by_length(lengths, token_budget)
+    batches = base.calls(lengths, token_budget)
     recompute = len(batches) > 1 and base.kept_bytes(lengths, token_budget) > KEPT_BYTES
     hidden_B: list[Tensor] = [torch.empty(0)] * len(tokens_B)
     for batch in batches:

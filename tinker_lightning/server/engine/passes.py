@@ -19,7 +19,6 @@ from torch.nn.utils.rnn import pad_sequence
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses.surrogate import set_apart
 from tinker_lightning.lossgraph.datum_inputs import combine_metrics
-from tinker_lightning.server.engine.batching import group_by_length
 from tinker_lightning.server.engine.bound_loss import BoundGraph, BoundLoss, error_context
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 
@@ -97,19 +96,19 @@ def run_pass(
     if not data:
         raise InvalidInput("data: the batch is empty; send at least one datum")
     examples = [_read(i, datum, base, loss, dtype, counts_all=returns_logprobs) for i, datum in enumerate(data)]
-    budget = token_budget or adapter.token_budget or base.token_budget
+    lengths = [len(example.tokens_T) for example in examples]
 
     outputs: list[dict[str, TensorData]] = [{} for _ in examples]
     metrics: Counter[str] = Counter()
     total = 0.0
     with base.lora.use(adapter.weights) as parameters, torch.no_grad() if forward_only else nullcontext():
-        for batch in group_by_length([len(example.tokens_T) for example in examples], budget):
+        for batch in base.calls(lengths, token_budget or adapter.token_budget):
             terms: list[Tensor] = []
             kept = None if forward_only or activations is None else activations.take(batch)
             with nullcontext() if activations is None else torch.enable_grad():
                 logprobs_B = kept or _logprobs(base, [examples[i] for i in batch])
             if forward_only and activations is not None:
-                positions = len(batch) * max(len(examples[i].tokens_T) for i in batch)
+                positions = len(batch) * max(lengths[i] for i in batch)
                 activations.keep(batch, logprobs_B, base.activation_bytes(positions))
             for i, logprobs in zip(batch, logprobs_B, strict=True):
                 with error_context(f"datum {i}: {loss.name}"):
@@ -123,8 +122,7 @@ def run_pass(
                 torch.autograd.backward(terms)
         if not forward_only:
             adapter.add_gradient(parameters)
-    tokens = sum(len(example.tokens_T) for example in examples)
-    own = {"loss:sum": total, "tokens:sum": tokens}
+    own = {"loss:sum": total, "tokens:sum": sum(lengths)}
     combined = combine_metrics(metrics, len(examples))
     return ForwardBackwardOutput(outputs, {**set_apart(combined, own, "loss"), **own})
 
