@@ -1,67 +1,55 @@
-"""A remote model in a Fabric loop: a custom loss, gradient accumulation, a schedule and a checkpoint.
+"""Supervised fine-tuning in a Fabric loop: accumulation, clipping, a schedule, W&B, and a checkpoint to resume from.
 
-Run it with `python examples/fabric.py`.
+Run it with `python examples/fabric.py [FOLDER]`. If it is killed, run it again: it resumes at the last epoch that was
+saved and ends with the same bits. It trains `tiny`; with `smollm2-135m` in its place it learns to take orders.
 """
 
 from __future__ import annotations
 
+import math
+import sys
+from pathlib import Path
 from typing import Any
 
-import torch
 from lightning import Fabric
-from torch import Tensor
+from lightning.pytorch.loggers import WandbLogger
 from torch.optim.lr_scheduler import LinearLR
-from torch.utils.data import DataLoader
 
-from tinker_lightning import Datum, RemoteAdamW, RemoteLM, collate, connect
+from tinker_lightning import RemoteAdamW, RemoteLM, connect, losses
+from tinker_lightning.data import ChatData
 
-SENTENCES = [
-    b"All happy families are alike.",
-    b"Call me Ishmael.",
-    b"It was a bright cold day in April.",
-    b"I am an invisible man.",
-    b"The sun shone, having no alternative.",
-]
-EPOCHS, ACCUMULATE = 6, 2
+ROWS = Path(__file__).parent / "data" / "orders_validation.jsonl"
 
 
-def focal(logprobs: list[Tensor]) -> Tensor:
-    """Focal loss: cross-entropy with less weight on tokens that are already likely."""
-    p = torch.cat(logprobs)
-    return -((1 - p.exp()) ** 2 * p).mean()
-
-
-def train(client: Any, checkpoint: str) -> list[float]:
-    """Returns the mean loss of each epoch."""
-    fabric = Fabric(accelerator="cpu", devices=1)  # the passes run on the server: one process is enough
-    remote = RemoteLM(client)
-    model, optimizer = fabric.setup(remote, RemoteAdamW(remote.parameters(), lr=1e-2))
-    scheduler = LinearLR(optimizer, 1.0, 0.1, total_iters=18)
-    data: Any = [Datum.from_tokens(list(text)) for text in SENTENCES]
-    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=1, collate_fn=collate))
-
-    means = []
-    for _ in range(EPOCHS):
-        losses = []
-        for i, batch in enumerate(loader):
-            loss = focal(model(batch))
-            fabric.backward(loss / ACCUMULATE)
-            losses.append(loss.item())
-            if (i + 1) % ACCUMULATE == 0 or i + 1 == len(loader):
+def train(folder: Path | str = "runs/fabric", model: str = "tiny", rows: Any = ROWS, epochs: int = 2) -> RemoteLM:
+    """Returns the trained model."""
+    fabric = Fabric(accelerator="cpu", devices=1, loggers=WandbLogger(save_dir=folder, offline=True))
+    remote = RemoteLM(connect("embedded").create_lora_training_client(model, rank=16, seed=0))
+    data = ChatData(rows, batch_size=2, tokenizer=remote.backend.get_tokenizer())
+    data.setup("fit")
+    loader = fabric.setup_dataloaders(data.train_dataloader())
+    lm, optimizer = fabric.setup(remote, RemoteAdamW(remote.parameters(), lr=1e-3))
+    schedule = LinearLR(optimizer, 1.0, 0.1, total_iters=epochs * math.ceil(len(loader) / 4))
+    state = {"lm": lm, "optimizer": optimizer, "schedule": schedule, "epochs": 0, "steps": 0}
+    checkpoint = Path(folder) / "last.ckpt"
+    if checkpoint.exists():
+        fabric.load(checkpoint, state)
+    for epoch in range(state["epochs"], epochs):
+        fabric.seed_everything(epoch)  # the order of the rows
+        for i, batch in enumerate(loader, 1):
+            loss, metrics = losses.cross_entropy(batch, lm(batch))
+            fabric.backward(loss / metrics["tokens"] / 4)
+            if i % 4 == 0 or i == len(loader):
+                fabric.clip_gradients(lm, optimizer, max_norm=1.0)
                 optimizer.step()
-                scheduler.step()
+                schedule.step()
                 optimizer.zero_grad()
-        means.append(sum(losses) / len(losses))
-    # The weights and AdamW's moments are on the server; the file records their path.
-    path = client.save_state("end").result().path
-    fabric.save(checkpoint, {"remote": path, "optimizer": optimizer, "scheduler": scheduler})
-    return means
+                state["steps"] += 1
+                fabric.log_dict({"nll": metrics["nll"], "lr": schedule.get_last_lr()[0]}, state["steps"])
+        state["epochs"] += 1
+        fabric.save(checkpoint, state)
+    return remote
 
 
 if __name__ == "__main__":
-    with connect("embedded") as service:
-        means = train(service.create_lora_training_client("tiny", rank=8, seed=0), "fabric.ckpt")
-        for epoch, mean in enumerate(means):
-            print(f"epoch {epoch}: loss {mean:.3f}")
-        resumed = service.create_training_client_from_state_with_optimizer(torch.load("fabric.ckpt")["remote"])
-        print(f"resumed as {resumed.model_id}")
+    train(*sys.argv[1:])

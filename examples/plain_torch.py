@@ -1,6 +1,6 @@
 """A remote model in a plain PyTorch loop: a custom loss, gradient accumulation and a schedule.
 
-Run it with `python examples/plain_torch.py`. `fabric.py` and `accelerate_loop.py` train the same model bit for bit.
+Run it with `python examples/plain_torch.py`. For whole fine-tuning runs see `fabric.py` and `accelerate_loop.py`.
 """
 
 from __future__ import annotations

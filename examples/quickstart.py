@@ -21,11 +21,13 @@ from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
-from torch.utils.data import DataLoader
 
-from tinker_lightning import Datum, RemoteModule, SamplingParams, collate
+from tinker_lightning import Datum, RemoteModule, SamplingParams
+from tinker_lightning.data import ChatData
+from tinker_lightning.lightning.callbacks import ExportAdapter, GenerationEval
 
 DATA = Path(__file__).parent / "data"
+GREEDY = SamplingParams(max_tokens=40, temperature=0)
 
 
 class Barista(RemoteModule):
@@ -49,60 +51,57 @@ class Barista(RemoteModule):
         schedule = SequentialLR(optimizer, [warmup, cosine], milestones=[steps // 8])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def sampling_params(self) -> SamplingParams:
-        return SamplingParams(max_tokens=40, temperature=0)
+
+class Tickets:
+    """Scores tickets: 1 for the right one, 0 for any other. Keeps them, to show how they change."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, list[str]] = {}
+
+    def __call__(self, text: str, row: dict[str, Any]) -> bool:
+        *_, order, ticket = row["messages"]
+        self.written.setdefault(order["content"], []).append(" ".join(text.split()))
+        return bool(text == ticket["content"])
 
 
 def main(folder: Path | str = "runs/quickstart", model: str = "smollm2-135m") -> None:
     pl.seed_everything(0)
     Path(folder).mkdir(parents=True, exist_ok=True)
+    data = ChatData(DATA / "orders_train.jsonl", DATA / "orders_validation.jsonl", batch_size=2)
+    tickets, orders = Tickets(), read_orders()
     table = CSVLogger(folder, name="")
     trainer = pl.Trainer(
         strategy="tinker",
         max_epochs=3,
         accumulate_grad_batches=4,
-        val_check_interval=0.5,
         logger=[table, WandbLogger(save_dir=folder, offline=True, settings=wandb.Settings(silent=True))],
         log_every_n_steps=1,
-        callbacks=[ModelCheckpoint(monitor="val_loss", filename="best")],
+        callbacks=[
+            GenerationEval(tickets, orders, name="tickets_right", sampling_params=GREEDY),
+            ModelCheckpoint(monitor="val_loss", filename="best"),
+            ExportAdapter(Path(folder) / "adapter", "best", overwrite=True),
+        ],
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
     with Barista(model, rank=16, learning_rate=1e-3, base_url="embedded") as barista:
-        tokenizer = barista.lm.backend.get_tokenizer()
-        lessons, orders = read_chats("train"), read_chats("validation")
-        train_loader = loader(lessons, tokenizer, batch_size=2, shuffle=True)
-        val_loader = loader(orders, tokenizer, batch_size=16)
+        (before,) = trainer.validate(barista, data)
+        trainer.fit(barista, data)
 
-        orders = orders[:8]
-        prompts = tokenizer.apply_chat_template([o[:-1] for o in orders], tokenize=False, add_generation_prompt=True)
-        before = trainer.predict(barista, DataLoader(prompts, batch_size=8))
-        trainer.validate(barista, val_loader)
-        trainer.fit(barista, train_loader, val_loader)
-        after = trainer.predict(barista, DataLoader(prompts, batch_size=8))
-
-    show(orders, before, after)
+    for order, (old, *_, new) in tickets.written.items():
+        print(f"\n{order}\n  before  {old if len(old) < 90 else old[:89] + '…'}\n  after   {new}")
+    shares = before["tickets_right"], trainer.callback_metrics["tickets_right"]
+    right = [f"{round(float(share) * len(orders))} of {len(orders)}" for share in shares]
+    print(f"\nTickets that are right: {right[0]} before, {right[1]} after.")
     plot(Path(table.log_dir))
     print(f"\nThe loss curve, the table behind it and the best checkpoint are in {table.log_dir}.")
+    print(f"The adapter is in {folder}/adapter. Talk to it: tinker-lightning chat {folder}")
 
 
-def read_chats(part: str) -> list[list[dict[str, str]]]:
-    """Reads conversations, one per line: `{"messages": [{"role": ..., "content": ...}, ...]}`."""
-    lines = (DATA / f"orders_{part}.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["messages"] for line in lines]
-
-
-def loader(chats: list[list[dict[str, str]]], tokenizer: Any, **options: Any) -> DataLoader[Any]:
-    data: Any = [Datum.from_chat(chat, tokenizer) for chat in chats]
-    return DataLoader(data, collate_fn=collate, **options)
-
-
-def show(orders: list[list[dict[str, str]]], before: Any, after: Any) -> None:
-    answers = [[" ".join(answer["text"].split()) for answer in batches[0]] for batches in (before, after)]
-    for (_, order, _), old, new in zip(orders, *answers, strict=True):
-        print(f"\n{order['content']}\n  before  {old if len(old) < 90 else old[:89] + '…'}\n  after   {new}")
-    right = [sum(order[-1]["content"] == text for order, text in zip(orders, texts, strict=True)) for texts in answers]
-    print(f"\nTickets that are right: {right[0]} of {len(orders)} before, {right[1]} of {len(orders)} after.")
+def read_orders() -> list[dict[str, Any]]:
+    """Reads eight chats that are not in the training data."""
+    lines = (DATA / "orders_validation.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines[:8]]
 
 
 def plot(folder: Path) -> None:

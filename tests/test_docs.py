@@ -48,9 +48,11 @@ def test_code_blocks_run(page: Path, served: Any, tmp_path: Path, monkeypatch: p
     exec(compile(code_blocks(page), page, "exec"), {"__name__": "__main__"})  # noqa: S102
 
 
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
-def test_examples_run(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_run(example: Path, served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TINKER_BASE_URL", served.url)  # for the official client; the others use "embedded"
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setattr(sys, "argv", [str(example)])
     runpy.run_path(str(example), run_name="__main__")

@@ -169,7 +169,7 @@ def told(mistake: Callable[[Stage], object], stage: Stage) -> tuple[str, str]:
         mistake(stage)
     text = str(raised.value)
     text = re.sub(r"/\S*/(tests/\S+?\.py):\d+", r"\1:…", text)
-    text = re.sub(r"forward_backward \d+ of \S+, request \S+:(?= )", "forward_backward …:", text)
+    text = re.sub(r" \(forward_backward \d+ of \S+, request \S+\)$", "", text)
     return type(raised.value).__name__, " ".join(text.split())
 
 

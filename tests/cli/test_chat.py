@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import io
+import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning import cli, connect
+from tinker_lightning.cli.chat import sampled
 from tinker_lightning.client.sampling import SamplingClient
+from tinker_lightning.errors import ServerUnreachable
+from tinker_lightning.types import ModelInput, SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     import pytest
+
+    from tinker_lightning.client import ServiceClient
 
 OPTIONS = ["--base-url", "embedded", "--max-tokens", "8", "--seed", "1"]
 
@@ -54,3 +62,110 @@ def test_a_chat_remembers_until_it_is_reset(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_unknown_model_is_one_message(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     assert chat("Hi\n", "tinny", monkeypatch) == 2
     assert "there is no model 'tinny'" in capfd.readouterr().err
+
+
+class Terminal(io.StringIO):
+    """A terminal that types the given lines, and Ctrl-C for an exception among them."""
+
+    def __init__(self, *lines: str | BaseException) -> None:
+        super().__init__()
+        self._lines = list(lines)
+
+    def isatty(self) -> bool:
+        return True
+
+    def input(self, prompt: str) -> str:
+        self.write(prompt)
+        line = self._lines.pop(0) if self._lines else EOFError()
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+
+def talk(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
+    monkeypatch.setattr("builtins.input", terminal.input)
+    monkeypatch.setattr("sys.stdin", terminal)
+    monkeypatch.setattr("sys.stdout", terminal)
+    assert cli.main(["chat", "tiny", *OPTIONS, *options]) == 0
+    return terminal.getvalue()
+
+
+def test_chunks_are_the_answer(service: ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model="tiny")
+    prompt = ModelInput.from_ints(list(b"Once"))
+    for params in (SamplingParams(max_tokens=13, temperature=0), SamplingParams(max_tokens=13, seed=3)):
+        chunks = list(sampled(sampler, prompt, params, [2, 4]))
+        assert [len(chunk) for chunk in chunks] == [2, 4, 4, 3]
+        assert list(sampled(sampler, prompt, params, [2, 4])) == chunks
+        if params.temperature == 0:
+            assert joined(chunks) == sampler.sample(prompt, 1, params).result().sequences[0].tokens
+    # Each chunk draws anew: with one seed for all, each would begin with the same draw.
+    hot = SamplingParams(max_tokens=8, seed=3)
+    (whole,) = sampled(sampler, prompt, hot, [8])
+    assert joined(sampled(sampler, prompt, hot, [1])) != whole[:1] * 8
+    # An answer ends with its stop.
+    stop = replace(params, temperature=0, stop=[whole_greedy(sampler, prompt)[3]])
+    ended = joined(sampled(sampler, prompt, stop, [2, 4]))
+    assert ended == whole_greedy(sampler, prompt)[: len(ended)]
+    assert len(ended) <= 4
+
+
+def joined(chunks: Iterable[list[int]]) -> list[int]:
+    return [token for chunk in chunks for token in chunk]
+
+
+def whole_greedy(sampler: SamplingClient, prompt: ModelInput) -> list[int]:
+    params = SamplingParams(max_tokens=8, temperature=0)
+    return sampler.sample(prompt, 1, params).result().sequences[0].tokens
+
+
+def test_a_terminal_shows_an_answer_while_it_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    sample = SamplingClient.sample
+
+    def watched(sampler: SamplingClient, prompt: Any, number: int, params: SamplingParams) -> Any:
+        lengths.append(params.max_tokens or 0)
+        return sample(sampler, prompt, number, params)
+
+    monkeypatch.setattr(SamplingClient, "sample", watched)
+    shown = talk(Terminal("Hello"), monkeypatch, "--max-tokens", "14")
+    assert lengths[:3] == [4, 8, 2][: len(lengths)]
+    assert shown.startswith("Type a message.")
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample, prompts = SamplingClient.sample, list[int]()
+
+    def interrupted(sampler: SamplingClient, prompt: Any, number: int, params: SamplingParams) -> Any:
+        prompts.append(prompt.length)
+        if len(prompts) == 2:
+            raise KeyboardInterrupt
+        return sample(sampler, prompt, number, replace(params, stop=[]))
+
+    monkeypatch.setattr(SamplingClient, "sample", interrupted)
+    shown = talk(Terminal("Hello", KeyboardInterrupt(), "Again", "/quit"), monkeypatch, "--temperature", "0")
+    assert " …\n" in shown
+    assert "/quit or Ctrl-D ends.\n" in shown
+    assert len(prompts) == 4  # two chunks of each answer, the first of them cut short
+    assert prompts[2] > prompts[1]  # what was shown of it is part of the chat
+
+
+def test_an_error_leaves_the_chat_as_it_was(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def fails(*_: Any) -> Any:
+        raise ServerUnreachable("nothing answers")
+
+    monkeypatch.setattr(SamplingClient, "sample", fails)
+    assert chat("Hi\n", "tiny", monkeypatch) == 2
+    assert "nothing answers" in capfd.readouterr().err
+
+
+def test_a_folder_is_its_newest_checkpoint_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert chat("Hi\n", str(tmp_path), monkeypatch) == 2
+    assert "has neither checkpoint files" in capfd.readouterr().err
+    for i, name in enumerate(("old.ckpt", "new.ckpt")):
+        (tmp_path / name).write_text("not a checkpoint")
+        os.utime(tmp_path / name, (i, i))
+    assert chat("Hi\n", str(tmp_path), monkeypatch) == 2
+    assert "new.ckpt is not a checkpoint file" in capfd.readouterr().err

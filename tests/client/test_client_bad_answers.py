@@ -95,7 +95,8 @@ def test_malformed_results_raise(
     assert type(error) is kind
     assert (error.operation, error.model_id, error.seq_id) == ("forward", model.model_id, 1)
     assert error.request_id == f"{model.model_id}:1"
-    assert f"forward 1 of {model.model_id}, request {error.request_id}: " in str(error)
+    assert str(error).startswith("forward: ")
+    assert str(error).endswith(f" (forward 1 of {model.model_id}, request {error.request_id})")
 
 
 def test_a_sample_whose_result_is_gone_is_requested_again(shared: EmbeddedTrainer) -> None:

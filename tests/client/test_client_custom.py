@@ -167,7 +167,7 @@ def test_a_forward_that_fails_is_raised_once(recorded: Recorded, model: Training
     failed = model.forward_backward_custom(_unknown_token(), nll)
     while not failed.done():
         threading.Event().wait(0.01)
-    with pytest.raises(InvalidInput, match=r"forward 1 of .*9999") as caught:
+    with pytest.raises(InvalidInput, match=r"9999.*forward 1 of") as caught:
         model.forward_backward_custom(DATA, nll)
     assert failed.exception() is caught.value
     model.forward_backward_custom(DATA, nll)
@@ -178,7 +178,7 @@ def test_a_forward_that_fails_is_raised_once(recorded: Recorded, model: Training
 def test_a_forward_that_fails_stops_the_step(recorded: Recorded, model: TrainingClient) -> None:
     model.forward_backward_custom(DATA, nll)
     model.forward_backward_custom(_unknown_token(), nll)
-    with pytest.raises(InvalidInput, match=r"forward 2 of .*9999"):
+    with pytest.raises(InvalidInput, match=r"9999.*forward 2 of"):
         model.optim_step(FAST)
     model.optim_step(FAST).result()
     assert passes(recorded) == ["forward", "forward", "optim_step"]

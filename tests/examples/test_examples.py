@@ -1,22 +1,21 @@
-"""The examples train, and to the same bits whatever runs their loop. As scripts they are run by `test_docs.py`."""
+"""The examples without a trainer: plain torch, and local parameters. As scripts they are run by `test_docs.py`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from examples import accelerate_loop, fabric, hybrid, plain_torch
+from examples import hybrid, plain_torch
 from tinker_lightning import AdamParams, Datum
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from tinker_lightning.client import ServiceClient, TrainingClient
 
@@ -51,40 +50,11 @@ def state(trainer: EmbeddedTrainer, client: TrainingClient) -> dict[str, bytes]:
 SOME = [Datum.from_tokens(list(b"anything"))]
 
 
-class Loops(NamedTuple):
-    """What each loop has trained, and what it says of it."""
-
-    clients: dict[str, TrainingClient]
-    losses: dict[str, list[float]]
-    checkpoint: Path
-
-
-@pytest.fixture(scope="module")
-def loops(service: ServiceClient, tmp_path_factory: pytest.TempPathFactory) -> Loops:
-    """The three loops, each over a model that begins like the others."""
-    checkpoint = tmp_path_factory.mktemp("fabric") / "fabric.ckpt"
-    runs: dict[str, Callable[[Any], list[float]]] = {
-        "plain torch": plain_torch.train,
-        "Fabric": lambda client: fabric.train(client, str(checkpoint)),
-        "Accelerate": accelerate_loop.train,
-    }
-    clients = {name: service.create_lora_training_client("tiny", rank=8, seed=0) for name in runs}
-    return Loops(clients, {name: run(clients[name]) for name, run in runs.items()}, checkpoint)
-
-
-@pytest.mark.parametrize("name", ["plain torch", "Fabric", "Accelerate"])
-def test_every_loop_trains_the_same_model_to_the_same_bits(
-    trainer: EmbeddedTrainer, new: Callable[[], TrainingClient], loops: Loops, name: str
-) -> None:  # R5.1
-    assert loops.losses[name][-1] < 0.75 * loops.losses[name][0]
-    assert loops.losses[name] == loops.losses["plain torch"]
-    assert state(trainer, loops.clients[name]) == state(trainer, loops.clients["plain torch"])
-    assert state(trainer, loops.clients[name]) != state(trainer, new())
-
-
-def test_the_same_steps_as_with_the_client_alone(new: Callable[[], TrainingClient], loops: Loops) -> None:  # R4.4, R5.1
+def test_plain_torch_takes_the_same_steps_as_the_client_alone(new: Callable[[], TrainingClient]) -> None:  # R4.4, R5.1
     """Five micro-batches in windows of two, the last one short, and a rate that falls at each step."""
-    by_hand = new()
+    by_torch, by_hand = new(), new()
+    losses = plain_torch.train(by_torch)
+    assert losses[-1] < 0.75 * losses[0]
     data = [Datum.from_tokens(list(text)) for text in plain_torch.SENTENCES]
     rates = iter(torch.linspace(1e-2, 1e-3, 19, dtype=torch.float64).tolist())
     for _ in range(plain_torch.EPOCHS):
@@ -92,21 +62,9 @@ def test_the_same_steps_as_with_the_client_alone(new: Callable[[], TrainingClien
             for datum in window:
                 by_hand.forward_backward_custom([datum], lambda _, logprobs: (plain_torch.focal(logprobs) / 2, {}))
             by_hand.optim_step(AdamParams(learning_rate=next(rates)))
-    outputs = [
-        client.forward(data, "cross_entropy").result().loss_fn_outputs
-        for client in (loops.clients["plain torch"], by_hand)
-    ]
+    outputs = [client.forward(data, "cross_entropy").result().loss_fn_outputs for client in (by_torch, by_hand)]
     for ours, theirs in zip(*outputs, strict=True):
         assert ours["logprobs"].tolist() == pytest.approx(theirs["logprobs"].tolist(), abs=1e-5)
-
-
-def test_what_fabric_has_saved_goes_on_where_it_stopped(
-    trainer: EmbeddedTrainer, service: ServiceClient, loops: Loops
-) -> None:
-    saved = torch.load(loops.checkpoint, weights_only=True)
-    resumed = service.create_training_client_from_state_with_optimizer(saved["remote"])
-    assert state(trainer, resumed) == state(trainer, loops.clients["Fabric"])
-    assert saved["optimizer"]["param_groups"][0]["lr"] == pytest.approx(1e-3)
 
 
 class Leaves(nn.Module):

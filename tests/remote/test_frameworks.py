@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -39,27 +40,20 @@ class Setup:
         self.model: Any = remote
         self.optimizer: Any = adamw
         self.backward: Callable[[Tensor], None] = lambda loss: loss.backward()
-        self.clips: list[Callable[[], object]] = [
-            lambda: nn.utils.clip_grad_norm_(remote.parameters(), 1.0),
-            lambda: nn.utils.clip_grad_norm_(remote.parameters(), 1.0, foreach=False),
-            lambda: nn.utils.clip_grad_value_(remote.parameters(), 1.0),
-        ]
+        self.clip: Callable[[float], Any] = lambda norm: nn.utils.clip_grad_norm_(remote.parameters(), norm)
+        self.clip_value: Callable[[], object] = lambda: nn.utils.clip_grad_value_(remote.parameters(), 1.0)
         if framework == "Fabric":
             fabric = Fabric(accelerator="cpu", devices=1)
             self.model, self.optimizer = fabric.setup(remote, adamw)
             self.backward = fabric.backward
-            self.clips = [
-                lambda: fabric.clip_gradients(self.model, self.optimizer, max_norm=1.0),
-                lambda: fabric.clip_gradients(self.model, self.optimizer, clip_val=1.0),
-            ]
+            self.clip = lambda norm: fabric.clip_gradients(self.model, self.optimizer, max_norm=norm)
+            self.clip_value = lambda: fabric.clip_gradients(self.model, self.optimizer, clip_val=1.0)
         elif framework == "Accelerate":
             accelerator = Accelerator(cpu=True)
             self.model, self.optimizer = accelerator.prepare(remote, adamw)
             self.backward = accelerator.backward
-            self.clips = [
-                lambda: accelerator.clip_grad_norm_(self.model.parameters(), 1.0),
-                lambda: accelerator.clip_grad_value_(self.model.parameters(), 1.0),
-            ]
+            self.clip = lambda norm: accelerator.clip_grad_norm_(self.model.parameters(), norm)
+            self.clip_value = lambda: accelerator.clip_grad_value_(self.model.parameters(), 1.0)
 
     def loss(self) -> Tensor:
         return -torch.cat(self.model(DATA)).mean()
@@ -81,14 +75,13 @@ def new(service: ServiceClient) -> Callable[..., Setup]:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_clipping_here_raises_and_costs_nothing(new: Callable[..., Setup], framework: str) -> None:
+def test_clipping_values_raises_and_costs_nothing(new: Callable[..., Setup], framework: str) -> None:
     """The gradient is on the server: a clip here would be one of nothing."""
     setup, untouched = new(framework), new(framework)
     for each in (setup, untouched):
         each.backward(each.loss())
-    for clip in setup.clips:
-        with pytest.raises(InvalidInput, match=r"that gradient is on the server .* grad_clip_norm"):
-            clip()
+    with pytest.raises(InvalidInput, match=r"that gradient is on the server .* clip_grad_norm_"):
+        setup.clip_value()
     for each in (setup, untouched):
         each.optimizer.step()
     assert setup.logprobs() == untouched.logprobs()
@@ -96,17 +89,73 @@ def test_clipping_here_raises_and_costs_nothing(new: Callable[..., Setup], frame
 
 def test_the_server_clips_the_same_whoever_asks(new: Callable[..., Setup]) -> None:
     found = {}
-    for framework, norm in [*((name, 1e-3) for name in FRAMEWORKS), ("unclipped", 0.0)]:
-        setup = new(framework, grad_clip_norm=norm, eps=1e-2)  # an eps with which the size of a gradient counts
+    cases = [*((name, 1e-3) for name in FRAMEWORKS), ("by the optimizer", 1e-3), ("unclipped", math.inf)]
+    for framework, norm in cases:
+        by_optimizer = norm if framework == "by the optimizer" else 0.0
+        # An eps with which the size of a gradient counts.
+        setup = new(framework, grad_clip_norm=by_optimizer, eps=1e-2)
         for _ in range(2):
-            setup.backward(setup.loss())
+            setup.backward(setup.loss() / 2)
+            setup.backward(setup.loss() / 2)
+            total = None if by_optimizer else setup.clip(norm)
             setup.optimizer.step()
             setup.optimizer.zero_grad()
-        assert (setup.adamw.sent[0].optim.result().metrics or {})["grad_norm"] > 0.1
+        measured = (setup.adamw.sent[0].optim.result().metrics or {})["grad_norm"]
+        assert measured > 0.1
+        assert total is None or total.item() == float(total) == measured
         found[framework] = setup.logprobs()
-    assert found["Fabric"] == found["plain torch"]
-    assert found["Accelerate"] == found["plain torch"]
-    assert found["unclipped"] != found["plain torch"]
+    assert found.pop("unclipped") != found["plain torch"]
+    assert all(logprobs == found["plain torch"] for logprobs in found.values())
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_norm_is_known_after_its_step(new: Callable[..., Setup], foreach: bool) -> None:
+    setup = new("plain torch")
+    setup.backward(setup.loss())
+    norm = nn.utils.clip_grad_norm_(setup.remote.parameters(), 1.0, foreach=foreach)
+    for read in (norm.item, lambda: norm > 1, lambda: torch.log(norm), lambda: f"{norm:.2f}"):
+        with pytest.raises(InvalidInput, match=r"known after the step.*optimizer\.step\(\) first"):
+            read()
+    assert repr(norm) == "RemoteNorm(known after the step)"
+    setup.optimizer.step()
+    assert norm > 0
+    assert torch.log(2 * norm).item() == pytest.approx(math.log(2 * norm.item()))
+    assert f"{norm:.2f}" == f"{norm.item():.2f}"
+
+
+def test_clips_that_the_server_cannot_do_raise_and_cost_nothing(new: Callable[..., Setup]) -> None:
+    setup, untouched = new("plain torch"), new("plain torch")
+    local = nn.Linear(1, 1)
+    for each in (setup, untouched):
+        each.backward(each.loss() + 0 * local(torch.ones(1)).sum())
+    remote = list(setup.remote.parameters())
+    for parameters, options, message in (
+        ([*remote, *local.parameters()], {"max_norm": 1.0}, "over a remote model and local parameters"),
+        ([*remote, *untouched.remote.parameters()], {"max_norm": 1.0}, "over several models"),
+        (remote, {"max_norm": 1.0, "norm_type": 1.0}, "norm_type must be 2"),
+        (remote, {"max_norm": 0.0}, "max_norm must be positive"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            nn.utils.clip_grad_norm_(parameters, **options)
+    for each in (setup, untouched):
+        each.optimizer.step()
+    assert setup.logprobs() == untouched.logprobs()
+
+
+def test_a_gradient_after_the_clip_raises(new: Callable[..., Setup]) -> None:
+    """In torch only the gradients before it would be clipped; Accelerate's users forget `sync_gradients`."""
+    setup = new("plain torch")
+    setup.backward(setup.loss())
+    setup.clip(1.0)
+    setup.clip(0.5)  # again is fine
+    setup.backward(setup.loss())
+    for act in (lambda: setup.clip(1.0), setup.optimizer.step):
+        with pytest.raises(InvalidInput, match=r"Clip once, right before optimizer\.step\(\)"):
+            act()
+    setup.optimizer.zero_grad()
+    setup.backward(setup.loss())
+    setup.optimizer.step()  # and the clip is gone with the window
+    assert len(setup.adamw.sent) == 1
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -252,7 +252,6 @@ def test_a_gradient_for_logprobs_of_earlier_weights_raises(stage: Stage) -> None
 @pytest.mark.parametrize(
     "clip",
     [
-        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
         lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
         lambda model: model.handle.grad.norm(),
     ],

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.cli.sources import Source, add_server_options
+from tinker_lightning.types import ModelInput
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterable, Iterator
 
     from tinker_lightning.client import ServiceClient
     from tinker_lightning.client.sampling import SamplingClient
+    from tinker_lightning.lightning.rows import RowFormat
+    from tinker_lightning.types import SamplingParams
 
-_USAGE = "Type a message. /reset starts a new chat, /quit or Ctrl-D ends."
+_USAGE = "Type a message. Ctrl-C stops an answer, /reset starts a new chat, /quit or Ctrl-D ends."
+# Short at first, so that an answer begins at once; longer ones process the prompt less often.
+_CHUNKS = [4, 8, 16, 32]
 
 
 def add_to(commands: Any) -> None:
@@ -26,7 +34,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "source",
         metavar="MODEL",
-        help="a base model, a checkpoint file of Lightning, a tinker:// path, or a PEFT folder",
+        help="a base model, a checkpoint file of Lightning, the folder of a run, a tinker:// path, or a PEFT folder",
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="maximum length of an answer")
@@ -46,8 +54,7 @@ def run(options: argparse.Namespace) -> int:
     source = Source.parse(options.source)
     with connect(options.base_url or source.base_url, api_key=options.api_key) as service:
         sampler = _sampler(service, source)
-        tokenizer = sampler.get_tokenizer()
-        rows, messages = RowFormat(tokenizer, system=options.system), list[dict[str, str]]()
+        chat = _Chat(sampler, RowFormat(sampler.get_tokenizer(), system=options.system), params)
         is_terminal = sys.stdin.isatty()
         if is_terminal:
             print(_USAGE)
@@ -56,16 +63,80 @@ def run(options: argparse.Namespace) -> int:
                 text = input("> " if is_terminal else "").strip()
             except EOFError:
                 return 0
+            except KeyboardInterrupt:
+                print("\n/quit or Ctrl-D ends.")
+                continue
             if text == "/quit":
                 return 0
             if text == "/reset":
-                messages.clear()
+                chat.messages.clear()
             elif text:
-                messages.append({"role": "user", "content": text})
-                response = sampler.sample(rows.prompt(messages), 1, params).result()
-                answer = tokenizer.decode(response.sequences[0].tokens, skip_special_tokens=True).strip()
-                messages.append({"role": "assistant", "content": answer})
-                print(answer, flush=True)
+                chat.answer(text)
+
+
+class _Chat:
+    """The messages of a chat, and the model that answers."""
+
+    def __init__(self, sampler: SamplingClient, rows: RowFormat, params: SamplingParams) -> None:
+        self.messages: list[dict[str, str]] = []
+        self._sampler = sampler
+        self._rows = rows
+        self._params = params
+
+    def answer(self, text: str) -> None:
+        """Prints the answer to a message, in a terminal while it is sampled. Ctrl-C ends the answer."""
+        self.messages.append({"role": "user", "content": text})
+        tokens: list[int] = []
+        shown = ""
+        try:
+            chunks = _CHUNKS if sys.stdout.isatty() else [self._params.max_tokens or 0]
+            for chunk in sampled(self._sampler, self._rows.prompt(self.messages), self._params, chunks):
+                tokens += chunk
+                # A character of several tokens is shown when it is complete.
+                answer = self._decode(tokens).removesuffix("\N{REPLACEMENT CHARACTER}").lstrip()
+                if answer.startswith(shown):
+                    print(answer[len(shown) :], end="", flush=True)
+                    shown = answer
+        except KeyboardInterrupt:
+            print(" …", end="")
+        except BaseException:
+            self.messages.pop()
+            raise
+        answer = self._decode(tokens).strip()
+        print(answer[len(shown) :] if answer.startswith(shown) else "", flush=True)
+        self.messages.append({"role": "assistant", "content": answer})
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._rows.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def sampled(
+    sampler: SamplingClient, prompt: ModelInput, params: SamplingParams, lengths: Iterable[int]
+) -> Iterator[list[int]]:
+    """Yields an answer in chunks, each of which continues the prompt and the chunks before it.
+
+    The protocol returns a sample when it is complete, so chunks are how to show an answer while it is sampled. Their
+    lengths do not depend on the time, so that a seed gives the same answer again.
+
+    Args:
+        sampler: The model.
+        prompt: The prompt.
+        params: How tokens are chosen; `max_tokens` is the length of the whole answer.
+        lengths: The maximum number of tokens of each chunk; the last one is repeated.
+    """
+    given, tokens, length = list(lengths), prompt.to_ints(), 0
+    left = params.max_tokens or 0
+    for i in itertools.count():
+        length = min(given[min(i, len(given) - 1)], left)
+        # Another seed for each chunk, which would otherwise draw the same numbers.
+        seed = None if params.seed is None else params.seed + i
+        step = replace(params, max_tokens=length, seed=seed)
+        (sequence,) = sampler.sample(ModelInput.from_ints(tokens), 1, step).result().sequences
+        yield sequence.tokens
+        left -= len(sequence.tokens)
+        if sequence.stop_reason == "stop" or not left:
+            return
+        tokens = [*tokens, *sequence.tokens]
 
 
 def _sampler(service: ServiceClient, source: Source) -> SamplingClient:

@@ -18,7 +18,9 @@ def add_to(commands: Any) -> None:
         help="download trained weights as a PEFT folder",
         description="Downloads an adapter, with its tokenizer, as a folder that peft, transformers and vLLM load.",
     )
-    parser.add_argument("source", metavar="SOURCE", help="a checkpoint file of Lightning, or a tinker:// path")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a checkpoint file of Lightning, the folder of a run, or a tinker:// path"
+    )
     parser.add_argument("folder", metavar="FOLDER", help="a new or empty folder")
     parser.add_argument(
         "--base-model",

@@ -1,8 +1,9 @@
-"""What `export` and `chat` start from: a checkpoint file, a `tinker://` path, a PEFT folder or a base model."""
+"""What `export` and `chat` start from: a checkpoint file, a run, a `tinker://` path, a PEFT folder or a base model."""
 
 from __future__ import annotations
 
 import pickle
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,10 @@ class Source:
 
     @classmethod
     def parse(cls, text: str) -> Source:
-        """Tells what a text names; a text that is no file and no path is the name of a base model."""
+        """Tells what a text names; a text that is no file and no path is the name of a base model.
+
+        The folder of a run stands for its newest checkpoint file.
+        """
         if "://" in text:
             return cls(path=text)
         file = Path(text).expanduser()
@@ -41,6 +45,15 @@ class Source:
             return cls(adapter=file)
         if file.is_file():
             return cls._of_file(file)
+        if file.is_dir() and not (file / "config.json").is_file():
+            files = sorted(file.rglob("*.ckpt"), key=lambda each: each.stat().st_mtime)
+            if not files:
+                raise InvalidInput(
+                    f"the folder {text} has neither checkpoint files (*.ckpt), nor an adapter (adapter_config.json), "
+                    "nor a model (config.json)"
+                )
+            print(f"using {files[-1]}, the newest checkpoint file", file=sys.stderr)
+            return cls._of_file(files[-1])
         if file.suffix == ".ckpt":
             raise InvalidInput(f"there is no checkpoint file {text}")
         return cls(base_model=text)

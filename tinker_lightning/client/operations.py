@@ -154,10 +154,9 @@ async def perform(
             response = await _fetch(session, operation, request_id)
         return _decode(session, operation, response)
     except TinkerLightningError as error:
-        # Of the same class, so that `except` keeps its meaning, prefixed with the operation.
-        located = type(error)(
-            f"{operation}{request_id and f', request {request_id}'}: {error}{_hint(session, operation, error)}"
-        )
+        # Of the same class, so that `except` keeps its meaning. What happened comes first, ids come last.
+        which = f" ({operation}{request_id and f', request {request_id}'})" if operation.model_id or request_id else ""
+        located = type(error)(f"{operation.name}: {error}{_hint(session, operation, error)}{which}")
         located.operation, located.model_id = operation.name, operation.model_id
         located.seq_id, located.request_id = operation.seq_id, request_id or None
         raise located from error

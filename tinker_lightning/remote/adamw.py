@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,9 +59,13 @@ class RemoteAdamW(torch.optim.AdamW):
         clip, self.clip_next = self.clip_next, None
         ready: list[tuple[Remote, list[PendingBackward], AdamParams]] = []
         for group in self.param_groups:
-            params = _adam_params(group if clip is None else {**group, "grad_clip_norm": clip})
+            group = group if clip is None else {**group, "grad_clip_norm": clip}
             remotes = [parameter.remote for parameter in group["params"] if isinstance(parameter, RemoteHandle)]
-            ready += [(remote, prepared, params) for remote in remotes if (prepared := remote.prepare())]
+            ready += [
+                (remote, prepared, _adam_params({**group, "grad_clip_norm": _clip_norm(remote, group)}))
+                for remote in remotes
+                if (prepared := remote.prepare())
+            ]
         # Everything that may wait or fail was done above: from here on the step is taken by all models or by none.
         with contextlib.ExitStack() as held:
             held.enter_context(interrupts.held())
@@ -112,6 +117,14 @@ class RemoteAdamW(torch.optim.AdamW):
         finally:
             for group, params in zip(self.param_groups, kept, strict=True):
                 group["params"] = params
+
+
+def _clip_norm(remote: Remote, group: dict[str, Any]) -> float:
+    """Returns the smaller of the norms of the group and of `clip_grad_norm_`; 0 for none."""
+    asked = remote.clip.limit if remote.clip is not None else None
+    norms = [norm for norm in (group["grad_clip_norm"], asked) if norm]
+    smallest = float(min(norms, default=0.0))
+    return smallest if math.isfinite(smallest) else 0.0
 
 
 def _adam_params(group: dict[str, Any]) -> AdamParams:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from tinker_lightning.client.futures import TinkerFuture
+from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.scaling import check_factor
 from tinker_lightning.types import Datum, ForwardBackwardOutput, OptimStepResponse, TensorData
@@ -111,3 +112,24 @@ class Step:
     optim: TinkerFuture[OptimStepResponse]
     # The results of server-side losses and their requests.
     losses: list[tuple[TinkerFuture[ForwardBackwardOutput], PendingBackward]] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class Clip:
+    """A clip of the gradient of one window, which the server carries out."""
+
+    received: int  # how many gradients the model had received
+    limit: float | None = None  # the norm to clip to, None before it is known
+    step: Step | None = None  # the step of the window, once it is sent
+
+    def value(self) -> float:
+        """Returns the norm before clipping, and waits for the step; raises `InvalidInput` before the step."""
+        if self.step is None:
+            raise InvalidInput(
+                "the norm of the gradient of a remote model is known after the step that the server takes. Call "
+                "optimizer.step() first, then read it."
+            )
+        metrics = self.step.optim.result().metrics or {}
+        if "grad_norm" not in metrics:
+            raise InvalidInput("this server does not report the norm of the gradient")
+        return float(metrics["grad_norm"])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.remote import clipping
 
 if TYPE_CHECKING:
     from tinker_lightning.remote.window import Remote
@@ -26,11 +27,17 @@ class RemoteGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raises on reads and writes, because a norm or clip of the placeholder would silently have no effect."""
+        """Lets the server clip in `clip_grad_norm_`; raises on other reads and writes, which would have no effect."""
         del types
-        name = getattr(func, "__name__", str(func))
-        if name in ("__get__", "__set__"):
-            name = str(getattr(func.__self__, "__name__", name))
+        name = clipping.name_of(func)
+        if name in ("linalg_vector_norm", "vector_norm"):
+            return clipping.norm_of(args[0].remote, *args[1:])
+        if name == "_foreach_norm" and all(isinstance(each, RemoteGradient) for each in args[0]):
+            return [clipping.norm_of(each.remote, *args[1:]) for each in args[0]]
+        if name in ("mul_", "_foreach_mul_"):
+            gradients = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+            if all(isinstance(each, RemoteGradient) and clipping.multiply(each.remote, args[1]) for each in gradients):
+                return args[0]
         if name in _ZEROED:
             for gradient in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
                 with torch._C.DisableTorchFunctionSubclass():
@@ -43,7 +50,8 @@ class RemoteGradient(Tensor):
                 return func(*args, **(kwargs or {}))
         raise InvalidInput(
             f"{name} on the gradient of a remote model: that gradient is on the server and cannot be read or changed "
-            "here. Step with RemoteAdamW, and let the server clip: RemoteAdamW(..., grad_clip_norm=...)."
+            "here. Step with RemoteAdamW, and let the server clip: clip_grad_norm_, or RemoteAdamW(..., "
+            "grad_clip_norm=...)."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinker_lightning.client.futures import TinkerFuture
-    from tinker_lightning.remote.calls import Pass, PendingBackward
+    from tinker_lightning.remote.calls import Clip, Pass, PendingBackward
     from tinker_lightning.types import AdamParams, ForwardBackwardOutput
 
 T = TypeVar("T")
@@ -50,6 +50,7 @@ class Remote:
 
     def __init__(self, backend: Any, max_steps_in_flight: int = 8) -> None:
         self.window: list[Call | ServerCall] = []
+        self.clip: Clip | None = None  # what clip_grad_norm_ has asked for the window
         self.unread = UnreadFailures(_SETTLE_SECONDS)
         self.steps = 0
         self.tokens = TokenCount()  # sent and sampled since this object was created
@@ -167,12 +168,29 @@ class Remote:
         for call in self.window:
             call.gradients = None
         self.window = []
+        self.clip = None
+
+    def request_clip(self, clip: Clip, limit: float) -> None:
+        """Makes the server clip the gradient of the next step to a norm."""
+        if limit <= 0:
+            raise InvalidInput(f"clip_grad_norm_: max_norm must be positive for a remote model, got {limit}")
+        self._check_clip()
+        clip.limit = limit if self.clip is None or self.clip.limit is None else min(limit, self.clip.limit)
+        self.clip = clip
+
+    def _check_clip(self) -> None:
+        if self.clip is not None and self.clip.received != self.received:
+            raise InvalidInput(
+                "gradients were accumulated after clip_grad_norm_, but the server clips the gradient of the whole "
+                "window. Clip once, right before optimizer.step(): in Accelerate, `if accelerator.sync_gradients:`."
+            )
 
     def prepare(self) -> list[PendingBackward]:
         """Validates and converts the window, or drops it if a call is invalid; waits while too many steps run."""
         self.unread.raise_first()
         if not self.window:
             return []
+        self._check_clip()
         try:
             prepared = [call.prepare(self.backend) for call in self.window]
             for call in self.window:
@@ -190,6 +208,8 @@ class Remote:
         Call it while interrupts and failures are held: a partially sent window would become part of the next step.
         """
         step = self._send(prepared, params)
+        if self.clip is not None:
+            self.clip.step = step
         self.drop()
         self.steps += 1
         self.version += 1
