@@ -21,7 +21,9 @@ from tinker_lightning.data import ChatData
 ROWS = Path(__file__).parent / "data" / "orders_validation.jsonl"
 
 
-def train(folder: Path | str = "runs/accelerate", model: str = "tiny", rows: Any = ROWS, epochs: int = 2) -> RemoteLM:
+def train(
+    folder: Path | str = "runs/accelerate", model: str = "tiny", rows: Any = ROWS, *, epochs: int = 2
+) -> RemoteLM:
     """Returns the trained model."""
     order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, log_with="wandb", dataloader_config=order)

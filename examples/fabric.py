@@ -21,7 +21,7 @@ from tinker_lightning.data import ChatData
 ROWS = Path(__file__).parent / "data" / "orders_validation.jsonl"
 
 
-def train(folder: Path | str = "runs/fabric", model: str = "tiny", rows: Any = ROWS, epochs: int = 2) -> RemoteLM:
+def train(folder: Any = "runs/fabric", model: str = "tiny", rows: Any = ROWS, *, epochs: int = 2) -> RemoteLM:
     """Returns the trained model."""
     fabric = Fabric(accelerator="cpu", devices=1, loggers=WandbLogger(save_dir=folder, offline=True))
     remote = RemoteLM(connect("embedded").create_lora_training_client(model, rank=16, seed=0))

@@ -44,9 +44,9 @@ def main(model: str = "tiny", folder: Path | str = "runs/generation_eval", **opt
         GenerationEval(score, orders, name="ticket", sampling_params=greedy),
         SampleTable(orders[:1], sampling_params=greedy),
         ModelCheckpoint(folder, filename="best", monitor="ticket/fields", mode="max"),
-        EarlyStopping("ticket/fields", mode="max", patience=2),
+        EarlyStopping("ticket/fields", mode="max", patience=1),
     ]
-    trainer = pl.Trainer(strategy="tinker", max_epochs=4, callbacks=callbacks, logger=False, **options)
+    trainer = pl.Trainer(strategy="tinker", max_epochs=2, callbacks=callbacks, logger=False, **options)
     with SFT(model, rank=16, learning_rate=1e-3, base_url="embedded") as module:
         trainer.fit(module, ChatData(DATA / "orders_train.jsonl", batch_size=8))
     return {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -38,7 +38,7 @@ class Regularized(SFT):
 
 def main(model: str = "tiny") -> dict[str, float]:
     """Returns the metrics of the last step."""
-    trainer = pl.Trainer(strategy="tinker", max_epochs=2, log_every_n_steps=1, logger=False, enable_checkpointing=False)
+    trainer = pl.Trainer(strategy="tinker", max_epochs=1, log_every_n_steps=1, logger=False, enable_checkpointing=False)
     with Regularized(model, rank=16, learning_rate=1e-3, base_url="embedded") as module:
         trainer.fit(module, ChatData(ROWS, batch_size=4))
     return {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -36,7 +36,7 @@ def confident(
 
 def main(model: str = "tiny") -> dict[str, float]:
     """Returns the metrics of the last step."""
-    trainer = pl.Trainer(strategy="tinker", max_epochs=2, log_every_n_steps=1, logger=False, enable_checkpointing=False)
+    trainer = pl.Trainer(strategy="tinker", max_epochs=1, log_every_n_steps=1, logger=False, enable_checkpointing=False)
     with connect("embedded") as service:
 
         class Confident(RemoteModule):

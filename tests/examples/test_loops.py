@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-ROWS = [{"prompt": f"{i}?", "completion": f"It is {i}."} for i in range(14)]  # 7 batches: windows of 4 and of 3
+ROWS = [{"prompt": f"{i}?", "completion": f"It is {i}."} for i in range(10)]  # 5 batches: windows of 4 and of 1
 PROBE = [Datum.from_tokens(list(b"What is it? It is 3."))]
 STEPS = 2  # of an epoch
 

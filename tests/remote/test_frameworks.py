@@ -129,12 +129,13 @@ def test_clips_that_the_server_cannot_do_raise_and_cost_nothing(new: Callable[..
     for each in (setup, untouched):
         each.backward(each.loss() + 0 * local(torch.ones(1)).sum())
     remote = list(setup.remote.parameters())
-    for parameters, options, message in (
+    cases: list[tuple[Any, dict[str, Any], str]] = [
         ([*remote, *local.parameters()], {"max_norm": 1.0}, "over a remote model and local parameters"),
         ([*remote, *untouched.remote.parameters()], {"max_norm": 1.0}, "over several models"),
         (remote, {"max_norm": 1.0, "norm_type": 1.0}, "norm_type must be 2"),
         (remote, {"max_norm": 0.0}, "max_norm must be positive"),
-    ):
+    ]
+    for parameters, options, message in cases:
         with pytest.raises(InvalidInput, match=message):
             nn.utils.clip_grad_norm_(parameters, **options)
     for each in (setup, untouched):

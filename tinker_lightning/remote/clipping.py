@@ -28,7 +28,7 @@ class RemoteNorm(Tensor):
     """The result of `clip_grad_norm_` for a remote model: a number once the step was taken."""
 
     remote: Remote
-    clip: Clip
+    request: Clip
     numerator: float | None = None  # of max_norm / norm
     is_clamped = False
 
@@ -36,12 +36,12 @@ class RemoteNorm(Tensor):
     def of(cls, remote: Remote, clip: Clip) -> Self:
         """Creates the norm of a gradient that is on the server."""
         norm = torch.tensor(math.nan).as_subclass(cls)
-        norm.remote, norm.clip = remote, clip
+        norm.remote, norm.request = remote, clip
         return norm
 
     def term(self, numerator: float | None, *, is_clamped: bool = False) -> RemoteNorm:
         """Returns what `clip_grad_norm_` computes from the norm."""
-        term = RemoteNorm.of(self.remote, self.clip)
+        term = RemoteNorm.of(self.remote, self.request)
         term.numerator, term.is_clamped = numerator, is_clamped
         return term
 
@@ -52,7 +52,7 @@ class RemoteNorm(Tensor):
         kwargs = kwargs or {}
         name = name_of(func)
         norm = next(_norms((*args, *kwargs.values())))
-        if norm.clip.step is None:
+        if norm.request.step is None:
             if name == "stack" and len(args[0]) > 1:
                 raise InvalidInput(
                     "clip_grad_norm_: a norm over several models, or over a remote model and local parameters, is not "
@@ -71,7 +71,9 @@ class RemoteNorm(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
-        return "RemoteNorm(known after the step)" if self.clip.step is None else f"RemoteNorm({self.clip.value()})"
+        return (
+            "RemoteNorm(known after the step)" if self.request.step is None else f"RemoteNorm({self.request.value()})"
+        )
 
 
 def name_of(func: Any) -> str:
@@ -86,14 +88,14 @@ def norm_of(remote: Remote, order: Any) -> RemoteNorm:
         raise InvalidInput(
             f"clip_grad_norm_: the server clips by the Euclidean norm, so norm_type must be 2, got {order}"
         )
-    return RemoteNorm.of(Clip(remote, remote.received))
+    return RemoteNorm.of(remote, Clip(remote.received))
 
 
 def multiply(remote: Remote, factor: Any) -> bool:
     """Requests the clip that a factor stands for; returns whether it is one."""
     if not isinstance(factor, RemoteNorm) or not factor.is_clamped or factor.remote is not remote:
         return False
-    remote.request_clip(factor.clip, factor.numerator or 0.0)
+    remote.request_clip(factor.request, factor.numerator or 0.0)
     return True
 
 
@@ -145,7 +147,7 @@ def _norms(value: Any) -> Iterator[RemoteNorm]:
 
 def _numbers(value: Any) -> Any:
     if isinstance(value, RemoteNorm):
-        return torch.tensor(value.clip.value())
+        return torch.tensor(value.request.value())
     if isinstance(value, list | tuple):
         return type(value)(_numbers(each) for each in value)
     return {key: _numbers(each) for key, each in value.items()} if isinstance(value, dict) else value
