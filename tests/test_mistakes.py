@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
 from tinker_lightning import AdamParams, Datum, LossFnOutput, Regularizer, custom_loss, losses
 from tinker_lightning.client import ServiceClient, TrainingClient
 from tinker_lightning.client.retry_policy import RetryPolicy
+from tinker_lightning.data import ChatData, PreferenceData
 from tinker_lightning.errors import TinkerLightningError
+from tinker_lightning.recipes import DPO, SFT
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
@@ -65,6 +69,7 @@ def branches(model_outputs: Any, loss_fn_inputs: Any, attention_mask: Any) -> Lo
 
 
 HELD = torch.ones(3)
+EQUAL = '{"prompt": "2 + 2?", "chosen": "4.", "rejected": "4."}'
 
 
 def captures(model_outputs: Any, loss_fn_inputs: Any, attention_mask: Any) -> LossFnOutput:
@@ -117,6 +122,32 @@ def unread(stage: Stage) -> None:
         client.optim_step(AdamParams())
 
 
+def rows(stage: Stage, *lines: str, kind: Any = ChatData, **options: Any) -> None:
+    """Reads a file with these lines, after one that is good."""
+    good = '{"prompt": "2 + 2?", "completion": "4.", "chosen": "4.", "rejected": "5."}'
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "rows.jsonl")
+        file.write_text("\n".join([good, *lines]))
+        kind(file, tokenizer=stage.client.get_tokenizer(), **options).setup("fit")
+
+
+def closed(_: Stage) -> None:
+    module = SFT("tiny", base_url="embedded")
+    module.close()
+    module.datums(["a text"])
+
+
+def bare_list(stage: Stage) -> None:
+    trainer = pl.Trainer(strategy="tinker", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer.fit(SFT(stage.client), ["a text", "another"])
+
+
+def no_model(_: Stage) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TINKER_BASE_MODEL", raising=False)
+        SFT(base_url="embedded").datums(["a text"])
+
+
 MISTAKES: list[tuple[str, str, Callable[[Stage], object]]] = [
     ("R1.9", "a loss with one value per token", lambda s: s.custom(lambda _, p: (torch.cat(p), {}))),
     ("R1.9", "a loss that is a Python number", lambda s: s.custom(lambda _, p: (total(p).item(), {}))),
@@ -148,6 +179,18 @@ MISTAKES: list[tuple[str, str, Callable[[Stage], object]]] = [
     ("R4.5", "tokens and weights of different lengths", lambda _: Datum.from_tokens([1, 2, 3], [0.0, 1.0])),
     ("R4.5", "a per-token input of a different length", lambda _: Datum.from_targets([1, 2], [2, 3], advantages=[1.0])),
     ("R4.5", "a failed pass whose result nobody reads", unread),
+    ("R4.1", "a line of a data file that is not JSON", lambda s: rows(s, '{"messages": [')),
+    ("R4.1", "a message without a role", lambda s: rows(s, '{"messages": [{"content": "4."}]}')),
+    ("R4.1", "a misspelled role", lambda s: rows(s, '{"messages": [{"role": "asistant", "content": "4."}]}')),
+    ("R4.1", "a chat without an answer", lambda s: rows(s, '{"messages": [{"role": "user", "content": "2 + 2?"}]}')),
+    ("R4.1", "a row with other columns", lambda s: rows(s, '{"question": "2 + 2?", "answer": "4."}')),
+    ("R4.1", "a row that is too long", lambda s: rows(s, max_length=8)),
+    ("R4.3", "a pair whose answers are equal", lambda s: rows(s, EQUAL, kind=PreferenceData)),
+    ("R4.3", "a batch that is half a pair", lambda s: DPO(s.client).datums(DATA[:1])),
+    ("R5.3", "an empty dataset", lambda s: ChatData([], tokenizer=s.client.get_tokenizer()).setup("fit")),
+    ("R5.3", "a list in place of a loader", bare_list),
+    ("R5.3", "no model", no_model),
+    ("R5.3", "a module that was closed", closed),
 ]
 
 
@@ -168,6 +211,7 @@ def told(mistake: Callable[[Stage], object], stage: Stage) -> tuple[str, str]:
     with pytest.raises(TinkerLightningError) as raised:
         mistake(stage)
     text = str(raised.value)
+    text = re.sub(r"/\S*/(rows\.jsonl)", r"\1", text)
     text = re.sub(r"/\S*/(tests/\S+?\.py):\d+", r"\1:…", text)
     text = re.sub(r" \(forward_backward \d+ of \S+, request \S+\)$", "", text)
     return type(raised.value).__name__, " ".join(text.split())

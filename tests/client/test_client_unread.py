@@ -50,7 +50,8 @@ def test_a_failure_that_nobody_reads_is_raised_at_the_next_call(model: TrainingC
     error = caught.value
     assert future.exception() is error
     assert (error.operation, error.model_id, error.seq_id) == (operation, model.model_id, 1)
-    assert str(error).startswith(f"{operation} 1 of {model.model_id}")
+    assert str(error).startswith(f"{operation}: ")
+    assert f"({operation} 1 of {model.model_id}" in str(error)
     # A request that was rejected at once has no id.
     assert error.request_id in (f"{model.model_id}:1", None)
     assert error.request_id is None or f"request {error.request_id}" in str(error)
@@ -88,7 +89,7 @@ def test_samplers_raise_theirs(service: ServiceClient) -> None:
     for operation, ask in asked.items():
         future = ask()
         future.wait()
-        with pytest.raises(InvalidInput, match=f"{operation} [01] of {sampler.sampler_id}.*99999") as caught:
+        with pytest.raises(InvalidInput, match=f"99999.*{operation} [01] of {sampler.sampler_id}") as caught:
             sampler.sample(ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1))
         assert (caught.value.operation, caught.value.model_id) == (operation, sampler.sampler_id)
         assert caught.value.seq_id == ("sample", "compute_logprobs").index(operation)
