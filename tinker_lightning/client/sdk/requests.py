@@ -70,7 +70,8 @@ class Calls:
         where = operation if self._model_id is None else f"{operation} of {self._model_id}"
         if request_id is not None:
             where += f", request {request_id}"
-        ours = _kind(error)(f"{where}: {error or type(error).__name__}")
+        which = f" ({where})" if where != operation else ""
+        ours = _kind(error)(f"{operation}: {error or type(error).__name__}{which}")
         ours.operation, ours.model_id, ours.request_id = operation, self._model_id, request_id
         ours.__cause__ = error
         return ours
