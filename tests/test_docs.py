@@ -14,9 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Those that train a model which speaks have tests of their own, on one that does not.
-EXAMPLES = sorted(
-    set((ROOT / "examples").glob("*.py")) - {ROOT / "examples" / f"{name}.py" for name in ("dpo", "quickstart", "sft")}
-)
+OWN_TESTS = ("distill", "dpo", "grpo", "judge", "multi_turn", "quickstart", "sft")
+EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - {ROOT / "examples" / f"{name}.py" for name in OWN_TESTS})
 
 
 def code_blocks(page: Path) -> str:

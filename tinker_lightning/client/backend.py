@@ -103,8 +103,8 @@ class TrainingBackend(Protocol):
     def create_sampling_client(self, model_path: str) -> Any:
         """Returns a client that samples from saved weights."""
 
-    def create_base_sampling_client(self) -> Any:
-        """Returns a client that samples from the base model."""
+    def create_base_sampling_client(self, base_model: str | None = None) -> Any:
+        """Returns a client that samples from a base model; by default that of the trained one."""
 
     def record(self, recording: Recording | None) -> None:
         """Adds all operations of this client's session to a recording; None stops that."""

@@ -177,9 +177,9 @@ class TrainingClient(BaseTrainingClient):
 
     create_sampling_client_async = in_thread(create_sampling_client)
 
-    def create_base_sampling_client(self) -> SamplingClient:
-        """Returns a client that samples from the base model."""
-        return SamplingClient.create(self._channel, None, self.get_info().model_data.model_name)
+    def create_base_sampling_client(self, base_model: str | None = None) -> SamplingClient:
+        """Returns a client that samples from a base model; by default that of the trained one."""
+        return SamplingClient.create(self._channel, None, base_model or self.get_info().model_data.model_name)
 
     def max_context_length(self) -> int | None:
         """Returns the maximum number of tokens of an input; None if the server does not report it."""

@@ -109,6 +109,18 @@ def check_source(source: Any, part: str) -> None:
         )
 
 
+def read_rows(source: Any, part: str) -> list[Any]:
+    """Returns the rows of a file or dataset as they are; errors name the file and the line."""
+    check_source(source, part)
+    rows = []
+    for where, row in rows_of(source):
+        try:
+            rows.append(_parsed(row) if isinstance(row, Line) else row)
+        except InvalidDatum as error:
+            raise InvalidDatum(f"{where}: {error}") from error
+    return rows
+
+
 class Rows(Dataset[Any]):
     """Converts rows by index, for loaders with worker processes."""
 

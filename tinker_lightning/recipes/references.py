@@ -85,10 +85,10 @@ class References:
     def _by_key(self, data: Sequence[Any]) -> dict[bytes, NDArray[np.int64]]:
         """Returns the tokens of datums without a reference, by the key of their content."""
         missing = [to_datum(datum) for datum in data if NAME not in datum.loss_fn_inputs]
-        return {self._key(datum): _tokens(datum) for datum in missing}
+        return {self._key(datum): sequence_of(datum) for datum in missing}
 
     def _key(self, datum: Any) -> bytes:
-        return hashlib.sha256(self.open()[0].encode() + b"\0" + _tokens(to_datum(datum)).tobytes()).digest()
+        return hashlib.sha256(self.open()[0].encode() + b"\0" + sequence_of(to_datum(datum)).tobytes()).digest()
 
     def _read(self, keys: set[bytes]) -> None:
         if self._cache is None or not keys:
@@ -112,7 +112,7 @@ class References:
         return database
 
 
-def _tokens(datum: Datum) -> NDArray[np.int64]:
+def sequence_of(datum: Datum) -> NDArray[np.int64]:
     """Returns the whole sequence of a datum: its input and the last target."""
     inputs = np.array(datum.model_input.to_ints(), np.int64)
     targets = datum.loss_fn_inputs["target_tokens"].to_numpy()

@@ -74,6 +74,7 @@ def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
             "stop_reason": turn.completion.stop_reason,
             "text": turn.completion.text,
             "version": turn.completion.version,
+            "trained": turn.trained,
         }
         for turn in trajectory.turns
     ]
@@ -97,6 +98,7 @@ def _trajectory(state: dict[str, Any]) -> Trajectory:
                 turn["text"],
                 turn["version"],
             ),
+            turn["trained"],
         )
         for turn in state["turns"]
     ]

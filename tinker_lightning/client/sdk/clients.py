@@ -130,9 +130,9 @@ class OfficialTrainingClient(BaseTrainingClient):
         create = self.client.create_sampling_client
         return OfficialSamplingClient(self._calls.translated("create_sampling_client", lambda: create(model_path)))
 
-    def create_base_sampling_client(self) -> OfficialSamplingClient:
-        """Returns a client that samples from the base model."""
-        name = self.get_info().model_data.model_name
+    def create_base_sampling_client(self, base_model: str | None = None) -> OfficialSamplingClient:
+        """Returns a client that samples from a base model; by default that of the trained one."""
+        name = base_model or self.get_info().model_data.model_name
 
         def create() -> Any:
             return tinker.SamplingClient.create(self.client.holder, base_model=name).result()

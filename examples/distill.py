@@ -1,0 +1,55 @@
+"""Distils a fine-tuned SmolLM2-135M into a new adapter, on what the student itself writes.
+
+The teacher learns to write orders as JSON by supervised fine-tuning, as in `sft.py`. The student sees prompts only: it
+answers them, and the teacher's log-probabilities of its tokens are its reward. Run it with
+`python examples/distill.py [FOLDER]`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import CSVLogger
+
+from tinker_lightning import connect
+from tinker_lightning.data import ChatData, RolloutData
+from tinker_lightning.recipes import SFT, Distill
+from tinker_lightning.rl.rewards import no_reward
+
+DATA = Path(__file__).parent / "data"
+
+
+def main(
+    folder: Path | str = "runs/distill",
+    model: str = "smollm2-135m",
+    *,
+    steps: int = 20,
+    learning_rate: float = 5e-4,
+    **settings: Any,
+) -> Path:
+    """Returns the folder with the metrics, among them `policy/kl_teacher` of each step."""
+    pl.seed_everything(0)
+    prompts = [json.loads(line)["messages"][:-1] for line in (DATA / "orders_train.jsonl").read_text().splitlines()]
+    with connect("embedded") as service:
+        teacher = service.create_lora_training_client(model, rank=8)
+        lessons = ChatData(DATA / "orders_train.jsonl", batch_size=8)
+        pl.Trainer(strategy="tinker", max_steps=8, logger=False, enable_checkpointing=False).fit(
+            SFT(teacher, learning_rate=learning_rate), lessons
+        )
+        path = teacher.save_weights_for_sampler("teacher").result().path
+
+        student = service.create_lora_training_client(model, rank=8)
+        data = RolloutData(
+            prompts, rewards=no_reward, **{"batch_size": 8, "group_size": 2, "max_tokens": 24, **settings}
+        )
+        trainer = pl.Trainer(strategy="tinker", max_steps=steps, logger=CSVLogger(folder, name=""), log_every_n_steps=1)
+        trainer.fit(Distill(student, teacher=path, learning_rate=learning_rate), data)
+    return Path(trainer.log_dir or folder)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

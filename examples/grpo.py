@@ -1,0 +1,50 @@
+"""Teaches SmolLM2-135M by rewards to read a number off a sentence: GRPO on a task that one line verifies.
+
+"Ivy has 3 keys and 7 hats. Number of hats:" is answered rightly by a 7 and nothing else, so no constant answer helps.
+The names of the 16 held-out prompts are not among the 128 to train on. Run it with `tox -e grpo`, or
+`python examples/grpo.py [FOLDER]`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import CSVLogger
+
+from tinker_lightning.data import RolloutData
+from tinker_lightning.recipes import GRPO
+
+DATA = Path(__file__).parent / "data"
+
+
+def right(_: str, completion: str, answer: str) -> float:
+    """1 if the answer starts with the right number."""
+    found = re.match(r"\s*(\d+)", completion)
+    return float(found is not None and found[1] == answer)
+
+
+def digits(_: str, completion: str) -> float:
+    """The share of digits, a hint of what is asked for. The configuration in `configs/grpo.yaml` adds it."""
+    return sum(each.isdigit() for each in completion) / max(1, len(completion.strip()))
+
+
+def main(
+    folder: Path | str = "runs/grpo", model: str = "smollm2-135m", *, rewards: Any = right, steps: int = 30
+) -> Any:
+    """Returns the rewards of the held-out prompts before and after."""
+    pl.seed_everything(0)
+    train, held_out = (DATA / f"numbers_{part}.jsonl" for part in ("train", "validation"))
+    data = RolloutData(train, held_out, rewards=rewards, batch_size=8, group_size=8, max_tokens=3, as_text=True)
+    trainer = pl.Trainer(strategy="tinker", max_steps=steps, logger=CSVLogger(folder, name=""), log_every_n_steps=1)
+    with GRPO(model, rank=8, learning_rate=3e-4, base_url="embedded") as module:
+        before = trainer.validate(module, data)
+        trainer.fit(module, data)
+        return *before, *trainer.validate(module, data)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

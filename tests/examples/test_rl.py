@@ -1,0 +1,85 @@
+"""The examples of reinforcement learning and distillation run from end to end, on `tiny` in seconds."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from examples import distill, grpo, judge, multi_turn
+from tests.helpers.trainers import SMALL
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = SMALL
+
+
+def column(folder: Path, name: str) -> list[float]:
+    (file,) = folder.rglob("metrics.csv")
+    with file.open() as opened:
+        return [float(row[name]) for row in csv.DictReader(opened) if row.get(name)]
+
+
+def test_grpo(tmp_path: Path) -> None:  # R5.9
+    before, after = grpo.main(tmp_path, "tiny", rewards=[grpo.right, grpo.digits], steps=3)
+    for scores in (before, after):
+        assert 0 <= scores["val_reward"] <= 2
+        assert 0 <= scores["val_reward/right"] <= 1
+    rewards = column(tmp_path, "reward/digits")
+    assert len(rewards) == 3
+    assert column(tmp_path, "train_loss")
+
+
+def test_the_right_answers_differ_and_none_that_is_held_out_is_in_the_lessons() -> None:
+    parts = {}
+    for part in ("train", "validation"):
+        lines = (grpo.DATA / f"numbers_{part}.jsonl").read_text().splitlines()
+        rows = parts[part] = [json.loads(line) for line in lines]
+        answers = [row["answer"] for row in rows]
+        assert max(answers.count(answer) for answer in answers) <= len(answers) / 4
+        for row in rows:
+            assert grpo.right(row["prompt"], f" {row['answer']}.", row["answer"]) == 1
+            assert grpo.right(row["prompt"], f" {row['answer']}1", row["answer"]) == 0
+    names = [{row["prompt"].split()[0] for row in rows} for rows in parts.values()]
+    assert not names[0] & names[1]
+
+
+def test_multi_turn(tmp_path: Path) -> None:  # R5.9
+    before, after = multi_turn.main(tmp_path, "tiny", steps=1, group_size=2, batch_size=9)
+    for scores in (before, after):
+        assert 0 <= scores["val_reward"] <= 1
+    assert len(column(tmp_path, "reward")) == 1
+
+
+def test_judge(tmp_path: Path) -> None:  # R5.9
+    before, after = judge.main(tmp_path, "tiny", steps=2, group_size=2, max_tokens=4)
+    for scores in (before, after):
+        assert 0 < scores["val_reward/polite"] < 1
+
+
+def test_distill(tmp_path: Path) -> None:  # R5.9
+    distill.main(tmp_path, "tiny", steps=2, learning_rate=2e-2, group_size=2, max_tokens=6)
+    divergence = column(tmp_path, "policy/kl_teacher")
+    assert len(divergence) == 2
+    assert min(divergence) > 0.1  # the student starts as the base model, which the teacher is no longer
+
+
+@pytest.mark.soak
+def test_a_real_model_doubles_its_reward_on_prompts_it_has_not_seen(tmp_path: Path) -> None:  # R5.9
+    before, after = grpo.main(tmp_path)
+    assert 0.1 <= before["val_reward"] <= 0.4
+    assert after["val_reward"] >= 2 * before["val_reward"]
+
+
+def test_the_script_is_short() -> None:
+    tree = ast.parse((grpo.DATA.parent / "grpo.py").read_text())
+    lines: set[int] = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            for each in node.body[1:]:
+                lines |= set(range(each.lineno, (each.end_lineno or 0) + 1))
+    assert len(lines) <= 15

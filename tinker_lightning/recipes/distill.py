@@ -1,0 +1,163 @@
+"""Distillation: a student learns the probabilities of a teacher."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tinker_lightning.client.sdk.inputs import to_datum
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.lightning.module import RemoteModule
+from tinker_lightning.recipes.references import NAME
+from tinker_lightning.recipes.rollout_module import RolloutModule
+from tinker_lightning.recipes.teachers import Teacher
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+    from torch import Tensor
+
+    from tinker_lightning.recipes.trained_group import TrainedGroup
+    from tinker_lightning.rl.groups import Group
+    from tinker_lightning.types import Datum
+
+
+class Distill(RolloutModule):
+    """Trains a student to give tokens the probabilities that a teacher gives them.
+
+    **On-policy**, the default: takes batches of a `RolloutLoader`. The student samples, and each of its tokens is
+    rewarded by how much more likely the teacher finds it, so that the reverse divergence `KL(student ‖ teacher)`
+    falls (Agarwal et al. 2023, arXiv:2306.13649). Rewards of the loader are logged, not trained.
+
+    **Off-policy**, with `top_k`: takes batches of `ChatData`, and loaders of texts, chats, dicts or datums. At each
+    weighted position the student learns the teacher's `top_k` most likely tokens, by targets of shape `[T, K]`.
+
+    The teacher's log-probabilities of a batch are requested together.
+
+    Logs `policy/kl_teacher`, the divergence per sampled token, on-policy; `train_loss` and `nll` off-policy.
+
+    Args:
+        model: The student: the name of a base model (default: `TINKER_BASE_MODEL`), or a training client of any SDK.
+        teacher: The teacher: the name of a base model, the `tinker://` path of saved sampler weights, or a sampling
+            client. It must have the student's vocabulary.
+        teacher_url: The URL of the teacher's server; by default the student's.
+        teacher_api_key: The API key of the teacher's server.
+        top_k: How many of the teacher's most likely tokens are targets off-policy; None for on-policy.
+        loss: The loss, by default `importance_sampling` on-policy, and off-policy `cross_entropy`, in which targets
+            have the teacher's probabilities as weights. A function such as `losses.topk_distillation` gets
+            `teacher_logprobs` off-policy, and weights without probabilities.
+        kl_coefficient: The factor of the reward of each token, on-policy.
+        **settings: The other arguments of `RemoteModule`: `rank`, `learning_rate`, `base_url` and others.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        teacher: Any,
+        teacher_url: str | None = None,
+        teacher_api_key: str | None = None,
+        top_k: int | None = None,
+        loss: Any = None,
+        loss_config: Mapping[str, float | str] | None = None,
+        kl_coefficient: float = 1.0,
+        **settings: Any,
+    ) -> None:
+        if top_k is not None and top_k < 1:
+            raise InvalidInput(f"top_k must be at least 1, or None for on-policy distillation, got {top_k}")
+        if not kl_coefficient > 0:
+            raise InvalidInput(f"kl_coefficient must be positive, got {kl_coefficient}")
+        default = "importance_sampling" if top_k is None else "cross_entropy"
+        super().__init__(model, loss=default if loss is None else loss, loss_config=loss_config, **settings)
+        if top_k is not None:
+            self.reduction = "mean"  # type: ignore[assignment]  # "sum" is for rollouts
+        self.top_k = top_k
+        self.kl_coefficient = kl_coefficient
+        self._teacher = Teacher(self.lm, lambda: self.tokenizer, teacher, teacher_url, teacher_api_key)
+
+    def on_fit_start(self) -> None:
+        """Opens the teacher before the first step."""
+        super().on_fit_start()
+        self._teacher.open()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        """Trains on the groups of a `RolloutLoader`, or with `top_k` on datums."""
+        if self.top_k is None:
+            return super().training_step(batch, batch_idx)
+        return RemoteModule.training_step(self, batch, batch_idx)
+
+    # On-policy.
+
+    def advantages(self, group: Group) -> Sequence[float]:
+        """Returns 1 for each episode: all of them are trained, whatever their reward."""
+        return [1.0] * len(group.trajectories)
+
+    def request(self, group: Group, data: list[Datum]) -> None:
+        """Requests the teacher's log-probabilities."""
+        del group
+        self._teacher.request(data)
+
+    def with_inputs(self, trained: TrainedGroup) -> list[Datum]:
+        """Returns the datums with `reference_logprobs`, those of the teacher, and the advantages they give."""
+        data = []
+        for datum in self._teacher.add_to(trained.data):
+            inputs = {name: tensor.to_numpy() for name, tensor in datum.loss_fn_inputs.items()}
+            gap = np.where(inputs["mask"] != 0, inputs[NAME] - inputs["logprobs"], 0.0)
+            data.append(datum.with_inputs(advantages=self.kl_coefficient * gap))
+        return data
+
+    def group_loss(
+        self, trained: TrainedGroup, data: list[Datum], logprobs: list[Tensor]
+    ) -> tuple[Tensor, Mapping[str, Any]]:
+        """Returns the loss of a group, with `policy/kl_teacher` among its metrics."""
+        loss, metrics = super().group_loss(trained, data, logprobs)
+        gaps = [
+            torch.where(_of(datum, "mask") != 0, p.detach() - _of(datum, NAME), 0.0).sum()
+            for datum, p in zip(data, logprobs, strict=True)
+        ]
+        return loss, {**metrics, "policy/kl_teacher": torch.stack(gaps).sum() / trained.tokens}
+
+    # Off-policy.
+
+    def datums(self, batch: Any) -> list[Any]:
+        """Returns the datums of a batch; with `top_k`, their targets are the teacher's most likely tokens."""
+        data = super().datums(batch)
+        if self.top_k is None:
+            return data
+        given = [to_datum(datum) for datum in data]
+        return [
+            self._targets(datum, *top)
+            for datum, top in zip(given, self._teacher.top_targets(given, self.top_k), strict=True)
+        ]
+
+    def _targets(self, datum: Datum, tokens_TK: Any, logprobs_TK: Any) -> Datum:
+        weights = datum.loss_fn_inputs.get("weights")
+        weights_T = np.ones(len(tokens_TK), np.float32) if weights is None else weights.to_numpy()
+        inputs = {"target_tokens": tokens_TK, "weights": np.repeat(weights_T[:, None], tokens_TK.shape[1], 1)}
+        loss: Any = self.loss
+        if loss == "cross_entropy":
+            probabilities = np.exp(logprobs_TK)
+            inputs["weights"] *= probabilities / probabilities.sum(-1, keepdims=True)
+            return datum.with_only_inputs(inputs)
+        return datum.with_only_inputs({**inputs, "teacher_logprobs": logprobs_TK})
+
+    # The session with the teacher's server ends with the module.
+
+    def close(self) -> None:
+        """Ends the sessions with the servers, if this module has opened them."""
+        self._teacher.close()
+        super().close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._teacher.close()
+        super().__exit__(kind, error, traceback)
+
+
+def _of(datum: Datum, name: str) -> Tensor:
+    tensor: Tensor = datum.loss_fn_inputs[name].to_torch()
+    return tensor
