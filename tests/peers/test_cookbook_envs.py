@@ -11,19 +11,28 @@ import pytest
 from tinker_cookbook import renderers
 from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticDataset
 from tinker_cookbook.recipes.multiplayer_rl.guess_number.env import GuessNumberDataset, GuessNumberEnvGroupBuilder
-from tinker_cookbook.rl.data_processing import trajectory_to_data
+from tinker_cookbook.rl.data_processing import assemble_training_data, compute_advantages, trajectory_to_data
+from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import register_tokenizer, unregister_tokenizer
 
-from tinker_lightning import SamplingParams
+from tests.helpers.reference import gathered
+from tests.helpers.trainers import SMALL, quiet
+from tinker_lightning import Datum, SamplingParams
 from tinker_lightning.client.sdk.inputs import to_datum
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.rl import SamplerPolicy
+from tinker_lightning.recipes import GRPO
+from tinker_lightning.rl import RolloutLoader, SamplerPolicy
 from tinker_lightning.rl.cookbook import CookbookEnvironment, environments
+from tinker_lightning.server import EmbeddedTrainer
+from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tinker_lightning.client import ServiceClient
+
+pytestmark = SMALL
 
 SHORT = SamplingParams(max_tokens=6)
 
@@ -92,3 +101,32 @@ def test_the_number_of_environments_must_be_the_group_size(policies: list[Sample
     with pytest.raises(InvalidInput, match="Recorded makes 3 environments, but group_size of the RolloutLoader is 2"):
         asyncio.run(CookbookEnvironment(builder).group(policies))
     assert builder.cleaned == [True]
+
+
+def test_the_gradient_of_a_step_is_that_of_the_cookbook(tmp_path: Path) -> None:  # R4.3, R5.9
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
+    with embedded_service(trainer) as service:
+        ours, theirs = (service.create_lora_training_client("tiny", rank=4, seed=1) for _ in range(2))
+        module = GRPO(ours, scale_rewards=False, normalize="sum", learning_rate=1e-2)
+        builders = [Recorded(answer, renderers.get_renderer("role_colon", module.tokenizer), 3) for answer in (3, 7)]
+        differences: list[float] = []
+        step = ours.optim_step
+
+        def compared(params: Any = None) -> Any:
+            ours.forward([Datum.from_tokens([1, 2])], "cross_entropy").result()  # behind what was sent before
+            groups = [TrajectoryGroup(each.episodes, [0.0, 1.0, 2.0], [{}] * 3) for each in builders]
+            data, _ = assemble_training_data(groups, compute_advantages(groups))
+            names = ("target_tokens", "logprobs", "advantages")
+            data = [to_datum(each) for each in data]
+            data = [each.with_only_inputs({name: each.loss_fn_inputs[name] for name in names}) for each in data]
+            theirs.forward_backward(data, "importance_sampling").result()
+            mine, its = (gathered(trainer, client.model_id) for client in (ours, theirs))
+            differences.append(((mine - its).norm() / its.norm()).item())
+            return step(params)
+
+        ours.optim_step = compared  # type: ignore[method-assign, assignment]
+        loader = RolloutLoader(environments(builders, SHORT), group_size=3, batch_size=2, shuffle=False)
+        quiet(max_steps=1).fit(module, loader)
+    trainer.close()
+    assert len(differences) == 1
+    assert differences[0] < 1e-5
