@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import uvicorn
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.app import create_app
+from tinker_lightning.server.connections import BACKLOG, QUEUE, Connections, OncePerMinute, most_connections
 from tinker_lightning.server.core.trainer import EmbeddedTrainer
 from tinker_lightning.server.http import LocalHost, is_loopback
 
@@ -67,11 +69,16 @@ def serve(
         for name in models:
             trainer.catalog.get(name)
         trainer.charge_process()
+        connections = Connections(most_connections())
+        logging.getLogger("uvicorn.error").addFilter(OncePerMinute())
         config = uvicorn.Config(
             app if api_key else LocalHost(app),
             log_config=None,
             access_log=False,
             lifespan="off",
+            http=connections.protocol(),
+            ws="none",
+            backlog=BACKLOG,
             timeout_graceful_shutdown=_GRACE,
         )
         try:
@@ -89,6 +96,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(QUEUE)
         if self.started:
             address = self.servers[0].sockets[0].getsockname()
             host = f"[{address[0]}]" if ":" in address[0] else address[0]

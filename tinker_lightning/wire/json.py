@@ -15,6 +15,7 @@ import types
 import typing
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import numpy as np
 import orjson
 
 from tinker_lightning.errors import InvalidInput, InvalidMessage
@@ -31,13 +32,15 @@ from tinker_lightning.types.requests import ForwardBackwardRequest
 from tinker_lightning.types.tensor import TensorData
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
 
 T = TypeVar("T")
 
 # The key that identifies each type of chunk without tokens.
 _BINARY_CHUNKS: dict[str, type] = {"dmel": DmelChunk, "location": ImageAssetPointerChunk, "data": ImageChunk}
 
+# The number of values that are encoded at a time.
+_PIECE = 4096
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_NON_STR_KEYS
 
 
@@ -46,6 +49,44 @@ def dumps(message: Any, *, without: Collection[str] = ()) -> bytes:
     if without:
         message = {name: value for name, value in _encode(message).items() if name not in without}
     return orjson.dumps(message, default=_encode, option=_OPTIONS)
+
+
+def pieces(message: Any) -> Iterator[bytes]:
+    """Yields what `dumps` returns in small pieces: a single call would block all other threads until it is done."""
+    if isinstance(message, dict) or not isinstance(message, list | np.ndarray | str | int | float | None):
+        encoded = message if isinstance(message, dict) else _encode(message)
+        if not isinstance(encoded, dict):
+            yield dumps(encoded)
+            return
+        before = b"{"
+        for name, value in encoded.items():
+            yield before + dumps(name) + b":"
+            yield from pieces(value)
+            before = b","
+        yield b"{}" if before == b"{" else b"}"
+    elif isinstance(message, list) and message and dataclasses.is_dataclass(message[0]) | isinstance(message[0], dict):
+        before = b"["
+        for entry in message:
+            yield before
+            yield from pieces(entry)
+            before = b","
+        yield b"]"
+    elif isinstance(message, list | np.ndarray) and len(message) > _PIECE:
+        before = b"["
+        for start in range(0, len(message), _PIECE):
+            yield before + dumps(message[start : start + _PIECE])[1:-1]
+            before = b","
+        yield b"]"
+    else:
+        yield dumps(message)
+
+
+def parsed_bytes(body: bytes) -> int:
+    """Estimates the most memory that a parsed body takes: some bytes of JSON become large Python objects."""
+    values = body.count(b",") + body.count(b":") + 1
+    containers = body.count(b"[") + body.count(b"{")
+    strings = 0 if b'"' not in body else body.count(b'"') // 2
+    return 2 * len(body) + 48 * values + 80 * containers + 60 * strings
 
 
 def loads(body: bytes) -> dict[str, Any]:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 _DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
 _MAX_DATUMS = 1 << 20
+_MAX_BATCH = 1 << 16
+# The first bytes of messages inside of messages, in the fields 1 to 8.
+_SUBMESSAGES = tuple(bytes([number << 3 | 2]) for number in range(1, 9))
 _INT32: np.dtype[Any] = np.dtype("<i4")
 _INT64: np.dtype[Any] = np.dtype("<i8")
 _FLOAT32: np.dtype[Any] = np.dtype("<f4")
@@ -61,6 +64,10 @@ def encode_forward_backward(request: ForwardBackwardRequest) -> bytes:
 def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
     """Parses a pass; raises `InvalidMessage` with the datum and field if it is invalid."""
     message = _parse(pb.ForwardBackwardRequest(), body)
+    if len(message.data) > _MAX_BATCH:
+        raise InvalidMessage(
+            f"data: {len(message.data)} datums; a request takes at most {_MAX_BATCH}. Split the batch."
+        )
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
@@ -89,6 +96,11 @@ def number_of(body: bytes) -> tuple[str, int]:
     except InvalidMessage:
         return "", 0
     return message.model_id, message.seq_id
+
+
+def parsed_bytes(body: bytes) -> int:
+    """Estimates the most memory that a parsed body takes: an empty message of two bytes becomes an object."""
+    return 3 * len(body) + 100 * sum(body.count(tag) for tag in _SUBMESSAGES)
 
 
 def encode_output(output: ForwardBackwardOutput) -> bytes:

@@ -14,7 +14,7 @@ from tests.helpers.graph_programs import X, call, method, program, run
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.lossgraph.graphs import functions
 from tinker_lightning.lossgraph.graphs.graph import Node, Ref
-from tinker_lightning.lossgraph.graphs.limits import Limits
+from tinker_lightning.lossgraph.graphs.limits import Limits, Use
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_a_run_has_a_deadline() -> None:
     with pytest.raises(InvalidLoss, match="checking the loss took -1 s and was stopped"):
         program(method("sum", X))([torch.zeros(3)], slow)
     ready = program(method("sum", X))
-    ready._plans[(slow, (torch.Size([3]), torch.float32))] = 1
+    ready._plans[(slow, (torch.Size([3]), torch.float32))] = 1, Use()
     with pytest.raises(InvalidLoss, match="has run for -1 s and was stopped"):
         ready([torch.zeros(3)], slow)
 

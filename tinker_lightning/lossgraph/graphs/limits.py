@@ -30,13 +30,45 @@ class Limits:
     deadline: float = field(default=math.inf, compare=False)  # as in `time.monotonic`, in addition to `seconds`
 
 
-class Meter:
-    """Counts elements and bytes, and raises when they exceed the limits."""
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What calls have used: elements read and written, bytes of new values, and those of the largest value."""
 
-    def __init__(self, limits: Limits) -> None:
+    total: int = 0
+    kept: int = 0
+    largest: int = 0
+
+    @property
+    def memory(self) -> int:
+        """The memory of a run at its peak: all values, and in a backward the gradients of a call."""
+        return self.kept + 3 * self.largest
+
+
+class Meter:
+    """Counts elements and bytes, and raises when they exceed the limits.
+
+    Args:
+        limits: The limits.
+        used: What earlier calls of the same run have used.
+        reserve: Takes memory before values are created.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        used: Use = Use(),
+        reserve: Callable[[int], None] | None = None,  # immutable
+    ) -> None:
         self._limits = limits
-        self._total = 0
-        self._kept = 0
+        self._total, self._kept, self._largest = used.total, used.kept, used.largest
+        self._reserve = reserve
+        if reserve is not None:
+            reserve(used.memory)
+
+    @property
+    def used(self) -> Use:
+        """What has been counted up to now."""
+        return Use(self._total, self._kept, self._largest)
 
     def size(self, value: Any) -> None:
         """Raises if a value is too large, or of a kind that a graph cannot hold."""
@@ -69,6 +101,9 @@ class Meter:
                 f"{self._limits.memory / 2**30:.3g} GiB are allowed. Use a smaller batch, or fewer operations on large "
                 "tensors."
             )
+        self._largest = max(self._largest, size)
+        if self._reserve is not None:
+            self._reserve(self.used.memory)
 
     def add(self, work: int) -> None:
         """Counts the elements that a call reads, computes and writes."""

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tinker_lightning.errors import InvalidLoss
+from tinker_lightning.errors import InvalidLoss, MemoryLimitExceeded
 from tinker_lightning.lossgraph.graphs.functions import find
 from tinker_lightning.lossgraph.graphs.guards import MAX_PIECES, check_device, is_mask
 from tinker_lightning.lossgraph.graphs.json import Node, Ref, leaves, mapped, refs
-from tinker_lightning.lossgraph.graphs.limits import Limits, Meter
+from tinker_lightning.lossgraph.graphs.limits import Limits, Meter, Use
 from tinker_lightning.lossgraph.graphs.work import broadcast
 
 if TYPE_CHECKING:
@@ -42,16 +42,16 @@ class Program:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._functions = [find(node.op, node.target) for node in graph.calls]
-        self._plans: OrderedDict[Any, int] = OrderedDict()
+        self._plans: OrderedDict[Any, tuple[int, Use]] = OrderedDict()
         self._last_use = _last_uses(graph)
 
     def __call__(self, values: Sequence[Any], limits: Limits = DEFAULT_LIMITS) -> Any:
         """Returns the result of the graph; raises `InvalidLoss` with the node that fails or exceeds the limits."""
-        checked = self.check(values, limits)
+        checked, used = self._plan(values, limits)
         devices = {value.device for value in values if isinstance(value, Tensor)}
         device = devices.pop() if devices else torch.device("cpu")
         environment: list[Any] = [*values, *(None for _ in self.graph.calls)]
-        meter = Meter(limits)
+        meter = Meter(limits, used, limits.reserve)
         for i, node, function in self._calls("the loss has run for", limits):
             with _error_at_node(node):
                 if i >= checked:
@@ -66,6 +66,10 @@ class Program:
 
     def check(self, values: Sequence[Any], limits: Limits = DEFAULT_LIMITS) -> int:
         """Runs the graph on shapes, up to the first result of unknown size; returns the number of calls checked."""
+        return self._plan(values, limits)[0]
+
+    def _plan(self, values: Sequence[Any], limits: Limits) -> tuple[int, Use]:
+        """Returns the number of calls that were checked, and what they use."""
         key = (limits, *(_signature(value) for value in values))
         if key in self._plans:
             self._plans.move_to_end(key)
@@ -75,7 +79,7 @@ class Program:
         for target, value in zip(self.graph.inputs, values, strict=True):
             with _error_at_node(Node("placeholder", target, target)):
                 meter.size(value)
-        checked = 0
+        checked, used = 0, meter.used
         for i, node, function in self._calls("checking the loss took", limits):
             with _error_at_node(node):
                 _count_parts(node, environment, meter)
@@ -83,11 +87,11 @@ class Program:
                 if _check_dynamic(node, function, args, kwargs, meter):
                     break
                 environment[len(values) + i] = _attempt(function, args, kwargs, meter)
-            checked += 1
-        self._plans[key] = checked
+            checked, used = checked + 1, meter.used
+        self._plans[key] = checked, used
         if len(self._plans) > _KEPT_PLANS:
             self._plans.popitem(last=False)
-        return checked
+        return checked, used
 
     def _calls(self, doing: str, limits: Limits) -> Iterator[tuple[int, Node, Function]]:
         deadline = min(limits.deadline, time.monotonic() + limits.seconds)
@@ -140,6 +144,8 @@ def _error_at_node(node: Node) -> Iterator[None]:
     """Converts exceptions to `InvalidLoss` with the name of the node."""
     try:
         yield
+    except MemoryLimitExceeded:
+        raise
     except InvalidLoss as error:
         raise InvalidLoss(f"node {node.name!r}: {error}") from error
     except NotImplementedError as error:
@@ -184,11 +190,14 @@ def _fill(value: Any, environment: list[Any], device: torch.device | None = None
 
 
 def _shape_of(value: Any) -> Any:
-    """Returns a value with tensors on the meta device, which have no memory."""
+    """Returns a value with tensors on the meta device, which have no memory.
+
+    Strides are kept: `contiguous` copies an expanded tensor, but not one that has all of its elements.
+    """
 
     def shape(part: Any) -> Any:
         if isinstance(part, Tensor):
-            return torch.empty(part.shape, dtype=part.dtype, device=_META)
+            return torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=_META)
         return _META if isinstance(part, torch.device) else part
 
     return mapped(value, shape)

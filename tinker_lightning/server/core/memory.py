@@ -32,8 +32,9 @@ Pool: TypeAlias = Literal["models", "weights", "messages", "work"]
 
 # The share of the machine's memory that a trainer takes by default: the rest is for other programs and for files.
 DEFAULT_SHARE = 0.6
-# The parts of the limit for weights, and for messages; and of the latter for one owner.
-_WEIGHTS, _MESSAGES, _OWNER = 1 / 4, 1 / 4, 1 / 3
+# The parts of the limit for weights, and for messages; and of the latter for one owner, and for bodies, whose owner is
+# not known before they are parsed.
+_WEIGHTS, _MESSAGES, _OWNER, _NO_OWNER = 1 / 4, 1 / 4, 1 / 3, 1 / 2
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -94,6 +95,7 @@ class MemoryBudget:
         *,
         owner: str | None = None,
         evict: Callable[[], object] | None = None,
+        expendable: bool = False,
         fix: str = "",
     ) -> Charge:
         """Takes memory before it is used; raises `MemoryLimitExceeded` if it does not fit.
@@ -104,9 +106,11 @@ class MemoryBudget:
             pool: The kind of use.
             owner: The session whose message it is. Those of one session take at most a part of the messages' memory.
             evict: Frees the memory when something else needs it. The charge is released before this is called.
+            expendable: Whether it is evicted before others.
             fix: What the caller can do about the error.
         """
         charge = Charge(self, what, pool, owner, evict)
+        charge.expendable = expendable
         self.resize(charge, size, fix)
         return charge
 
@@ -150,7 +154,7 @@ class MemoryBudget:
     def _free(self, charge: Charge) -> int:
         """Returns how much a charge may grow now."""
         if charge.pool == "messages":
-            owned = self._part(_MESSAGES * _OWNER) - self._owners[charge.owner or ""]
+            owned = self._part(_MESSAGES * _share(charge.owner)) - self._owners[charge.owner or ""]
             return min(owned, self._part(_MESSAGES) - self._used["messages"])
         rest = self.limit - self._part(_MESSAGES)
         rest -= self._used["models"] + self._used["weights"] + self._used["work"]
@@ -159,7 +163,7 @@ class MemoryBudget:
     def _most(self, charge: Charge) -> int:
         """Returns the largest size that such a charge could have if nothing else were in use but models."""
         if charge.pool == "messages":
-            return self._part(_MESSAGES * _OWNER)
+            return self._part(_MESSAGES * _share(charge.owner))
         rest = self.limit - self._part(_MESSAGES) - self._used["models"]
         return min(rest, self._part(_WEIGHTS)) if charge.pool == "weights" else rest
 
@@ -169,7 +173,7 @@ class MemoryBudget:
             return next((each for each in self._evictable if each.pool == "work"), None)
         results = [each for each in self._evictable if each.pool == "messages" and each is not charge]
         own = charge.owner or ""
-        if self._owners[own] + grown > self._part(_MESSAGES * _OWNER):
+        if self._owners[own] + grown > self._part(_MESSAGES * _share(charge.owner)):
             results = [each for each in results if each.owner == charge.owner]
         found = next((each for each in results if each.expendable), None)
         if found is None:
@@ -208,6 +212,10 @@ class MemoryBudget:
         return error
 
 
+def _share(owner: str | None) -> float:
+    return _NO_OWNER if owner is None else _OWNER
+
+
 def format_size(size: int) -> str:
     """Returns a number of bytes in a readable unit.
 
@@ -216,7 +224,8 @@ def format_size(size: int) -> str:
     """
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 1 << power:
-            return f"{size / (1 << power):.3g} {unit}"
+            number = size / (1 << power)
+            return f"{number:.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
     return f"{size} bytes"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -16,9 +17,25 @@ from tinker_lightning.server.engine.adapter import Adapter
 from tinker_lightning.server.engine.base import BaseModel
 from tinker_lightning.server.engine.lora import LoraWeights
 from tinker_lightning.types import LoraConfig
+from tinker_lightning.wire import json as wire_json
 
 # Memory limit for sampler weights. Each sampler can be as large as an adapter, and an RL run creates one per step.
 SAMPLER_BYTES = 2 << 30
+# Limits for what a session or a model is described by, and for the number of sessions that are remembered.
+MAX_METADATA_BYTES = 64 << 10
+MAX_SESSIONS = 10_000
+_METADATA = "metadata"  # the owner of all metadata, of which the oldest is dropped
+_ABANDONED_SECONDS = 60.0
+
+
+def check_metadata(metadata: dict[str, Any]) -> int:
+    """Returns the memory that metadata takes; raises `InvalidInput` if it is too large to be kept."""
+    for name, value in metadata.items():
+        if value is not None and (size := len(wire_json.dumps(value))) > MAX_METADATA_BYTES:
+            raise InvalidInput(
+                f"{name}: {size} bytes as JSON, but at most {MAX_METADATA_BYTES} are kept. Store large data elsewhere."
+            )
+    return wire_json.parsed_bytes(wire_json.dumps(metadata))
 
 
 @dataclass(slots=True)
@@ -32,6 +49,13 @@ class ClientSession:
     samplers: list[str] = field(default_factory=list)
     last_heartbeat: float | None = None  # monotonic time, which stops while a laptop sleeps
     finished: bool = False
+    charge: Charge | None = None  # for the metadata
+
+    def forget_metadata(self) -> None:
+        """Drops the metadata."""
+        self.user_metadata = self.display_name = None
+        if self.charge is not None:
+            self.charge.release()
 
 
 @dataclass(slots=True)
@@ -95,11 +119,33 @@ class Registry:
     def open_session(
         self, user_metadata: dict[str, Any] | None = None, display_name: str | None = None
     ) -> ClientSession:
-        """Creates a session."""
+        """Creates a session; raises `InvalidInput` if its metadata is too large."""
+        size = check_metadata({"user_metadata": user_metadata, "display_name": display_name})
         session = ClientSession(f"session-{uuid.uuid4().hex[:16]}", user_metadata, display_name)
+        session.charge = self._memory.charge(
+            "the metadata of a session",
+            size,
+            "messages",
+            owner=_METADATA,
+            evict=session.forget_metadata,
+            expendable=True,
+        )
         with self._lock:
             self._sessions[session.session_id] = session
+            if len(self._sessions) > MAX_SESSIONS:
+                self._forget_session()
         return session
+
+    def _forget_session(self) -> None:
+        """Removes the oldest session that is finished, or that its client has never used."""
+        now = time.monotonic()
+        for session in self._sessions.values():
+            unused = not session.models and not session.samplers
+            beat = session.last_heartbeat
+            if session.finished or (unused and (beat is None or now - beat > _ABANDONED_SECONDS)):
+                del self._sessions[session.session_id]
+                session.forget_metadata()
+                return
 
     def session(self, session_id: str, *, must_be_open: bool = False) -> ClientSession:
         """Returns the session with this id; raises `InvalidInput` if it must be open but is finished."""
@@ -210,4 +256,4 @@ class Registry:
                 self._samplers.pop(sampler_id, None)
                 self._clones.pop(sampler_id, None)
             self._make_room()
-            session.user_metadata = session.display_name = None
+            session.forget_metadata()

@@ -38,12 +38,15 @@ def tensor_bytes(tensor: TensorData | None) -> int:
 
 
 def dense_bytes(data: Sequence[Datum]) -> int:
-    """Returns the memory of the inputs of a pass as dense tensors, of their copies and of the log-probabilities.
+    """Returns the memory of the inputs of a pass as dense tensors, with padding and log-probabilities.
 
     A few bytes of sparse rows can declare a large tensor.
     """
     elements = sum(math.prod(tensor.shape) for datum in data for tensor in datum.loss_fn_inputs.values())
-    return 12 * elements + 12 * sum(_targets(datum) for datum in data)
+    lengths = [max(1, datum.model_input.length) for datum in data]
+    # Targets and log-probabilities are padded to the largest number of alternatives.
+    width = max((-(-_targets(datum) // length) for datum, length in zip(data, lengths, strict=True)), default=0)
+    return 12 * elements + 24 * width * sum(lengths)
 
 
 def pass_result_bytes(data: Sequence[Datum]) -> int:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from starlette.responses import Response
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from tinker_lightning.server.core.jobs import Job
+from tinker_lightning.server.core.sizes import encoded_bytes, result_bytes
 from tinker_lightning.server.endpoints import trainer_of
-from tinker_lightning.server.http import PROTOBUF, answer, error_fields, error_text, read, submits_in_turn
+from tinker_lightning.server.http import JSON, PROTOBUF, answer, error_fields, error_text, read, submits_in_turn
 from tinker_lightning.types import ForwardBackwardOutput, SampleResponse
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types.responses import FutureResponse
+from tinker_lightning.wire import json as wire_json
 from tinker_lightning.wire import protobuf
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable, Iterator
 
     from starlette.requests import Request
 
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
 LONG_POLL_SECONDS = 25.0
 # While a request with a lower number is missing, so that clients soon hear about it.
 _BLOCKED_POLL_SECONDS = 2.0
+# Results of at least this many bytes are encoded on another thread, and sent in parts.
+_LARGE_RESULT = 1 << 20
+_SENT_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +82,49 @@ async def _result(request: Request, job: Job) -> Response:
         if missing is not None:  # concurrent submissions may have overtaken each other and arrived by now
             missing = scheduler.missing_before(job, submits_in_turn=False)
         return pending(job, missing)
-    job.mark_fetched()
-    response = _outcome(request, job)
+    scheduler.mark_fetched(job)
+    response = await _outcome(request, job)
     # The standard header for what a server measures, which clients that look for it read.
     response.headers["server-timing"] = f"queue;dur={1000 * job.queued:.3f}, run;dur={1000 * job.ran:.3f}"
     return response
 
 
-def _outcome(request: Request, job: Job) -> Response:
+async def _outcome(request: Request, job: Job) -> Response:
     error = job.future.exception()
     if error is not None:
         return answer({"error": error_text(error), **error_fields(error)})
     result = job.future.result()
     if PROTOBUF in request.headers.get("accept", ""):
         if isinstance(result, ForwardBackwardOutput):
-            return Response(protobuf.encode_output(result), media_type=PROTOBUF)
+            return await _binary(request, protobuf.encode_output, result)
         if isinstance(result, SampleResponse):
-            return Response(protobuf.encode_sample(result), media_type=PROTOBUF)
-    return answer(result)
+            return await _binary(request, protobuf.encode_sample, result)
+    if encoded_bytes(result) < _LARGE_RESULT:
+        return answer(result)
+    # Encoded on another thread while it is sent, so that it blocks nobody and is never in memory as a whole.
+    return StreamingResponse(_batched(wire_json.pieces(result)), media_type=JSON)
+
+
+async def _binary(request: Request, encode: Callable[[Any], bytes], result: Any) -> Response:
+    size = result_bytes(result)
+    if size < _LARGE_RESULT:
+        return Response(encode(result), media_type=PROTOBUF)
+    # The message and its encoded form.
+    with trainer_of(request).memory.charge("the encoded result", 2 * size, "messages"):
+        return Response(await run_in_threadpool(encode, result), media_type=PROTOBUF)
+
+
+def _batched(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Joins small pieces, because each one is sent by itself."""
+    batch: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece)
+        if size >= _SENT_BYTES:
+            yield b"".join(batch)
+            batch, size = [], 0
+    yield b"".join(batch)
 
 
 def pending(job: Job, missing: int | None = None) -> Response:

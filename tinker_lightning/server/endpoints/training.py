@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.routing import Route
 
-from tinker_lightning.errors import NotRetained, TinkerLightningError
+from tinker_lightning.errors import MemoryLimitExceeded, NotRetained, TinkerLightningError
 from tinker_lightning.server.core.training_service import Training
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.endpoints.futures import Submission, answer_receipt, finished, pending
-from tinker_lightning.server.http import JSON, PROTOBUF, answer, content_type, parse_body, read, read_body
+from tinker_lightning.server.http import JSON, PROTOBUF, answer, content_type, parse_body, read, received
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 from tinker_lightning.wire import json as wire_json
@@ -53,24 +53,26 @@ async def get_info(request: Request) -> Response:
 async def forward(request: Request) -> Submission:
     content_type(request, JSON)
     parse = functools.partial(wire_json.parse_forward_backward, forward_only=True)
-    return await _submit(request, parse, trainer_of(request).training.forward_backward)
+    return await _submit(request, parse, trainer_of(request).training.forward_backward, may_be_compressed=True)
 
 
 async def forward_backward(request: Request) -> Submission:
     parse: Callable[[bytes], rq.ForwardBackwardRequest] = protobuf.decode_forward_backward
     if content_type(request, JSON, PROTOBUF) == JSON:
         parse = functools.partial(wire_json.parse_forward_backward, forward_only=False)
-    return await _submit(request, parse, trainer_of(request).training.forward_backward)
+    return await _submit(request, parse, trainer_of(request).training.forward_backward, may_be_compressed=True)
 
 
 async def retained_forward(request: Request) -> Submission:
     content_type(request, PROTOBUF)
-    return await _submit(request, protobuf.decode_forward_backward, trainer_of(request).training.retained_forward)
+    submit = trainer_of(request).training.retained_forward
+    return await _submit(request, protobuf.decode_forward_backward, submit, may_be_compressed=True)
 
 
 async def retained_backward(request: Request) -> Submission:
     content_type(request, PROTOBUF)
-    return await _submit(request, protobuf.decode_forward_backward, trainer_of(request).training.retained_backward)
+    submit = trainer_of(request).training.retained_backward
+    return await _submit(request, protobuf.decode_forward_backward, submit, may_be_compressed=True)
 
 
 def _numbered(cls: type[T], submit: Callable[[Training, T], Job]) -> Callable[[Request], Awaitable[Submission]]:
@@ -84,21 +86,24 @@ def _numbered(cls: type[T], submit: Callable[[Training, T], Job]) -> Callable[[R
     return endpoint
 
 
-async def _submit(request: Request, parse: Callable[[bytes], T], submit: Callable[[T], Job]) -> Submission:
+async def _submit(
+    request: Request, parse: Callable[[bytes], T], submit: Callable[[T], Job], *, may_be_compressed: bool = False
+) -> Submission:
     """Queues a numbered job. If this fails, the number is freed, because the client continues with the next one.
 
-    The number of a backward whose forward is not retained stays open: the client sends it again, with the datums.
+    The number stays open if the client sends it again: a backward whose forward is not retained, with the datums, and a
+    request for which there is no memory at the moment.
     """
-    body = await read_body(request)
-    try:
-        message: Any = await parse_body(parse, body)
-        job = submit(message)
-    except NotRetained:
-        raise
-    except Exception:
-        number = protobuf.number_of if content_type(request, JSON, PROTOBUF) == PROTOBUF else _number
-        trainer_of(request).training.skip_number(*await parse_body(number, body))
-        raise
+    async with received(request, may_be_compressed=may_be_compressed) as body:
+        try:
+            message: Any = await parse_body(parse, body)
+            job = submit(message)
+        except Exception as error:
+            if isinstance(error, NotRetained) or (isinstance(error, MemoryLimitExceeded) and error.is_temporary):
+                raise
+            number = protobuf.number_of if content_type(request, JSON, PROTOBUF) == PROTOBUF else _number
+            trainer_of(request).training.skip_number(*await parse_body(number, body))
+            raise
     return _submission(job, message.model_id)
 
 

@@ -188,8 +188,10 @@ def _per_datum(logprobs: Any, lengths: Sequence[int], width: int = 1) -> list[di
             f"its logprobs have {logprobs.numel()} elements for {sum(lengths)} tokens; at most {most} are returned. "
             "Return [B, T], or None."
         )
+    # Copied, because a view would keep the memory of the tensor that it is a part of.
+    copied = logprobs.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
     by_token = logprobs.ndim > 1 and logprobs.shape[1] == max(lengths)
     return [
         {"logprobs": TensorData.from_torch(row[:length] if by_token else row.reshape(-1))}
-        for row, length in zip(logprobs.detach().to(torch.float32), lengths, strict=True)
+        for row, length in zip(copied, lengths, strict=True)
     ]

@@ -116,7 +116,7 @@ def run_pass(
                 terms.append(evaluated.term if scale == 1 else evaluated.term * scale)
                 total += evaluated.value
                 if returns_logprobs:
-                    outputs[i] = {"logprobs": TensorData.from_torch(logprobs.detach())}
+                    outputs[i] = {"logprobs": TensorData.from_torch(_compact(logprobs.detach(), len(batch)))}
                 metrics.update(evaluated.metrics)
             if not forward_only:
                 torch.autograd.backward(terms)
@@ -125,6 +125,11 @@ def run_pass(
     own = {"loss:sum": total, "tokens:sum": sum(lengths)}
     combined = combine_metrics(metrics, len(examples))
     return ForwardBackwardOutput(outputs, {**set_apart(combined, own, "loss"), **own})
+
+
+def _compact(logprobs: Tensor, datums: int) -> Tensor:
+    """Copies log-probabilities that are a small part of a tensor, which would be kept in memory with them."""
+    return logprobs.clone() if logprobs.untyped_storage().nbytes() > 4 * datums * logprobs.nbytes else logprobs
 
 
 def _logprobs(base: BaseModel, examples: Sequence[_Example]) -> list[Tensor]:
