@@ -25,7 +25,7 @@ _JSON_NUMBER = 25
 def data_bytes(data: Sequence[Datum], once: Mapping[str, TensorData] | None = None) -> int:
     """Returns the memory of datums, and of tensors that are given once for the batch."""
     tensors = (tensor for datum in data for tensor in datum.loss_fn_inputs.values())
-    inputs = sum(datum.model_input.length * 4 if datum.model_input.is_text else 0 for datum in data)
+    inputs = 4 * sum(_length(datum) for datum in data)
     return _DATUM * len(data) + inputs + _stored(tensors) + _stored((once or {}).values())
 
 
@@ -43,7 +43,7 @@ def dense_bytes(data: Sequence[Datum]) -> int:
     A few bytes of sparse rows can declare a large tensor.
     """
     elements = sum(math.prod(tensor.shape) for datum in data for tensor in datum.loss_fn_inputs.values())
-    lengths = [max(1, datum.model_input.length) for datum in data]
+    lengths = [max(1, _length(datum)) for datum in data]
     # Targets and log-probabilities are padded to the largest number of alternatives.
     width = max((-(-_targets(datum) // length) for datum, length in zip(data, lengths, strict=True)), default=0)
     return 12 * elements + 24 * width * sum(lengths)
@@ -103,6 +103,10 @@ def _numbers(result: SampleResponse) -> Iterable[int]:
 def _alternatives(result: SampleResponse) -> tuple[TensorData, ...]:
     drawn = result.prompt_alt_tokens
     return () if drawn is None else (drawn.tokens, drawn.logprobs)
+
+
+def _length(datum: Datum) -> int:
+    return datum.model_input.length if datum.model_input.is_text else 0
 
 
 def _targets(datum: Datum) -> int:
