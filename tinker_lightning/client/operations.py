@@ -225,7 +225,10 @@ async def _fetch(session: Session, operation: Operation[Any], request_id: str) -
         except NotFound as error:
             if operation.endpoint == "load_weights" and not session.dialect.deduplicates:
                 raise  # such servers answer a poll with the failure itself
-            raise ResultExpired(f"the server does not have its result, or no longer: {error}") from error
+            raise ResultExpired(
+                f"{session.connection.url} does not have its result, or no longer: {error}. If several servers share "
+                "this address, connect to one of them."
+            ) from error
         except InvalidInput as error:
             if session.dialect.deduplicates:
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from tinker_lightning.lossgraph.server_loss import ServerLoss
     from tinker_lightning.types import AdamParams, Datum, ForwardBackwardOutput, LoadWeightsResponse
 
+logger = logging.getLogger(__name__)
+
 # A norm from here on clips nothing; it makes hosted Tinker report the norm.
 _NO_CLIPPING = 1e9
 
@@ -51,6 +54,7 @@ class BaseTrainingClient(ABC):
         self.unread = UnreadFailures()
         self._custom = CustomLosses(model_id, self._forward, self._backward)
         self._held = HeldPasses(self._post_received, self.unread)
+        self._warned_of_optimizer = False
 
     def forward(
         self,
@@ -168,6 +172,13 @@ class BaseTrainingClient(ABC):
             path: Where they were saved.
             weights_access_token: Grants access to weights of another account.
         """
+        if not self.dialect.resets_optimizer and not self._warned_of_optimizer:
+            self._warned_of_optimizer = True
+            logger.warning(
+                "load_state: servers of the dialect %r also restore the optimizer state, so the first steps follow the "
+                "moments of the saved run. Warm the learning rate up to limit their effect.",
+                self.dialect.name,
+            )
         return self._load("load_state", path, weights_access_token)
 
     load_state_async = submitted(load_state, before=forwards_async)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import TYPE_CHECKING, Any, get_args
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -97,6 +99,18 @@ def test_the_dialect_is_detected(kind: Kind, name: str, trainer: EmbeddedTrainer
         assert service.session.dialect.name == name
 
 
+@pytest.mark.parametrize(("kind", "warnings"), [("skyrl", 1), ("together", 0)])
+def test_an_optimizer_that_load_state_does_not_reset_is_reported_once(
+    kind: Kind, warnings: int, trainer: EmbeddedTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with imitate(kind, trainer=trainer) as server, connected(server) as service:
+        client = model_on(service)
+        path = client.save_state("moments").result().path
+        for _ in range(2):
+            client.load_state(path).result()
+    assert sum("also restore the optimizer" in record.getMessage() for record in caplog.records) == warnings
+
+
 @pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo"])
 def test_built_in_losses_are_plain_sums_on_skyrl(loss: str, trainer: EmbeddedTrainer) -> None:
     rng = np.random.default_rng(0)
@@ -163,7 +177,7 @@ def test_a_lost_answer_never_doubles_a_gradient(kind: Kind, trainer: EmbeddedTra
             client.get_info()
 
 
-def test_a_refused_request_leaves_its_number_to_the_next(trainer: EmbeddedTrainer) -> None:
+def test_a_rejected_request_leaves_its_number_to_the_next(trainer: EmbeddedTrainer) -> None:
     with imitate("tuft", trainer=trainer) as server, connected(server) as service:
         client = model_on(service)
         with pytest.raises(TinkerLightningError):
@@ -272,3 +286,36 @@ def test_the_whole_path(kind: Kind, trainer: EmbeddedTrainer) -> None:
             assert "delete" in server.behaviour.lacks
         else:
             assert not service.checkpoint_exists(saved)
+
+
+class Alternating(httpx.AsyncBaseTransport):
+    """A load balancer in front of servers of different kinds: from some request on, it takes turns."""
+
+    def __init__(self, *servers: Imitation, after: int) -> None:
+        self.servers, self.left = servers, after
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.left -= 1
+        server = self.servers[0 if self.left >= 0 else self.left % len(self.servers)]
+        return await server.transport.handle_async_request(request)
+
+
+def train_through(transport: httpx.AsyncBaseTransport, api_key: str | None) -> None:
+    settings: Any = {"api_key": api_key, "transport": transport, "retry_policy": RetryPolicy(2.0, 0.05)}
+    with ServiceClient(base_url="http://imitated", **settings) as service:
+        client = model_on(service)
+        for _ in range(8):
+            client.forward_backward_custom(BATCH, preference)
+            client.optim_step(STEP).result()
+
+
+@pytest.mark.parametrize("after", [0, 8])
+@pytest.mark.parametrize("kinds", [("skyrl", "tuft"), ("tuft", "skyrl"), ("together", "tuft")], ids="-".join)
+def test_servers_of_different_kinds_behind_one_url_are_one_error(
+    kinds: tuple[Kind, Kind], after: int, trainer: EmbeddedTrainer
+) -> None:
+    with imitate(kinds[0], trainer=trainer, hold=0.1) as first, imitate(kinds[1], trainer=trainer, hold=0.1) as second:
+        key = first.behaviour.api_key or second.behaviour.api_key
+        with pytest.raises(TinkerLightningError) as raised:
+            train_through(Alternating(first, second, after=after), key)
+    assert re.search(r"http://imitated .*POST /api/v1/\w+: .* connect to one of them", str(raised.value))

@@ -57,6 +57,7 @@ class Dialect:
         losses: The built-in losses whose value and gradient are the protocol's up to the surrogate's factors; None
             for all.
         clips_gradients: Whether `grad_clip_norm` is honored.
+        resets_optimizer: Whether `load_state` resets the optimizer state.
         deletes_checkpoints: Whether saved states can be deleted.
         samples_old_weights: Whether sampling from saved weights leaves the model in training alone.
         unit_forward_weights: Whether a forward must have weights of one, because the log-probabilities of positions
@@ -74,6 +75,7 @@ class Dialect:
     surrogate: Surrogate | None = field(default_factory=Surrogate)
     losses: frozenset[str] | None = None
     clips_gradients: bool = True
+    resets_optimizer: bool = True
     deletes_checkpoints: bool = True
     samples_old_weights: bool = True
     unit_forward_weights: bool = False

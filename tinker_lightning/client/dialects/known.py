@@ -30,6 +30,7 @@ SKYRL = JSON.but(
     surrogate=Surrogate("cispo", per_length=True, per_batch="window"),
     losses=frozenset({"importance_sampling", "ppo", "cispo"}),
     clips_gradients=False,
+    resets_optimizer=False,
     deletes_checkpoints=False,
     samples_old_weights=False,
     multiple_targets=False,

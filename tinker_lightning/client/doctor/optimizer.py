@@ -66,8 +66,11 @@ def _restored(probe: Probe) -> Finding:
         return Finding("the step after load_state_with_optimizer is another one than without saving and loading")
     client.load_state(path).result()
     if not measure.differs(step(1, 1.0) - saved_at, continued):
-        return Finding("load_state restores the optimizer, although only the weights were asked for")
-    return Finding()
+        return Finding(
+            "load_state restores the optimizer, although only the weights were asked for",
+            dialect={"resets_optimizer": False},
+        )
+    return Finding(dialect={"resets_optimizer": True})
 
 
 ZERO_RATE = Check(

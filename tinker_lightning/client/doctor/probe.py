@@ -54,6 +54,7 @@ class Probe:
             surrogate=Surrogate(),
             losses=None,
             clips_gradients=True,
+            resets_optimizer=True,
             deletes_checkpoints=True,
             samples_old_weights=True,
         )

@@ -245,26 +245,53 @@ class OfficialSamplingClient:
         self._calls = Calls(None, self.unread)
 
     def sample(
-        self, prompt: Any, num_samples: int, sampling_params: Any, include_prompt_logprobs: bool = False
+        self,
+        prompt: Any,
+        num_samples: int,
+        sampling_params: Any,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: Any = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
     ) -> TinkerFuture[SampleResponse]:
-        """Samples continuations of a prompt."""
+        """Samples continuations of a prompt; the options are those of our `SamplingClient.sample`.
+
+        Raises:
+            Unsupported: If an option is given that the installed SDK does not have.
+        """
         self.unread.raise_first()
         if num_samples < 1:
             raise InvalidInput(f"num_samples must be at least 1, got {num_samples}")
         ours = inputs.to_sampling_params(sampling_params)
         params = convert.settings(sdk.SamplingParams, ours)
-        text, send = convert.model_input(prompt), self.client.sample
-        return self._calls.submit(
-            "sample", lambda: send(text, num_samples, params, include_prompt_logprobs), convert.sampled
+        targets = None if target_prompt_logprobs is None else inputs.to_tensor(target_prompt_logprobs)
+        send = partial(
+            convert.build,
+            self.client.sample,
+            prompt=convert.model_input(prompt),
+            num_samples=num_samples,
+            sampling_params=params,
+            include_prompt_logprobs=include_prompt_logprobs,
+            topk_prompt_logprobs=topk_prompt_logprobs,
+            topk_sample_logprobs=topk_sample_logprobs,
+            target_prompt_logprobs=None if targets is None else convert.tensor(targets),
+            prompt_alt_tokens_k=prompt_alt_tokens_k,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
         )
+        return self._calls.submit("sample", send, convert.sampled)
 
     sample_async = awaited(sample)
 
-    def compute_logprobs(self, prompt: Any) -> TinkerFuture[list[float | None]]:
-        """Returns the log-probability of each token of a prompt."""
+    def compute_logprobs(
+        self, prompt: Any, prompt_logprobs_last_n: int | None = None
+    ) -> TinkerFuture[list[float | None]]:
+        """Returns the log-probability of each token of a prompt, or of its last n."""
         self.unread.raise_first()
-        text = convert.model_input(prompt)
-        return self._calls.submit("compute_logprobs", lambda: self.client.compute_logprobs(text), list)
+        compute, text = self.client.compute_logprobs, convert.model_input(prompt)
+        send = partial(convert.build, compute, prompt=text, prompt_logprobs_last_n=prompt_logprobs_last_n)
+        return self._calls.submit("compute_logprobs", send, list)
 
     compute_logprobs_async = awaited(compute_logprobs)
 

@@ -19,6 +19,7 @@ from tinker_lightning.types import (
     SampleResponse,
     TensorData,
 )
+from tinker_lightning.types.responses import PromptAltTokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def build(kind: Any, **values: Any) -> Any:
-    """Creates an object of the SDK, without optional fields that its version does not know.
+    """Creates an object of the SDK, or calls a method, without optional arguments that its version does not know.
 
     Raises:
         Unsupported: If such a field has a value that matters.
@@ -50,14 +51,15 @@ def datum(datum: Datum, types: Any = sdk) -> Any:
     """Converts a datum to the SDK's type, or to that of a vendor whose `types` are given."""
     result = types.Datum(
         model_input=model_input(datum.model_input, types),
-        loss_fn_inputs={name: _tensor(tensor, types) for name, tensor in datum.loss_fn_inputs.items()},
+        loss_fn_inputs={name: tensor(given, types) for name, given in datum.loss_fn_inputs.items()},
     )
     if datum.model_input_spans is None or datum.loss_fn_input_spans is None:
         return result
     return result.with_provenance(_spans(datum.model_input_spans), _spans(datum.loss_fn_input_spans))
 
 
-def _tensor(tensor: TensorData, types: Any) -> Any:
+def tensor(tensor: TensorData, types: Any = sdk) -> Any:
+    """Converts a tensor to the SDK's type, or to that of a vendor whose `types` are given."""
     crow, col = tensor.sparse_crow_indices, tensor.sparse_col_indices
     return build(
         types.TensorData,
@@ -102,8 +104,25 @@ def output(result: sdk.ForwardBackwardOutput) -> ForwardBackwardOutput:
 def sampled(response: sdk.SampleResponse) -> SampleResponse:
     """Converts the result of sampling to our type."""
     sequences = [
-        SampledSequence(list(s.tokens), None if s.logprobs is None else list(s.logprobs), s.stop_reason)
+        SampledSequence(
+            list(s.tokens),
+            None if s.logprobs is None else list(s.logprobs),
+            s.stop_reason,
+            _optional(s, "topk_logprobs"),
+        )
         for s in response.sequences
     ]
     scores = response.prompt_logprobs
-    return SampleResponse(sequences, None if scores is None else list(scores))
+    targets, drawn = _optional(response, "target_prompt_logprobs"), _optional(response, "prompt_alt_tokens")
+    return SampleResponse(
+        sequences,
+        None if scores is None else list(scores),
+        _optional(response, "topk_prompt_logprobs"),
+        None if targets is None else inputs.to_tensor(targets),
+        None if drawn is None else PromptAltTokens(inputs.to_tensor(drawn.tokens), inputs.to_tensor(drawn.logprobs)),
+    )
+
+
+def _optional(result: Any, name: str) -> Any:
+    """Returns a field of a result that older versions of the SDK do not have."""
+    return getattr(result, name, None)
