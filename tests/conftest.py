@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 # Set before torch is imported, and for servers in processes of their own.
 os.environ["OMP_NUM_THREADS"] = os.environ.get("TEST_THREADS", "1")
 
+# Lightning 2.5 calls functions that jsonargparse has deprecated.
+os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"
+
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")

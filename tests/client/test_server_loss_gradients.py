@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from tests.helpers.fuzzing import examples
 from tests.helpers.loss_library import LIBRARY
 from tests.helpers.reference import gathered
+from tests.helpers.soaking import mostly_soak
 from tinker_lightning import Datum, LossFnOutput, custom_loss, losses
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.losses import Batch
@@ -141,7 +143,7 @@ def reduced(expression: Expression, reduction: str, p: Tensor, w: Tensor, q: Ten
     return REDUCTIONS[reduction](evaluated(expression, p, w, q) * w - 0.7371 * p * w)
 
 
-@examples(60, 400, derandomize=True)
+@examples(30, 400, derandomize=True)
 @given(
     expression=expressions,
     reduction=st.sampled_from(sorted(REDUCTIONS)),
@@ -247,8 +249,13 @@ def test_one_ratio_for_a_sequence_of_alternatives_raises_wherever_it_runs(
         model.forward(batch(3), own).result()
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", *POLICY])
-@pytest.mark.parametrize("scale", [0.25, 1 / 3, 3.0])
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    mostly_soak(
+        itertools.product(["cross_entropy", *POLICY], [0.25, 1 / 3, 3.0]),
+        but=[("cross_entropy", 3.0), *((name, 1 / 3) for name in POLICY)],
+    ),
+)
 def test_a_scale_multiplies_the_gradient_and_nothing_else(
     trainer: EmbeddedTrainer, model: TrainingClient, name: str, scale: float
 ) -> None:

@@ -63,7 +63,7 @@ def test_inputs_given_once_train_as_those_of_each_datum(service: ServiceClient, 
     fitted = []
     for base in (OncePerBatch, WithEachDatum):
         module: RemoteModule = new(service, type("Module", (base,), KINDS[kind]))
-        trainer = quiet(max_epochs=2, accumulate_grad_batches=2)
+        trainer = quiet(max_epochs=1, accumulate_grad_batches=2)
         trainer.fit(module, loader(), loader())
         fitted.append((logprobs_of(module), trainer.callback_metrics))
     assert torch.equal(fitted[0][0], fitted[1][0])

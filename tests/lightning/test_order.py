@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.backends import recording
 from tests.helpers.random_fits import QUIET, WARNINGS, check, draw
+from tests.helpers.soaking import mostly_soak
 from tinker_lightning import AdamParams, Datum, Regularizer, RemoteModule, collate
 from tinker_lightning.server import EmbeddedTrainer, create_app
 
@@ -68,9 +70,13 @@ def messages(recorded: Recorded) -> list[tuple[str, Any]]:
     return [found[number] for number in range(1, len(found) + 1)]
 
 
-@pytest.mark.parametrize("strategy", ["tinker", "auto"])
-@pytest.mark.parametrize("kind", [Squares, Regularized])
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize(
+    ("n", "kind", "strategy"),
+    mostly_soak(
+        itertools.product([1, 4], [Squares, Regularized], ["tinker", "auto"]),
+        but=[(1, Squares, "auto"), (4, Squares, "tinker"), (4, Regularized, "auto")],
+    ),
+)
 def test_a_step_is_what_the_client_sends(
     n: int, kind: type[Squares], strategy: str, recorded: Recorded
 ) -> None:  # R0.1, R0.4, R1.8, R4.4
@@ -104,7 +110,7 @@ def test_a_step_is_what_the_client_sends(
     assert by_fit == by_client
 
 
-@pytest.mark.parametrize("seed", range(8))  # a thousand in tox -e soak
+@pytest.mark.parametrize("seed", range(5))  # a thousand in tox -e soak
 def test_every_fit_keeps_the_order(seed: int, recorded: Recorded, tmp_path: Path) -> None:  # R0.4, R1.8, R5.6
     check(seed, recorded, tmp_path)
 
