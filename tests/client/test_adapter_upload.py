@@ -77,7 +77,7 @@ def test_an_exported_adapter_comes_back_equal(service: ServiceClient, tmp_path: 
     assert first.loss_fn_outputs == second.loss_fn_outputs
 
 
-def test_what_is_not_a_plain_adapter_of_the_model_is_refused(
+def test_what_is_not_a_plain_adapter_of_the_model_raises(
     service: ServiceClient, tiny: BaseModel, tmp_path: Path
 ) -> None:
     create = service.create_lora_training_client_from_adapter

@@ -80,19 +80,19 @@ def test_mixed_precision_is_the_cpu_s(service: ServiceClient, machine: str) -> N
 
 
 @pytest.mark.parametrize("machine", ["cuda"], indirect=True)
-def test_half_precision_with_a_scaled_loss_is_refused(service: ServiceClient, machine: str) -> None:
+def test_half_precision_with_a_scaled_loss_raises(service: ServiceClient, machine: str) -> None:
     with pytest.raises(InvalidInput, match="MixedPrecision scales the loss"):
         quiet(precision="16-mixed").fit(new(service, RemoteModule), loader())
 
 
 @pytest.mark.parametrize("asked", [{"devices": 2}, {"num_nodes": 2}], ids=["devices", "nodes"])
-def test_several_processes_are_refused(service: ServiceClient, asked: dict[str, int]) -> None:
+def test_several_processes_raise(service: ServiceClient, asked: dict[str, int]) -> None:
     with pytest.raises(InvalidInput, match=r"would run 2 processes.*devices=1, num_nodes=1"):
         quiet(accelerator="cpu", **{"devices": 1, **asked}).fit(new(service, RemoteModule), loader())
 
 
 @pytest.mark.parametrize("asked", [{"devices": 2}, {"num_nodes": 2}], ids=["devices", "nodes"])
-def test_several_processes_are_refused_without_the_strategy(
+def test_several_processes_raise_without_the_strategy(
     service: ServiceClient, asked: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before a process is started."""
@@ -106,7 +106,7 @@ def test_several_processes_are_refused_without_the_strategy(
 
 
 @pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
-def test_processes_that_would_be_spawned_are_refused(
+def test_processes_that_would_be_spawned_raise(
     strategy: str, service: ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []

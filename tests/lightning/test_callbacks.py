@@ -244,7 +244,7 @@ AVERAGING = [
 
 
 @pytest.mark.parametrize("kind", AVERAGING)
-def test_averages_of_weights_are_refused(service: ServiceClient, kind: Any) -> None:
+def test_averages_of_weights_raise(service: ServiceClient, kind: Any) -> None:
     module = new(service, RemoteModule)
     with pytest.raises(InvalidInput, match="a copy would share the weights"):
         quiet(callbacks=[kind(1e-2) if kind is AVERAGING[0] else kind()]).fit(module, loader())
@@ -254,7 +254,7 @@ def test_averages_of_weights_are_refused(service: ServiceClient, kind: Any) -> N
 @pytest.mark.parametrize(
     "callback", [BackboneFinetuning(), ModelPruning("l1_unstructured")], ids=lambda value: type(value).__name__
 )
-def test_changes_of_layers_that_are_not_here_are_refused(service: ServiceClient, callback: Any) -> None:
+def test_changes_of_layers_that_are_not_here_raise(service: ServiceClient, callback: Any) -> None:
     module = new(service, RemoteModule)
     with pytest.raises(InvalidInput, match=f"{type(callback).__name__} changes local parameters"):
         quiet(callbacks=[callback]).fit(module, loader())

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 import re
-import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import pytest
 import pytorch_lightning as other
 import torch
-import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from packaging.version import Version
 from torch.utils.data import DataLoader
 
 from tests.helpers.soaking import mostly_soak
-from tests.helpers.trainers import DATA, LIGHTNING, SMALL, Hybrid, OnServer, Terse, loader, logprobs_of, new, quiet
-from tinker_lightning import Datum, RemoteAdamW, RemoteLM, RemoteModule, collate
+from tests.helpers.trainers import DATA, LIGHTNING, SMALL, Hybrid, OnServer, loader, logprobs_of, new, quiet
+from tinker_lightning import Datum, RemoteAdamW, RemoteModule, collate
 from tinker_lightning.errors import InvalidInput
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from tinker_lightning.client import ServiceClient
 
 pytestmark = SMALL
 
 ROOT = Path(__file__).parents[2]
+
 FILES = (
     "lightning/test_callbacks",
     "lightning/test_tuning",
@@ -39,6 +37,9 @@ FILES = (
     "lightning/test_loggers",
     "lightning/test_accelerators",
     "lightning/test_features",
+    "lightning/test_lightning_cli",
+    "lightning/test_official_datums",
+    "lightning/test_several_trainers",
 )
 
 
@@ -150,7 +151,7 @@ def test_several_optimizers(service: ServiceClient) -> None:
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_other_optimizers_are_refused(service: ServiceClient, optimizer: Any) -> None:
+def test_other_optimizers_raise(service: ServiceClient, optimizer: Any) -> None:
     class Wrong(RemoteModule):
         def configure_optimizers(self) -> Any:
             return optimizer(self.parameters(), lr=1e-2)
@@ -248,187 +249,6 @@ def test_several_validation_loaders(service: ServiceClient) -> None:
     assert together[0] != together[1]
 
 
-class Typed(RemoteModule):
-    """As a user would give it to a command line."""
-
-    def __init__(self, model: str, temperature: float = 1.0, rank: int = 8, **kwargs: Any) -> None:
-        super().__init__(model, rank=rank, **kwargs)
-        self.temperature = temperature
-
-    def loss(self, _: list[Any], logprobs: list[torch.Tensor]) -> torch.Tensor:
-        return -torch.cat(logprobs).mean() / self.temperature
-
-    def train_dataloader(self) -> Any:
-        return loader()
-
-
-# jsonargparse's advice to Lightning, and Lightning's that nobody chose a seed.
-@pytest.mark.filterwarnings(r"ignore:[\s\S]*(in v5\.0\.0|JsonargparseDeprecationWarning)")
-def test_lightning_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # R5.3
-    from lightning.pytorch.cli import LightningCLI
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["program"])
-    model = ["--model.model=tiny", "--model.rank=4", "--model.temperature=2", "--model.base_url=embedded"]
-    trainer = ["--trainer.strategy=tinker", "--trainer.max_steps=2", "--trainer.logger=false", "--seed_everything=1"]
-    quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
-    cli = LightningCLI(Typed, run=False, args=[*model, *trainer, *quiet], save_config_callback=None)
-    cli.trainer.fit(cli.model)
-    assert cli.model.lm.handle.remote.steps == 2
-    assert cli.model.lm.backend.get_info().lora_rank == 4
-    cli.model.close()
-    file = cli.trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
-    with Typed.load_from_checkpoint(file) as loaded:
-        assert loaded.temperature == 2
-    again = LightningCLI(Typed, args=["fit", *model, *trainer, *quiet, "--trainer.max_steps=3", f"--ckpt_path={file}"])
-    assert again.trainer.global_step == again.model.lm.handle.remote.steps == 3
-    again.model.close()
-
-
-class DeclaresKey(Typed):
-    """Declares the key as a plain string, and takes it a second time in a dict and in a list."""
-
-    def __init__(self, api_key: str, headers: dict[str, str], keys: list[str], **kwargs: Any) -> None:
-        super().__init__(api_key=headers["X-API-Key"], **kwargs)
-        assert api_key == keys[0]
-        self.save_hyperparameters()
-
-
-@pytest.mark.filterwarnings(r"ignore:[\s\S]*(in v5\.0\.0|JsonargparseDeprecationWarning)")
-@pytest.mark.parametrize(
-    ("kind", "by_class"),
-    mostly_soak(itertools.product([Typed, DeclaresKey], [False, True]), but=[(Typed, False), (DeclaresKey, True)]),
-)
-def test_no_file_of_a_command_line_has_the_api_key(
-    kind: type[RemoteModule], by_class: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lightning.pytorch.cli import LightningCLI
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["program"])
-    prefix = "--model.init_args" if by_class else "--model"
-    key = "tml-very-secret"
-    settings: dict[str, Any] = {"model": "tiny", "rank": 4, "base_url": "embedded", "api_key": key}
-    if kind is DeclaresKey:
-        settings |= {"headers": json.dumps({"X-API-Key": key}), "keys": json.dumps([key])}
-    args = [f"--model={__name__}.{kind.__name__}"] if by_class else []
-    args += [f"{prefix}.{name}={value}" for name, value in settings.items()]
-    args += ["--trainer.strategy=tinker", "--trainer.max_steps=1", "--trainer.logger=CSVLogger", "--seed_everything=1"]
-    args += [f"--trainer.logger.save_dir={tmp_path}", "--trainer.enable_progress_bar=false"]
-    cli = LightningCLI(RemoteModule if by_class else kind, subclass_mode_model=by_class, args=["fit", *args])
-    assert cli.model._session._api_key == "tml-very-secret"
-    cli.model.close()
-    files = [file for file in tmp_path.rglob("*") if file.is_file()]
-    assert {file.suffix for file in files} >= {".yaml", ".ckpt"}
-    assert [file for file in files if b"very-secret" in file.read_bytes()] == []
-    (config,) = tmp_path.rglob("config.yaml")
-    assert "rank: 4" in config.read_text()
-    (hparams,) = tmp_path.rglob("hparams.yaml")
-    yaml.safe_load(hparams.read_text())
-
-
-def test_hyperparameters_are_read_by_a_safe_loader(service: ServiceClient, tmp_path: Path) -> None:
-    trainer = quiet(max_steps=1, logger=CSVLogger(tmp_path))
-    trainer.fit(new(service, RemoteModule, betas=(0.8, 0.9)), loader())
-    (file,) = tmp_path.rglob("hparams.yaml")
-    assert yaml.safe_load(file.read_text())["betas"] == [0.8, 0.9]
-
-
-def official(datum: Datum) -> Any:
-    import tinker
-
-    return tinker.Datum(
-        model_input=tinker.ModelInput.from_ints(datum.model_input.to_ints()),
-        loss_fn_inputs={
-            name: tinker.TensorData.from_torch(tensor.to_torch()) for name, tensor in datum.loss_fn_inputs.items()
-        },
-    )
-
-
-def official_loader(shape: Any = None) -> Any:
-    return DataLoader([official(datum) for datum in DATA], 2, collate_fn=shape)  # type: ignore[arg-type]
-
-
-def in_a_dict(batch: Any) -> Any:
-    return {"pairs": batch}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "shape"),
-    mostly_soak(
-        itertools.product(["tinker", "auto"], [None, list, tuple, in_a_dict]),
-        but=[("tinker", None), ("auto", list), ("auto", tuple), ("tinker", in_a_dict)],
-    ),
-)
-def test_datums_of_the_official_sdk(strategy: str, shape: Any, service: ServiceClient) -> None:  # R5.4
-    class Unpacks(RemoteModule):
-        def datums(self, batch: Any) -> list[Any]:
-            return list(batch["pairs"] if isinstance(batch, dict) else batch)
-
-    plain = {"strategy": strategy, "accelerator": "cpu", "devices": 1, "accumulate_grad_batches": 2, "max_epochs": 1}
-    modules = [new(service, Unpacks), new(service, Unpacks)]
-    scores = []
-    for module, data in zip(modules, (loader(), official_loader(shape)), strict=True):
-        trainer = quiet(**plain)
-        trainer.fit(module, data, data)
-        scores.append([*trainer.validate(module, data, verbose=False), *trainer.test(module, data, verbose=False)])
-    assert scores[0] == scores[1]
-    assert torch.equal(*map(logprobs_of, modules))
-
-
-class Plain(pl.LightningModule):
-    """A module of the user's own that holds a remote model."""
-
-    def __init__(self, client: Any) -> None:
-        super().__init__()
-        self.lm = RemoteLM(client)
-        self.transferred: list[Any] = []
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        del dataloader_idx
-        self.transferred.append(batch)
-        return batch
-
-    def training_step(self, batch: Any, _: int) -> torch.Tensor:
-        data, factor = batch if isinstance(batch, tuple) else (batch, 1.0)
-        loss: torch.Tensor = -torch.cat(self.lm(data)).mean() * factor
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return RemoteAdamW(self.parameters(), lr=1e-2)
-
-
-PRECISIONS = ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "precision"),
-    mostly_soak(
-        itertools.product(["tinker", "auto"], PRECISIONS),
-        but=[(("tinker", "auto")[i % 2], precision) for i, precision in enumerate(PRECISIONS)],
-    ),
-)
-@pytest.mark.filterwarnings("ignore:.*but AMP with fp16 is not supported on CPU")
-def test_datums_of_the_official_sdk_in_every_precision(strategy: str, precision: Any, service: ServiceClient) -> None:
-    module = new(service, Terse)
-    trainer = quiet(precision=precision, strategy=strategy, accelerator="cpu", devices=1)
-    trainer.fit(module, official_loader(), official_loader())
-    trainer.predict(module, official_loader())
-    assert module.lm.handle.remote.steps == 3
-
-
-@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
-@pytest.mark.parametrize("shape", [None, lambda batch: (batch, torch.ones(()))])
-def test_datums_of_the_official_sdk_in_a_plain_module(shape: Any, precision: Any, service: ServiceClient) -> None:
-    module = Plain(service.create_lora_training_client("tiny", rank=4, seed=1))
-    quiet(precision=precision).fit(module, official_loader(shape))
-    assert module.lm.handle.remote.steps == 3
-    data, factor = module.transferred[0] if shape else (module.transferred[0], None)
-    assert type(data[0]) is type(official(DATA[0]))
-    if factor is not None:
-        assert factor.dtype == (torch.float64 if precision == "64-true" else torch.float32)
-
-
 @pytest.mark.parametrize("strategy", ["tinker", "auto"])
 def test_callbacks_see_deferred_metrics_at_the_end_of_an_epoch(strategy: str, service: ServiceClient) -> None:
     seen: dict[str, set[str]] = {}
@@ -455,7 +275,7 @@ class ForeignData(other.LightningDataModule):
         return loader()
 
 
-def test_objects_of_pytorch_lightning_are_refused(service: ServiceClient, tmp_path: Path) -> None:
+def test_objects_of_pytorch_lightning_raise(service: ServiceClient, tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], Any, str]] = [
         ({"callbacks": [other.callbacks.EarlyStopping("val_loss")]}, None, "EarlyStopping"),
         ({"callbacks": [ForeignCallback()]}, None, "ForeignCallback"),
@@ -470,84 +290,6 @@ def test_objects_of_pytorch_lightning_are_refused(service: ServiceClient, tmp_pa
             refused, reason = (TypeError, ValueError), "."
         with pytest.raises(refused, match=reason):
             quiet(**settings).fit(new(service, RemoteModule), None if data else loader(), datamodule=data)
-
-
-def test_one_module_in_two_trainers(service: ServiceClient) -> None:
-    class Inner(Callback):
-        def __init__(self, method: str) -> None:
-            self.method = method
-
-        def on_train_batch_start(self, _: Any, pl_module: pl.LightningModule, *__: Any) -> None:
-            getattr(quiet(), self.method)(pl_module, loader())
-
-    module = new(service, RemoteModule)
-    quiet().fit(module, loader())
-    quiet(max_steps=2).fit(module, loader())
-    assert module.lm.handle.remote.steps == 5
-    for method in ("fit", "validate"):
-        with pytest.raises(InvalidInput, match="being run by another trainer"):
-            quiet(callbacks=[Inner(method)]).fit(new(service, RemoteModule), loader())
-    with pytest.raises(InvalidInput, match="being run by another trainer"):
-        quiet(callbacks=[Inner("fit")]).fit(module, loader())
-    quiet(max_steps=1).fit(module, loader())  # nothing is left of the trainer that failed
-    assert module.lm.handle.remote.steps == 6
-
-    class Catches(Inner):
-        def on_train_batch_start(self, *args: Any) -> None:
-            with pytest.raises(InvalidInput, match="being run by another trainer"):
-                super().on_train_batch_start(*args)
-
-    quiet(max_steps=2, callbacks=[Catches("validate")]).fit(module, loader())  # the first trainer's work goes on
-    assert module.lm.handle.remote.steps == 8
-
-
-class Lingers(Callback):
-    """Is long at the end of a trainer that fails."""
-
-    def __init__(self) -> None:
-        self.is_there, self.may_go = threading.Event(), threading.Event()
-        self.module: Any = self
-
-    def on_exception(self, _: Any, pl_module: pl.LightningModule, *__: Any) -> None:
-        self.module = pl_module
-        self.is_there.set()
-        assert self.may_go.wait(60)
-
-
-@pytest.mark.parametrize("method", ["fit", "validate"])
-@pytest.mark.parametrize("strategy", ["tinker", "auto"])
-def test_a_trainer_that_comes_second_on_another_thread(service: ServiceClient, method: str, strategy: str) -> None:
-    lingers = Lingers()
-    refused: list[str] = []
-
-    def second() -> None:
-        plain = {"accelerator": "cpu", "devices": 1} if strategy == "auto" else {}
-        try:
-            getattr(quiet(strategy=strategy, callbacks=[lingers], **plain), method)(module, loader())
-        except InvalidInput as error:
-            refused.append(str(error))
-
-    class Logs(RemoteModule):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            if batch_idx == 1:
-                thread.start()
-                assert lingers.is_there.wait(60)
-                self.log("meanwhile", 1.0)
-                assert self.trainer is first
-            return super().training_step(batch, batch_idx)
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            lingers.may_go.set()
-
-    thread = threading.Thread(target=second)
-    module, first = new(service, Logs), quiet()
-    first.fit(module, loader())
-    thread.join(60)
-    assert "being run by another trainer" in refused[0]
-    assert lingers.module is None
-    assert module.lm.handle.remote.steps == 3
-    quiet(max_steps=1).fit(module, loader())
-    assert module.lm.handle.remote.steps == 4
 
 
 def table() -> dict[str, list[str]]:

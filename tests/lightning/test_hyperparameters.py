@@ -93,3 +93,27 @@ def test_an_api_key_in_a_dict_or_under_another_name_reaches_no_file(tmp_path: Pa
     assert [file for file in files if b"very-secret" in file.read_bytes()] == []
     assert module.hparams["server"] == {"url": "embedded", "api_key": ""}
     assert module._session._api_key == server["api_key"] == "tml-very-secret"
+
+
+class Keyed(RemoteModule):
+    def __init__(self, model: Any, api_key: str, helper: Any = None, depth: int = 3) -> None:
+        super().__init__(model, api_key=api_key)
+        self.helper, self.depth = helper, depth
+        self.save_hyperparameters()
+
+
+def test_keys_and_objects_stay_out_of_files() -> None:
+    module = Keyed("tiny", "secret", helper=object())
+    assert module.hparams["depth"] == 3
+    assert not {"api_key", "helper"} & set(module.hparams)
+
+
+def test_a_dict_among_the_arguments_is_kept_or_left_out_as_a_whole() -> None:
+    class Takes(RemoteModule):
+        def __init__(self, model: Any, options: Any, plain: Any, **kwargs: Any) -> None:  # noqa: ARG002
+            super().__init__(model, **kwargs)
+            self.save_hyperparameters()
+
+    module = Takes("tiny", {"rank": print}, {"n": 1}, rank=4, seed=3)
+    assert (module.hparams["rank"], module.hparams["seed"], module.hparams["plain"]) == (4, 3, {"n": 1})
+    assert "options" not in module.hparams

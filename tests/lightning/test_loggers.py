@@ -203,7 +203,7 @@ def test_metrics_are_logged_as_often_as_is_asked_for(service: ServiceClient, tmp
 
 
 @pytest.mark.usefixtures("offline")
-def test_watching_a_remote_gradient_is_refused(service: ServiceClient, tmp_path: Path) -> None:
+def test_watching_a_remote_gradient_raises(service: ServiceClient, tmp_path: Path) -> None:
     logger = WandbLogger(save_dir=tmp_path, offline=True)
     with pytest.raises(InvalidInput, match="grad_norm"):
         logger.watch(new(service, RemoteModule))

@@ -260,7 +260,7 @@ class Faulty(RemoteModule):
         (lambda _: torch.zeros((), requires_grad=True) * 2, LossWithoutGradient),
     ],
 )
-def test_a_loss_that_cannot_be_trained_on_is_refused_and_changes_nothing(
+def test_a_loss_that_cannot_be_trained_on_raises_and_changes_nothing(
     double: tuple[EmbeddedTrainer, ServiceClient], fault: Any, error: type[Exception]
 ) -> None:  # R1.9
     trainer, service = double
@@ -318,14 +318,14 @@ def test_a_loss_that_is_nan_names_its_datums_and_takes_the_window_with_it(servic
     assert module.lm.handle.remote.window == []
 
 
-def test_what_is_no_batch_of_datums_is_refused(service: ServiceClient) -> None:
+def test_what_is_no_batch_of_datums_raises(service: ServiceClient) -> None:
     module = Mean(service.create_lora_training_client("tiny", rank=4))
     numbers: Any = DataLoader([1, 2, 3])  # type: ignore[arg-type]
     with pytest.raises(InvalidDatum, match=r"collate_fn=tinker_lightning\.collate"):
         quiet(max_epochs=1).fit(module, numbers)
 
 
-def test_several_processes_are_refused(service: ServiceClient) -> None:
+def test_several_processes_raise(service: ServiceClient) -> None:
     module = Mean(service.create_lora_training_client("tiny", rank=4))
     trainer = quiet(max_epochs=1)
     trainer.strategy.world_size = 2  # type: ignore[attr-defined]
@@ -333,7 +333,7 @@ def test_several_processes_are_refused(service: ServiceClient) -> None:
         trainer.fit(module, loader())
 
 
-def test_what_is_no_model_is_refused() -> None:
+def test_what_is_no_model_raises() -> None:
     with pytest.raises(InvalidInput, match=r"int cannot be trained: it has no .*forward"):
         RemoteModule(42).lm(DATA)
 
@@ -350,7 +350,7 @@ def test_the_environment_names_no_model_for_a_client_that_was_given(
     assert module.lm.backend.get_info().model_name == "tiny"
 
 
-def test_clipping_by_value_is_refused(service: ServiceClient) -> None:
+def test_clipping_by_value_raises(service: ServiceClient) -> None:
     module = Mean(service.create_lora_training_client("tiny", rank=4))
     with pytest.raises(InvalidInput, match="gradient_clip_algorithm='norm'"):
         quiet(max_epochs=1, gradient_clip_val=1.0, gradient_clip_algorithm="value").fit(module, loader())

@@ -165,7 +165,7 @@ def test_datums_may_be_decorated_and_come_in_any_iterable(
         assert torch.equal(torch.cat(module.lm(DATA)), torch.cat(plain.lm(DATA)))
 
 
-def test_datums_that_return_nothing_are_refused(service: ServiceClient) -> None:
+def test_datums_that_return_nothing_raise(service: ServiceClient) -> None:
     class Forgets(Mean):
         def datums(self, _: Any) -> Any:
             pass
@@ -351,7 +351,7 @@ def test_clipping_by_hand_is_done_where_the_gradients_are(service: ServiceClient
 @pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer")
 @pytest.mark.filterwarnings("ignore:Found . module.* in eval mode")
 @pytest.mark.parametrize("optimizer", [None, "of the head"])
-def test_a_remote_model_that_no_optimizer_holds_is_refused(optimizer: str | None, service: ServiceClient) -> None:
+def test_a_remote_model_that_no_optimizer_holds_raises(optimizer: str | None, service: ServiceClient) -> None:
     class Forgets(Hybrid):
         def configure_optimizers(self) -> Any:
             return optimizer and torch.optim.SGD([self.temperature], lr=0.1)
@@ -407,31 +407,7 @@ def test_a_trainers_clipping_ends_with_it(service: ServiceClient) -> None:
     assert [group["grad_clip_norm"] for group in optimizer.param_groups] == [0.0]
 
 
-class Keyed(Mean):
-    def __init__(self, model: Any, api_key: str, helper: Any = None, depth: int = 3) -> None:
-        super().__init__(model, api_key=api_key)
-        self.helper, self.depth = helper, depth
-        self.save_hyperparameters()
-
-
-def test_keys_and_objects_stay_out_of_files() -> None:
-    module = Keyed("tiny", "secret", helper=object())
-    assert module.hparams["depth"] == 3
-    assert not {"api_key", "helper"} & set(module.hparams)
-
-
-def test_a_dict_among_the_arguments_is_kept_or_left_out_as_a_whole() -> None:
-    class Takes(Mean):
-        def __init__(self, model: Any, options: Any, plain: Any, **kwargs: Any) -> None:  # noqa: ARG002
-            super().__init__(model, **kwargs)
-            self.save_hyperparameters()
-
-    module = Takes("tiny", {"rank": print}, {"n": 1}, rank=4, seed=3)
-    assert (module.hparams["rank"], module.hparams["seed"], module.hparams["plain"]) == (4, 3, {"n": 1})
-    assert "options" not in module.hparams
-
-
-def test_a_micro_batch_without_a_gradient_is_refused_wherever_it_stands(service: ServiceClient) -> None:
+def test_a_micro_batch_without_a_gradient_raises_wherever_it_stands(service: ServiceClient) -> None:
     class Second(Mean):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             loss = super().training_step(batch, batch_idx)
@@ -445,11 +421,6 @@ def test_a_batch_without_weights_is_named(service: ServiceClient) -> None:
     unweighted = [Datum.from_tokens(list(b"hello"), [0.0] * 5)]
     with pytest.raises(InvalidDatum, match=r'the weights of these 1 datums sum to 0, .* reduction = "sum"'):
         quiet().fit(made(service, RemoteModule), loader(unweighted))
-
-
-def test_a_number_of_steps_is_at_least_one() -> None:
-    with pytest.raises(InvalidInput, match="max_steps_in_flight must be at least 1, got 0"):
-        RemoteModule("tiny", max_steps_in_flight=0)
 
 
 def test_a_file_saved_by_the_user_keeps_its_state(service: ServiceClient, tmp_path: Path) -> None:
@@ -480,3 +451,8 @@ def test_a_state_that_was_resumed_from_stays_with_its_file(service: ServiceClien
     )
     again.fit(made(service), loader(), loader(), ckpt_path=tmp_path / "a.ckpt")
     quiet().validate(made(service), loader(), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+
+
+def test_a_number_of_steps_is_at_least_one() -> None:
+    with pytest.raises(InvalidInput, match="max_steps_in_flight must be at least 1, got 0"):
+        RemoteModule("tiny", max_steps_in_flight=0)

@@ -51,7 +51,7 @@ def test_a_tuned_learning_rate_is_the_next_fit_s(service: ServiceClient, tmp_pat
     assert trainer.optimizers[0].param_groups[0]["lr"] == found.suggestion() != 1e-2
 
 
-def test_batch_size_finder_is_refused(service: ServiceClient) -> None:
+def test_batch_size_finder_raises(service: ServiceClient) -> None:
     class Sized(RemoteModule):
         batch_size = 1
 
@@ -64,6 +64,6 @@ def test_batch_size_finder_is_refused(service: ServiceClient) -> None:
         Tuner(quiet()).scale_batch_size(new(service, Sized))
 
 
-def test_learning_rate_finder_without_a_loss_here_is_refused(service: ServiceClient) -> None:
+def test_learning_rate_finder_without_a_loss_here_raises(service: ServiceClient) -> None:
     with pytest.raises(InvalidInput, match="route = 'two-pass'"):
         quiet(callbacks=[LearningRateFinder()]).fit(new(service, OnServer), loader())

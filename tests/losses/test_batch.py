@@ -70,7 +70,7 @@ def test_a_mistake_is_named_with_datum_field_and_fix(mistake: str) -> None:  # R
         ("topk_distillation", [4, 7], "[7], but this loss takes K alternatives per position, [T, K]"),
     ],
 )
-def test_a_stacked_batch_of_the_wrong_rank_is_refused(loss: str, shape: list[int], wrong: str) -> None:
+def test_a_stacked_batch_of_the_wrong_rank_raises(loss: str, shape: list[int], wrong: str) -> None:
     inputs = {name: torch.ones(shape) for name in ("weights", "logprobs", "advantages", "reference_logprobs")}
     with pytest.raises(InvalidDatum, match=re.escape(f"the datums' targets have the shape {wrong}")):
         getattr(losses, loss)({**inputs, "reward": torch.ones(4)}, torch.zeros(shape))
@@ -94,13 +94,13 @@ def test_one_response_without_weight_is_no_mistake_where_sequences_are_averaged(
         assert torch.isfinite(loss(without_weights(2), batch()[1])[0])
 
 
-def test_more_tensors_than_datums_are_refused() -> None:
+def test_more_tensors_than_datums_raise() -> None:
     data, logprobs = batch()
     with pytest.raises(InvalidInput, match="got 6 for 5 datums"):
         losses.cross_entropy(data[:5], logprobs)
 
 
-def test_targets_of_different_ranks_are_refused() -> None:
+def test_targets_of_different_ranks_raise() -> None:
     data, logprobs = batch(lengths=(2, 2))
     with pytest.raises(
         InvalidDatum, match=re.escape("datum 1: its targets have the shape [2, 4], but those of datum 0")
@@ -134,6 +134,6 @@ def test_a_stacked_batch_names_the_input_that_it_lacks() -> None:
         ("topk_distillation", {"tail": "cut"}, "tail must be 'bucket', 'renormalize' or 'ignore', got 'cut'"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(loss: str, settings: dict[str, Any], message: str) -> None:
+def test_settings_that_make_no_sense_raise(loss: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=re.escape(message)):
         getattr(losses, loss)(*batch(), **settings)

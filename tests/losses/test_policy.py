@@ -262,7 +262,7 @@ def test_group_advantages_takes_any_numbers(rewards: Any) -> None:
         ([1.0, float("nan")], "rewards has NaN or infinite entries; leave those datums out"),
     ],
 )
-def test_rewards_that_are_none_are_refused(rewards: Any, message: str) -> None:
+def test_rewards_that_are_none_raise(rewards: Any, message: str) -> None:
     with pytest.raises(InvalidInput, match=re.escape(message)):
         losses.group_advantages(rewards)
 

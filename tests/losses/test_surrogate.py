@@ -136,7 +136,7 @@ def test_what_cannot_be_trained_on_raises_with_the_fix(what: str) -> None:  # R1
     assert type(caught.value) is kind
 
 
-def test_a_refused_loss_leaves_local_parameters_alone() -> None:
+def test_a_rejected_loss_leaves_local_parameters_alone() -> None:
     scale = torch.nn.Parameter(torch.tensor(2.0))
     with pytest.raises(InvalidLoss, match="metric"):
         evaluate(lambda _, lp: (lp[0].sum() * scale, {"text": "no"}))

@@ -82,7 +82,7 @@ WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize(
     ("loss", "name"), [(loss, name) for loss, (_, names) in LIBRARY.items() for name in names if name in FREE]
 )
-def test_an_input_that_does_not_fit_is_refused_alike_on_every_route(
+def test_an_input_that_does_not_fit_raises_alike_on_every_route(
     client: TrainingClient, loss: str, name: str, wrong: str
 ) -> None:  # R5.7
     data, _ = case_of(loss)
@@ -104,7 +104,7 @@ def test_a_mistake_is_named_alike_on_every_route(client: TrainingClient, mistake
     assert said(client, "auto", loss, data) == here
 
 
-def test_nothing_is_sent_of_a_batch_that_is_refused(trainer: EmbeddedTrainer, service: ServiceClient) -> None:
+def test_nothing_is_sent_of_a_batch_that_is_rejected(trainer: EmbeddedTrainer, service: ServiceClient) -> None:
     client = service.create_lora_training_client("tiny", rank=4, seed=1)
     said(client, "auto", losses.dpo, batch()[0][:3])
     _, adapter = trainer.registry.model(client.model_id).ready()

@@ -45,7 +45,7 @@ class TestTuFT(PeerSuite):
         )
         assert np.abs(clipped).max() < 0.1 * np.abs(whole).max()
 
-    def test_a_refused_request_leaves_its_number_to_the_next(self, client: TrainingClient) -> None:
+    def test_a_rejected_request_leaves_its_number_to_the_next(self, client: TrainingClient) -> None:
         with pytest.raises(TinkerLightningError):
             client.forward_backward(BATCH, "no_such_loss").result()
         client.forward(BATCH, "cross_entropy").result()

@@ -206,7 +206,7 @@ def registered(api: Api, session: str, name: str, values: int) -> Any:
     return api.post(f"{EXT}/losses", {"session_id": session, "loss": loss})
 
 
-def test_a_loss_that_has_no_room_is_refused(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_has_no_room_is_rejected(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_registry, "MAX_VALUES", 100)
     monkeypatch.setattr(loss_registry, "MAX_TOTAL_VALUES", 150)
     first, second = api.session(), api.session()
@@ -362,7 +362,7 @@ def test_a_diagnostic_with_a_name_of_the_protocol_is_returned_next_to_it(api: Ap
     assert metrics["tokens:sum"] > 1.0
 
 
-def test_diagnostics_that_would_be_one_metric_are_refused_at_once(api: Api) -> None:
+def test_diagnostics_that_would_be_one_metric_are_rejected_at_once(api: Api) -> None:
     output = {"tuple": [ref("loss"), {"dict": {"a": ref("loss"), "a:unique": ref("loss")}}]}
     loss = {"name": "mine", "source": "logprobs", "graph": graph(SUM, output=output)}
     refused = api.post(f"{EXT}/losses", {"session_id": api.session(), "loss": loss})

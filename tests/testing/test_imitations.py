@@ -289,7 +289,7 @@ def test_order(order: str, peer: Callable[..., Peer]) -> None:
     assert torch.equal(before, server.weights()) == is_early
 
 
-def test_a_refused_number_is_free_where_numbers_give_the_order(peer: Callable[..., Peer]) -> None:
+def test_a_rejected_number_is_free_where_numbers_give_the_order(peer: Callable[..., Peer]) -> None:
     server = peer("together", hold=5.0)
     model = server.create()
     assert server.send(model, [datum()], number=1, encoding="protobuf").status_code == 422

@@ -285,7 +285,7 @@ def test_what_is_wrong_with_a_datum_keeps_its_class(model: TrainingClient) -> No
     assert type(raised.value) is InvalidDatum
 
 
-def test_an_upload_that_is_refused_keeps_its_class(service: ServiceClient) -> None:
+def test_an_upload_that_is_rejected_keeps_its_class(service: ServiceClient) -> None:
     loss = trace_batch_loss(minimal, "mine", "logits")
     with pytest.raises(InvalidLoss, match="invalid loss name '7'"):
         service.losses.register(replace(loss, name="7"))

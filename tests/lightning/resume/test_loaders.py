@@ -287,14 +287,14 @@ def resumed_after(count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("left", [0, 2])
-def test_a_loader_that_shrank_is_refused(left: int) -> None:
+def test_a_loader_that_shrank_raises(left: int) -> None:
     loader = plain(DataLoader(Noisy(2 * left), batch_size=2))
     loader.load_state_dict(resumed_after(3))
     with pytest.raises(InvalidInput, match=rf"saved after 3 batches .* has only {left}\. Resume with the data"):
         next(iter(loader))
 
 
-def test_a_loader_with_other_generators_is_refused() -> None:
+def test_a_loader_with_other_generators_raises() -> None:
     loader = plain(with_generator())
     loader.load_state_dict(resumed_after(3))
     with pytest.raises(InvalidInput, match=r"saved with 0 random number generators .* this one has 1"):

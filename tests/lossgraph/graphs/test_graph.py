@@ -240,7 +240,7 @@ def test_reading_does_not_change_what_is_read() -> None:
     assert message == kept
 
 
-def test_what_is_refused_is_named() -> None:
+def test_what_is_rejected_is_named() -> None:
     with pytest.raises(InvalidLoss, match=r"node 'mine': the function 'torch\.rand' is not among"):
         Graph.decode(graph(node("mine", "torch.rand")))
     with pytest.raises(InvalidLoss, match=r"the function 'torch\.rand' is not among"):

@@ -177,7 +177,7 @@ def test_the_gradient_of_a_running_product_is_quick() -> None:  # R3.7
     assert time.perf_counter() - started < 1.0
 
 
-def test_a_large_input_is_refused_too() -> None:
+def test_a_large_input_raises_too() -> None:
     with pytest.raises(InvalidLoss, match="node 'x0': it would create a tensor of 1e"):
         program(method("sum", X))([torch.zeros(1).expand(10**9)])
 

@@ -131,7 +131,7 @@ def cast(outputs: Any, inputs: Any, mask: Any, on: bool = True) -> LossFnOutput:
     return LossFnOutput((product * weights).sum())
 
 
-def test_autocast_inside_a_loss_is_refused() -> None:
+def test_autocast_inside_a_loss_raises() -> None:
     with pytest.raises(LossNotTraceable, match=r"outputs @ outputs\.mT\n    it computes under torch\.autocast"):
         trace_batch_loss(cast, "mine", "logits")
     trace_batch_loss(cast, "mine", "logits", {"on": False})
@@ -150,7 +150,7 @@ def test_autocast_around_the_tracing_does_not_matter() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_pythons_round_is_refused_in_plain_words() -> None:
+def test_pythons_round_raises_in_plain_words() -> None:
     def rounds(outputs: Any, inputs: Any, mask: Any) -> LossFnOutput:
         return LossFnOutput(outputs.sum(), None, {"mean": round(outputs.mean().item(), 3)})
 

@@ -103,7 +103,7 @@ SAME: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_read_the_padding_is_refused(name: str) -> None:
+def test_what_would_read_the_padding_raises(name: str) -> None:
     assert torch.isfinite(torch.as_tensor(REFUSED[name](DATA, list(LOGPROBS))))  # where it is called with lists
     with pytest.raises(LossNotTraceable, match=rf"(?s){__file__}:\d+: .*on a server|it loops over a tensor"):
         trace_batch_loss(REFUSED[name], "mine", "logprobs", of_lists=True)

@@ -90,7 +90,7 @@ def test_tensors_have_the_type_of_tensors(fn: Any) -> None:  # R3.2
         lambda logprobs, weights: (logprobs.sum() * matched(weights.shape[0]), {}),
     ],
 )
-def test_the_type_of_anything_else_is_refused(fn: Any) -> None:
+def test_the_type_of_anything_else_raises(fn: Any) -> None:
     """Of a size, a number or a tuple it is not known, so that no branch is taken silently."""
     with pytest.raises(LossNotTraceable, match=r"test_python.py:\d+: (?s:.*)(asks for the type|reads the attribute)"):
         trace_datum_loss(fn, {"logprobs": 1, "weights": 1})
@@ -215,7 +215,7 @@ def test_a_setting_in_a_text_is_fixed() -> None:
         (lambda logprobs, weights: (logprobs.sum() * len((logprobs * 2).shape), {}), "of a shape.*use x.ndim"),
     ],
 )
-def test_refused_with_the_line(fn: Any, because: str) -> None:  # R3.6
+def test_rejected_with_the_line(fn: Any, because: str) -> None:  # R3.6
     with pytest.raises(LossNotTraceable, match=f"(?s)test_python.py:[0-9]+: .*{because}"):
         trace_datum_loss(fn, {"logprobs": 1, "weights": 1})
 
@@ -237,7 +237,7 @@ def test_dimensions_that_are_known() -> None:
 
 @pytest.mark.parametrize("attribute", ["__class__", "grad_fn", "real", 1, None, {"ref": "x"}])
 @pytest.mark.parametrize("target", ["getattr", "builtins.getattr"])
-def test_a_graph_that_reads_other_attributes_is_refused(target: str, attribute: Any) -> None:  # R3.4
+def test_a_graph_that_reads_other_attributes_raises(target: str, attribute: Any) -> None:  # R3.4
     def graph(name: Any) -> dict[str, Any]:
         read = {"op": "call_function", "name": "y", "target": target, "args": [{"ref": "x"}, name], "kwargs": {}}
         nodes = [{"op": "placeholder", "name": "x", "target": "x", "args": [], "kwargs": {}}, read]

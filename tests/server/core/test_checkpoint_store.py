@@ -105,7 +105,7 @@ def test_a_checkpoint_is_readable_json_and_safetensors_and_nothing_is_unpickled(
 
 
 @pytest.mark.parametrize("text", ["x", "tinker://a/b", "tinker://a/weights/b/c", "tinker:///weights/x", "/etc/passwd"])
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_what_is_no_address_is_rejected(text: str) -> None:
     with pytest.raises(InvalidInput, match="tinker://<run>/<kind>/<name>"):
         TinkerPath.parse(text)
 
@@ -376,7 +376,7 @@ def test_readers_see_whole_checkpoints_while_two_stores_overwrite_them(
     assert len(seen) > 1
 
 
-def test_of_two_that_save_the_same_name_at_once_one_is_refused(tmp_path: Path, save: Callable[..., Any]) -> None:
+def test_of_two_that_save_the_same_name_at_once_one_is_rejected(tmp_path: Path, save: Callable[..., Any]) -> None:
     together = threading.Barrier(2)
     outcomes: list[str] = []
 

@@ -19,7 +19,7 @@ PROTOBUF = "application/x-protobuf"
 LONG = 1000.0
 
 
-def test_a_refused_body_frees_its_number_so_that_the_next_runs_at_once(api: Api) -> None:
+def test_a_rejected_body_frees_its_number_so_that_the_next_runs_at_once(api: Api) -> None:
     api.trainer.scheduler._gap_timeout = LONG
     model = api.model()
     bad = api.train(model, 1)
@@ -58,7 +58,7 @@ def test_requests_posted_in_any_order_run_in_the_order_of_their_numbers(api: Api
     assert api.state(one) == api.state(other)
 
 
-def test_a_lost_number_is_waited_for_and_then_refused(api: Api) -> None:
+def test_a_lost_number_is_waited_for_and_then_rejected(api: Api) -> None:
     api.trainer.scheduler._gap_timeout = 0.1
     model = api.model()
     api.run("forward_backward", api.train(model, 1))

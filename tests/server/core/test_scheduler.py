@@ -145,14 +145,14 @@ def test_a_failed_operation_is_not_run_again_by_a_repeat_and_the_next_number_run
     assert runs == [1]
 
 
-def test_another_operation_under_a_used_number_is_refused(scheduler: Scheduler) -> None:
+def test_another_operation_under_a_used_number_is_rejected(scheduler: Scheduler) -> None:
     log = Log()
     submit(scheduler, log, 1, kind="forward")
     with pytest.raises(InvalidInput, match="number 1 of m was already used for forward"):
         submit(scheduler, log, 1, kind="optim_step")
 
 
-def test_a_missing_number_holds_up_the_rest_for_the_gap_timeout_only_and_is_refused_when_late() -> None:
+def test_a_missing_number_holds_up_the_rest_for_the_gap_timeout_only_and_is_rejected_when_late() -> None:
     scheduler, log = Scheduler(gap_timeout=0.05), Log()
     try:
         started = time.monotonic()
@@ -188,7 +188,7 @@ def test_a_missing_number_does_not_wait_for_a_busy_neighbour_to_pause() -> None:
 
 
 @pytest.mark.parametrize("refused", [1, 2])
-def test_a_refused_submission_frees_its_number_at_once(scheduler: Scheduler, refused: int) -> None:
+def test_a_rejected_submission_frees_its_number_at_once(scheduler: Scheduler, refused: int) -> None:
     log = Log()
     for number in range(1, refused):
         submit(scheduler, log, number)

@@ -143,7 +143,7 @@ INPUTS = f"{DATUM}.loss_fn_inputs"
         ("seq_id", ..., "seq_id: missing"),
     ],
 )
-def test_a_bad_pass_is_refused_by_datum_and_field(
+def test_a_bad_pass_is_rejected_by_datum_and_field(
     shared_api: Api, model: str, seq: int, where: str, value: Any, said: str
 ) -> None:
     body = shared_api.train(model, seq)
@@ -152,12 +152,12 @@ def test_a_bad_pass_is_refused_by_datum_and_field(
     assert said in refusal(shared_api, "forward_backward", body)[1]
 
 
-def test_a_prompt_beyond_the_context_is_refused(shared_api: Api, model: str, seq: int) -> None:
+def test_a_prompt_beyond_the_context_is_rejected(shared_api: Api, model: str, seq: int) -> None:
     said = refusal(shared_api, "forward_backward", shared_api.train(model, seq, "x" * 2050))[1]
     assert "datum 0: model_input: 2049 tokens, but tiny takes at most 2048. Truncate it." in said
 
 
-def test_nan_and_infinite_weights_are_refused_in_protobuf_too(shared_api: Api, model: str, seq: int) -> None:
+def test_nan_and_infinite_weights_are_rejected_in_protobuf_too(shared_api: Api, model: str, seq: int) -> None:
     for i, value in enumerate((float("nan"), float("inf"))):
         data = [Datum.from_tokens([1, 2, 3]), Datum.from_tokens([1, 2, 3], [1.0, 1.0, value])]
         body = protobuf.encode_forward_backward(ForwardBackwardRequest(model, seq + i, data, "cross_entropy"))
@@ -194,7 +194,7 @@ def test_nan_and_infinite_weights_are_refused_in_protobuf_too(shared_api: Api, m
         ("load_weights", {"path": "tinker://a\0b/weights/x"}, "there is no training run"),
     ],
 )
-def test_bad_operations_are_refused(shared_api: Api, model: str, seq: int, path: str, body: Any, said: str) -> None:
+def test_bad_operations_are_rejected(shared_api: Api, model: str, seq: int, path: str, body: Any, said: str) -> None:
     assert said in refusal(shared_api, path, {"model_id": model, "seq_id": seq, **body})[1]
 
 
@@ -226,7 +226,7 @@ def test_what_could_lead_out_of_the_folder_is_no_name(shared_api: Api, model: st
         ({"optimizer_config": {"type": ["x"]}}, "only adamw is supported"),
     ],
 )
-def test_bad_models_are_refused(shared_api: Api, body: Any, said: str) -> None:
+def test_bad_models_are_rejected(shared_api: Api, body: Any, said: str) -> None:
     whole = {"session_id": shared_api.session(), "model_seq_id": 0, "base_model": "tiny", **body}
     assert said in refusal(shared_api, "create_model", whole)[1]
 
@@ -266,7 +266,7 @@ def test_bad_models_are_refused(shared_api: Api, body: Any, said: str) -> None:
         ({"seq_id": None}, "seq_id: missing"),
     ],
 )
-def test_bad_samples_are_refused(shared_api: Api, body: Any, said: str) -> None:
+def test_bad_samples_are_rejected(shared_api: Api, body: Any, said: str) -> None:
     assert said in refusal(shared_api, "asample", {**shared_api.sample(shared_api.sampler(), 0), **body})[1]
 
 
@@ -281,6 +281,6 @@ def test_bad_samples_are_refused(shared_api: Api, body: Any, said: str) -> None:
         ({"base_model": "tiny", "session_id": "nobody"}, "there is no session"),
     ],
 )
-def test_bad_samplers_are_refused(shared_api: Api, body: Any, said: str) -> None:
+def test_bad_samplers_are_rejected(shared_api: Api, body: Any, said: str) -> None:
     whole = {"session_id": shared_api.session(), "sampling_session_seq_id": 0, **body}
     assert said in refusal(shared_api, "create_sampling_session", whole)[1]

@@ -60,7 +60,7 @@ def test_no_part_of_a_url_leads_out_of_the_folder(shared_api: Api, method: str, 
     "query", [{"limit": "x"}, {"limit": "-1"}, {"offset": "-1"}, {"offset": "1e3"}, {"limit": "9" * 30}]
 )
 @pytest.mark.parametrize("path", ["checkpoints", "training_runs"])
-def test_bad_pages_are_refused(shared_api: Api, path: str, query: dict[str, str]) -> None:
+def test_bad_pages_are_rejected(shared_api: Api, path: str, query: dict[str, str]) -> None:
     response = shared_api.request("GET", path, params=query)
     assert response.status_code == 400
     assert "limit and offset must" in response.json()["detail"]
@@ -68,14 +68,14 @@ def test_bad_pages_are_refused(shared_api: Api, path: str, query: dict[str, str]
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"7", b'"x"', b"\xff\xfe", b"{" * 5000, b'{"a":NaN}'])
 @pytest.mark.parametrize("path", ["create_session", "forward_backward", "forward", "optim_step", "retrieve_future"])
-def test_what_is_no_json_object_is_refused(shared_api: Api, path: str, content: bytes) -> None:
+def test_what_is_no_json_object_is_rejected(shared_api: Api, path: str, content: bytes) -> None:
     response = shared_api.request("POST", path, content=content, headers={"content-type": JSON})
     assert response.status_code == 400
     assert "the body" in response.json()["detail"]
 
 
 @pytest.mark.parametrize("content_type", ["", "text/plain", PROTOBUF, "multipart/form-data", "application/jsonx", ";"])
-def test_other_content_types_are_refused(shared_api: Api, content_type: str) -> None:
+def test_other_content_types_are_rejected(shared_api: Api, content_type: str) -> None:
     response = shared_api.request("POST", "create_session", content=b"{}", headers={"content-type": content_type})
     assert response.status_code == 415
     assert "is not supported; send application/json" in response.json()["detail"]
@@ -87,14 +87,14 @@ def test_a_charset_in_the_content_type_is_fine(shared_api: Api) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "zstd, zstd", "nonsense"])
-def test_other_encodings_are_refused(shared_api: Api, encoding: str) -> None:
+def test_other_encodings_are_rejected(shared_api: Api, encoding: str) -> None:
     headers = {"content-type": JSON, "content-encoding": encoding}
     response = shared_api.request("POST", "create_session", content=b"{}", headers=headers)
     assert response.status_code == 415
     assert f"content encoding {encoding} is not supported" in response.json()["detail"]
 
 
-def test_zstd_bodies_are_read_and_damaged_ones_refused(shared_api: Api) -> None:
+def test_zstd_bodies_are_read_and_damaged_ones_rejected(shared_api: Api) -> None:
     def post(content: bytes) -> Any:
         headers = {"content-type": JSON, "content-encoding": "zstd"}
         return shared_api.request("POST", "forward_backward", content=content, headers=headers)
@@ -114,7 +114,7 @@ def small_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_bodies")
 @pytest.mark.parametrize("chunked", [False, True])
-def test_large_bodies_are_refused_with_or_without_a_length(shared_api: Api, chunked: bool) -> None:
+def test_large_bodies_are_rejected_with_or_without_a_length(shared_api: Api, chunked: bool) -> None:
     async def parts() -> AsyncIterator[bytes]:
         for _ in range(200):
             yield b" " * 10
@@ -129,7 +129,7 @@ def test_large_bodies_are_refused_with_or_without_a_length(shared_api: Api, chun
 
 
 @pytest.mark.usefixtures("small_bodies")
-def test_a_small_body_that_unfolds_to_a_large_one_is_refused(shared_api: Api) -> None:
+def test_a_small_body_that_unfolds_to_a_large_one_is_rejected(shared_api: Api) -> None:
     bomb = zstandard.compress(b" " * 10_000_000)
     assert len(bomb) < 1000
     headers = {"content-type": JSON, "content-encoding": "zstd"}
@@ -138,7 +138,7 @@ def test_a_small_body_that_unfolds_to_a_large_one_is_refused(shared_api: Api) ->
     assert "decompresses to more than the limit of 1000 bytes" in response.json()["detail"]
 
 
-def test_truncated_protobuf_is_refused_at_every_length(shared_api: Api) -> None:
+def test_truncated_protobuf_is_rejected_at_every_length(shared_api: Api) -> None:
     model = shared_api.model()
     data = [Datum.from_tokens([1, 2, 3])]
     body = protobuf.encode_forward_backward(ForwardBackwardRequest(model, 1, data, "cross_entropy"))

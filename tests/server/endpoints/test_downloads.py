@@ -94,7 +94,7 @@ def test_only_external_weights_are_given_out_file_by_file(api: Api) -> None:
     assert "save it with save_weights_external" in refused.json()["detail"]
 
 
-def test_encryption_is_refused_rather_than_left_out(api: Api) -> None:
+def test_encryption_is_rejected_rather_than_left_out(api: Api) -> None:
     model = api.model()
     body = {"model_id": model, "seq_id": 1, "path": "one", "age_encryption_recipients": ["age1xyz"]}
     refused = api.post("save_weights_external", body)

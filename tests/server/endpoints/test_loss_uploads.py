@@ -121,7 +121,7 @@ def test_an_upload_may_be_repeated(api: Api) -> None:
         ({"session_id": "nobody"}, "there is no session 'nobody'"),
     ],
 )
-def test_uploads_that_are_refused(shared_api: Api, changes: dict[str, Any], because: str) -> None:
+def test_uploads_that_are_rejected(shared_api: Api, changes: dict[str, Any], because: str) -> None:
     answer = shared_api.post("create_custom_loss", upload(shared_api.session(), **changes))
     assert answer.status_code in (400, 404)
     assert because in answer.json()["detail"]
@@ -138,7 +138,7 @@ def test_uploads_that_are_refused(shared_api: Api, changes: dict[str, Any], beca
         ({"tuple": [ref("loss"), {"dict": {"custom/x:sum": 1.0}}]}, "must be a tensor"),
     ],
 )
-def test_outputs_that_are_refused(shared_api: Api, output: Any, because: str) -> None:
+def test_outputs_that_are_rejected(shared_api: Api, output: Any, because: str) -> None:
     changed = copy.deepcopy(NLL)
     changed["nodes"][-1]["args"] = [output]
     answer = shared_api.post("create_custom_loss", upload(shared_api.session(), graph=changed))
@@ -256,7 +256,7 @@ def test_inputs_of_the_batch_and_a_scale_are_only_for_those_who_know_them(shared
         ({"description": 1}, "description must be a string"),
     ],
 )
-def test_registrations_that_are_refused(shared_api: Api, changes: dict[str, Any], because: str) -> None:
+def test_registrations_that_are_rejected(shared_api: Api, changes: dict[str, Any], because: str) -> None:
     answer = register(shared_api, shared_api.session(), **changes)
     assert answer.status_code == 400
     assert because in answer.json()["detail"]

@@ -74,7 +74,7 @@ def save(folder: Path, config: Any, tokenizer: Any) -> str:
     ],
     ids=lambda config: config.model_type,
 )
-def test_logits_that_are_rescaled_behind_the_output_matrix_are_refused(
+def test_logits_that_are_rescaled_behind_the_output_matrix_are_rejected(
     tiny: BaseModel, tmp_path: Path, config: Any
 ) -> None:
     path = save(tmp_path, config, tiny.tokenizer)

@@ -34,7 +34,7 @@ def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch
     assert catalog.cache_dir() == tmp_path / "xdg" / "tinker_lightning"
 
 
-def test_a_model_that_is_not_served_is_refused_with_those_that_are() -> None:
+def test_a_model_that_is_not_served_is_rejected_with_those_that_are() -> None:
     served = Catalog(["tiny", "tiny"])
     assert served.names == ["tiny"]
     message = r"'smollm2-135m' is not served; available models: tiny\. .*--model smollm2"
@@ -67,7 +67,7 @@ def test_a_hub_id_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> Non
     assert isinstance(raised.value.__cause__, OSError)
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=f"{tmp_path} could not be loaded: it has no config.json"):
         Catalog().get(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")

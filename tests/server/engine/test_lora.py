@@ -271,13 +271,13 @@ def test_a_copy_has_memory_of_its_own(tiny: BaseModel, make_adapter: Any) -> Non
     assert not same(adapter.weights.tensors, before)
 
 
-def test_a_rank_beyond_the_layers_is_refused_before_its_memory_is_taken(tiny: BaseModel) -> None:
+def test_a_rank_beyond_the_layers_is_rejected_before_its_memory_is_taken(tiny: BaseModel) -> None:
     with pytest.raises(InvalidInput, match=r"rank of 1000000000 .* the maximum for this model is 128"):
         tiny.lora.new_weights(LoraConfig(rank=10**9))
 
 
 @pytest.mark.parametrize("damage", ["missing", "unknown", "shape"])
-def test_weights_of_another_model_are_refused(tiny: BaseModel, make_adapter: Any, damage: str) -> None:
+def test_weights_of_another_model_are_rejected(tiny: BaseModel, make_adapter: Any, damage: str) -> None:
     weights = make_adapter(tiny).weights
     tiny.lora.check(weights)
     name = "base_model.model.lm_head.lora_A.weight"

@@ -237,7 +237,7 @@ def test_a_failed_pass_changes_nothing(
     assert_bit_equal(state(adapter), state(untouched))
 
 
-def test_a_sum_of_gradients_that_overflows_is_refused_by_the_call_that_makes_it(
+def test_a_sum_of_gradients_that_overflows_is_rejected_by_the_call_that_makes_it(
     tiny: BaseModel, make_adapter: Any
 ) -> None:
     adapter = make_adapter(tiny)

@@ -295,7 +295,7 @@ def test_an_answer_ends_where_the_context_does(tiny: BaseModel, max_tokens: int 
 @pytest.mark.parametrize(
     ("tokens", "message"), [([], "no tokens"), ([1, 300], r"token at \[1\] is 300"), ([1] * 2049, "at most 2048")]
 )
-def test_bad_prompts_are_refused(tiny: BaseModel, tokens: list[int], message: str) -> None:
+def test_bad_prompts_are_rejected(tiny: BaseModel, tokens: list[int], message: str) -> None:
     with pytest.raises(InvalidDatum, match=message):
         run(tiny, None, prompt=tokens)
 
