@@ -282,7 +282,7 @@ def _with_sum(
         return _unscaled(output, scale=scale)
     metrics = {name: value for name, value in output.metrics.items() if name != "loss:sum"}
     if loss in LOSSES and len(outputs) == len(data):
-        logprobs = surrogate.leaves(replace(output, loss_fn_outputs=outputs), data)
+        logprobs = surrogate.logprobs_of(replace(output, loss_fn_outputs=outputs), data)
         metrics["loss:sum"] = LOSSES[loss].total(logprobs, [datum.loss_fn_inputs for datum in data], config)
     return ForwardBackwardOutput(outputs, metrics, output.loss_fn_output_type)
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tinker_lightning.losses.reduction import TokenCount, action_tokens, total_weight
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from tinker_lightning.types import TensorData
 
 Threshold: TypeAlias = float | Tensor
@@ -119,6 +122,10 @@ def _fault(low: float, high: float) -> str:
     )
 
 
+def _joined(arrays: Sequence[npt.NDArray[Any]]) -> Tensor:
+    return torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
+
+
 def _clipped(ratio: Tensor, advantages: Tensor, low: Threshold, high: Threshold) -> Tensor:
     return -torch.minimum(ratio * advantages, _clip(ratio, low, high) * advantages)
 
@@ -161,17 +168,27 @@ class BuiltIn:
 
     def total(
         self,
-        logprobs: Sequence[Tensor],
+        logprobs: Sequence[TensorData],
         inputs: Sequence[Mapping[str, TensorData]],
         settings: Mapping[str, float | str],
     ) -> float:
         """Returns the loss of datums, given their log-probabilities, their inputs, and the settings."""
+        defaults = {name: float(settings.get(name, value)) for name, value in self.settings.items()}
+        read = [[name for name in self.reads if name in given] for given in inputs]
+        if not self.is_of_sequence and all(names == read[0] for names in read):  # one call for all tokens
+            tensors = {name: _joined([given[name].to_numpy() for given in inputs]) for name in read[0]}
+            with torch.no_grad():
+                terms = self.formula(
+                    _joined([each.to_numpy() for each in logprobs]),
+                    *({**defaults, **tensors}[name] for name in self.reads),
+                )
+                return float(terms.sum(dtype=torch.float64))
         total = 0.0
         with torch.no_grad():
-            for logp, given in zip(logprobs, inputs, strict=True):
-                read = {name: given[name].to_torch() for name in self.reads if name in given}
-                defaults = {name: float(settings.get(name, value)) for name, value in self.settings.items()}
-                total += float(self.formula(logp, *({**defaults, **read}[name] for name in self.reads)).sum())
+            for logp, given, names in zip(logprobs, inputs, read, strict=True):
+                own = {name: given[name].to_torch() for name in names}
+                arguments = ({**defaults, **own}[name] for name in self.reads)
+                total += float(self.formula(logp.to_torch(), *arguments).sum())
         return total
 
     @property

@@ -69,22 +69,31 @@ def forward_datums(data: Sequence[Datum]) -> list[Datum]:
 
 def leaves(output: ForwardBackwardOutput, data: Sequence[Datum]) -> list[Tensor]:
     """Returns the log-probabilities of a forward pass as leaf tensors, one per datum, shaped like its targets."""
+    shapes = [datum.loss_fn_inputs["target_tokens"].shape for datum in data]
+    with torch.inference_mode(False):  # a tensor created in inference mode can never require a gradient
+        return [
+            logprobs.to_torch().reshape(shape).requires_grad_()
+            for logprobs, shape in zip(logprobs_of(output, data), shapes, strict=True)
+        ]
+
+
+def logprobs_of(output: ForwardBackwardOutput, data: Sequence[Datum]) -> list[TensorData]:
+    """Returns the log-probabilities of a pass, one tensor per datum; raises `OperationFailed` if one is missing."""
     if len(output.loss_fn_outputs) != len(data):
         raise OperationFailed(
             f"the server answered for {len(output.loss_fn_outputs)} datums, but {len(data)} were sent"
         )
     tensors = []
-    with torch.inference_mode(False):  # a tensor created in inference mode can never require a gradient
-        for i, (result, datum) in enumerate(zip(output.loss_fn_outputs, data, strict=True)):
-            targets = datum.loss_fn_inputs["target_tokens"]
-            if "logprobs" not in result:
-                raise OperationFailed(f"datum {i}: the server sent no logprobs, only {', '.join(result) or 'nothing'}")
-            logprobs = result["logprobs"]
-            if math.prod(logprobs.shape) != math.prod(targets.shape):
-                raise OperationFailed(
-                    f"datum {i}: the server sent logprobs of shape {logprobs.shape} for targets of {targets.shape}"
-                )
-            tensors.append(logprobs.to_torch().reshape(targets.shape).requires_grad_())
+    for i, (result, datum) in enumerate(zip(output.loss_fn_outputs, data, strict=True)):
+        targets = datum.loss_fn_inputs["target_tokens"]
+        if "logprobs" not in result:
+            raise OperationFailed(f"datum {i}: the server sent no logprobs, only {', '.join(result) or 'nothing'}")
+        logprobs = result["logprobs"]
+        if math.prod(logprobs.shape) != math.prod(targets.shape):
+            raise OperationFailed(
+                f"datum {i}: the server sent logprobs of shape {logprobs.shape} for targets of {targets.shape}"
+            )
+        tensors.append(logprobs)
     return tensors
 
 

@@ -201,7 +201,7 @@ def collate(batch: Sequence[Any]) -> list[Any]:
 def _tensor(name: str, value: TensorLike) -> TensorData:
     """Converts a loss input to a tensor with the dtype that the protocol requires for its name."""
     try:
-        tensor = TensorData.of(value)
+        tensor = value if isinstance(value, TensorData) else TensorData(value)
         if name in PER_TOKEN_FLOATS and tensor.dtype != "float32":
             return TensorData(
                 tensor.values, "float32", tensor.shape, tensor.sparse_crow_indices, tensor.sparse_col_indices

@@ -24,6 +24,7 @@ TensorDtype: TypeAlias = Literal["float32", "int64"]
 MAX_DENSE_ELEMENTS = 1 << 28
 # The limit of numpy 1. It stops a malicious shape of a million dimensions before anything is computed from it.
 MAX_RANK = 32
+_NATIVE = (np.dtype("float32"), np.dtype("int64"))
 
 
 class TensorData:
@@ -88,6 +89,18 @@ class TensorData:
     def of(cls, value: TensorLike) -> TensorData:
         """Converts a torch tensor, numpy array, list or number; returns a `TensorData` unchanged."""
         return value if isinstance(value, TensorData) else cls(value)
+
+    @classmethod
+    def of_array(cls, values: npt.NDArray[Any]) -> TensorData:
+        """Wraps an array, without the constructor's checks if it already has a dtype of the protocol and C order."""
+        if values.dtype not in _NATIVE or not values.flags.c_contiguous or values.ndim > MAX_RANK:
+            return cls(values)
+        tensor = cls.__new__(cls)
+        tensor.dtype = "float32" if values.dtype.kind == "f" else "int64"
+        tensor.shape = list(values.shape)
+        tensor.sparse_crow_indices = tensor.sparse_col_indices = None
+        tensor._values = values
+        return tensor
 
     @property
     def is_sparse(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -16,6 +15,7 @@ from tinker_lightning.types.model_input import DmelChunk, EncodedTextChunk, Imag
 from tinker_lightning.types.requests import ForwardBackwardRequest
 from tinker_lightning.types.responses import ForwardBackwardOutput, PromptAltTokens, SampledSequence, SampleResponse
 from tinker_lightning.types.tensor import TensorData
+from tinker_lightning.wire import framing
 from tinker_lightning.wire import tinker_pb2 as pb
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from tinker_lightning.types.model_input import ModelInputChunk
     from tinker_lightning.types.responses import TopkLogprobs
+    from tinker_lightning.wire.framing import Buffer
 
 _DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
 _MAX_DATUMS = 1 << 20
@@ -40,12 +41,14 @@ def encode_forward_backward(request: ForwardBackwardRequest) -> bytes:
     """Serializes a pass."""
     # Concatenated protobuf messages are merged when they are parsed. Serializing a single message of many megabytes
     # would hold it in memory three times, and allocating that memory takes longer than everything else.
-    body = io.BytesIO()
-    body.write(pb.ForwardBackwardRequest(model_id=request.model_id, seq_id=request.seq_id).SerializeToString())
+    body: list[Buffer] = [
+        pb.ForwardBackwardRequest(model_id=request.model_id, seq_id=request.seq_id).SerializeToString()
+    ]
     for datum in request.data:
-        part = pb.ForwardBackwardRequest()
-        _fill_datum(part.data.add(), datum)
-        body.write(part.SerializeToString())
+        if not framing.write_datum(body, datum):
+            part = pb.ForwardBackwardRequest()
+            _fill_datum(part.data.add(), datum)
+            body.append(part.SerializeToString())
     rest = pb.ForwardBackwardRequest(loss_fn=request.loss_fn, forward_only=request.forward_only)
     for name, value in request.loss_fn_config.items():
         if isinstance(value, str):
@@ -57,8 +60,8 @@ def encode_forward_backward(request: ForwardBackwardRequest) -> bytes:
         _fill_tensor(rest.loss_fn_inputs[name], tensor)
     if request.scale != 1.0:
         rest.scale = request.scale
-    body.write(rest.SerializeToString())
-    return body.getvalue()
+    body.append(rest.SerializeToString())
+    return b"".join(body)
 
 
 def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
@@ -360,6 +363,6 @@ def _read_batched(name: str, message: pb.BatchedTensor) -> list[TensorData]:
     trailing = list(message.trailing_shape)
     parts = (values[start:stop] for start, stop in itertools.pairwise((offsets // size).tolist()))
     try:
-        return [TensorData(part.reshape(-1, *trailing) if trailing else part) for part in parts]
+        return [TensorData.of_array(part.reshape(-1, *trailing) if trailing else part) for part in parts]
     except ValueError as error:
         raise InvalidMessage(f"{name}: {error}") from error

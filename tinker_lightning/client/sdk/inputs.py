@@ -9,6 +9,8 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.errors import InvalidDatum, InvalidInput, Unsupported
 from tinker_lightning.types import (
@@ -99,8 +101,8 @@ def to_datum(datum: Any) -> Datum:
     """Converts our or the SDK's datum to ours."""
     if isinstance(datum, Datum):
         return datum
-    check_not_mapped(datum)
     if not (hasattr(datum, "model_input") and hasattr(datum, "loss_fn_inputs")):
+        check_not_mapped(datum)
         raise InvalidDatum(f"got {type(datum).__name__}; build datums with Datum.from_tokens(...) or tinker.Datum(...)")
     return Datum(
         to_model_input(datum.model_input),
@@ -128,7 +130,8 @@ def to_tensor(tensor: Any) -> TensorData:
         return TensorData(
             tensor.data, tensor.dtype, tensor.shape, tensor.sparse_crow_indices, tensor.sparse_col_indices
         )
-    return TensorData.of(tensor.to_numpy() if hasattr(tensor, "to_numpy") else tensor)
+    array = tensor.to_numpy() if hasattr(tensor, "to_numpy") else tensor
+    return TensorData.of_array(array) if type(array) is np.ndarray else TensorData.of(array)
 
 
 def to_model_input(model_input: Any) -> ModelInput:
