@@ -308,7 +308,8 @@ class TrainingClient(BaseTrainingClient):
         name = "forward" if forward_only else "forward_backward"
         endpoint = "retained_forward" if retain else "forward_backward"
         settings = request.loss, request.config, forward_only, request.inputs, request.scale
-        chunks = [request.for_call(chunk) for chunk in self._split(request.data)]
+        data = [_without_weights(datum) for datum in request.data] if retain else request.data
+        chunks = [request.for_call(chunk) for chunk in self._split(data)]
         numbers: list[int] = []
 
         def operations(first: int) -> list[Operation[ForwardBackwardOutput]]:
@@ -379,3 +380,8 @@ class TrainingClient(BaseTrainingClient):
             self._last_number += len(numbered)
             running = self._channel.run(perform_all(session, self._order, numbered, combine))
         return TinkerFuture(running, str(numbered[0]))
+
+
+def _without_weights(datum: Datum) -> Datum:
+    """Returns what a retained forward needs of a datum, whose weights are the gradient that follows."""
+    return datum.with_only_inputs({"target_tokens": datum.loss_fn_inputs["target_tokens"]})
