@@ -7,6 +7,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tinker_lightning.errors import InvalidDatum, InvalidInput, MemoryLimitExceeded
 from tinker_lightning.server.core.checkpoint_store import CheckpointStore, CheckpointSummary, TinkerPath
 from tinker_lightning.server.core.jobs import Job
@@ -151,7 +153,11 @@ class Training:
         )
 
     def retained_forward(self, request: rq.ForwardBackwardRequest) -> Job:
-        """Runs a forward pass and keeps its activations for `retained_backward`, as far as memory allows."""
+        """Runs a forward pass and keeps its activations for `retained_backward`, as far as memory allows.
+
+        Its datums need no weights, which are the gradient that follows.
+        """
+        request = replace(request, data=[_with_weights(datum) for datum in request.data])
 
         def run(base: BaseModel, adapter: Adapter) -> ForwardBackwardOutput:
             size = base.kept_bytes(_lengths(base, request.data), adapter.token_budget)
@@ -375,6 +381,13 @@ def _addition(work: Charge) -> Callable[[int], None]:
     """Returns a function that charges this much in addition to the work itself."""
     size = work.size
     return lambda addition: work.resize(max(work.size, size + addition))
+
+
+def _with_weights(datum: Datum) -> Datum:
+    targets = datum.loss_fn_inputs.get("target_tokens")
+    if targets is None or "weights" in datum.loss_fn_inputs:
+        return datum
+    return datum.with_inputs(weights=np.zeros(targets.shape, np.float32))
 
 
 def _gradient(index: int, datum: Datum) -> NDArray[Any]:
