@@ -77,7 +77,7 @@ def test_a_step_sends_about_half_of_the_bytes_of_two_passes(trainer: EmbeddedTra
     with serving(trainer) as (service, transport):
         for route in ("retained", "two-pass"):
             module = new(service, Squares)
-            module.route = route  # type: ignore[assignment]
+            module.route = route
             transport.requests.clear()
             fitted(module)
             sent[route] = sum(len(each.body) for each in transport.requests if each.is_pass)
@@ -99,7 +99,7 @@ def test_random_eviction_changes_no_bit(trainer: EmbeddedTrainer) -> None:
                         trainer.retained._forwards.pop(key, None)  # the datums, too
 
         module = new(service, Squares)
-        module.between = evict  # type: ignore[method-assign]
+        module.between = evict
         assert bits_of(trainer, fitted(module)) == expected
     kinds = [each.path.rsplit("/", 1)[1] for each in transport.requests if each.is_pass]
     assert kinds.count("forward_backward") > 0, "some backwards were sent again with their datums"
@@ -128,7 +128,7 @@ def test_a_restart_between_forward_and_backward_is_reported_and_the_run_resumes(
     with contextlib.closing(restarted):
         with contextlib.suppress(TinkerLightningError), serving(trainer) as (service, transport):
             module = new(service, Squares)
-            module.between = lambda: transport.lead_to(restarted) if next(calls) == 5 else None  # type: ignore[method-assign]
+            module.between = lambda: transport.lead_to(restarted) if next(calls) == 5 else None
             with pytest.raises(TinkerLightningError, match="there is no model") as raised:
                 fitted(module, callbacks=[Saves(tmp_path / "last.ckpt")])
         assert raised.value.operation in ("forward", "forward_backward")
@@ -144,13 +144,13 @@ def test_activations_are_freed_after_a_failed_loss_and_by_the_end_of_the_session
         def fail() -> None:
             raise ValueError("a bug in the loss")
 
-        module.between = fail  # type: ignore[method-assign]
+        module.between = fail
         with pytest.raises(ValueError, match="a bug in the loss"):
             fitted(module)
-        module.between = lambda: None  # type: ignore[method-assign]
+        module.between = lambda: None
         fitted(module)
         assert not trainer.retained._forwards
-        module.between = fail  # type: ignore[method-assign]
+        module.between = fail
         with pytest.raises(ValueError, match="a bug in the loss"):
             fitted(module)
         assert trainer.retained._forwards

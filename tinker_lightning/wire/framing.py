@@ -11,7 +11,6 @@ import sys
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from tinker_lightning.types.model_input import EncodedTextChunk
 from tinker_lightning.wire import tinker_pb2 as pb
@@ -19,7 +18,7 @@ from tinker_lightning.wire import tinker_pb2 as pb
 if TYPE_CHECKING:
     from tinker_lightning.types.datum import Datum
 
-    Buffer: TypeAlias = bytes | npt.NDArray[np.generic]
+    Buffer: TypeAlias = bytes | memoryview
 
 _BYTES = 2  # the wire type of everything that has a length
 _IS_LITTLE = sys.byteorder == "little"
@@ -35,13 +34,13 @@ def write_datum(parts: list[Buffer], datum: Datum) -> bool:
         if not isinstance(chunk, EncodedTextChunk) or not chunk.length:
             return False
         before = _before_tokens(chunk.tokens.nbytes)
-        own += (before, chunk.tokens)
+        own += (before, chunk.tokens.data)
         size += len(before) + chunk.tokens.nbytes
     for name, tensor in datum.loss_fn_inputs.items():
         if tensor.is_sparse:
             return False
         before, after = _around_tensor(name, tensor.dtype, tuple(tensor.shape))
-        own += (before, tensor.values, after)
+        own += (before, tensor.values.data, after)
         size += len(before) + tensor.values.nbytes + len(after)
     own[0] = _header(pb.ForwardBackwardRequest.DATA_FIELD_NUMBER, size)
     parts += own
