@@ -13,7 +13,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -25,6 +25,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import tinker_lightning.server  # noqa: F401  # takes its time, once
 from tinker_lightning import Datum, RemoteModule, collate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DATA = [Datum.from_tokens(list(f"text {i}: {'hello world, ' * (i % 3 + 1)}".encode())) for i in range(14)]
 
@@ -125,7 +128,8 @@ def fit(folder: Path, kind: str, killer: Killer) -> None:
         (folder / "done.json").write_text(json.dumps(done))
 
 
-def main() -> None:
+def main(fit: Callable[[Path, str, Killer], None]) -> None:
+    """Runs the jobs of the standard input."""
     for line in sys.stdin:
         job = json.loads(line)
         process = os.fork()
@@ -146,4 +150,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(fit)

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,41 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.checkpoints import state_in
+from tests.helpers.kills import Fits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 KINDS = ["plain", "stateful", "workers"]
-
-
-class Fits:
-    """Fits in processes of their own, which may be killed."""
-
-    def __init__(self, output: Path) -> None:
-        self._output = output
-        with output.open("w") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).parents[1] / "helpers" / "killed_fit.py")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,
-            )
-
-    def run(self, folder: Path, kind: str, **kill: int) -> bool:
-        """Whether a fit has come to its end, and not been killed."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"folder": str(folder), "kind": kind, "kill": kill}) + "\n")
-        self._process.stdin.flush()
-        code = os.waitstatus_to_exitcode(json.loads(self._process.stdout.readline()))
-        assert code in (0, -signal.SIGKILL), self._output.read_text()[-3000:]
-        return code == 0
-
-    def close(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
 
 
 @pytest.fixture(scope="module")

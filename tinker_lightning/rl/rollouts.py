@@ -210,16 +210,19 @@ class RolloutLoader(TrainedPosition):
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the last batch trained, with a batch that has been trained in part."""
+        """Returns the position after the last batch trained, with the rollouts of one that is trained in part.
+
+        Waits for the latter, because the weights that they are sampled from have changed.
+        """
         tickets = self.position()
         first, trained = divmod(tickets, self.steps_per_batch)
         pending = []
         for number, unit in sorted(self._units.items()):
             if number >= first:
-                groups = {order: group.to_state() for order, group in unit.groups.items()}
+                kept = dict(unit.arriving(range(unit.planned), None)) if number == first and trained else {}
+                groups = {order: group.to_state() for order, group in kept.items()}
                 places = [task.place for task in unit.tasks]
-                kept = groups if number == first and trained else {}
-                pending.append({"unit": number, "places": places, "planned": unit.planned, "groups": kept})
+                pending.append({"unit": number, "places": places, "planned": unit.planned, "groups": groups})
         return {
             "tickets": tickets,
             "tasks": self._tasks.state(),

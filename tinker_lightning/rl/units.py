@@ -105,7 +105,7 @@ class Unit:
     @property
     def is_started(self) -> bool:
         """Whether its planned tasks are running or done."""
-        return bool(self._running or self.groups)
+        return all(order in self._running or order in self.groups for order in range(self.planned))
 
     def start(self, orders: Iterable[int], sampling: Sampling, source: PolicySource) -> None:
         """Starts rollouts of its tasks, by their places in it."""

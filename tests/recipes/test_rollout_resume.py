@@ -1,0 +1,94 @@
+"""The position in the rollouts is part of a checkpoint: a resumed run ends in the same bits."""  # R5.3, R5.9
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from tests.helpers.rollouts import PROMPTS, Stream, rollouts
+from tests.helpers.trainers import SMALL, logprobs_of, new, quiet
+from tinker_lightning.recipes import GRPO
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tinker_lightning.client import ServiceClient
+
+pytestmark = SMALL
+
+
+class Noting(GRPO):
+    """Notes which prompts are trained, batch by batch, and what was said."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.trained: dict[int, Any] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        unit = batch.loader.unit(batch.unit)
+        groups = [unit.groups[order] for order in sorted(unit.groups)]
+        self.trained[batch.ticket] = [
+            (group.task.number, [each.text for each in group.trajectories]) for group in groups
+        ]
+        return loss
+
+
+class Saving(pl.Callback):
+    """Saves after each optimizer step, and in the middle of windows."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.fit_loop.epoch_loop.total_batch_idx}.ckpt")
+
+
+def code_points(prompt: str, completion: str) -> float:
+    """Differs for all answers, except for every third prompt, so that some groups are dropped."""
+    return sum(map(ord, completion)) / 1000 if prompt not in PROMPTS[::3] else 0.0
+
+
+CASES = {
+    "one step per batch": ({}, 1),
+    "windows of two batches": ({}, 2),
+    "two epochs of two minibatches": ({"epochs": 2, "minibatches": 2}, 1),
+    "a stream": ({"prompts": Stream(PROMPTS)}, 1),
+    "refilled": ({"refill": 1}, 1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_ends_in_the_same_bits(case: str, service: ServiceClient, tmp_path: Path) -> None:
+    settings, accumulate = CASES[case]
+    options = {"max_steps": 5, "accumulate_grad_batches": accumulate}
+    whole = new(service, Noting)
+    trainer = quiet(**options, callbacks=[Saving(tmp_path)])
+    trainer.fit(whole, rollouts(rewards=code_points, **settings))
+    for batch in (0, 2):
+        resumed = new(service, Noting)
+        resumed_loader = rollouts(rewards=code_points, **settings)
+        quiet(**options).fit(resumed, resumed_loader, ckpt_path=str(tmp_path / f"{batch}.ckpt"))
+        assert resumed.trained == {ticket: whole.trained[ticket] for ticket in resumed.trained}
+        assert list(resumed.trained) == list(range(batch + 1, len(whole.trained)))
+        assert torch.equal(logprobs_of(resumed), logprobs_of(whole))
+
+
+@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+def test_sampling_ahead_neither_repeats_nor_skips(strategy: str, service: ServiceClient, tmp_path: Path) -> None:
+    options = {"strategy": strategy, "accelerator": "cpu", "max_steps": 6}
+    whole = new(service, Noting)
+    trainer = quiet(**options, callbacks=[Saving(tmp_path)])
+    trainer.fit(whole, rollouts(staleness=2))
+    resumed = new(service, Noting)
+    quiet(**options).fit(resumed, rollouts(staleness=2), ckpt_path=str(tmp_path / "1.ckpt"))
+    numbers = [[number for number, _ in whole.trained[ticket]] for ticket in range(6)]
+    assert functools.reduce(operator.iadd, numbers, []) == list(range(12))
+    assert {ticket: [number for number, _ in groups] for ticket, groups in resumed.trained.items()} == {
+        ticket: numbers[ticket] for ticket in range(2, 6)
+    }
