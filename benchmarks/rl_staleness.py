@@ -140,6 +140,9 @@ class Simulated:
     def get_info(self) -> GetInfoResponse:
         return GetInfoResponse("simulated", ModelData(model_name="simulated"))
 
+    def record(self, _: Any) -> None:
+        pass
+
     def max_context_length(self) -> None:
         return None
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.backends import reach
 from tests.helpers.rollouts import PROMPTS, lower, record, rollouts
 from tests.helpers.trainers import SMALL, logprobs_of, new, quiet
 from tinker_lightning import ModelInput, losses
@@ -20,6 +21,7 @@ from tinker_lightning.rl.tasks import Task
 
 if TYPE_CHECKING:
     from tinker_lightning.client import ServiceClient
+    from tinker_lightning.server import EmbeddedTrainer
 
 pytestmark = SMALL
 
@@ -322,6 +324,38 @@ def test_a_loss_of_ones_own(service: ServiceClient) -> None:
     trainer = quiet(max_steps=1)
     trainer.fit(new(service, GRPO, loss=clipped), rollouts())
     assert trainer.callback_metrics["own"] == 1
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "gspo"])
+def test_other_servers_compute_a_built_in_loss_in_one_pass(
+    loss: str, trainer: EmbeddedTrainer, running: Any, service: ServiceClient
+) -> None:
+    """The pass is sent with the step; what a server cannot add to its loss is computed here, in two passes."""
+    with reach("tcp without extensions", trainer, running) as backend:
+        settings: dict[str, Any] = {"loss": loss, "learning_rate": 1e-2}
+        model = backend.model()
+        module = GRPO(model, **settings)
+        quiet(max_steps=2).fit(module, rollouts())
+        assert [kind for kind in backend.kinds(model) if kind.startswith("forward")] == ["forward_backward"] * 4
+        here = new(service, GRPO, **settings)
+        quiet(max_steps=2).fit(here, rollouts())
+        assert logprobs_of(module) == pytest.approx(logprobs_of(here), abs=1e-3)
+        if loss == "gspo":
+            return
+        model = backend.model()
+        regularized = GRPO(model, kl_coefficient=0.1, **settings)
+        fitted = quiet(max_steps=1)
+        fitted.fit(regularized, rollouts())
+        assert "forward" in backend.kinds(model)
+        assert "policy/kl_reference" in fitted.callback_metrics
+        with pytest.raises(InvalidInput, match="adds to its loss, or divides it"):
+            quiet(max_steps=1).fit(_on_server(backend.model(), kl_coefficient=0.1), rollouts())
+
+
+def _on_server(client: Any, **settings: Any) -> GRPO:
+    module = GRPO(client, **settings)
+    module.route = "builtin"
+    return module
 
 
 def test_bad_settings(service: ServiceClient) -> None:

@@ -54,7 +54,7 @@ def code_points(prompt: str, completion: str) -> float:
     return sum(map(ord, completion)) / 1000 if prompt not in PROMPTS[::3] else 0.0
 
 
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], int]] = {
     "one step per batch": ({}, 1),
     "windows of two batches": ({}, 2),
     "two epochs of two minibatches": ({"epochs": 2, "minibatches": 2}, 1),

@@ -131,6 +131,14 @@ class GRPO(RolloutModule):
                 data = self._with_penalty(data)
         return data
 
+    @property
+    def can_defer(self) -> bool:
+        """Whether the loss of a group is `loss` alone, so that a server can compute it in one pass."""
+        adds_kl = self._references is not None and self.kl_in == "loss"
+        corrects = self.max_ratio is not None or self.ratio_bounds is not None
+        is_own = type(self).group_loss is not GRPO.group_loss
+        return self.normalize != "sequence" and not (adds_kl or corrects or is_own)
+
     def group_loss(
         self, trained: TrainedGroup, data: list[Datum], logprobs: list[Tensor]
     ) -> tuple[Tensor, Mapping[str, Any]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning import metric_names
+from tinker_lightning.lightning import metric_names, routes
 from tinker_lightning.lightning.deferred_metrics import combined
 from tinker_lightning.lightning.metric_names import LOSS
 from tinker_lightning.lightning.module import RemoteModule
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 Normalize: TypeAlias = Literal["token", "sequence", "sum"]
 
-# Inputs of datums that servers do not know; the mask is for losses that run here.
-_LOCAL_INPUTS = ("mask", "weights")
+# The inputs of built-in policy losses; some servers reject others.
+_INPUTS = ("target_tokens", "logprobs", "advantages")
 
 
 class RolloutModule(RemoteModule):
@@ -214,12 +214,24 @@ class RolloutModule(RemoteModule):
             )
 
     @property
+    def can_defer(self) -> bool:
+        """Whether the loss of a group is `loss` alone, so that a server can compute it in one pass."""
+        return type(self).group_loss is RolloutModule.group_loss and self.normalize != "sequence"
+
+    @property
     def _needs_logprobs(self) -> bool:
         """Whether the loss runs here; a server that keeps forward passes needs no second one for the gradient."""
         chosen = self.chosen_route()
-        if chosen.needs_logprobs or chosen.local is None:
-            return chosen.needs_logprobs
-        return self.route == "auto" and (self.lm.backend.retains or self.normalize == "sequence")
+        if chosen.needs_logprobs:
+            return True
+        if self.can_defer:
+            return self.route == "auto" and chosen.local is not None and self.lm.backend.retains
+        if self.route != "auto" or chosen.local is None:
+            raise InvalidInput(
+                f"{type(self).__name__} adds to its loss, or divides it, in ways that the server-side loss "
+                f"{routes.loss_name(self.loss)} does not know. Leave route at 'auto', with a loss of the library."
+            )
+        return True
 
     def _loss(self, trained: list[TrainedGroup], planned: int) -> Tensor:
         """Returns the mean loss over the planned groups."""
@@ -287,10 +299,8 @@ class RolloutModule(RemoteModule):
         chosen, total = self.chosen_route(), []
         for one in reversed(trained):  # see `_loss`
             data = self.with_inputs(one)
-            data = [
-                datum.with_only_inputs({k: v for k, v in datum.loss_fn_inputs.items() if k not in _LOCAL_INPUTS})
-                for datum in data
-            ]
+            if chosen.route == "builtin":
+                data = [datum.with_only_inputs(_inputs_of(chosen.loss, datum)) for datum in data]
             factor = 1.0 if self.normalize == "sum" else 1 / (planned * (one.tokens if self._sums_tokens else 1))
             total.append(self._server_loss(data, chosen, {}) * factor)
         self._batch_metrics = ({}, sum(len(one.data) for one in trained))
@@ -307,3 +317,8 @@ class RolloutModule(RemoteModule):
         count = max(1, self._batch_metrics[1])
         self._batch_metrics = ({**self._batch_metrics[0], **metrics}, count)
         self._log_present(combined([*self._window_metrics, self._batch_metrics]), count)
+
+
+def _inputs_of(loss: str, datum: Datum) -> dict[str, Any]:
+    names = (*_INPUTS, "sequence_ratio_mask") if loss == "gspo" else _INPUTS
+    return {name: datum.loss_fn_inputs[name] for name in names}
