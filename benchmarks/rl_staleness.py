@@ -224,7 +224,7 @@ def main() -> None:
     options = report.arguments(__doc__)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    rows = measure(0.4, 4 if options.quick else 12)
+    rows = measure(0.4 if options.quick else 1.0, 4 if options.quick else 8)
     print("Optimizer steps in the time that sampling a batch takes:\n")
     report.show([{name: f"{v:.2f}" if isinstance(v, float) else v for name, v in row.items()} for row in rows])
     report.write(options.json, {"rl_staleness": rows})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +12,18 @@ import torch
 
 from tests.helpers.backends import reach
 from tests.helpers.rollouts import PROMPTS, lower, record, rollouts
-from tests.helpers.trainers import SMALL, logprobs_of, new, quiet
-from tinker_lightning import ModelInput, losses
+from tests.helpers.trainers import SMALL, loader, logprobs_of, new, quiet
+from tinker_lightning import ModelInput, RemoteModule, losses
 from tinker_lightning.errors import InvalidInput, RolloutFailed
+from tinker_lightning.lightning.callbacks import SampleTable
 from tinker_lightning.recipes import GRPO
 from tinker_lightning.recipes.trained_group import TrainedGroup
 from tinker_lightning.rl import Completion, Group, PromptEnvironment, Trajectory, Turn
 from tinker_lightning.rl.tasks import Task
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tinker_lightning.client import ServiceClient
     from tinker_lightning.server import EmbeddedTrainer
 
@@ -202,20 +206,21 @@ class Windows(GRPO):
 
 
 class Arrivals:
-    """A reward that differs for all answers; the answers to one prompt get theirs after all others."""
+    """A reward that differs for all answers; the answers to one prompt get theirs after all others of their batch."""
 
-    def __init__(self, last: str | None, others: int) -> None:
-        self.last = last
-        self.others = others
-        self._scored = threading.Semaphore(0)
+    def __init__(self, last: str | None, group: int, others: int) -> None:
+        self.last, self.group, self.others = last, group, others
+        self._scored = {True: 0, False: 0}  # answers to the last prompt, and to others
+        self._changed = threading.Condition()
 
     def __call__(self, prompt: str, completion: str) -> float:
-        if prompt == self.last:
-            for take in (lambda: self._scored.acquire(timeout=30), self._scored.release):
-                for _ in range(self.others):
-                    take()
-        else:
-            self._scored.release()
+        is_last = prompt == self.last
+        with self._changed:
+            self._scored[is_last] += 1
+            self._changed.notify_all()
+            if is_last:
+                batches = -(-self._scored[True] // self.group)
+                assert self._changed.wait_for(lambda: self._scored[False] >= batches * self.others, timeout=60)
         return sum(map(ord, completion)) / 1000
 
 
@@ -234,8 +239,8 @@ def test_bits_do_not_depend_on_the_order_of_arrival(service: ServiceClient) -> N
     found = []
     for straggler in (None, PROMPTS[0], PROMPTS[3]):
         module = new(service, Sends)
-        loader = rollouts(PROMPTS[:4], rewards=Arrivals(straggler, 3 * 4), batch_size=4, shuffle=False)
-        quiet(max_steps=2).fit(module, loader)
+        given = rollouts(PROMPTS[:4], rewards=Arrivals(straggler, 4, 3 * 4), batch_size=4, shuffle=False)
+        quiet(max_steps=2).fit(module, given)
         assert module.sent == 8  # a forward for each group
         found.append((module.windows, logprobs_of(module)))
     windows, logprobs = found[0]
@@ -279,12 +284,12 @@ def test_a_window_in_which_everything_was_dropped_takes_no_step(
     service: ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = record(monkeypatch)
-    module, loader, trainer = new(service, GRPO), rollouts(rewards=_constant), quiet(max_steps=2)
+    module, constant, trainer = new(service, GRPO), rollouts(rewards=_constant), quiet(max_steps=2)
     before = logprobs_of(module)
-    trainer.fit(module, loader)
+    trainer.fit(module, constant)
     assert "step" not in events
     assert torch.equal(logprobs_of(module), before)
-    assert loader.skipped_steps == trainer.callback_metrics["groups/skipped_steps"] == 2
+    assert constant.skipped_steps == trainer.callback_metrics["groups/skipped_steps"] == 2
     assert trainer.callback_metrics["groups/zero_variance"] == 1
 
 
@@ -305,6 +310,19 @@ def test_what_is_logged(service: ServiceClient) -> None:
     assert 8 <= logged["tokens/trained"] <= logged["tokens/sampled"] <= 2 * 4 * 4
     assert 4 < logged["policy/entropy"] < 7  # tiny is close to uniform over 261 tokens
     assert logged["tokens/sampled"] < module.lm.handle.remote.tokens.sampled <= 2 * 2 * 4 * 4
+
+
+def test_a_table_of_answers_with_rewards(service: ServiceClient, tmp_path: Path) -> None:
+    table = SampleTable(every_n_steps=2, path=tmp_path / "answers.csv", console=False)
+    quiet(max_steps=2, callbacks=[table]).fit(new(service, GRPO), rollouts())
+    with (tmp_path / "answers.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 4
+    for row in rows:
+        assert row["prompt"] in PROMPTS
+        assert float(row["reward"]) == lower("", row["completion"])
+    with pytest.raises(InvalidInput, match="does not train on rollouts"):
+        quiet(callbacks=[SampleTable(every_n_steps=1)]).fit(new(service, RemoteModule), loader())
 
 
 def test_validation_samples_held_out_prompts(service: ServiceClient) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.rollouts import PROMPTS, Stream, lower, rollouts
@@ -78,6 +78,7 @@ def test_lengths() -> None:
     assert [batch.ticket for batch in rollouts(Stream(PROMPTS[:5]))] == [0, 1, 2]
 
 
+@settings(max_examples=50)
 @given(
     unit=st.integers(0, 30),
     accumulate=st.integers(1, 5),
@@ -116,6 +117,7 @@ class Slow(Environment):
         return Trajectory([Turn([1], completion)], self.seconds)
 
 
+@settings(max_examples=25)
 @given(
     durations=st.lists(st.sampled_from([0.0, 0.0, 0.0005, 0.003]), min_size=4, max_size=12),
     staleness=st.integers(0, 3),
@@ -205,7 +207,7 @@ def test_a_state_of_other_prompts_or_settings_raises() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("options", "message"),
     [
         ({"group_size": 0}, "group_size must be at least 1"),
         ({"staleness": -1}, "staleness must be at least 0"),
@@ -219,7 +221,7 @@ def test_a_state_of_other_prompts_or_settings_raises() -> None:
         ({"prompts": "a prompt"}, "needs a list of prompts"),
     ],
 )
-def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+def test_bad_settings(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
-        rollouts(**settings)
+        rollouts(**options)
     assert lower("", "ab") == 0.5

@@ -72,6 +72,10 @@ class RemoteBase(pl.LightningModule):
     regularizer_timeout: float | None = None
     """The number of seconds that regularizers that are async or run on other threads may take."""
 
+    trained_samples: Sequence[Mapping[str, Any]] = ()
+    """What was sampled for the last training batch, if a recipe trains on samples: `prompt`, `text`, `stop_reason` and
+    `reward` of each."""
+
     _api_key: Secret | None = None
 
     def __init__(

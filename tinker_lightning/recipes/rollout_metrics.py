@@ -67,6 +67,21 @@ def _of_policy(trained: Sequence[TrainedGroup]) -> dict[str, float]:
     return {"policy/entropy": -new.mean().item(), "policy/kl_sampler": k3(old, new).mean().item()}
 
 
+def samples_of(groups: Iterable[Group], tokenizer: Any) -> list[dict[str, Any]]:
+    """Returns the first prompt and the last completion of each episode as text, with its reward."""
+    return [
+        {
+            "prompt": tokenizer.decode(each.turns[0].prompt_tokens, skip_special_tokens=True),
+            "text": each.text,
+            "stop_reason": each.turns[-1].completion.stop_reason,
+            "reward": each.reward,
+        }
+        for group in groups
+        for each in group.trajectories
+        if each.turns
+    ]
+
+
 def count_tokens(groups: Iterable[Group], count: TokenCount) -> None:
     """Adds the tokens of groups to those that a server charges for."""
     for group in groups:

@@ -308,6 +308,7 @@ class RolloutModule(RemoteModule):
 
     def _log_batch(self, batch: RolloutBatch, groups: list[TrainedGroup], waited: float, began: float) -> None:
         """Logs what was sampled and trained."""
+        self.trained_samples = rollout_metrics.samples_of([one.group for one in groups], self.tokenizer)
         steps = self.lm.handle.remote.steps
         metrics = rollout_metrics.of_batch(groups, steps)
         metrics |= {"groups/skipped_steps": float(batch.loader.skipped_steps), "seconds/waiting": waited}
