@@ -15,6 +15,8 @@ from tinker_lightning.types import SaveWeightsResponse
 
 if TYPE_CHECKING:
     from tinker_lightning.server.core.trainer import EmbeddedTrainer
+    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.lora import LoraWeights
     from tinker_lightning.types.requests import ImportAdapterRequest
 
 # The copy is needed until a model was created from it.
@@ -31,11 +33,15 @@ def import_adapter(trainer: EmbeddedTrainer, request: ImportAdapterRequest) -> J
 
     def run() -> SaveWeightsResponse:
         base = trainer.catalog.get(request.base_model)
-        try:
-            tensors = load(request.weights)
-        except SafetensorError as error:
-            raise InvalidInput(f"weights: not a safetensors file: {error}") from error
-        weights = base.lora.import_weights(tensors, request.scaling)
+        # The tensors as they are loaded, and in the dtype and shape of an adapter.
+        with trainer.memory.charge("an uploaded adapter", 3 * len(request.weights), fix="Use a smaller rank."):
+            try:
+                tensors = load(request.weights)
+            except SafetensorError as error:
+                raise InvalidInput(f"weights: not a safetensors file: {error}") from error
+            return save(base.lora.import_weights(tensors, request.scaling), base)
+
+    def save(weights: LoraWeights, base: BaseModel) -> SaveWeightsResponse:
         trainer.store.save(
             path,
             base_model=base.name,
@@ -47,4 +53,11 @@ def import_adapter(trainer: EmbeddedTrainer, request: ImportAdapterRequest) -> J
         )
         return SaveWeightsResponse(str(path))
 
-    return trainer.scheduler.submit(Job(f"{request.session_id}:{path.run}", "import_adapter", run))
+    job = Job(
+        f"{request.session_id}:{path.run}",
+        "import_adapter",
+        run,
+        owner=request.session_id,
+        request_bytes=len(request.weights),
+    )
+    return trainer.scheduler.submit(job)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.lossgraph.graph_loss import UNLISTED, GraphLoss
+from tinker_lightning.server.core.memory import Charge, MemoryBudget
 from tinker_lightning.server.engine.python_loss import PythonLoss
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 # sessions. A session evicts its own least recently used losses, never those of another session.
 MAX_VALUES = 1 << 18
 MAX_TOTAL_VALUES = 1 << 22
+_VALUE_BYTES = 400
 CUSTOM = "custom"
 _RESERVED = (*LOSSES, CUSTOM, "stable_reinforce")
 
@@ -42,12 +44,14 @@ class _SessionLosses:
     entries: OrderedDict[str, _Entry] = field(default_factory=OrderedDict)  # by id, least recently used first
     latest: dict[str, str] = field(default_factory=dict)  # loss id by name
     size: int = 0
+    charge: Charge | None = None
 
 
 class LossRegistry:
     """Stores losses and looks them up. All methods are thread-safe."""
 
-    def __init__(self, allow_pickled: bool = False) -> None:
+    def __init__(self, allow_pickled: bool = False, memory: MemoryBudget | None = None) -> None:
+        self._memory = memory or MemoryBudget()
         self._allow_pickled = allow_pickled
         self._lock = threading.Lock()
         self._sessions: dict[str, _SessionLosses] = {}
@@ -140,7 +144,10 @@ class LossRegistry:
     def free(self, session_id: str) -> None:
         """Removes the losses of a session."""
         with self._lock:
-            self._size -= self._sessions.pop(session_id, _SessionLosses()).size
+            session = self._sessions.pop(session_id, _SessionLosses())
+            self._size -= session.size
+            if session.charge is not None:
+                session.charge.release()
 
     def _store(self, session_id: str, loss_id: str, loss: Loss, size: int, name: str | None = None) -> None:
         """Stores a loss, and evicts the least recently used losses of the session to make room."""
@@ -166,6 +173,9 @@ class LossRegistry:
                     f"{loss.name}: the losses of all sessions exceed the memory limit of this server. Finish sessions "
                     "that you no longer need, or try again later."
                 )
+            if session.charge is None:
+                session.charge = self._memory.charge("the losses of a session", 0, "messages", owner=session_id)
+            session.charge.resize(_VALUE_BYTES * (kept + size))
             for each in evicted:
                 del session.entries[each]
             session.latest = {known: each for known, each in session.latest.items() if each not in evicted}

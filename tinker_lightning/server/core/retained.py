@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tinker_lightning.errors import MemoryLimitExceeded, NotRetained
 from tinker_lightning.server.core.memory import Charge
+from tinker_lightning.server.core.sizes import data_bytes
 from tinker_lightning.server.engine.passes import Activations
 from tinker_lightning.types import Datum
 
@@ -25,6 +26,7 @@ class RetainedForward:
     data: list[Datum]
     activations: Activations | None
     charge: Charge | None = None  # for the activations
+    data_charge: Charge | None = None
 
     def take(self) -> Activations | None:
         """Returns the activations, which can be used once; without them the forward has to run again."""
@@ -32,6 +34,12 @@ class RetainedForward:
         if self.charge is not None:
             self.charge.release()
         return taken
+
+    def release(self) -> None:
+        """Frees a forward that is no longer kept."""
+        self.take()
+        if self.data_charge is not None:
+            self.data_charge.release()
 
 
 class RetainedForwards:
@@ -51,7 +59,19 @@ class RetainedForwards:
         self._forwards: dict[tuple[str, int], RetainedForward] = {}
 
     def add(self, model_id: str, number: int, forward: RetainedForward) -> None:
-        """Keeps the forward with this number of a model."""
+        """Keeps the forward with this number of a model, if there is memory for its datums."""
+        key = (model_id, number)
+        try:
+            forward.data_charge = self._memory.charge(
+                "the datums of a retained forward",
+                data_bytes(forward.data),
+                "messages",
+                owner=model_id.partition(":")[0],
+                evict=lambda: self._forget(key),
+                expendable=True,
+            )
+        except MemoryLimitExceeded:
+            return  # the client sends the datums with the gradient
         if forward.activations is not None:
             size = forward.activations.size
             try:
@@ -59,10 +79,10 @@ class RetainedForwards:
             except MemoryLimitExceeded:
                 forward.activations = None
         with self._lock:
-            self._forwards[model_id, number] = forward
+            self._forwards[key] = forward
             own = [key for key in self._forwards if key[0] == model_id]
-            for key in own[:-MAX_FORWARDS]:
-                self._forwards.pop(key).take()
+            for old in own[:-MAX_FORWARDS]:
+                self._forwards.pop(old).release()
             self._make_room()
 
     def find(self, model_id: str, number: int) -> RetainedForward:
@@ -77,7 +97,13 @@ class RetainedForwards:
         """Frees the forwards of a model, whose weights have changed."""
         with self._lock:
             for key in [key for key in self._forwards if key[0] == model_id]:
-                self._forwards.pop(key).take()
+                self._forwards.pop(key).release()
+
+    def _forget(self, key: tuple[str, int]) -> None:
+        with self._lock:
+            forward = self._forwards.pop(key, None)
+        if forward is not None:
+            forward.release()
 
     def _make_room(self) -> None:
         total = 0

@@ -76,7 +76,7 @@ class EmbeddedTrainer:
         self.store = CheckpointStore(Path(data_dir or default_data_dir()).expanduser().absolute() / "checkpoints")
         self.registry = Registry(memory)
         self.scheduler = Scheduler(gap_timeout, memory=memory)
-        self.losses = LossRegistry(allow_pickled_losses)
+        self.losses = LossRegistry(allow_pickled_losses, memory)
         self.retained = RetainedForwards(memory)
         self.training = Training(
             self.registry, self.catalog, self.store, self.scheduler, self.losses, self.retained, memory
@@ -115,7 +115,7 @@ class EmbeddedTrainer:
             for model_id in session.models:
                 self.retained.drop(model_id)
 
-        self.scheduler.submit(Job(f"{session_id}:finish", "finish", free, session=session_id))
+        self.scheduler.submit(Job(f"{session_id}:finish", "finish", free, owner=session_id, session=session_id))
 
     @contextmanager
     def waking(self, wake: Callable[[], object]) -> Iterator[None]:

@@ -251,7 +251,9 @@ class Training:
         path = TinkerPath.parse(request.path)
 
         def run(base: BaseModel, adapter: Adapter) -> rs.LoadWeightsResponse:
-            saved = self._store.load(path, training_state=request.optimizer)
+            # The weights and the state of the optimizer, as they are loaded.
+            with self._memory.charge("load_weights", 4 * adapter.weights.nbytes):
+                saved = self._store.load(path, training_state=request.optimizer)
             if saved.base_model != base.name:
                 raise InvalidInput(f"path: {path} was trained on {saved.base_model}, but this model is {base.name}")
             loaded, own = saved.weights.config, adapter.weights.config

@@ -31,7 +31,8 @@ async def create_custom_loss(request: Request) -> Submission:
     trainer.registry.session(message.session_id, must_be_open=True)
     # Not on the trainer's thread, because this needs no model and must not delay training.
     loss_id = await run_in_threadpool(trainer.losses.create, message)
-    job = Job(f"{loss_id}:create", "create_custom_loss", lambda: rs.CreateCustomLossResponse(loss_id))
+    answered = rs.CreateCustomLossResponse(loss_id)
+    job = Job(f"{loss_id}:create", "create_custom_loss", lambda: answered, owner=message.session_id)
     job.execute()
     return Submission(trainer.scheduler.submit(job), rs.FutureResponse(job.request_id))
 
