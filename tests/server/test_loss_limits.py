@@ -18,7 +18,7 @@ from tinker_lightning.server.engine import batch_pass
 from tinker_lightning.server.engine.inputs import stack_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from tests.helpers.api import Api
 
@@ -340,6 +340,26 @@ def test_a_loss_of_a_batch_has_a_limit_that_no_batch_raises(api: Api, monkeypatc
     assert failed["category"] == "user"
     assert "node 'x20': up to here the loss takes" in failed["error"]
     assert batch_pass._limits(1 << 28).total <= 1 << 32
+
+
+def test_a_loss_returns_no_more_than_its_tokens_can_have(api: Api) -> None:  # R5.11
+    """An expanded tensor takes no memory until it is returned, a slice keeps all of the tensor that it is cut from."""
+
+    def returned(logprobs: Callable[[Any], Any]) -> Any:
+        def loss(outputs: Any, inputs: Any, mask: Any) -> LossFnOutput:
+            return LossFnOutput(outputs.sum(), logprobs(outputs))
+
+        api.trainer.losses.register_function("plain", loss)
+        model = api.model()
+        result = api.run("forward_backward", named(api, model, "plain"))
+        kept = api.trainer.scheduler.find(f"{model}:1").future
+        return result if kept.exception() else kept.result().loss_fn_outputs[0]["logprobs"]
+
+    wide = returned(lambda outputs: outputs[:, :1, 0].expand(-1, 1 << 23))
+    assert "its logprobs have 8388608 elements for 10 tokens; at most 650 are returned" in wide["error"]
+    part = returned(lambda outputs: outputs[0, 0, 0].expand(1, 10 << 20).contiguous()[:, :10])
+    assert part.shape == [10]
+    assert part.values.base is None or part.values.base.nbytes <= 40
 
 
 def plain(api: Api, names: list[str]) -> Any:

@@ -361,3 +361,32 @@ def plain(value: Any) -> Any:
 def test_most_of_the_list_is_covered_by_the_test_above() -> None:
     assert len(unary(functions.METHODS)) > 120
     assert isinstance(run(method("abs", X)), Tensor)
+
+
+def test_memory_behind_a_mask_adds_to_that_before_it() -> None:  # R5.11
+    grown = program(
+        method("exp", X),
+        call("operator.gt", Ref(1), 0.0),
+        call("operator.getitem", Ref(1), Ref(2)),
+    )
+    reserved: list[int] = []
+    grown([torch.zeros(1000)], Limits(memory=20_000, reserve=reserved.append))
+    # exp, the mask, as many selected values as there can be, and gradients of the largest.
+    assert max(reserved) == 4000 + 1000 + 4000 + 3 * 4000
+    with pytest.raises(InvalidLoss, match=r"up to here the loss takes .* of memory"):
+        grown([torch.zeros(1000)], Limits(memory=8_000))
+
+
+def test_a_copy_of_an_expanded_tensor_behind_a_mask_counts() -> None:  # R5.11
+    copied = program(
+        call("operator.gt", X, 0.0),
+        call("operator.getitem", X, Ref(1)),
+        method("sum", Ref(2)),
+        method("expand", Ref(3), 100_000),
+        *(method("contiguous", Ref(4)) for _ in range(3)),
+    )
+    reserved: list[int] = []
+    assert len(copied([torch.ones(10)], Limits(reserve=reserved.append))) == 100_000
+    assert 3 * 400_000 <= max(reserved) < 3_000_000
+    with pytest.raises(InvalidLoss, match=r"up to here the loss takes .* of memory"):
+        copied([torch.ones(10)], Limits(memory=1_100_000))

@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinker_lightning.errors import InvalidInput, NotFound, TrainerClosed
+from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, TrainerClosed
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.server.core.jobs import Job
+from tinker_lightning.server.core.memory import MemoryBudget
 from tinker_lightning.server.core.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -430,5 +432,48 @@ def test_a_number_may_still_arrive_from_a_client_that_submits_side_by_side_or_do
         fourth = submit(scheduler, log, 4)
         time.sleep(0.02)
         assert scheduler.missing_before(fourth, submits_in_turn=True) == 3
+    finally:
+        scheduler.close()
+
+
+def test_a_failed_job_does_not_keep_the_memory_of_its_calls() -> None:  # R5.11
+    class Tensor:
+        pass
+
+    kept: list[weakref.ref[Tensor]] = []
+
+    def run() -> None:
+        tensor = Tensor()
+        kept.append(weakref.ref(tensor))
+        try:
+            raise KeyError("inner")
+        except KeyError as error:
+            raise InvalidInput("outer") from error
+
+    job = Job("m:1", "forward", run)
+    job.execute()
+    assert str(job.future.exception()) == "outer"
+    assert kept[0]() is None
+
+
+def test_finishing_a_session_fails_what_waits_and_drops_results_soon() -> None:  # R5.11
+    memory = MemoryBudget(1 << 30)
+    scheduler = Scheduler(memory=memory, finished_retention=0.0, fetched_retention=0.5)
+    try:
+        done = scheduler.submit(Job("s:m:1", "forward", lambda: 1, owner="s", result_bytes=1000), "s:m", 1)
+        other = scheduler.submit(Job("t:m:1", "forward", lambda: 2, owner="t", result_bytes=1000), "t:m", 1)
+        blocked = scheduler.submit(Job("s:m:3", "forward", lambda: 3, owner="s", request_bytes=1 << 20), "s:m", 3)
+        assert done.future.result(SOON) == 1
+        assert memory.used("messages") > 1 << 20
+        scheduler.finish("s")
+        with pytest.raises(OperationFailed, match="its session was finished"):
+            blocked.future.result(SOON)
+        assert memory.used("messages") < 1 << 20
+        deadline = time.monotonic() + 60
+        while scheduler.known("s:m:1") is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(NotFound):
+            scheduler.find("s:m:1")
+        assert scheduler.find("t:m:1") is other
     finally:
         scheduler.close()

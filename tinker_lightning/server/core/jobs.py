@@ -84,9 +84,11 @@ class Job:
         self.queued = started - self._created
         outcome = "ok"
         defect: BaseException | None = None
+        failure: BaseException | None = None
         try:
             result = run()
         except BaseException as error:
+            failure = error
             self.ran = time.perf_counter() - started
             outcome = "failed: " + str(error).partition("\n")[0]
             defect = None if isinstance(error, TinkerLightningError) else error
@@ -100,6 +102,7 @@ class Job:
             self.future.set_result(result)
         level = logging.INFO if defect is None else logging.ERROR
         logger.log(level, "op=%s %sms=%.1f %s", self.kind, self.labels, 1000 * self.ran, outcome, exc_info=defect)
+        _forget_frames(failure)
 
     def fail(self, error: TinkerLightningError) -> None:
         """Ends a job that has not started."""
@@ -130,6 +133,15 @@ class Job:
         self.kept_since = time.monotonic()
         if self._charge is not None:
             self._charge.expendable = True
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Frees the local variables of the calls that failed, such as tensors, which an error keeps with its traceback."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 @dataclass(slots=True)

@@ -82,6 +82,7 @@ class MemoryBudget:
         if limit is not None and limit <= 0:
             raise InvalidInput(f"memory_limit must be a positive number of bytes, got {limit}")
         self.limit = int(DEFAULT_SHARE * machine_memory()) if limit is None else limit
+        self.is_of_process = False  # whether the limit holds for the whole process, as it does for a server
         self._lock = threading.Lock()
         self._used: Counter[Pool] = Counter()
         self._owners: Counter[str] = Counter()  # messages by owner
@@ -117,6 +118,10 @@ class MemoryBudget:
     def resize(self, charge: Charge, size: int, fix: str = "") -> None:
         """Changes the size of a charge; evicts others if it grows."""
         grown = size - charge.size
+        # The C library keeps freed memory, in pieces that may not fit. It is asked to return them only when the process
+        # comes near its limit, because memory that is taken again has to be cleared first.
+        if self.is_of_process and grown > self.limit >> 7 and resident_memory() + grown > self.limit * 7 // 8:
+            trim_heap()
         while True:
             with self._lock:
                 missing = grown - self._free(charge)
