@@ -52,6 +52,12 @@ def add_to(commands: Any) -> None:
         metavar="SIZE",
         help="the most memory that the server takes, e.g. 6G; requests beyond it fail (default: 60%% of the memory)",
     )
+    parser.add_argument(
+        "--token-budget",
+        type=int,
+        metavar="N",
+        help="positions per model call of new runs, instead of the default of each model; changes memory and rounding",
+    )
     parser.set_defaults(run=run)
 
 
@@ -75,5 +81,6 @@ def run(options: argparse.Namespace) -> int:
         allow_pickled_losses=options.allow_pickled_losses,
         sampling_seed=options.sampling_seed,
         memory_limit=None if options.memory_limit is None else parse_size(options.memory_limit),
+        token_budget=options.token_budget,
     )
     return 0

@@ -25,6 +25,8 @@ class ClientConfig:
 class Extensions:
     """The extensions that a server announces with its capabilities."""
 
+    # A pass can leave out the log-probabilities that its built-in loss does not depend on.
+    counted_logprobs: bool = False
     # Forwards can be kept for a backward that sends their gradient only.
     retained_forwards: bool = False
     # Whole-batch losses can be registered by name, and a pass may have batch inputs and a scale.

@@ -59,6 +59,7 @@ class ServerPass:
     graphs: Sequence[Graph] = ()  # as they were traced here, to find the line of an error
     per_batch: Literal["no", "call", "window"] = "no"  # the sequences by which the server divides
     even_batch: bool = False  # the server needs an even number of datums
+    counted_only: bool = False  # log-probabilities are read only where the built-in loss depends on them
     retain: bool = False  # a forward that the server keeps for its gradient, if it can
     retained: tuple[tuple[int, int], ...] | None = None  # the forwards that a gradient belongs to, see the output
     forward_only: str = ""  # why the pass has no gradient on this server

@@ -21,6 +21,7 @@ from tinker_lightning.client.session import fetch_capabilities
 from tinker_lightning.client.submit_order import SubmitOrder, perform_all
 from tinker_lightning.client.training_base import BaseTrainingClient
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, Unsupported
+from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.types import (
     Datum,
     ForwardBackwardOutput,
@@ -307,6 +308,8 @@ class TrainingClient(BaseTrainingClient):
         retain = request.retain and self.retains
         name = "forward" if forward_only else "forward_backward"
         endpoint = "retained_forward" if retain else "forward_backward"
+        if request.counted_only and not forward_only and request.loss in LOSSES and session.extensions.counted_logprobs:
+            endpoint = "counted_forward_backward"
         settings = request.loss, request.config, forward_only, request.inputs, request.scale
         data = [_without_weights(datum) for datum in request.data] if retain else request.data
         chunks = [request.for_call(chunk) for chunk in self._split(data)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from tinker_lightning.client.futures import TinkerFuture
+from tinker_lightning.client.server_pass import ServerPass
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.scaling import check_factor
@@ -70,6 +71,8 @@ class ServerCall:
         check_factor(self.name, scale)
         config = self.config or None
         request = backend.prepare(self.datums, self.loss, config, loss_fn_inputs=self.inputs, scale=scale)
+        if isinstance(request, ServerPass):  # only metrics are read, which ignore the same positions as the loss
+            request = replace(request, counted_only=True)
         return PendingBackward(self.datums, self.loss, config, scale, True, self.name, self.added, request)
 
 

@@ -33,6 +33,7 @@ def serve(
     allow_pickled_losses: bool = False,
     sampling_seed: int | None = None,
     memory_limit: int | None = None,
+    token_budget: int | None = None,
 ) -> None:
     """Loads the models, serves them, and prints the URL once clients can connect.
 
@@ -54,6 +55,7 @@ def serve(
         allow_pickled_losses=allow_pickled_losses,
         sampling_seed=sampling_seed,
         memory_limit=memory_limit,
+        token_budget=token_budget,
     )
     try:
         trainer.store.root.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ class RecordedRequest:
     @property
     def is_pass(self) -> bool:
         """Whether the request is a forward or backward pass; its message is a `ForwardBackwardRequest` then."""
-        return self.path.endswith(("/forward_backward", "/retained_forward", "/retained_backward"))
+        return self.path.endswith(("forward_backward", "/retained_forward", "/retained_backward"))
 
     @property
     def message(self) -> Any:

@@ -3,7 +3,7 @@
     <root>/<run>/<kind>/<name>/
         adapter_config.json, adapter_model.safetensors    loads in peft, transformers and vLLM
         optimizer.safetensors                             AdamW state (kind `weights` only)
-        checkpoint.json                                   base model, LoRA config, steps, expiry
+        checkpoint.json                                   base model, LoRA config, steps, token budget, expiry
 
 A checkpoint is written to a temporary folder and renamed, so that readers never see a partial one. Several processes
 may share a root.
@@ -101,6 +101,7 @@ class CheckpointSummary:
     size_bytes: int = 0
     user_metadata: dict[str, str] | None = None
     format: int = 1
+    token_budget: int | None = None
 
     @property
     def path(self) -> TinkerPath:
@@ -120,6 +121,7 @@ class Saved:
     base_model: str
     weights: LoraWeights
     training_state: dict[str, Tensor] | None
+    token_budget: int | None = None
 
 
 class CheckpointStore:
@@ -138,6 +140,7 @@ class CheckpointStore:
         weights: LoraWeights,
         peft_config: peft.LoraConfig,
         steps: int,
+        token_budget: int | None = None,
         training_state: Mapping[str, Tensor] | None = None,
         ttl_seconds: int | None = None,
         overwrite: bool = False,
@@ -168,6 +171,7 @@ class CheckpointStore:
                     expires_at=_expiry(ttl_seconds),
                     size_bytes=sum(file.stat().st_size for file in part.iterdir()),
                     user_metadata=user_metadata,
+                    token_budget=token_budget,
                 )
                 _write_summary(part, summary)
         except FileExistsError as error:
@@ -203,7 +207,7 @@ class CheckpointStore:
                 raise InvalidInput(f"path: {path}: {folder} is damaged: {error}") from error
             else:
                 if self.summary(path) == summary:
-                    return Saved(summary.base_model, weights, state)
+                    return Saved(summary.base_model, weights, state, summary.token_budget)
         raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing or keeps being overwritten")
 
     def open_adapter(self, path: TinkerPath) -> dict[str, BinaryIO]:

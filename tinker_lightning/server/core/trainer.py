@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.core.checkpoint_store import CheckpointStore
 from tinker_lightning.server.core.jobs import Job
 from tinker_lightning.server.core.loss_registry import LossRegistry
@@ -54,6 +55,8 @@ class EmbeddedTrainer:
             the numbers of the sampler and the request in their session, and on the index of the sample.
         memory_limit: The most memory in bytes that models, passes, sampling and messages take together; by default 60 %
             of the machine's memory. A request that does not fit fails with `MemoryLimitExceeded`.
+        token_budget: The number of positions per model call, which decides memory and rounding; by default, that of a
+            table by model. A run that is resumed keeps the one that it was started with.
     """
 
     def __init__(
@@ -66,13 +69,16 @@ class EmbeddedTrainer:
         allow_pickled_losses: bool = False,
         sampling_seed: int | None = None,
         memory_limit: int | None = None,
+        token_budget: int | None = None,
     ) -> None:
+        if token_budget is not None and token_budget < 1:
+            raise InvalidInput(f"token_budget must be at least 1, got {token_budget}")
         self.memory = memory = MemoryBudget(memory_limit)
 
         def charge_model(base: BaseModel) -> None:
             memory.charge(f"the model {base.name}", base.nbytes, "models", fix="Serve fewer or smaller models.")
 
-        self.catalog = Catalog(models, dtype=dtype, on_load=charge_model)
+        self.catalog = Catalog(models, dtype=dtype, on_load=charge_model, token_budget=token_budget)
         self.store = CheckpointStore(Path(data_dir or default_data_dir()).expanduser().absolute() / "checkpoints")
         self.registry = Registry(memory)
         self.scheduler = Scheduler(gap_timeout, memory=memory)

@@ -110,8 +110,11 @@ class Training:
         job = Job(f"{model.model_id}:unload", "unload_model", run, owner=model.session_id, model=model.model_id)
         return self._scheduler.submit(job)
 
-    def forward_backward(self, request: rq.ForwardBackwardRequest) -> Job:
-        """Runs a forward pass, and a backward pass unless the request is `forward_only`."""
+    def forward_backward(self, request: rq.ForwardBackwardRequest, *, counted_only: bool = False) -> Job:
+        """Runs a forward pass, and a backward pass unless the request is `forward_only`.
+
+        With `counted_only`, log-probabilities are computed only where a built-in loss depends on them.
+        """
         config = dict(request.loss_fn_config)
         loss_id = config.pop("loss_id", None) if request.loss_fn == CUSTOM else None
         session_id = self._registry.model(request.model_id).session_id
@@ -142,7 +145,7 @@ class Training:
                 raise InvalidInput(f"loss_fn_config: unknown setting {next(iter(config))!r}; use only loss_id")
             with self._work(base, adapter, request.data, backward=not request.forward_only) as work:
                 bound = request.loss_fn if loss is None else BoundGraph(loss, _addition(work))
-                return run_pass(base, adapter, request.data, bound, config, **options)
+                return run_pass(base, adapter, request.data, bound, config, counted_only=counted_only, **options)
 
         kind = "forward" if request.forward_only else "forward_backward"
         tokens = sum(datum.model_input.length for datum in request.data if datum.model_input.is_text)
@@ -266,6 +269,8 @@ class Training:
             base.lora.check(saved.weights)
             self._retained.drop(request.model_id)
             adapter.load(saved.weights, saved.training_state)
+            if saved.training_state is not None and saved.token_budget is not None:
+                adapter.token_budget = saved.token_budget  # so that a resumed run rounds as it did before
             return rs.LoadWeightsResponse(str(path), request.model_id)
 
         return self._submit(request, "load_weights", run)
@@ -366,6 +371,7 @@ class Training:
             weights=adapter.weights,
             peft_config=base.lora.peft_config(adapter.weights.config),
             steps=adapter.steps,
+            token_budget=adapter.token_budget,
             training_state=training_state,
             ttl_seconds=request.ttl_seconds,
             overwrite=isinstance(request, rq.SaveWeightsRequest) and request.overwrite,

@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     from tinker_lightning.server.engine.base import BaseModel
 
 # The names of the extensions in get_server_capabilities.
-NAMES = ("import_adapter", "retained_forwards", "server_losses", "submit_and_wait", "tokenizer_files")
+NAMES = (
+    "counted_logprobs",
+    "import_adapter",
+    "retained_forwards",
+    "server_losses",
+    "submit_and_wait",
+    "tokenizer_files",
+)
 
 
 async def tokenizer(request: Request) -> Response:

@@ -63,6 +63,13 @@ async def forward_backward(request: Request) -> Submission:
     return await _submit(request, parse, trainer_of(request).training.forward_backward, may_be_compressed=True)
 
 
+async def counted_forward_backward(request: Request) -> Submission:
+    """Runs a pass that computes log-probabilities only where a built-in loss depends on them."""
+    content_type(request, PROTOBUF)
+    submit = functools.partial(trainer_of(request).training.forward_backward, counted_only=True)
+    return await _submit(request, protobuf.decode_forward_backward, submit)
+
+
 async def retained_forward(request: Request) -> Submission:
     content_type(request, PROTOBUF)
     submit = trainer_of(request).training.retained_forward
@@ -133,7 +140,11 @@ submissions = {
     "/save_weights_external": _numbered(rq.SaveWeightsExternalRequest, Training.save_weights_external),
 }
 # Answered with the result only: a receipt would take a second round trip, which is what they are meant to save.
-extensions = {"/retained_forward": retained_forward, "/retained_backward": retained_backward}
+extensions = {
+    "/counted_forward_backward": counted_forward_backward,
+    "/retained_forward": retained_forward,
+    "/retained_backward": retained_backward,
+}
 routes = [
     Route("/get_info", get_info, methods=["POST"]),
     *(Route(path, answer_receipt(submit), methods=["POST"]) for path, submit in submissions.items()),

@@ -22,18 +22,9 @@ if TYPE_CHECKING:
 
 
 class BaseModel:
-    """A frozen model with its tokenizer and LoRA layers, from a folder or a hub id. Not thread-safe.
+    """A frozen model with its tokenizer and LoRA layers, from a folder or a hub id. Not thread-safe."""
 
-    Args:
-        name: The name of the model.
-        path: Its folder or hub id.
-        dtype: The dtype of its weights.
-        token_budget: The number of positions per model call; by default, that of the table for this model.
-    """
-
-    def __init__(
-        self, name: str, path: Path | str, dtype: torch.dtype = torch.float32, token_budget: int | None = None
-    ) -> None:
+    def __init__(self, name: str, path: Path | str, dtype: torch.dtype = torch.float32) -> None:
         from transformers import AutoTokenizer
 
         self.name = name
@@ -45,8 +36,7 @@ class BaseModel:
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
         self.max_context_length = int(getattr(config, "max_position_embeddings", 2048))
         self.eos_token_ids = _eos_token_ids(self.model, self.tokenizer)
-        size = CALL_SIZES.get(name, CallSize())
-        self._call_size = size if token_budget is None else replace(size, tokens=token_budget)
+        self._call_size = CALL_SIZES.get(name, CallSize())
         self._layers = layers_of(self.model.get_decoder())
         self.lora = LoraHost(self.model, str(path))
         self._check_head()
@@ -55,6 +45,11 @@ class BaseModel:
     def token_budget(self) -> int:
         """The number of positions per model call, unless a single sequence is longer."""
         return self._call_size.tokens
+
+    def set_token_budget(self, tokens: int | None) -> None:
+        """Sets the number of positions per model call; None restores the default of this model."""
+        size = CALL_SIZES.get(self.name, CallSize())
+        self._call_size = size if tokens is None else replace(size, tokens=tokens)
 
     def calls(self, lengths: Sequence[int], token_budget: int | None = None) -> list[list[int]]:
         """Returns the indices of the sequences that each model call of a pass takes, given all lengths."""

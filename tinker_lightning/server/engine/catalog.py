@@ -48,9 +48,11 @@ class Catalog:
         *,
         dtype: torch.dtype = torch.float32,
         on_load: Callable[[BaseModel], object] = lambda _: None,
+        token_budget: int | None = None,
     ) -> None:
         self._names = None if names is None else list(dict.fromkeys(names))
         self._dtype = dtype
+        self._token_budget = token_budget
         self._on_load = on_load  # may raise, then the model is not kept
         self._models: dict[str, BaseModel] = {}
         self._lock = threading.Lock()
@@ -80,6 +82,7 @@ class Catalog:
                 started = time.perf_counter()
                 logger.info("loading %s", name)
                 model = _load(name, self._dtype)
+                model.set_token_budget(self._token_budget)
                 self._on_load(model)
                 self._models[name] = model
                 logger.info("loaded %s in %.1f s", name, time.perf_counter() - started)

@@ -69,7 +69,7 @@ def run_pass(
     forward_only: bool = False,
     scale: float = 1.0,
     activations: Activations | None = None,
-    returns_logprobs: bool = True,
+    counted_only: bool = False,
     token_budget: int | None = None,
 ) -> ForwardBackwardOutput:
     """Returns the log-probabilities of all targets and the summed loss; adds the gradient unless `forward_only`.
@@ -86,16 +86,16 @@ def run_pass(
         scale: A factor for the gradient, but not for the loss.
         activations: Filled by a `forward_only` pass; a backward pass over the same data and weights takes them, which
             gives the same bits as a pass without them.
-        returns_logprobs: Whether log-probabilities are wanted. Otherwise, they are computed only where a built-in loss
-            depends on them: values are the same up to rounding, because products of fewer rows may be rounded
-            differently.
+        counted_only: Whether log-probabilities are computed only where a built-in loss depends on them; elsewhere, 0 or
+            those of the sampling policy are returned. Values and gradients are the same up to rounding, because a
+            product of fewer rows may be rounded differently.
         token_budget: The number of positions per model call; by default the adapter's, which its checkpoints record.
     """
     loss = BoundLoss(loss_fn, loss_fn_config) if isinstance(loss_fn, str) else loss_fn
     dtype = next(iter(adapter.weights.tensors.values())).dtype
     if not data:
         raise InvalidInput("data: the batch is empty; send at least one datum")
-    examples = [_read(i, datum, base, loss, dtype, counts_all=returns_logprobs) for i, datum in enumerate(data)]
+    examples = [_read(i, datum, base, loss, dtype, counted_only=counted_only) for i, datum in enumerate(data)]
     lengths = [len(example.tokens_T) for example in examples]
 
     outputs: list[dict[str, TensorData]] = [{} for _ in examples]
@@ -115,8 +115,7 @@ def run_pass(
                     evaluated = loss.evaluate(logprobs, examples[i].arguments)
                 terms.append(evaluated.term if scale == 1 else evaluated.term * scale)
                 total += evaluated.value
-                if returns_logprobs:
-                    outputs[i] = {"logprobs": TensorData.from_torch(_compact(logprobs.detach(), len(batch)))}
+                outputs[i] = {"logprobs": TensorData.from_torch(_compact(logprobs.detach(), len(batch)))}
                 metrics.update(evaluated.metrics)
             if not forward_only:
                 torch.autograd.backward(terms)
@@ -164,7 +163,7 @@ def _counted_logprobs(base: BaseModel, hidden_ND: Tensor, targets_NK: Tensor, ex
 
 
 def _read(
-    index: int, datum: Datum, base: BaseModel, loss: BoundLoss | BoundGraph, dtype: torch.dtype, *, counts_all: bool
+    index: int, datum: Datum, base: BaseModel, loss: BoundLoss | BoundGraph, dtype: torch.dtype, *, counted_only: bool
 ) -> _Example:
     try:
         tokens = read_tokens("model_input", datum.model_input, base)
@@ -176,7 +175,7 @@ def _read(
     except InvalidInput as error:
         raise InvalidDatum(f"datum {index}: {error}") from error
     example = _Example(tokens, targets.reshape(len(tokens), -1), list(targets.shape), arguments)
-    counted = None if counts_all else loss.counted(arguments)
+    counted = loss.counted(arguments) if counted_only else None
     if counted is None:
         return example
     mask, fill = (each.reshape(len(tokens), -1) for each in counted)
