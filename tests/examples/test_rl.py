@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import csv
 import json
+from functools import partial
 from typing import TYPE_CHECKING
 
+import lightning.pytorch as pl
 import pytest
 
 from examples import distill, grpo, judge, multi_turn
@@ -16,6 +18,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = SMALL
+
+
+@pytest.fixture(autouse=True)
+def _few_prompts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("soak") is None:
+        monkeypatch.setattr(pl, "Trainer", partial(pl.Trainer, limit_val_batches=1))
 
 
 def column(folder: Path, name: str) -> list[float]:
@@ -49,7 +57,7 @@ def test_the_right_answers_differ_and_none_that_is_held_out_is_in_the_lessons() 
 
 
 def test_multi_turn(tmp_path: Path) -> None:  # R5.9
-    before, after = multi_turn.main(tmp_path, "tiny", steps=1, group_size=2, batch_size=9)
+    before, after = multi_turn.main(tmp_path, "tiny", steps=1, group_size=2, batch_size=2)
     for scores in (before, after):
         assert 0 <= scores["val_reward"] <= 1
     assert len(column(tmp_path, "reward")) == 1

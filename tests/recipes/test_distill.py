@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -59,35 +60,36 @@ def teacher(service64: ServiceClient) -> tuple[str, str]:
     return str(client.save_weights_for_sampler("teacher").result().path), client.model_id
 
 
-def log_softmax_of(trainer: EmbeddedTrainer, model_id: str, data: list[Datum]) -> tuple[list[Tensor], Any]:
-    """What plain torch computes for each position of the datums, and the parameters of the model's adapter."""
+@contextlib.contextmanager
+def log_softmax_of(trainer: EmbeddedTrainer, model_id: str, data: list[Datum]) -> Iterator[tuple[list[Tensor], Any]]:
+    """What plain torch computes at each position with an adapter, which a gradient needs to be in use."""
     base, adapter = trainer.registry.model(model_id).ready()
     with base.lora.use(adapter.weights) as parameters:
         found = [base.model(input_ids=torch.tensor([d.model_input.to_ints()])).logits[0].log_softmax(-1) for d in data]
-        return found, parameters
+        yield found, parameters
 
 
 def chosen(logprobs_TV: Tensor, datum: Datum) -> Tensor:
     return logprobs_TV.gather(-1, datum.loss_fn_inputs["target_tokens"].to_torch()[:, None])[:, 0]
 
 
-def compare_steps(
-    trainer: EmbeddedTrainer, client: TrainingClient, expected: Callable[[], tuple[Tensor, Any]]
-) -> list[float]:
+def compare_steps(trainer: EmbeddedTrainer, client: TrainingClient, expected: Callable[[], Tensor]) -> list[float]:
     """Returns a list to which each step adds how far its gradient is from the one that autograd computes."""
     differences: list[float] = []
     step = client.optim_step
 
     def compared(params: Any = None) -> Any:
         client.forward([Datum.from_tokens([1, 2])], "cross_entropy").result()  # behind what was sent before
-        got = gathered(trainer, client.model_id).clone()
-        loss, parameters = expected()
-        wanted = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(parameters.values()))])
+        got, wanted = gathered(trainer, client.model_id).clone(), expected()
         differences.append(((got - wanted).norm() / wanted.norm()).item())
         return step(params)
 
     client.optim_step = compared  # type: ignore[method-assign, assignment]
     return differences
+
+
+def gradient(loss: Tensor, parameters: dict[str, Tensor]) -> Tensor:
+    return torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(parameters.values()))])
 
 
 def rollouts(**settings: Any) -> RolloutLoader:
@@ -110,20 +112,20 @@ def test_on_policy_gradients_are_those_of_autograd(
     module = Recorded(client, teacher=teacher[0], learning_rate=1e-2, kl_coefficient=0.5)
     module.groups = []
 
-    def expected() -> tuple[Tensor, Any]:
+    def expected() -> Tensor:
         """The score function times how much less likely the teacher finds a token than the student that sampled it."""
-        total, groups = torch.zeros((), dtype=torch.float64), module.groups
-        module.groups = []
-        for group in groups:
-            with torch.no_grad():
-                by_teacher, _ = log_softmax_of(trainer64, teacher[1], group.data)
-            by_student, parameters = log_softmax_of(trainer64, client.model_id, group.data)
-            for datum, t, p in zip(group.data, by_teacher, by_student, strict=True):
-                mask = datum.loss_fn_inputs["mask"].to_torch()
+        groups, module.groups = module.groups, []
+        data = [(datum, group.tokens * len(groups)) for group in groups for datum in group.data]
+        plain = [datum for datum, _ in data]
+        with torch.no_grad(), log_softmax_of(trainer64, teacher[1], plain) as (by_teacher, _):
+            pass
+        with log_softmax_of(trainer64, client.model_id, plain) as (by_student, parameters):
+            terms = []
+            for (datum, tokens), t, p in zip(data, by_teacher, by_student, strict=True):
                 own = chosen(p, datum)
                 gap = own.detach() - chosen(t, datum)
-                total = total + 0.5 * (mask * gap * own).sum() / group.tokens / len(groups)
-        return total, parameters
+                terms.append(0.5 * (datum.loss_fn_inputs["mask"].to_torch() * gap * own).sum() / tokens)
+            return gradient(torch.stack(terms).sum(), parameters)
 
     differences = compare_steps(trainer64, client, expected)
     quiet(max_steps=2).fit(module, rollouts())
@@ -145,18 +147,17 @@ def test_off_policy_gradients_are_those_of_autograd(
         for text in TEXTS
     ]
 
-    def expected() -> tuple[Tensor, Any]:
-        with torch.no_grad():
-            by_teacher, _ = log_softmax_of(trainer64, teacher[1], plain)
-        by_student, parameters = log_softmax_of(trainer64, client.model_id, plain)
-        total, positions = torch.zeros((), dtype=torch.float64), 0.0
-        for datum, t, p in zip(plain, by_teacher, by_student, strict=True):
-            weights = datum.loss_fn_inputs["weights"].to_torch()
-            top = t.topk(k)
-            targets = top.values.softmax(-1)
-            total = total - (weights[:, None] * targets * p.gather(-1, top.indices)).sum()
-            positions += float(weights.sum())
-        return total / positions, parameters
+    def expected() -> Tensor:
+        with torch.no_grad(), log_softmax_of(trainer64, teacher[1], plain) as (by_teacher, _):
+            pass
+        with log_softmax_of(trainer64, client.model_id, plain) as (by_student, parameters):
+            terms, positions = [], 0.0
+            for datum, t, p in zip(plain, by_teacher, by_student, strict=True):
+                weights = datum.loss_fn_inputs["weights"].to_torch()
+                top = t.topk(k)
+                terms.append(-(weights[:, None] * top.values.softmax(-1) * p.gather(-1, top.indices)).sum())
+                positions += float(weights.sum())
+            return gradient(torch.stack(terms).sum() / positions, parameters)
 
     differences = compare_steps(trainer64, client, expected)
     quiet(max_steps=2).fit(module, DataLoader(rows, batch_size=3, collate_fn=collate))  # type: ignore[arg-type]
@@ -178,7 +179,7 @@ class Divergence:
 
         self.found = found
         self.module = new(service, Distill, **settings)
-        quiet(max_steps=14, callbacks=[Record()]).fit(self.module, rollouts())
+        quiet(max_steps=11, callbacks=[Record()]).fit(self.module, rollouts())
 
 
 def test_the_divergence_from_a_teacher_on_another_server_falls(service: ServiceClient, served: Any) -> None:  # R5.9

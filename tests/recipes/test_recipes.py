@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +45,9 @@ def trainer64(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTrai
     trainer.close()
 
 
-def logprobs_of(trainer: EmbeddedTrainer, model_id: str, data: list[Datum]) -> tuple[list[Tensor], Any]:
-    """What plain torch computes for the model with its current adapter, and the adapter's parameters."""
+@contextlib.contextmanager
+def logprobs_of(trainer: EmbeddedTrainer, model_id: str, data: list[Datum]) -> Iterator[tuple[list[Tensor], Any]]:
+    """What plain torch computes for the model with its current adapter, which a gradient needs to be in use."""
     base, adapter = trainer.registry.model(model_id).ready()
     with base.lora.use(adapter.weights) as parameters:
         logprobs = []
@@ -53,7 +55,7 @@ def logprobs_of(trainer: EmbeddedTrainer, model_id: str, data: list[Datum]) -> t
             logits = base.model(input_ids=torch.tensor([datum.model_input.to_ints()])).logits[0]
             targets = datum.loss_fn_inputs["target_tokens"].to_torch()
             logprobs.append(logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0])
-        return logprobs, parameters
+        yield logprobs, parameters
 
 
 def weights_of(datum: Datum) -> Tensor:
@@ -112,15 +114,15 @@ def test_a_recipe_trains_with_the_gradient_of_plain_autograd(
         client = service.create_lora_training_client("tiny", rank=4, seed=1)
         module = kind(client, learning_rate=1e-2, **settings)
         data = module.datums(rows)
-        with torch.no_grad():  # a new adapter changes nothing
-            reference, _ = logprobs_of(trainer64, client.model_id, data)
+        with torch.no_grad(), logprobs_of(trainer64, client.model_id, data) as (reference, _):
+            pass  # a new adapter changes nothing
         step = client.optim_step
 
         def compared(params: Any = None) -> Any:
             client.forward(data[:1], "cross_entropy").result()  # behind what was sent before
             got = gathered(trainer64, client.model_id).clone()
-            logprobs, parameters = logprobs_of(trainer64, client.model_id, data)
-            gradients = torch.autograd.grad(expected(data, logprobs, reference), list(parameters.values()))
+            with logprobs_of(trainer64, client.model_id, data) as (logprobs, parameters):
+                gradients = torch.autograd.grad(expected(data, logprobs, reference), list(parameters.values()))
             wanted = torch.cat([gradient.flatten() for gradient in gradients])
             differences.append(((got - wanted).norm() / wanted.norm()).item())
             return step(params)
