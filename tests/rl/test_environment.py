@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tinker_lightning import ModelInput, SamplingParams
-from tinker_lightning.errors import InvalidInput, RewardFailed
+from tinker_lightning.errors import InvalidInput, RewardFailed, Unsupported
 from tinker_lightning.rl import Environment, Policy, PromptEnvironment, SamplerPolicy, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -115,6 +116,17 @@ def test_a_prompt_that_leaves_no_room_to_answer(policy: SamplerPolicy) -> None:
         asyncio.run(PromptEnvironment({"prompt": "a" * 2048}, letters, as_text=True).rollout(policy))
     with pytest.raises(InvalidInput, match="the prompt is empty"):
         asyncio.run(policy.sample([]))
+
+
+def test_a_sampler_without_log_probabilities_is_named(policy: SamplerPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = policy.sampler.sample
+
+    def bare(*args: Any) -> Any:
+        return sample(*args).then(lambda found: replace(found, sequences=[replace(found.sequences[0], logprobs=None)]))
+
+    monkeypatch.setattr(policy.sampler, "sample", bare)
+    with pytest.raises(Unsupported, match="no log-probabilities with its samples, which reinforcement learning needs"):
+        asyncio.run(policy.sample("Hi"))
 
 
 def test_a_failing_reward_fails_its_group(policy: SamplerPolicy) -> None:
