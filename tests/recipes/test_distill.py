@@ -196,8 +196,9 @@ def test_the_divergence_from_a_teacher_on_another_server_falls(service: ServiceC
 
 def test_the_teacher_may_be_a_base_model_or_a_client(service: ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model="tiny")
-    for teacher in ("tiny", sampler):
+    for teacher, route in (("tiny", "auto"), (sampler, "builtin")):
         module = new(service, Distill, teacher=teacher)
+        module.route = route  # type: ignore[assignment]
         quiet(max_steps=1).fit(module, rollouts(group_size=2, batch_size=1))
         # A new adapter changes nothing: the student is the teacher.
         assert abs(float(module.trainer.callback_metrics["policy/kl_teacher"])) < 1e-4

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from tinker_lightning.client.sdk.inputs import to_datum
 from tinker_lightning.errors import InvalidInput
@@ -76,6 +75,7 @@ class Distill(RolloutModule):
             self.reduction = "mean"  # type: ignore[assignment]  # "sum" is for rollouts
         self.top_k = top_k
         self.kl_coefficient = kl_coefficient
+        self._gaps: list[float] = []
         self._teacher = Teacher(self.lm, lambda: self.tokenizer, teacher, teacher_url, teacher_api_key)
 
     def on_fit_start(self) -> None:
@@ -106,19 +106,17 @@ class Distill(RolloutModule):
         for datum in self._teacher.add_to(trained.data):
             inputs = {name: tensor.to_numpy() for name, tensor in datum.loss_fn_inputs.items()}
             gap = np.where(inputs["mask"] != 0, inputs[NAME] - inputs["logprobs"], 0.0)
+            self._gaps.append(float(gap.sum()))
             data.append(datum.with_inputs(advantages=self.kl_coefficient * gap))
         return data
 
-    def group_loss(
-        self, trained: TrainedGroup, data: list[Datum], logprobs: list[Tensor]
-    ) -> tuple[Tensor, Mapping[str, Any]]:
-        """Returns the loss of a group, with `policy/kl_teacher` among its metrics."""
-        loss, metrics = super().group_loss(trained, data, logprobs)
-        gaps = [
-            torch.where(_of(datum, "mask") != 0, p.detach() - _of(datum, NAME), 0.0).sum()
-            for datum, p in zip(data, logprobs, strict=True)
-        ]
-        return loss, {**metrics, "policy/kl_teacher": torch.stack(gaps).sum() / trained.tokens}
+    def _loss(self, trained: list[TrainedGroup], planned: int) -> Tensor:
+        self._gaps.clear()
+        loss = super()._loss(trained, planned)
+        metrics, count = self._batch_metrics
+        divergence = -sum(self._gaps) / sum(one.tokens for one in trained)
+        self._batch_metrics = ({**metrics, "policy/kl_teacher": divergence}, count)
+        return loss
 
     # Off-policy.
 
@@ -156,8 +154,3 @@ class Distill(RolloutModule):
     ) -> None:
         self._teacher.close()
         super().__exit__(kind, error, traceback)
-
-
-def _of(datum: Datum, name: str) -> Tensor:
-    tensor: Tensor = datum.loss_fn_inputs[name].to_torch()
-    return tensor

@@ -102,4 +102,4 @@ class Chat:
             return generation_prompt([*self.messages, *new], tokenizer, tools=self._tools)
         after = following_prompt(self.messages, new, tokenizer, tools=self._tools)
         # The end of the turn was sampled, unless the answer was cut.
-        return [*so_far, *(after[1:] if after[0] == so_far[-1] else after)]
+        return [*so_far, *(after[1:] if after[:1] == so_far[-1:] else after)]
