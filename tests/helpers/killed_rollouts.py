@@ -30,19 +30,21 @@ class Noting(GRPO):
 
     folder: Path
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(outputs, batch, batch_idx)
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
         unit = batch.loader.unit(batch.unit)
         groups = [unit.groups[order] for order in sorted(unit.groups)]
         tokens = [each.turns[0].completion.tokens for group in groups for each in group.trajectories]
         with (self.folder / "trained.jsonl").open("a") as file:
             numbers = [group.task.number for group in groups]
             file.write(json.dumps([batch.ticket, {"prompts": numbers, "tokens": tokens}]) + "\n")
+        return loss
 
 
 def fit(folder: Path, kind: str, killer: Killer) -> None:
     torch.set_num_threads(1)
     pl.seed_everything(5)
+    folder.mkdir(exist_ok=True)
     trainer = pl.Trainer(
         strategy="tinker",
         max_steps=8,
