@@ -114,7 +114,8 @@ class Unit:
                 task = self.tasks[order]
                 future = on_loop(sampling.roll(task, source), f"rollout of prompt {task.index}")
                 self._running[order] = future
-                future.add_done_callback(lambda _, order=order: self._arrived.put(order))  # type: ignore[misc]
+                # Not of `self`: a rollout that is cancelled must not arrive among those that are started later.
+                future.add_done_callback(lambda _, order=order, arrived=self._arrived: arrived.put(order))  # type: ignore[misc]
 
     def arriving(self, orders: Iterable[int], while_waiting: Callable[[], None] | None) -> Iterator[tuple[int, Group]]:
         """Yields groups by their places as they arrive; raises the failure of a rollout."""
