@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tinker_lightning import Datum, losses
 from tinker_lightning.lightning.metrics import BitsPerByte, RewardAccuracy, RewardMargin, TokenNLL, TokenPerplexity
 
 if TYPE_CHECKING:
@@ -62,3 +63,30 @@ def test_rewards_are_those_of_all_pairs(rows: list[Any], data: st.DataObject) ->
     assert margin.compute().item() == pytest.approx(
         math.fsum(chosen - rejected for chosen, rejected in rows) / len(rows), rel=1e-6, abs=1e-6
     )
+
+
+@settings(max_examples=20)
+@given(lengths=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=8), data=st.data())
+@pytest.mark.parametrize("loss", [losses.dpo, losses.ipo, losses.orpo])
+def test_metrics_of_preferences_are_those_of_all_pairs(
+    loss: Any, lengths: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    generator = torch.Generator().manual_seed(len(lengths))
+
+    def answer(length: int) -> tuple[Datum, Tensor]:
+        reference, logprobs = -3 * torch.rand(2, length + 1, generator=generator)
+        weights = [0.0] + [1.0] * length
+        tokens = list(range(length + 1))
+        return Datum.from_targets(tokens, tokens, weights=weights, reference_logprobs=reference), logprobs
+
+    def metrics(pairs: list[Any]) -> dict[str, float]:
+        datums, logprobs = zip(*(each for pair in pairs for each in pair), strict=True)
+        value, found = loss(list(datums), list(logprobs))
+        return {"loss": value.item(), **{name: number.item() for name, number in found.items()}}
+
+    pairs = [(answer(chosen), answer(rejected)) for chosen, rejected in lengths]
+    found: dict[str, float] = {}
+    for part in filter(None, parts(pairs, data)):  # weighted by pairs, as validation does
+        for name, value in metrics(part).items():
+            found[name] = found.get(name, 0.0) + value * len(part) / len(pairs)
+    assert found == pytest.approx(metrics(pairs), rel=1e-4, abs=1e-5)

@@ -14,7 +14,6 @@ from tinker_lightning.losses.batch import (
     Loss,
     groups,
     log_complement,
-    mean_where,
     sequence_sums,
 )
 
@@ -51,7 +50,8 @@ def dpo(
     chosen, rejected, chosen, rejected.
 
     Metrics: `rewards/chosen` and `rewards/rejected`, β times the gain over the reference; `rewards/margins` and
-    `rewards/accuracies`; `chosen_nll` per token, which rises if both responses become less likely.
+    `rewards/accuracies`; `chosen_nll`, the mean over pairs of the chosen response's negative log-likelihood per token,
+    which rises if both responses become less likely.
 
     Args:
         data: Pairs with `weights` (1 on the response) and `reference_logprobs`.
@@ -140,7 +140,8 @@ def _metrics(rewards: Tensor, batch: Batch, weights: Tensor) -> dict[str, Tensor
         "rewards/rejected": rejected.mean(),
         "rewards/margins": (chosen - rejected).mean(),
         "rewards/accuracies": (chosen > rejected).float().mean(),
-        "chosen_nll": -mean_where(batch.logprobs.detach()[0::2], weights[0::2] != 0),
+        # A mean over answers, so that means over batches do not depend on how pairs are split.
+        "chosen_nll": -sequence_sums(batch.logprobs.detach()[0::2], (weights[0::2] != 0).float(), mean=True).mean(),
     }
 
 
