@@ -131,9 +131,8 @@ def test_learning_rate_monitor(service: ServiceClient, tmp_path: Path) -> None:
     quiet(callbacks=[LearningRateMonitor("step")], logger=logger).fit(new(service, Scheduled), loader())
     rows = rows_of(logger)
     seen = {int(row["step"]): float(row["lr-RemoteAdamW"]) for row in rows if row["lr-RemoteAdamW"]}
-    taken = {int(row["step"]): float(row["learning_rate"]) for row in rows if row["learning_rate"]}
     assert seen == pytest.approx({0: 1e-2, 1: 1e-2 / 2, 2: 1e-2 / 3})
-    assert taken == pytest.approx(seen)  # what the server says of its steps
+    assert "learning_rate" not in rows[0]  # which the server reports, and other runs log
 
 
 def test_gradient_accumulation_scheduler(service: ServiceClient) -> None:

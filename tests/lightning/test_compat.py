@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import lightning
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy, launchers
 from packaging.version import Version
 from torchmetrics import MeanMetric
@@ -96,7 +97,7 @@ def found() -> set[str]:
         def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
             pl_module.log("logged", 1.0, on_epoch=True)
             logged = next(iter(_compat.TRAIN_RESULTS.get(trainer).values()))
-            objects = (trainer, pl_module, ModelCheckpoint(), logged, MeanMetric())
+            objects = (trainer, pl_module, ModelCheckpoint(), ModelSummary(), WandbLogger(), logged, MeanMetric())
             owners = {kind.__name__: each for each in objects for kind in type(each).__mro__} | {"launchers": launchers}
             names.update(name for name, private in NAMES.items() if has(owners[private.owner], private))
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
     from tinker_lightning.client.loss_uploads import Losses
     from tinker_lightning.client.recording import Recording
@@ -31,6 +32,14 @@ class TrainingBackend(Protocol):
     @property
     def losses(self) -> Losses | None:
         """Uploads losses to the server; None if this backend cannot."""
+
+    @property
+    def server(self) -> str:
+        """The server's URL, or another name of it, for users."""
+
+    @property
+    def dialect(self) -> Dialect:
+        """What the server speaks."""
 
     @property
     def retains(self) -> bool:

@@ -277,6 +277,11 @@ class TrainingClient(BaseTrainingClient):
         return self._channel.session.extensions.retained_forwards
 
     @property
+    def server(self) -> str:
+        """The server's URL, or the embedded trainer."""
+        return "the embedded trainer" if self._channel.target.in_process is not None else self._channel.url
+
+    @property
     def dialect(self) -> Dialect:
         """What the server speaks."""
         return self._channel.session.dialect

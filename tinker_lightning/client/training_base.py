@@ -196,6 +196,11 @@ class BaseTrainingClient(ABC):
         return export_adapter(self, path, overwrite=overwrite)
 
     @property
+    def server(self) -> str:
+        """A name of the server for users."""
+        return f"the server of {type(self).__name__}"
+
+    @property
     @abstractmethod
     def dialect(self) -> Dialect:
         """What the server speaks."""

@@ -7,8 +7,10 @@ To support such a release, change the path here.
 from __future__ import annotations
 
 import functools
+import warnings
 from dataclasses import dataclass
 from operator import attrgetter
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from lightning import __version__
@@ -64,6 +66,7 @@ ACCELERATOR_FLAG = Private("Trainer", "_accelerator_connector._accelerator_flag"
 CLUSTER_ENVIRONMENT = Private("Trainer", "_accelerator_connector.cluster_environment")
 NUM_NODES_FLAG = Private("Trainer", "_accelerator_connector._num_nodes_flag")
 PARALLEL_DEVICES = Private("Trainer", "_accelerator_connector._parallel_devices")
+SELECT_CHECKPOINT = Private("Trainer", "_checkpoint_connector._select_ckpt_path")
 LOADED_CHECKPOINT = Private("Trainer", "_checkpoint_connector._loaded_checkpoint")
 STRATEGY_MODULE = Private("Trainer", "strategy._lightning_module")
 
@@ -102,6 +105,9 @@ CALL_BATCH_HOOK = Private("LightningModule", "_call_batch_hook")
 HPARAMS = Private("LightningModule", "_hparams")
 HPARAMS_INITIAL = Private("LightningModule", "_hparams_initial")
 
+WANDB_INIT = Private("WandbLogger", "_wandb_init")
+SUMMARY_DEPTH = Private("ModelSummary", "_max_depth")
+
 EVERY_N_TRAIN_STEPS = Private("ModelCheckpoint", "_every_n_train_steps")
 TRAIN_TIME_INTERVAL = Private("ModelCheckpoint", "_train_time_interval")
 FORWARD_CACHE = Private("_ResultMetric", "_forward_cache")
@@ -109,6 +115,28 @@ UPDATE_COUNT = Private("Metric", "_update_count")
 
 LAUNCH_SCRIPT = Private("launchers", "_SubprocessScriptLauncher.launch")
 LAUNCH_FUNCTION = Private("launchers", "_MultiProcessingLauncher.launch")
+
+
+def ignore_own_warnings() -> None:
+    """Hides what Lightning's use of a name that torch calls deprecated prints in every fit; users cannot change it."""
+    warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", module=r"lightning\.pytorch\.utilities\._pytree")
+
+
+def when_selected(trainer: pl.Trainer, call: Callable[[Any], None]) -> None:
+    """Calls `call(path)` when a trainer has chosen its checkpoint, which is before the runs of its loggers start."""
+    select = SELECT_CHECKPOINT.get(trainer)
+    if isinstance(select, FunctionType):
+        return  # a module is attached several times
+
+    @functools.wraps(select)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        SELECT_CHECKPOINT.set(trainer, select)
+        path = select(*args, **kwargs)
+        if path is not None:
+            call(path)
+        return path
+
+    SELECT_CHECKPOINT.set(trainer, wrapper)
 
 
 def before_launch(check: Callable[[pl.Trainer, Any], None]) -> None:

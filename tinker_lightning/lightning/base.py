@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tinker_lightning.client.export import export_adapter
 from tinker_lightning.errors import InvalidInput, InvalidLoss, TinkerLightningError
-from tinker_lightning.lightning import _compat, routes
+from tinker_lightning.lightning import _compat, routes, wandb_runs
 from tinker_lightning.lightning.batches import count_datums, datums_of, except_datums
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.deferred_metrics import DeferredMetrics
@@ -127,6 +127,7 @@ class RemoteBase(pl.LightningModule):
         # The metrics of the loss that each stage and loader has logged in this epoch; None if the data lack an input.
         self._evaluated: dict[tuple[str, int], set[str] | None] = {}
         self._loaded_window: dict[str, Any] | None = None
+        self._shown: dict[str, Any] = {}  # what the last fit has shown about the model
         self._tokenizer: Any = None
         self._samples = Samples(self.lm, lambda: RowFormat(self.tokenizer))
 
@@ -240,6 +241,7 @@ class RemoteBase(pl.LightningModule):
             local_gradients=self.local_gradients(),
             window_metrics=list(self._window_metrics),
             strategy=None,  # which `TinkerStrategy` fills in
+            **({wandb_runs.KEY: wandb_runs.describe(self.trainer)} if self.has_trainer else {}),
         )
 
     def restore_window(self) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 
 from tinker_lightning import losses
 from tinker_lightning.client.chunking import reduced
@@ -100,6 +100,8 @@ class DeferredMetrics:
                 for _, call in entry.sent.losses:
                     surrogate.warn_of_zero(call.name.removeprefix(OF_LIBRARY).removeprefix(OF_OWN))
             self._names.update(metrics)
+            if any(isinstance(each, LearningRateMonitor) for each in _compat.CALLBACKS.get(entry.trainer)):
+                metrics.pop("learning_rate", None)  # which that callback logs
             if entry.to_loggers and metrics:
                 # `self.log` cannot log under another step, and raises after the last one. Lightning adds the epoch to
                 # what it logs, too.

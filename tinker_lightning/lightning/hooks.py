@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tinker_lightning.errors import LossWithoutGradient
-from tinker_lightning.lightning import _compat, checks
+from tinker_lightning.lightning import _compat, checks, summary, wandb_runs
 from tinker_lightning.lightning.base import LAST_WAIT, RemoteBase
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.secret import hide_in_configs
@@ -27,6 +27,8 @@ def attach(trainer: pl.Trainer, module: RemoteBase) -> None:
     """Adds the hooks of a module as the first callback of its trainer, replacing those of an earlier run."""
     detach(trainer)
     _compat.CALLBACKS.get(trainer).insert(0, RemoteHooks(module))
+    _compat.ignore_own_warnings()
+    _compat.when_selected(trainer, lambda path: wandb_runs.adopt(trainer, path))
 
 
 def detach(trainer: pl.Trainer) -> None:
@@ -43,11 +45,13 @@ class RemoteHooks(pl.Callback):
         self._hold = interrupts.SigintHold()
         self._received = 0
         self._terminated: float | None = None
+        self._shows_tokens = False
 
     def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Checks the trainer with the callbacks of `configure_callbacks`, and hides the API key from them."""
         checks.check(trainer, self._module)
         hide_in_configs(_compat.CALLBACKS.get(trainer), self._module._api_key)
+        summary.hide_handle(trainer, self._module)
         self._connect()
 
     def on_fit_start(self, *_: Any) -> None:
@@ -76,6 +80,12 @@ class RemoteHooks(pl.Callback):
             module.restore_window()
         module._loaded_window = None
         self._received = module.lm.handle.remote.received
+        settings = summary.settings_of(module)
+        wandb_runs.log_settings(trainer, settings)
+        if settings != module._shown:
+            summary.show(trainer, module, settings)
+            module._shown = settings
+            self._shows_tokens = not module.lm.handle.remote.tokens.trained
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Starts a new accumulation window where Lightning does."""
@@ -109,6 +119,9 @@ class RemoteHooks(pl.Callback):
         Waits for the metrics of this step if a callback or scheduler is about to read them.
         """
         self._hold.end()
+        if self._shows_tokens and self._module.lm.handle.remote.tokens.trained:
+            self._shows_tokens = False
+            summary.show_tokens(trainer, self._module)
         deferred = self._module._deferred
         is_monitored = deferred.are_monitored(trainer, by_step=True)
         deferred.log(wait=is_monitored)
@@ -139,8 +152,9 @@ class RemoteHooks(pl.Callback):
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Reads the window, in case the module overrides `on_load_checkpoint` without calling `super()`."""
-        del trainer, pl_module
+        del pl_module
         self._module._loaded_window = contents.read_window(checkpoint, self._module.checkpoint_file)
+        wandb_runs.warn_if_other(trainer, checkpoint.get(contents.SECTION, {}))
 
     def teardown(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Waits for everything in flight; the session stays, so that the next stage sees the same model."""

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning import _compat, checks
+from tinker_lightning.lightning import _compat, checks, wandb_runs
 from tinker_lightning.lightning.base import LAST_WAIT
 from tinker_lightning.lightning.batches import count_datums, except_datums, keep_datums
 from tinker_lightning.lightning.checkpoint import contents
@@ -192,6 +192,8 @@ class TinkerStrategy(SingleDeviceStrategy):
             raise
         if self.release_states:
             self._retention.replaced(filepath, old, new)
+        if module is not None:
+            wandb_runs.log_file(module.trainer, filepath, new)
 
     def remove_checkpoint(self, filepath: _Path) -> None:
         """Removes a checkpoint and the remote states that no other file names."""
@@ -199,6 +201,8 @@ class TinkerStrategy(SingleDeviceStrategy):
         super().remove_checkpoint(filepath)
         if self.release_states:
             self._retention.replaced(filepath, old)
+        if self.lightning_module is not None:
+            wandb_runs.log_file(self.lightning_module.trainer, filepath, ())
 
     def load_checkpoint(self, checkpoint_path: _Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a checkpoint; raises `InvalidInput` if it is damaged. The position is restored when training starts."""

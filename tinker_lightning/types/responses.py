@@ -44,6 +44,7 @@ class GetInfoResponse:
     is_lora: bool = True
     lora_rank: int | None = None
     model_name: str | None = None
+    lora_parameters: int | None = None  # the size of the adapter, which only our server reports
 
 
 @dataclass(frozen=True, slots=True)

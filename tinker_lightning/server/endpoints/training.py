@@ -43,10 +43,16 @@ async def get_info(request: Request) -> Response:
     model = trainer_of(request).registry.model(body.model_id)
     if not await finished(model.creation, trainer_of(request)):
         return pending(model.creation)
-    base, _ = model.ready()
+    base, adapter = model.ready()
     data = rs.ModelData(arch=base.arch, model_name=model.base_model, tokenizer_id=base.tokenizer_id)
     return answer(
-        rs.GetInfoResponse(model.model_id, data, lora_rank=model.lora_config.rank, model_name=model.base_model)
+        rs.GetInfoResponse(
+            model.model_id,
+            data,
+            lora_rank=model.lora_config.rank,
+            model_name=model.base_model,
+            lora_parameters=sum(tensor.numel() for tensor in adapter.weights.tensors.values()),
+        )
     )
 
 

@@ -1,0 +1,83 @@
+"""Which W&B runs a fit logs to: a resumed fit continues those of its checkpoint, with its settings and files."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.trainer.states import TrainerFn
+
+from tinker_lightning.lightning import _compat
+from tinker_lightning.lightning.checkpoint.contents import SECTION
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    import lightning.pytorch as pl
+
+logger = logging.getLogger("tinker_lightning")
+
+KEY = "wandb"
+"""The key of the runs in the section of a checkpoint."""
+
+
+def describe(trainer: pl.Trainer) -> list[dict[str, str]]:
+    """Returns the project and id of each run, as a checkpoint keeps them."""
+    return [{"project": str(each.name), "id": str(each.version)} for each in _loggers(trainer) if each.version]
+
+
+def adopt(trainer: pl.Trainer, file: Any) -> None:
+    """Makes loggers without an id of their own continue the runs that the checkpoint of a fit names."""
+    loggers = _loggers(trainer)
+    if not loggers or trainer.state.fn != TrainerFn.FITTING:
+        return
+    try:
+        section = trainer.strategy.checkpoint_io.load_checkpoint(file).get(SECTION, {})
+    except Exception:  # raised again when Lightning loads the file
+        return
+    for each, saved in zip(loggers, section.get(KEY, ()), strict=False):
+        # Known if a run is under way, or if the user has chosen one.
+        is_chosen = each.version is not None or bool(os.environ.get("WANDB_RUN_ID"))
+        if not is_chosen and each.name == saved["project"]:
+            _compat.WANDB_INIT.get(each)["id"] = saved["id"]
+
+
+def warn_if_other(trainer: pl.Trainer, section: Mapping[str, Any]) -> None:
+    """Warns if a resumed fit logs to other runs than the one that it resumes."""
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    for each, saved in zip(_loggers(trainer), section.get(KEY, ()), strict=False):
+        if (str(each.name), str(each.version)) != (saved["project"], saved["id"]):
+            logger.warning(
+                "the fit resumes at step %d, but the steps before are in the W&B run %s of project %s, and this one "
+                "logs to %s of %s. To continue that run, pass WandbLogger(id=%r, project=%r).",
+                trainer.global_step,
+                saved["id"],
+                saved["project"],
+                each.version,
+                each.name,
+                saved["id"],
+                saved["project"],
+            )
+
+
+def log_settings(trainer: pl.Trainer, settings: Mapping[str, Any]) -> None:
+    """Adds settings that are not arguments of the module, such as the server, to the config of each run."""
+    for each in _loggers(trainer):
+        each.log_hyperparams(dict(settings))
+
+
+def log_file(trainer: pl.Trainer, file: object, states: Iterable[str]) -> None:
+    """Adds a checkpoint file and the remote states that it names to the summary of each run; removes it without any."""
+    for each in _loggers(trainer):
+        known = dict(each.experiment.summary.get("checkpoints") or {})
+        known.pop(str(file), None)
+        if named := sorted(states):
+            known[str(file)] = ", ".join(named)
+        each.experiment.summary["checkpoints"] = known
+
+
+def _loggers(trainer: pl.Trainer) -> list[WandbLogger]:
+    return [each for each in trainer.loggers if isinstance(each, WandbLogger)]
