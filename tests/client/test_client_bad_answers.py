@@ -123,7 +123,7 @@ def test_a_submission_without_a_receipt(shared: EmbeddedTrainer) -> None:
     with ServiceClient(base_url="http://embedded", transport=meddler, retry_policy=QUICK) as service:
         model = service.create_lora_training_client("tiny", rank=4)
         meddler.answers["forward_backward"] = lambda: httpx.Response(200, json={})
-        with pytest.raises(OperationFailed, match="returned no request_id"):
+        with pytest.raises(NotATinkerServer, match=r"http\S+ answers, .* /api/v1/forward\w*: request_id: missing"):
             model.forward(DATA, "cross_entropy").result()
 
 

@@ -327,7 +327,7 @@ def _is_final_conflict(response: httpx.Response) -> bool:
 def _detail(body: dict[str, Any] | None) -> str:
     if body is None:
         return ""
-    for key in ("detail", "error", "message"):
+    for key in ("detail", "error", "error_message", "message"):
         if isinstance(body.get(key), list):  # one entry for each wrong field, as FastAPI writes it
             return "; ".join(_field_error(entry) for entry in body[key])
         if body.get(key):

@@ -30,6 +30,12 @@ class LiveWeights:
         with self._lock:
             self._samplers[sampler] = version
 
+    def model_of(self, sampler: str, run: str | None) -> str | None:
+        """Returns the model in training that a sampler's weights belong to, if there is one; see `check`."""
+        with self._lock:
+            model_id, _ = self._samplers.get(sampler, (run, 0))
+            return model_id if model_id in self._versions else None
+
     def check(self, sampler: str, run: str | None) -> None:
         """Checks that sampling does not replace the weights of a model in training.
 

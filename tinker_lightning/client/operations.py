@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tinker_lightning.client.session import Session
 
 T = TypeVar("T")
+E = TypeVar("E", bound=TinkerLightningError)
 
 # Our server's id of an operation whose submission is answered with the result.
 REQUEST_ID_HEADER = "x-request-id"
@@ -156,25 +157,38 @@ async def perform(
     except TinkerLightningError as error:
         # Of the same class, so that `except` keeps its meaning. What happened comes first, ids come last.
         which = f" ({operation}{request_id and f', request {request_id}'})" if operation.model_id or request_id else ""
-        located = type(error)(f"{operation.name}: {error}{_hint(session, operation, error)}{which}")
-        located.operation, located.model_id = operation.name, operation.model_id
-        located.seq_id, located.request_id = operation.seq_id, request_id or None
-        raise located from error
+        kind = NotFound if _is_missing_checkpoint(operation, error) else type(error)
+        located = kind(f"{operation.name}: {error}{_hint(session, operation, error)}{which}")
+        raise with_ids(located, operation, request_id or None) from error
     finally:
         if record is not None:
             record.ended = time.perf_counter()
 
 
+def with_ids(error: E, operation: Operation[Any], request_id: str | None = None) -> E:
+    """Returns the error with the ids of the operation that it belongs to."""
+    error.operation, error.model_id = operation.name, operation.model_id
+    error.seq_id, error.request_id = operation.seq_id, request_id
+    return error
+
+
+def _is_missing_checkpoint(operation: Operation[Any], error: TinkerLightningError) -> bool:
+    """Returns whether a server that has one error for all failures reports that there is no such checkpoint."""
+    is_plain = type(error) is OperationFailed and operation.endpoint == "load_weights"
+    return is_plain and "checkpoint not found" in str(error).lower()
+
+
 def _hint(session: Session, operation: Operation[Any], error: TinkerLightningError) -> str:
-    """Returns the likely cause if a pass meets no endpoint for it, or one that crashes on its encoding."""
+    """Returns the likely cause if an operation meets no endpoint for it, or a pass one that crashes on its encoding."""
     name, text = session.dialect.name, str(error)
-    missing = text.endswith(("Not Found", "(HTTP 405)", "(HTTP 415)"))
-    stranger = not session.dialect.deduplicates and (isinstance(error, NotFound) or "(HTTP 500)" in text)
-    if operation.result is not ForwardBackwardOutput or not (missing or stranger):
+    missing = text.endswith((": Not Found", "(HTTP 405)", "(HTTP 415)"))
+    is_pass = operation.result is ForwardBackwardOutput and not session.dialect.deduplicates
+    if not missing and not (is_pass and (isinstance(error, NotFound) or "(HTTP 500)" in text)):
         return ""
+    end = "" if text.endswith((".", "?")) else "."
     return (
-        f" Does the server speak the dialect {name!r}? connect(url, dialect='auto') detects what it speaks. If it did "
-        f"before, {session.connection.url} was replaced, or servers of several versions share this URL."
+        f"{end} Does the server speak the dialect {name!r}? connect(url, dialect='auto') detects what it speaks. If it "
+        f"did before, {session.connection.url} was replaced, or servers of several versions share this URL."
     )
 
 
@@ -208,7 +222,8 @@ def _is_repeatable(dialect: Dialect, operation: Operation[Any]) -> bool:
 async def _fetch(session: Session, operation: Operation[Any], request_id: str) -> httpx.Response:
     """Polls until the result is available; logs each change of the server's queue state once."""
     if not request_id:
-        raise OperationFailed("the server accepted the request but returned no request_id for its result")
+        where = f"/api/v1/{operation.endpoint}: request_id: missing, so its result cannot be requested"
+        raise session.connection.not_a_tinker_server(where)
     body = encoding.encode_json(session.dialect, "retrieve_future", RetrieveFutureRequest(request_id))
     headers = {"Accept": _accept(operation)}
     subject = operation.model_id or operation.name

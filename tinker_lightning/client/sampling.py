@@ -16,7 +16,7 @@ from tinker_lightning.client.dialects.dialect import Dialect
 from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
 from tinker_lightning.client.operations import Operation, encode, perform, recorded
 from tinker_lightning.client.sdk import inputs
-from tinker_lightning.errors import InvalidInput, InvalidMessage, ResultExpired
+from tinker_lightning.errors import InvalidInput, InvalidMessage, ResultExpired, Unsupported
 from tinker_lightning.types import SampleResponse, SamplingParams
 from tinker_lightning.types.requests import CreateSamplingSessionRequest, SampleRequest
 from tinker_lightning.types.responses import CreateSamplingSessionResponse, GetSamplerResponse
@@ -79,6 +79,12 @@ class SamplingClient:
             raise InvalidInput(
                 "this sampling client cannot be passed to another process, because its trainer runs in this one. Start "
                 "`tinker-lightning serve --model ...`, and connect to its URL."
+            )
+        if not session.dialect.samples_old_weights and (model_id := self._channel.live.model_of(*self._weights())):
+            raise Unsupported(
+                f"this sampling client cannot be passed to another process, because {model_id} is trained in this one: "
+                f"on servers of the dialect {session.dialect.name!r}, sampling from weights that are no longer the "
+                "present ones replaces them. Sample in this process."
             )
         return {
             "url": target.url,
@@ -170,8 +176,7 @@ class SamplingClient:
         self.unread.raise_first()
         session = self._channel.session
         if not session.dialect.samples_old_weights:
-            run = checkpoints.parse(self._model_path)[0] if self._model_path is not None else None
-            self._channel.live.check(self._model_path or self.sampler_id, run)
+            self._channel.live.check(*self._weights())
         model_input = inputs.to_model_input(prompt)
 
         def operation() -> Operation[SampleResponse]:
@@ -187,6 +192,12 @@ class SamplingClient:
         if not options["prompt_logprobs"]:
             return future
         return future.then(lambda response: _aligned(response, model_input.length))
+
+    def _weights(self) -> tuple[str, str | None]:
+        """Returns the path of the weights, or the sampler's id, and the model that the path names."""
+        if self._model_path is None:
+            return self.sampler_id, None
+        return self._model_path, checkpoints.parse(self._model_path)[0]
 
     def _sampler(self) -> GetSamplerResponse:
         return self._channel.fetch(f"/api/v1/samplers/{self.sampler_id}", GetSamplerResponse)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch import Tensor
 
+from tinker_lightning.client.dialects.encoding import check_targets
 from tinker_lightning.client.dialects.surrogate import completed, times
 from tinker_lightning.client.loss_handle import LossHandle, located
 from tinker_lightning.client.sdk.inputs import loss_name
@@ -82,6 +83,10 @@ class ServerPass:
         chunk = completed(chunk) if self.even_batch else chunk
         return times(chunk, len(chunk)) if self.per_batch == "call" else chunk
 
+    def of_call(self, output: ForwardBackwardOutput, chunk: list[Datum]) -> ForwardBackwardOutput:
+        """Returns the result of one request, without that of the datum that made its number even."""
+        return replace(output, loss_fn_outputs=output.loss_fn_outputs[: len(chunk)]) if self.even_batch else output
+
 
 def of_surrogate(
     carrier: Surrogate, data: list[Datum], retained: tuple[tuple[int, int], ...] | None = None
@@ -139,8 +144,9 @@ def built_in(
     """Prepares a pass with a built-in loss on a server without a factor: the loss's own inputs are scaled.
 
     Raises:
-        InvalidLoss: If the loss cannot be scaled that way.
+        InvalidInput: If the loss cannot be scaled that way, or the server would misunderstand a datum.
     """
+    check_targets(dialect, data)
     data = _with_weights(data, loss)
     # A forward with other weights than the caller's has another sum, so it is computed from the log-probabilities.
     replaces_weights = dialect.unit_forward_weights or dialect.forward == "zero_weights"
@@ -278,14 +284,13 @@ def _with_sum(
         config: Its settings before scaling.
         scale: The factor of the server's `loss:sum`; 0 if it is another one's.
     """
-    outputs = output.loss_fn_outputs[: len(data)]
     if scale and "loss:sum" in output.metrics:
         return _unscaled(output, scale=scale)
     metrics = {name: value for name, value in output.metrics.items() if name != "loss:sum"}
-    if loss in LOSSES and len(outputs) == len(data):
-        logprobs = surrogate.logprobs_of(replace(output, loss_fn_outputs=outputs), data)
+    if loss in LOSSES and len(output.loss_fn_outputs) == len(data):
+        logprobs = surrogate.logprobs_of(output, data)
         metrics["loss:sum"] = LOSSES[loss].total(logprobs, [datum.loss_fn_inputs for datum in data], config)
-    return ForwardBackwardOutput(outputs, metrics, output.loss_fn_output_type)
+    return replace(output, metrics=metrics)
 
 
 def _unscaled(output: ForwardBackwardOutput, *, scale: float) -> ForwardBackwardOutput:

@@ -67,8 +67,10 @@ class Session:
         self.session_id = session_id
         self.config = config
         self.dialect = dialect
-        # Requests of one model may be posted concurrently where the server orders them by their number.
-        self.is_concurrent = config.parallel_fwdbwd_chunks if dialect.concurrent is None else dialect.concurrent
+        # Requests of one model may be posted concurrently where the server orders them by their number. Where an answer
+        # that is lost ends the training, a step must not be under way before the answers to its passes.
+        concurrent = config.parallel_fwdbwd_chunks if dialect.concurrent is None else dialect.concurrent
+        self.is_concurrent = concurrent and dialect.deduplicates
         announced = capabilities.extensions
         self.extensions = Extensions(**{each.name: each.name in announced for each in fields(Extensions)})
         self.recording: Recording | None = None  # what operations are reported to, if anyone measures them

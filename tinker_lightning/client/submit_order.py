@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
-from tinker_lightning.client.operations import Operation, perform, renumbered
+from tinker_lightning.client.operations import Operation, perform, renumbered, with_ids
 from tinker_lightning.errors import AnswerLost
 from tinker_lightning.types import SaveWeightsResponse
 
@@ -59,7 +59,8 @@ async def _in_turn(
         await previous.wait()
     if turns.lost is not None and operation.name != "forward":
         posted.set()
-        raise AnswerLost(f"{operation}: not sent, because of an earlier failure: {turns.lost}")
+        reason = f"{operation.name}: not sent, because of an earlier failure: {turns.lost}"
+        raise with_ids(AnswerLost(reason), operation) from turns.lost
     if turns.refused and operation.seq_id is not None:
         operation = renumbered(session.dialect, operation, operation.seq_id - turns.refused)
 
@@ -72,7 +73,7 @@ async def _in_turn(
         result = await perform(session, operation, on_submitted=submitted)
     except AnswerLost as error:
         resume = f"Resume from {turns.saved}, in a new client." if turns.saved else "No state was saved before it."
-        turns.lost = type(error)(f"{error} {resume}")
+        turns.lost = with_ids(AnswerLost(f"{error} {resume}"), operation, error.request_id)
         raise turns.lost from error
     if isinstance(result, SaveWeightsResponse):
         turns.saved = result.path

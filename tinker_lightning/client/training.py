@@ -317,7 +317,8 @@ class TrainingClient(BaseTrainingClient):
             endpoint = "counted_forward_backward"
         settings = request.loss, request.config, forward_only, request.inputs, request.scale
         data = [_without_weights(datum) for datum in request.data] if retain else request.data
-        chunks = [request.for_call(chunk) for chunk in self._split(data)]
+        split = self._split(data)
+        chunks = [request.for_call(chunk) for chunk in split]
         numbers: list[int] = []
 
         def operations(first: int) -> list[Operation[ForwardBackwardOutput]]:
@@ -334,7 +335,8 @@ class TrainingClient(BaseTrainingClient):
             ]
 
         def combine(outputs: list[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-            combined = chunking.combine(outputs)
+            pairs = zip(outputs, split, strict=True)
+            combined = chunking.combine([request.of_call(output, chunk) for output, chunk in pairs])
             retained = tuple(zip(numbers, map(len, chunks), strict=True))
             return replace(combined, retained=retained) if retain else combined
 

@@ -32,11 +32,28 @@ def test_every_known_surrogate_is_exact_or_absent() -> None:
     ("changes", "message"),
     [
         ({"newer_fields": frozenset({"create_model.colour"})}, r"newer_fields: create_model\.colour: unknown"),
+        ({"encoding": "xml"}, "dialect json: encoding: 'xml' is unknown; choose from 'protobuf', 'json'"),
+        ({"concurrent": "no"}, "concurrent: 'no' is unknown; choose from True, False, None"),
+        ({"deduplicates": 1}, "deduplicates: 1 is unknown; choose from True, False"),
     ],
 )
 def test_an_invalid_dialect_names_the_field(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         known("json").but(**changes)
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [
+        ({}, "dialect: name: missing"),
+        ({"name": "mine", "colour": "red"}, "dialect mine: colour: unknown; choose from name, encoding"),
+        ({"name": "mine", "surrogate": {"los": "cispo"}}, "dialect mine: surrogate: los: unknown; choose from loss"),
+        ({"name": "mine", "surrogate": {"loss": "dro"}}, "surrogate: loss: 'dro' is unknown; choose from 'cross_"),
+    ],
+)
+def test_an_invalid_file_names_the_field(plain: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        Dialect.from_dict(plain)
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

@@ -169,8 +169,10 @@ def test_a_lost_answer_never_doubles_a_gradient(kind: Kind, trainer: EmbeddedTra
             client.forward_backward_custom(BATCH, preference)
             client.optim_step(STEP).result()
 
-        with pytest.raises(AnswerLost, match=f"may have executed it.* Resume from {saved}"):
+        with pytest.raises(AnswerLost, match=f"may have executed it.* Resume from {saved}") as raised:
             step()
+        assert raised.value.operation in ("forward_backward", "optim_step")
+        assert raised.value.model_id == client.model_id
         assert server.ran["optim_step"] == 0
         assert server.ran["forward_backward"] <= drops["forward_backward"][0]
         with contextlib.suppress(AnswerLost):  # the failure of the pass, if nobody has read it yet
@@ -200,12 +202,12 @@ def test_clipping_that_a_server_ignores_raises(trainer: EmbeddedTrainer) -> None
             client.optim_step(AdamParams(grad_clip_norm=1.0))
 
 
-def test_a_missing_checkpoint_is_not_found(trainer: EmbeddedTrainer) -> None:
-    for kind in ("skyrl", "tuft"):
-        with imitate(kind, trainer=trainer) as server, connected(server) as service:
-            client = model_on(service)
-            with pytest.raises((NotFound, OperationFailed), match=r"(?i)not found|no such|missing"):
-                client.load_state(f"tinker://{client.model_id}/weights/nothing").result()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_checkpoint_is_not_found(kind: Kind, trainer: EmbeddedTrainer) -> None:
+    with imitate(kind, trainer=trainer) as server, connected(server) as service:
+        client = model_on(service)
+        with pytest.raises(NotFound, match=r"load_state: .*Checkpoint not found: .*/nothing \("):
+            client.load_state(f"tinker://{client.model_id}/weights/nothing").result()
 
 
 def test_states_that_cannot_be_deleted_are_reported(trainer: EmbeddedTrainer) -> None:

@@ -72,6 +72,11 @@ def test_an_odd_batch_is_completed_by_a_datum_without_gradient() -> None:
     assert not sent[1].loss_fn_inputs["advantages"].to_torch().any()
 
 
+def test_completed_batches_are_not_counted_in_a_window() -> None:
+    with pytest.raises(InvalidInput, match="even_batch: not supported with per_batch='window'"):
+        Surrogate("importance_sampling", per_batch="window", even_batch=True)
+
+
 def test_several_targets_per_position_need_cross_entropy() -> None:
     gradients, known = [torch.ones(3, 2)], [torch.zeros(3, 2)]
     with pytest.raises(InvalidInput, match=r"datum 0: target_tokens has the shape \[3, 2\]"):

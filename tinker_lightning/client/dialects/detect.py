@@ -46,7 +46,7 @@ async def detect(connection: Connection, capabilities: ServerCapabilities) -> Di
     if status == 404:
         # Without an endpoint for forwards, a JSON server returns log-probabilities for weights of zero.
         return known.JSON.but(forward="zero_weights") if _takes_json(paths) else known.PROTOBUF
-    if status is not None and 400 <= status < 500:
+    if status is not None and 400 <= status < 500 and status not in (401, 403):
         return known.JSON
     reason = "does not answer it" if status is None else f"answers HTTP {status}: {body[:80]!r}"
     logger.warning(

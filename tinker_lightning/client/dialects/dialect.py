@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tinker_lightning.client.dialects.surrogate import Surrogate
+from tinker_lightning.client.dialects.values import check_names, check_values
 from tinker_lightning.errors import InvalidInput, InvalidMessage
 from tinker_lightning.wire import json as wire_json
 
@@ -48,7 +49,7 @@ class Dialect:
             or to `forward_backward` with weights of zero, where that adds nothing to the gradient.
         newer_fields: The optional fields that the server knows, of `NEWER_FIELDS`.
         concurrent: Whether requests of one model may be posted concurrently; None to do as the server's configuration
-            says.
+            says. Never without `deduplicates`.
         numbers: What a number is: `order` by which the server sorts requests, `strict` where a refused submission
             must be repeated with the same number, or `ignored`.
         deduplicates: Whether a repeated submission is answered from the record instead of run again.
@@ -82,6 +83,7 @@ class Dialect:
     multiple_targets: bool = True
 
     def __post_init__(self) -> None:
+        check_values(f"dialect {self.name}", self)
         unknown = self.newer_fields - NEWER_FIELDS
         if unknown:
             raise InvalidInput(
@@ -126,12 +128,14 @@ class Dialect:
             InvalidInput: If a field is unknown or has no valid value.
         """
         values = dict(plain)
-        unknown = values.keys() - {each.name for each in fields(cls)}
-        if unknown or "name" not in values:
-            raise InvalidInput(f"a dialect has a name and no field {', '.join(sorted(unknown)) or 'without it'}")
+        if not isinstance(values.get("name"), str):
+            raise InvalidInput("dialect: name: missing; give it one, by which logs and errors call it")
+        what = f"dialect {values['name']}"
+        check_names(what, cls, values)
         for name in ("newer_fields", "losses"):
             if isinstance(values.get(name), list):
                 values[name] = frozenset(values[name])
         if isinstance(values.get("surrogate"), dict):
+            check_names(f"{what}: surrogate", Surrogate, values["surrogate"])
             values["surrogate"] = Surrogate(**values["surrogate"])
         return cls(**values)

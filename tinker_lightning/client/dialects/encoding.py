@@ -13,6 +13,8 @@ from tinker_lightning.wire import json as wire_json
 from tinker_lightning.wire import protobuf
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.types import Datum
     from tinker_lightning.types.requests import ForwardBackwardRequest
@@ -24,14 +26,7 @@ def encode_pass(dialect: Dialect, request: ForwardBackwardRequest) -> tuple[str,
     Raises:
         InvalidInput: If the server would misunderstand a datum.
     """
-    if not dialect.multiple_targets:
-        for i, datum in enumerate(request.data):
-            targets = datum.loss_fn_inputs.get("target_tokens")
-            if targets is not None and len(targets.shape) != 1:
-                raise InvalidInput(
-                    f"datum {i}: target_tokens has the shape {targets.shape}, but servers of the dialect "
-                    f"{dialect.name!r} take one target per position"
-                )
+    check_targets(dialect, request.data)
     if request.forward_only:
         if dialect.forward == "zero_weights":
             data = [weighted(datum, 0.0) for datum in request.data]
@@ -44,6 +39,19 @@ def encode_pass(dialect: Dialect, request: ForwardBackwardRequest) -> tuple[str,
     if dialect.encoding == "json":
         return endpoint, wire_json.forward_backward_body(request), JSON
     return endpoint, protobuf.encode_forward_backward(request), PROTOBUF
+
+
+def check_targets(dialect: Dialect, data: Sequence[Datum]) -> None:
+    """Raises `InvalidInput` if a datum has several targets per position on a server that takes one."""
+    if dialect.multiple_targets:
+        return
+    for i, datum in enumerate(data):
+        targets = datum.loss_fn_inputs.get("target_tokens")
+        if targets is not None and len(targets.shape) != 1:
+            raise InvalidInput(
+                f"datum {i}: target_tokens has the shape {targets.shape}, but servers of the dialect {dialect.name!r} "
+                "take one target per position"
+            )
 
 
 def encode_json(dialect: Dialect, endpoint: str, request: Any) -> bytes:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
+from tinker_lightning.client.dialects.values import check_values
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.types import TensorData
 
@@ -40,6 +41,11 @@ class Surrogate:
     per_length: bool = False
     per_batch: Literal["no", "call", "window"] = "no"
     even_batch: bool = False
+
+    def __post_init__(self) -> None:
+        check_values("surrogate", self)
+        if self.even_batch and self.per_batch == "window":
+            raise InvalidInput("surrogate: even_batch: not supported with per_batch='window'")
 
     @property
     def config(self) -> dict[str, float | str]:

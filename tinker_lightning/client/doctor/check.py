@@ -27,8 +27,9 @@ class NotOffered(Exception):
 
 def reason(error: BaseException) -> str:
     """Returns the message of an error without the ids of the request, which are different each time."""
-    known = error.__cause__ if isinstance(error, TinkerLightningError) and error.operation is not None else error
-    return str(known) or type(error).__name__
+    while isinstance(error, TinkerLightningError) and error.operation is not None and error.__cause__ is not None:
+        error = error.__cause__
+    return str(error) or type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,10 @@ _PATIENCE = RetryPolicy(10.0)
 
 def detect_behind(client: Any) -> Dialect:
     """Returns the dialect of the server that a client of the official SDK talks to."""
-    url = _url(client)
-    if url is None:
+    url = _given(client, "base_url", "TINKER_BASE_URL")
+    if url is None:  # the SDK's default
         return known.HOSTED
-    connection = Connection(url, Credentials(os.environ.get("TINKER_API_KEY")), None, _PATIENCE)
+    connection = Connection(url, Credentials(_given(client, "api_key", "TINKER_API_KEY")), None, _PATIENCE)
     loop = BackgroundLoop(connection.close)
     try:
         return loop.run(_detect(connection)).result()
@@ -36,8 +36,7 @@ async def _detect(connection: Connection) -> Dialect:
     return await detect(connection, await fetch_capabilities(connection))
 
 
-def _url(client: Any) -> str | None:
-    """Returns the URL that the SDK resolved or was given; None for its default, hosted Tinker."""
-    holder = client.holder
-    given = vars(holder).get("_base_url") or vars(holder).get("_constructor_kwargs", {}).get("base_url")
-    return given or os.environ.get("TINKER_BASE_URL") or None
+def _given(client: Any, name: str, variable: str) -> str | None:
+    """Returns a setting that the SDK resolved or was given, or that of the environment; None without any."""
+    holder = vars(client.holder)
+    return holder.get(f"_{name}") or holder.get("_constructor_kwargs", {}).get(name) or os.environ.get(variable) or None

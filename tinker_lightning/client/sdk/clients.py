@@ -6,7 +6,6 @@ Imported only after the user has passed such a client, so that `tinker` stays an
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import warnings
 import weakref
@@ -193,10 +192,16 @@ class OfficialTrainingClient(BaseTrainingClient):
     def delete_checkpoint(self, path: str, *, missing_ok: bool = False) -> None:
         """Deletes the checkpoint at a `tinker://` path."""
         checkpoint = checkpoints.parse(path)
+        unsupported = Unsupported(f"{path} stays on the server, which cannot delete checkpoints")
+        if not self.dialect.deletes_checkpoints:
+            raise unsupported
         if not missing_ok and not self.checkpoint_exists(path):
             raise checkpoints.missing(path)
-        with contextlib.suppress(NotFound):
+        try:
             self._calls.translated("delete_checkpoint", lambda: self._rest.delete_checkpoint(*checkpoint).result())
+        except NotFound:  # gone since, or there is no such endpoint
+            if self.checkpoint_exists(path):
+                raise unsupported from None
 
     @property
     def _rest(self) -> tinker.RestClient:
@@ -213,7 +218,10 @@ class OfficialTrainingClient(BaseTrainingClient):
         datums = [convert.datum(datum, self._types) for datum in request.for_call(request.data)]
         name, config = "forward" if forward_only else "forward_backward", request.config or None
         call = self.client.forward if forward_only else self.client.forward_backward
-        return self._calls.future(name, lambda: call(datums, request.loss, config), convert.output)  # type: ignore[arg-type]
+        loss: Any = request.loss
+        return self._calls.future(
+            name, lambda: call(datums, loss, config), lambda r: request.of_call(convert.output(r), request.data)
+        )
 
     def _save(self, method: str, name: str, ttl_seconds: int | None, **optional: Any) -> Any:
         """Calls a save with those of its arguments that are given; versions of the SDK differ in what they know."""
