@@ -151,7 +151,9 @@ def test_activations_are_freed_by_a_step_a_load_and_the_end_of_the_session(train
             lm(DATA)
         assert kept() == 0
         lm(DATA)
-    trainer.scheduler.close()
+        assert kept() == 1
+    finish = trainer.scheduler.find(f"{client.model_id.partition(':')[0]}:finish")
+    finish.future.result(60)
     assert kept() == 0
 
 

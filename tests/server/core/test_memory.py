@@ -70,6 +70,19 @@ def test_retained_forwards_yield_to_work_the_oldest_first() -> None:
     assert evicted == [0, 1]
 
 
+def test_what_can_never_fit_evicts_nothing() -> None:
+    memory = MemoryBudget(120 * MIB)
+    evicted: list[str] = []
+    memory.charge("a retained forward", 20 * MIB, evict=lambda: evicted.append("forward"))
+    memory.charge("a result", 5 * MIB, "messages", owner="a", evict=lambda: evicted.append("result"), expendable=True)
+    for size, pool in ((91 * MIB, "work"), (31 * MIB, "weights"), (11 * MIB, "messages")):
+        with pytest.raises(MemoryLimitExceeded, match="at most"):
+            memory.charge("too much", size, pool, owner="a")  # type: ignore[arg-type]
+    assert evicted == []
+    memory.charge("a result", 10 * MIB, "messages", owner="a")
+    assert evicted == ["result"]
+
+
 def test_fetched_results_are_evicted_first_and_then_those_of_whoever_holds_most() -> None:
     memory = MemoryBudget(120 * MIB)
     evicted: list[str] = []

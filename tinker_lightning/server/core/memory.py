@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
 Pool: TypeAlias = Literal["models", "weights", "messages", "work"]
@@ -116,8 +116,9 @@ class MemoryBudget:
         return charge
 
     def resize(self, charge: Charge, size: int, fix: str = "") -> None:
-        """Changes the size of a charge; evicts others if it grows."""
+        """Changes the size of a charge; evicts others if it grows, unless it would not fit even then."""
         grown = size - charge.size
+        evicted = 0
         # The C library keeps freed memory, in pieces that may not fit. It is asked to return them only when the process
         # comes near its limit, because memory that is taken again has to be cleared first.
         if self.is_of_process and grown > self.limit >> 7 and resident_memory() + grown > self.limit * 7 // 8:
@@ -125,16 +126,18 @@ class MemoryBudget:
         while True:
             with self._lock:
                 missing = grown - self._free(charge)
-                victim = None if grown <= 0 or missing <= 0 else self._victim(charge, grown)
-                if victim is None:
-                    if grown > 0 and missing > 0:
-                        raise self._error(charge, grown, fix)
+                if grown <= 0 or missing <= 0:
                     self._add(charge, grown)
-                    return
+                    break
+                victim = self._victim(charge, grown) if size <= self._most(charge) else None
+                if victim is None:
+                    raise self._error(charge, grown, fix)
+                evicted += victim.size
                 self._remove(victim)
             # Without the lock, because the owner of a victim has a lock of its own.
             if victim.evict is not None:
                 victim.evict()
+        if evicted > self.limit >> 7:
             trim_heap()
 
     def release(self, charge: Charge) -> None:
@@ -176,13 +179,17 @@ class MemoryBudget:
         """Returns what to evict next, or None if nothing may be."""
         if charge.pool != "messages":
             return next((each for each in self._evictable if each.pool == "work"), None)
-        results = [each for each in self._evictable if each.pool == "messages" and each is not charge]
         own = charge.owner or ""
-        if self._owners[own] + grown > self._part(_MESSAGES * _share(charge.owner)):
-            results = [each for each in results if each.owner == charge.owner]
-        found = next((each for each in results if each.expendable), None)
+        own_only = self._owners[own] + grown > self._part(_MESSAGES * _share(charge.owner))
+
+        def results() -> Iterator[Charge]:
+            for each in self._evictable:
+                if each.pool == "messages" and each is not charge and (not own_only or each.owner == charge.owner):
+                    yield each
+
+        found = next((each for each in results() if each.expendable), None)
         if found is None:
-            others = [each for each in results if self._owners[each.owner or ""] > self._owners[own] + grown]
+            others = (each for each in results() if self._owners[each.owner or ""] > self._owners[own] + grown)
             found = max(others, key=lambda each: self._owners[each.owner or ""], default=None)
         return found
 

@@ -8,7 +8,7 @@ import uuid
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotFound
 from tinker_lightning.server.core.jobs import Job
@@ -19,6 +19,9 @@ from tinker_lightning.server.engine.lora import LoraWeights
 from tinker_lightning.types import LoraConfig
 from tinker_lightning.wire import json as wire_json
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 # Memory limit for sampler weights. Each sampler can be as large as an adapter, and an RL run creates one per step.
 SAMPLER_BYTES = 2 << 30
 # Limits for what a session or a model is described by, and for the number of sessions that are remembered.
@@ -28,7 +31,7 @@ _METADATA = "metadata"  # the owner of all metadata, of which the oldest is drop
 _ABANDONED_SECONDS = 60.0
 
 
-def check_metadata(metadata: dict[str, Any]) -> int:
+def _metadata_bytes(metadata: dict[str, Any]) -> int:
     """Returns the memory that metadata takes; raises `InvalidInput` if it is too large to be kept."""
     for name, value in metadata.items():
         if value is not None and (size := len(wire_json.dumps(value))) > MAX_METADATA_BYTES:
@@ -71,6 +74,7 @@ class Model:
     base: BaseModel | None = None
     adapter: Adapter | None = None
     charge: Charge | None = None  # for the adapter
+    metadata_charge: Charge | None = None
     last_request_time: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def ready(self) -> tuple[BaseModel, Adapter]:
@@ -84,9 +88,16 @@ class Model:
 
     def unload(self) -> None:
         """Frees the memory of the model. Checkpoints are kept."""
-        self.base = self.adapter = self.user_metadata = None
+        self.base = self.adapter = None
         if self.charge is not None:
             self.charge.release()
+        self.forget_metadata()
+
+    def forget_metadata(self) -> None:
+        """Drops the metadata."""
+        self.user_metadata = None
+        if self.metadata_charge is not None:
+            self.metadata_charge.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,21 +131,19 @@ class Registry:
         self, user_metadata: dict[str, Any] | None = None, display_name: str | None = None
     ) -> ClientSession:
         """Creates a session; raises `InvalidInput` if its metadata is too large."""
-        size = check_metadata({"user_metadata": user_metadata, "display_name": display_name})
         session = ClientSession(f"session-{uuid.uuid4().hex[:16]}", user_metadata, display_name)
-        session.charge = self._memory.charge(
-            "the metadata of a session",
-            size,
-            "messages",
-            owner=_METADATA,
-            evict=session.forget_metadata,
-            expendable=True,
-        )
+        size = _metadata_bytes({"user_metadata": user_metadata, "display_name": display_name})
+        session.charge = self._charge_metadata("session", size, session.forget_metadata)
         with self._lock:
             self._sessions[session.session_id] = session
             if len(self._sessions) > MAX_SESSIONS:
                 self._forget_session()
         return session
+
+    def _charge_metadata(self, of: str, size: int, evict: Callable[[], object]) -> Charge:
+        return self._memory.charge(
+            f"the metadata of a {of}", size, "messages", owner=_METADATA, evict=evict, expendable=True
+        )
 
     def _forget_session(self) -> None:
         """Removes the oldest session that is finished, or that its client has never used."""
@@ -162,12 +171,16 @@ class Registry:
             return list(self._sessions.values())
 
     def add_model(self, model: Model) -> Model:
-        """Adds a model, or returns the existing model with its id."""
+        """Adds a model, or returns the existing one with its id; raises `InvalidInput` if its metadata is too large."""
+        size = _metadata_bytes({"user_metadata": model.user_metadata})
+        model.metadata_charge = self._charge_metadata("model", size, model.forget_metadata)
         with self._lock:
             kept = self._models.setdefault(model.model_id, model)
             if kept is model:
                 self._sessions[model.session_id].models.append(model.model_id)
-            return kept
+        if kept is not model:
+            model.forget_metadata()
+        return kept
 
     def has_model(self, model_id: str) -> bool:
         """Returns whether a model with this id was created, even if it has been unloaded."""

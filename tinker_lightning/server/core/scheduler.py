@@ -65,16 +65,17 @@ class Scheduler:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def submit(self, job: Job, line: str | None = None, number: int = 0) -> Job:
+    def submit(self, job: Job, line: str | None = None, number: int = 0, *, frees_memory: bool = False) -> Job:
         """Queues a job, or returns the job that was submitted earlier with the same request id.
 
-        The jobs of a line run in the order of their numbers, from 1. A job without a line may run at any time.
+        The jobs of a line run in the order of their numbers, from 1. A job without a line may run at any time. One that
+        frees memory is not charged, because it must run also when there is none left.
 
         Raises:
             MemoryLimitExceeded: If the request or its result do not fit into memory.
         """
         known = self.known(job.request_id)
-        if known is None and self._memory is not None:
+        if known is None and self._memory is not None and not frees_memory:
             job.admit(self._memory, self._forget)
         try:
             submitted = self._submit(job, line, number)

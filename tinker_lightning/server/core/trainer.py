@@ -122,7 +122,8 @@ class EmbeddedTrainer:
             for model_id in session.models:
                 self.retained.drop(model_id)
 
-        self.scheduler.submit(Job(f"{session_id}:finish", "finish", free, owner=session_id, session=session_id))
+        job = Job(f"{session_id}:finish", "finish", free, owner=session_id, session=session_id)
+        self.scheduler.submit(job, frees_memory=True)
 
     @contextmanager
     def waking(self, wake: Callable[[], object]) -> Iterator[None]:

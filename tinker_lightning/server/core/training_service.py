@@ -13,7 +13,7 @@ from tinker_lightning.errors import InvalidDatum, InvalidInput, MemoryLimitExcee
 from tinker_lightning.server.core.checkpoint_store import CheckpointStore, CheckpointSummary, TinkerPath
 from tinker_lightning.server.core.jobs import Job
 from tinker_lightning.server.core.loss_registry import CUSTOM, LossRegistry
-from tinker_lightning.server.core.registry import Model, Registry, Sampler, check_metadata
+from tinker_lightning.server.core.registry import Model, Registry, Sampler
 from tinker_lightning.server.core.retained import RetainedForward, RetainedForwards
 from tinker_lightning.server.core.sizes import data_bytes, dense_bytes, pass_result_bytes
 from tinker_lightning.server.core.sizes import result_bytes as measure_result
@@ -25,7 +25,6 @@ from tinker_lightning.server.engine.python_loss import PythonLoss
 from tinker_lightning.types import AdamParams, ForwardBackwardOutput, LoraConfig, OptimStepResponse
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
-from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -71,7 +70,6 @@ class Training:
             raise InvalidInput(f"optimizer_config: only adamw is supported, not {optimizer!r}")
         config = request.lora_config or LoraConfig()
         session = self._registry.session(request.session_id, must_be_open=True)
-        check_metadata({"user_metadata": request.user_metadata})
         self._catalog.check(request.base_model)
         model_id = f"{session.session_id}:train:{request.model_seq_id}"
 
@@ -90,7 +88,6 @@ class Training:
             "create_model",
             run,
             owner=session.session_id,
-            result_bytes=wire_json.parsed_bytes(wire_json.dumps(request.user_metadata)),
             model=model_id,
             base=request.base_model,
             rank=config.rank,
@@ -108,7 +105,7 @@ class Training:
             return rs.UnloadModelResponse(model.model_id)
 
         job = Job(f"{model.model_id}:unload", "unload_model", run, owner=model.session_id, model=model.model_id)
-        return self._scheduler.submit(job)
+        return self._scheduler.submit(job, frees_memory=True)
 
     def forward_backward(self, request: rq.ForwardBackwardRequest, *, counted_only: bool = False) -> Job:
         """Runs a forward pass, and a backward pass unless the request is `forward_only`.

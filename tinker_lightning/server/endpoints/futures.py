@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator
 
     from starlette.requests import Request
+    from starlette.types import Receive, Scope, Send
 
+    from tinker_lightning.server.core.memory import Charge
     from tinker_lightning.server.core.trainer import EmbeddedTrainer
 
     Submit: TypeAlias = Callable[[Request], Awaitable["Submission"]]
@@ -35,8 +37,10 @@ if TYPE_CHECKING:
 LONG_POLL_SECONDS = 25.0
 # While a request with a lower number is missing, so that clients soon hear about it.
 _BLOCKED_POLL_SECONDS = 2.0
-# Results of at least this many bytes are encoded on another thread, and sent in parts.
+# Results of at least this many bytes are encoded on another thread, and JSON in parts.
 _LARGE_RESULT = 1 << 20
+# Encoded results of more bytes than this are charged and sent in parts, so that they do not pile up where clients ask
+# for them and do not read.
 _SENT_BYTES = 1 << 18
 
 
@@ -96,22 +100,46 @@ async def _outcome(request: Request, job: Job) -> Response:
     result = job.future.result()
     if PROTOBUF in request.headers.get("accept", ""):
         if isinstance(result, ForwardBackwardOutput):
-            return await _binary(request, protobuf.encode_output, result)
+            return await _binary(request, job, protobuf.encode_output)
         if isinstance(result, SampleResponse):
-            return await _binary(request, protobuf.encode_sample, result)
+            return await _binary(request, job, protobuf.encode_sample)
     if encoded_bytes(result) < _LARGE_RESULT:
         return answer(result)
     # Encoded on another thread while it is sent, so that it blocks nobody and is never in memory as a whole.
     return StreamingResponse(_batched(wire_json.pieces(result)), media_type=JSON)
 
 
-async def _binary(request: Request, encode: Callable[[Any], bytes], result: Any) -> Response:
+async def _binary(request: Request, job: Job, encode: Callable[[Any], bytes]) -> Response:
+    result = job.future.result()
     size = result_bytes(result)
-    if size < _LARGE_RESULT:
+    if size < _SENT_BYTES:
         return Response(encode(result), media_type=PROTOBUF)
     # The message and its encoded form.
-    with trainer_of(request).memory.charge("the encoded result", 2 * size, "messages"):
-        return Response(await run_in_threadpool(encode, result), media_type=PROTOBUF)
+    charge = trainer_of(request).memory.charge("the encoded result", 2 * size, "messages", owner=job.owner)
+    try:
+        content = encode(result) if size < _LARGE_RESULT else await run_in_threadpool(encode, result)
+        charge.resize(min(charge.size, len(content)))
+    except BaseException:
+        charge.release()
+        raise
+    return _ChargedResponse(content, charge)
+
+
+class _ChargedResponse(Response):
+    """A response whose content is charged until all of it was sent."""
+
+    def __init__(self, content: bytes, charge: Charge) -> None:
+        super().__init__(content, media_type=PROTOBUF)
+        self._charge = charge
+
+    async def __call__(self, _: Scope, __: Receive, send: Send) -> None:
+        """Sends the content in parts: the server waits before each one until most of those before are gone."""
+        with self._charge:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            for start in range(0, len(self.body), _SENT_BYTES):
+                end = start + _SENT_BYTES
+                more = end < len(self.body)
+                await send({"type": "http.response.body", "body": bytes(self.body[start:end]), "more_body": more})
 
 
 def _batched(pieces: Iterable[bytes]) -> Iterator[bytes]:

@@ -1,0 +1,101 @@
+"""What is charged is released with what it was charged for, and not before."""  # R5.11
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tinker_lightning.errors import MemoryLimitExceeded
+from tinker_lightning.server import EmbeddedTrainer, create_app
+from tinker_lightning.server.core.jobs import JOB_BYTES
+from tinker_lightning.server.endpoints import futures
+from tinker_lightning.types import LoraConfig
+from tinker_lightning.types import requests as rq
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.helpers.api import Api
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[EmbeddedTrainer]:
+    """A trainer whose sessions have a few megabytes each for their messages."""
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path, memory_limit=64 << 20)
+    yield trainer
+    trainer.close()
+
+
+def test_a_session_without_memory_can_be_finished(small: EmbeddedTrainer) -> None:
+    session = small.open_session()
+    request = rq.CreateModelRequest(session.session_id, 0, "tiny")
+    model_id = small.training.create_model(request).future.result(60).model_id
+
+    def wait_for_number_1() -> None:
+        for number in range(2, 10_000):
+            small.training.optim_step(rq.OptimStepRequest(model_id, number))
+
+    with pytest.raises(MemoryLimitExceeded, match="Fetch the results of earlier requests"):
+        wait_for_number_1()
+    assert small.memory.used("messages") > 1000 * JOB_BYTES
+    small.training.unload_model(rq.UnloadModelRequest(model_id)).future.result(60)
+    assert small.memory.used("weights") == 0
+    small.finish_session(session.session_id)
+    small.scheduler.find(f"{session.session_id}:finish").future.result(60)
+    assert small.scheduler.find(f"{model_id}:2").future.exception(60) is not None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_metadata_of_models_is_charged_as_long_as_it_is_kept(small: EmbeddedTrainer, fails: bool) -> None:
+    session = small.open_session()
+    metadata = {"values": list(range(10_000))}
+    model_ids = []
+    for number in range(40):
+        config = LoraConfig(10_000 if fails else 4)
+        creation = small.training.create_model(
+            rq.CreateModelRequest(session.session_id, number, "tiny", lora_config=config, user_metadata=metadata)
+        )
+        assert (creation.future.exception(60) is not None) == fails
+        small.scheduler.mark_fetched(creation)
+        model_ids.append(creation.request_id.removesuffix(":create"))
+    kept = [model_id for model_id in model_ids if small.registry.model(model_id).user_metadata is not None]
+    assert kept == model_ids[-len(kept) :]  # the oldest was dropped
+    assert 1 <= len(kept) < 40
+    assert small.memory.used("messages") > len(kept) * 10_000 * 8
+    small.finish_session(session.session_id)
+    small.scheduler.find(f"{session.session_id}:finish").future.result(60)
+    assert small.memory.used("messages") <= 40 * (JOB_BYTES + 100)
+    assert small.memory.used("weights") == 0
+
+
+def test_an_encoded_result_is_charged_until_it_was_sent(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futures, "_SENT_BYTES", 32)
+    memory = api.trainer.memory
+    request_id = api.submit("forward_backward", api.train(api.model(), 1))
+    api.result(request_id)
+    before = memory.used("messages")
+    charged: list[int] = []
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps({"request_id": request_id}).encode()}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        charged.append(memory.used("messages") - before)
+        if len(sent) == 4:
+            raise ConnectionError("closed")
+
+    headers = [(b"content-type", b"application/json"), (b"accept", b"application/x-protobuf"), (b"host", b"localhost")]
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/api/v1/retrieve_future", "headers": headers}
+    scope["query_string"] = b""
+    with pytest.raises(ConnectionError):
+        asyncio.run(create_app(api.trainer)(scope, receive, send))
+    length = int(dict(sent[0]["headers"])[b"content-length"])
+    assert charged == [length] * 4
+    assert [len(message["body"]) for message in sent[1:]] == [32] * 3
+    assert memory.used("messages") == before
