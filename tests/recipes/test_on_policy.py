@@ -10,7 +10,8 @@ import pytest
 from tests.helpers.rollouts import PROMPTS, Stream, record, rollouts
 from tests.helpers.trainers import SMALL, new, quiet
 from tinker_lightning import RemoteModule
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.client.training import TrainingClient
+from tinker_lightning.errors import InvalidInput, Unsupported
 from tinker_lightning.recipes import GRPO
 
 if TYPE_CHECKING:
@@ -112,3 +113,9 @@ def test_set_ups_that_cannot_be_on_policy_raise(service: ServiceClient) -> None:
         quiet(accumulate_grad_batches=2).fit(new(service, GRPO), rollouts(epochs=2))
     with pytest.raises(InvalidInput, match="a batch must be a list of datums"):
         quiet().fit(new(service, RemoteModule), rollouts())
+
+
+def test_a_server_that_cannot_sample_old_weights(service: ServiceClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingClient, "samples_old_weights", False)
+    with pytest.raises(Unsupported, match="staleness=1 samples from weights that are no longer in training"):
+        quiet().fit(new(service, GRPO), rollouts(staleness=1))

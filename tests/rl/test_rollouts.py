@@ -6,12 +6,14 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.rollouts import PROMPTS, Stream, lower, rollouts
 from tinker_lightning import SamplingParams
 from tinker_lightning.errors import InvalidInput, RolloutFailed
+from tinker_lightning.losses.regularizers.background import on_loop
 from tinker_lightning.rl import Completion, Environment, RolloutLoader, Trajectory, Turn
 from tinker_lightning.rl.admission import Window
 from tinker_lightning.rl.units import PolicySource
@@ -170,6 +172,81 @@ class _nothing:  # noqa: N801  # stands for a function
         return asyncio.sleep(0).__await__()
 
 
+class Returning(Environment):
+    """Returns what it is given, or what a function of the policies returns."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    async def rollout(self, policy: Policy) -> Trajectory:
+        raise NotImplementedError
+
+    async def group(self, policies: Sequence[Policy]) -> list[Trajectory]:
+        return self.result(policies) if callable(self.result) else self.result  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([], "returned 0 trajectories for 2 policies"),
+        ([1, 2], "returned int; return a Trajectory for each policy"),
+        (None, "returned NoneType; return a Trajectory"),
+        ([Trajectory([], 0.0), Trajectory([], float("inf"))], "the reward of an episode is inf"),
+        (lambda policies: policies[7], "IndexError"),
+    ],
+)
+def test_what_an_environment_must_return(result: Any, message: str) -> None:
+    loader = RolloutLoader([Returning(result)], group_size=2, batch_size=1)
+    loader.admit(1, lambda: PolicySource(0, _nothing(), object()))
+    with pytest.raises(RolloutFailed, match=rf"prompt 0 \(Returning\): .*{message}"):
+        arrived(loader, 0)
+
+
+def test_an_episode_that_fails_ends_the_others_of_its_group() -> None:
+    ended: list[str] = []
+
+    class OneFails(Environment):
+        def __init__(self) -> None:
+            self.episodes = 0
+
+        async def rollout(self, policy: Policy) -> Trajectory:
+            del policy
+            self.episodes += 1
+            if self.episodes == 3:
+                raise ValueError("no dice")
+            try:
+                return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+            finally:
+                ended.append("ended")
+
+    loader = RolloutLoader([OneFails()], group_size=3, batch_size=1)
+    loader.admit(1, lambda: PolicySource(0, _nothing(), object()))
+    with pytest.raises(RolloutFailed, match="ValueError: no dice"):
+        arrived(loader, 0)
+    on_loop(asyncio.sleep(0)).result()  # behind the cancellations
+    assert ended == ["ended"] * 2
+
+
+def test_prompts_that_end() -> None:
+    """Lightning would start one empty epoch after the other."""
+    once = rollouts(iter(PROMPTS[:2]))
+    assert [batch.ticket for batch in once] == [0]
+    for ended in (rollouts(Stream([])), rollouts(iter(()))):
+        with pytest.raises(InvalidInput, match="there are no more prompts; a generator can be read only once"):
+            next(iter(ended))
+
+
+def test_datasets_that_are_read_by_index() -> None:
+    class Indexed(torch.utils.data.Dataset[str]):
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, index: int) -> str:
+            return PROMPTS[index]
+
+    assert len(rollouts(Indexed())) == 3
+
+
 def test_a_prompt_that_leaves_no_room(service: ServiceClient) -> None:
     loader = rollouts(["x" * 5000], batch_size=1)
     loader.admit(1, lambda: source_of(service))
@@ -219,6 +296,7 @@ def test_a_state_of_other_prompts_or_settings_raises() -> None:
         ({"rewards": None}, "a prompt needs a reward"),
         ({"prompts": []}, "there are no prompts"),
         ({"prompts": "a prompt"}, "needs a list of prompts"),
+        ({"prompts": {"prompt": PROMPTS}}, "needs a list of prompts .*, got dict"),
     ],
 )
 def test_bad_settings(options: dict[str, Any], message: str) -> None:

@@ -36,7 +36,8 @@ class GRPO(RolloutModule):
         loss_config: The settings of the loss, for example `{"clip_high_threshold": 1.28}`.
         baseline: What a reward is compared with: the `mean` of its group, the mean of the others (`leave_one_out`), or
             a number.
-        scale_rewards: Whether to divide advantages by the standard deviation of the group.
+        scale_rewards: Whether to divide advantages by the standard deviation of the group; not if the baseline is a
+            number.
         normalize: What the loss of a group is divided by. `token`: the number of its tokens. `sequence`: each answer by
             its own tokens, then the mean over answers, as in the paper. `sum`: nothing, neither here nor by the number
             of groups.
@@ -76,6 +77,11 @@ class GRPO(RolloutModule):
         super().__init__(model, loss=loss, loss_config=loss_config, normalize=normalize, **settings)
         check_grouping(baseline, None)
         check_estimator(kl_estimator)
+        if scale_rewards and not isinstance(baseline, str):
+            raise InvalidInput(
+                f"baseline={baseline} does not go with scale_rewards: the standard deviation of equal rewards, or of a "
+                "single one, is no scale. Pass scale_rewards=False."
+            )
         _check_choice("kl_in", kl_in, ("loss", "advantage"))
         _check_choice("truncated", truncated, ("train", "mask", "penalize"))
         if kl_coefficient < 0:
@@ -122,7 +128,7 @@ class GRPO(RolloutModule):
             self._references.request(data)
 
     def with_inputs(self, trained: TrainedGroup) -> list[Datum]:
-        """Returns the datums of a group with their advantages, and what the loss needs besides."""
+        """Returns the datums of a group with their advantages, and what else the loss needs."""
         data = super().with_inputs(trained)
         data = [datum.with_inputs(sequence_ratio_mask=datum.loss_fn_inputs["mask"]) for datum in data]
         if self._references is not None:
@@ -137,7 +143,7 @@ class GRPO(RolloutModule):
         adds_kl = self._references is not None and self.kl_in == "loss"
         corrects = self.max_ratio is not None or self.ratio_bounds is not None
         is_own = type(self).group_loss is not GRPO.group_loss
-        return self.normalize != "sequence" and not (adds_kl or corrects or is_own)
+        return self.normalize != "sequence" and not (adds_kl or corrects or is_own or self._holds_all_tokens)
 
     def group_loss(
         self, trained: TrainedGroup, data: list[Datum], logprobs: list[Tensor]

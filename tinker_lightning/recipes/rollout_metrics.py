@@ -29,6 +29,7 @@ def of_rewards(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:
             values.setdefault(f"reward/{name}", []).append(value)
         for name, value in each.metrics.items():
             values.setdefault(f"episodes/{name}", []).append(float(value))
+    values["completions/unscored"] = [float(not each.is_scored) for each in episodes]
     values["completions/truncated"] = [float(each.truncated) for each in episodes]
     values["completions/length"] = [float(_sampled(each)) for each in episodes]
     return {name: (float(np.mean(own)), len(own)) for name, own in values.items() if own}

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, Unsupported
 from tinker_lightning.lightning import metric_names, routes
 from tinker_lightning.lightning.deferred_metrics import combined
 from tinker_lightning.lightning.metric_names import LOSS
 from tinker_lightning.lightning.module import RemoteModule
+from tinker_lightning.losses import dro
 from tinker_lightning.losses.library import TOKEN_COUNTS, is_of_library, unwrapped
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.recipes import rollout_metrics
@@ -104,6 +105,8 @@ class RolloutModule(RemoteModule):
         loader.follow(batch.ticket, lambda: batches.processed)
         loader.admit(self._window(loader, batch.ticket, batch_idx).limit(loader.staleness), self._policy)
         unit = loader.unit(batch.unit)
+        if not unit.planned:
+            return None
         found = self._receive(batch, unit, batch.places(unit))
         for _ in range(loader.refill):
             missing = unit.planned - sum(not one.dropped for one in found.values())
@@ -139,7 +142,7 @@ class RolloutModule(RemoteModule):
         if not isinstance(batch, RolloutBatch):
             self._evaluate(stage, batch, batch_idx, dataloader_idx)
             return
-        unit = batch.loader.evaluation(batch.ticket, self._policy())
+        unit = batch.loader.evaluation(batch_idx, self._policy())
         arrived = dict(unit.arriving(range(unit.planned), self.lm.handle.remote.while_waiting))
         groups = [arrived[order] for order in sorted(arrived)]
         rollout_metrics.count_tokens(groups, self.lm.handle.remote.tokens)
@@ -155,6 +158,11 @@ class RolloutModule(RemoteModule):
             )
         if not self.automatic_optimization:
             raise InvalidInput(f"{name} cannot tell what a sample trains with manual optimization")
+        if batch.loader.staleness and not self.lm.backend.samples_old_weights:
+            raise Unsupported(
+                f"staleness={batch.loader.staleness} samples from weights that are no longer in training, which this "
+                "server cannot do. Pass staleness=0 to the RolloutLoader."
+            )
         accumulated = self.trainer.accumulate_grad_batches
         if accumulated > 1 and batch.loader.steps_per_batch > 1:
             raise InvalidInput(
@@ -216,7 +224,8 @@ class RolloutModule(RemoteModule):
     @property
     def can_defer(self) -> bool:
         """Whether the loss of a group is `loss` alone, so that a server can compute it in one pass."""
-        return type(self).group_loss is RolloutModule.group_loss and self.normalize != "sequence"
+        is_own = type(self).group_loss is not RolloutModule.group_loss
+        return self.normalize != "sequence" and not (is_own or self._holds_all_tokens)
 
     @property
     def _needs_logprobs(self) -> bool:
@@ -266,6 +275,8 @@ class RolloutModule(RemoteModule):
     ) -> tuple[Tensor, Mapping[str, Any]]:
         """Returns the loss of a group: `loss`, divided by tokens as `normalize` says if it is a sum over tokens."""
         loss: Any = self.chosen_route().local
+        if self._holds_all_tokens:
+            data = [_with_own_logprobs(datum, p) for datum, p in zip(data, logprobs, strict=True)]
         if not self._sums_tokens or self.normalize == "sum":
             return loss(data, logprobs)  # type: ignore[no-any-return]
         if self.normalize == "token":
@@ -287,6 +298,12 @@ class RolloutModule(RemoteModule):
         for datum, episode in zip(trained.data, trained.episodes, strict=True):
             tokens[episode] = tokens.get(episode, 0) + rollout_metrics.sampled_tokens([datum])
         return [1 / (len(tokens) * tokens[episode]) for episode in trained.episodes]
+
+    @property
+    def _holds_all_tokens(self) -> bool:
+        """Whether the loss holds tokens of the prompt close to their `logprobs`, too, of which the sampler has none."""
+        function, _ = unwrapped(self.chosen_route().local)
+        return function is dro
 
     @property
     def _sums_tokens(self) -> bool:
@@ -323,3 +340,9 @@ class RolloutModule(RemoteModule):
 def _inputs_of(loss: str, datum: Datum) -> dict[str, Any]:
     names = (*_INPUTS, "sequence_ratio_mask") if loss == "gspo" else _INPUTS
     return {name: datum.loss_fn_inputs[name] for name in names}
+
+
+def _with_own_logprobs(datum: Datum, logprobs: Tensor) -> Datum:
+    """Returns a datum with the model's own log-probabilities of tokens that were not sampled."""
+    mask, sampled = (datum.loss_fn_inputs[name].to_torch() for name in ("mask", "logprobs"))
+    return datum.with_inputs(logprobs=torch.where(mask != 0, sampled, logprobs.detach()))

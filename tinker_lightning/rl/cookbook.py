@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.rl.environment import Environment
+from tinker_lightning.rl.environment import Environment, together
 from tinker_lightning.rl.trajectory import Completion, Trajectory, Turn
 from tinker_lightning.types import ModelInput, SamplingParams
 
@@ -61,9 +60,9 @@ class CookbookEnvironment(Environment):
                     f"{type(self.builder).__name__} makes {len(envs)} environments, but group_size of the "
                     f"RolloutLoader is {len(policies)}; they must be equal"
                 )
-            runs = (run_rollout(_Completer(p, self.params), env) for p, env in zip(policies, envs, strict=True))
-            episodes = await asyncio.gather(*runs)
-            scores = await self.builder.compute_group_rewards(list(episodes), envs)
+            runs = [run_rollout(_Completer(p, self.params), env) for p, env in zip(policies, envs, strict=True)]
+            episodes = await together(runs)
+            scores = await self.builder.compute_group_rewards(episodes, envs)
         finally:
             await self.builder.cleanup()
         return [

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
-from tinker_lightning.errors import RolloutFailed
 from tinker_lightning.lightning.rows import PromptLike, RowFormat
 from tinker_lightning.rl.rewards import Rewards
 from tinker_lightning.rl.trajectory import Completion, Trajectory, Turn
@@ -17,7 +16,18 @@ from tinker_lightning.types.chat import Message
 if TYPE_CHECKING:
     from tinker_lightning.rl.rewards import RewardFunction
 
+T = TypeVar("T")
 Prompt: TypeAlias = ModelInput | Sequence[int] | Sequence[Message] | str
+
+
+async def together(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Runs coroutines concurrently and returns their results; the first one that raises cancels the others."""
+    tasks = [asyncio.ensure_future(each) for each in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 class Policy(Protocol):
@@ -52,13 +62,7 @@ class Environment(ABC):
 
         The policies have the same weights and different seeds.
         """
-        episodes = await asyncio.gather(*(self.rollout(policy) for policy in policies))
-        for episode in episodes:
-            if not isinstance(episode, Trajectory):
-                raise RolloutFailed(
-                    f"{type(self).__name__}.rollout returned {type(episode).__name__}; return a Trajectory"
-                )
-        return list(episodes)
+        return await together([self.rollout(policy) for policy in policies])
 
 
 class PromptEnvironment(Environment):
@@ -100,7 +104,7 @@ class PromptEnvironment(Environment):
         tokens = self.prompt_tokens(policies[0].tokenizer)
         completions = await policies[0].sample(tokens, num_samples=len(policies), params=self.params)
         shown = self._shown(tokens, policies[0].tokenizer)
-        return list(await asyncio.gather(*(self._scored(tokens, shown, each) for each in completions)))
+        return await together([self._scored(tokens, shown, each) for each in completions])
 
     async def _scored(self, tokens: list[int], shown: Any, completion: Completion) -> Trajectory:
         columns = {name: value for name, value in self.row.items() if name != "prompt"}

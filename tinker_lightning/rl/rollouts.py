@@ -31,8 +31,8 @@ class RolloutLoader(TrainedPosition):
 
     Args:
         prompts: Prompts or environments. A prompt is a text, a chat, or a dict with `prompt` or `messages`, whose other
-            columns go to the rewards. With a length, prompts are shuffled anew in each pass, and every batch is full;
-            without, they are taken in their order.
+            columns go to the rewards. With a length, prompts are shuffled again for each pass, and every batch is
+            full; without, they are taken in their order.
         rewards: A reward, several, or `Rewards`, for prompts. Environments have their own.
         group_size: The number of episodes of each prompt.
         batch_size: The number of prompts of a batch.
@@ -137,6 +137,11 @@ class RolloutLoader(TrainedPosition):
             return
         if not self._has(ticket):
             self._tasks.take(1)  # ends the last pass
+            if not self._has(ticket):  # Lightning would start one empty epoch after the other
+                raise InvalidInput(
+                    "RolloutLoader: there are no more prompts; a generator can be read only once. Pass a list or an "
+                    "object whose __iter__ starts again, or end training with max_epochs=1."
+                )
         while self._has(ticket):
             yield RolloutBatch(self, ticket)
             ticket += 1
@@ -171,7 +176,8 @@ class RolloutLoader(TrainedPosition):
     def more(self, unit: Unit, count: int, source: Callable[[], PolicySource]) -> list[int]:
         """Starts rollouts of further prompts in place of dropped groups; returns their places in the unit."""
         first = max(unit.groups, default=-1) + 1
-        if (missing := first + count - len(unit.tasks)) > 0:
+        # Not at the end of a stream, where `take` starts the next pass.
+        if (missing := first + count - len(unit.tasks)) > 0 and self._tasks.left(1):
             unit.tasks += self._tasks.take(missing)
         orders = list(range(first, min(first + count, len(unit.tasks))))
         if orders:
@@ -179,7 +185,10 @@ class RolloutLoader(TrainedPosition):
         return orders
 
     def unit(self, number: int) -> Unit:
-        """Returns a unit that was admitted."""
+        """Returns a unit that was admitted; an empty one if refilling others has used up the prompts of a stream."""
+        while self._next_unit <= number:
+            self._units[self._next_unit] = Unit(self._next_unit, [], 0)
+            self._next_unit += 1
         return self._units[number]
 
     def stop(self) -> None:
@@ -198,12 +207,17 @@ class RolloutLoader(TrainedPosition):
         counts = [unit.counts for unit in self._units.values()]
         return sum(done for done, _ in counts), sum(running for _, running in counts)
 
-    def evaluation(self, ticket: int, source: PolicySource) -> Unit:
-        """Starts the rollouts of a batch of validation prompts: the same prompts and seeds each time."""
+    def evaluation(self, batch: int, source: PolicySource) -> Unit:
+        """Starts the rollouts of a batch of validation prompts: the same prompts and seeds each time.
+
+        Args:
+            batch: Its number in this pass. With several epochs or minibatches, the last batches have no prompts.
+            source: The weights to sample from.
+        """
         if not isinstance(self._tasks, SizedTasks):
             raise InvalidInput("validation needs prompts with a length: pass a list to RolloutLoader")
-        numbers = range(ticket * self.batch_size, min((ticket + 1) * self.batch_size, len(self._tasks.rows)))
-        unit = Unit(ticket, [self._tasks.at(number) for number in numbers], len(numbers))
+        numbers = range(batch * self.batch_size, min((batch + 1) * self.batch_size, len(self._tasks.rows)))
+        unit = Unit(batch, [self._tasks.at(number) for number in numbers], len(numbers))
         unit.start(range(unit.planned), self.sampling, source)
         return unit
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
@@ -173,10 +173,10 @@ def tasks_of(
             )
         return PromptEnvironment(item, rewards, **options)
 
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise InvalidInput(f"RolloutLoader needs a list of prompts or environments, got {type(given).__name__}")
-    if not isinstance(given, Sequence) and not _is_map_style(given):
+    if not isinstance(given, Sequence) and not _is_map_style(given) and isinstance(given, Iterable):
         return StreamedTasks(given, wrap)
+    if isinstance(given, str | Mapping) or not _is_map_style(given):
+        raise InvalidInput(f"RolloutLoader needs a list of prompts or environments, got {type(given).__name__}")
     if not len(given):  # type: ignore[arg-type]
         raise InvalidInput("RolloutLoader: there are no prompts")
     wrap(given[0])  # type: ignore[index]  # raises before a model is used

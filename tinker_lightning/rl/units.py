@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import queue
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from tinker_lightning.errors import ClientClosed, RolloutFailed, ServerUnreachable, Unauthorized, Unsupported
+from tinker_lightning.errors import (
+    ClientClosed,
+    RewardFailed,
+    RolloutFailed,
+    ServerUnreachable,
+    Unauthorized,
+    Unsupported,
+)
 from tinker_lightning.losses.regularizers.background import on_loop
 from tinker_lightning.rl.groups import Group
 from tinker_lightning.rl.policy import SamplerPolicy
 from tinker_lightning.rl.seeds import SeededPolicy
+from tinker_lightning.rl.trajectory import Trajectory
 from tinker_lightning.types import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
     from tinker_lightning.rl.tasks import Task
@@ -74,19 +83,21 @@ class Sampling:
         try:
             async with asyncio.timeout(self.timeout) as limit:
                 trajectories = await task.environment.group(policies)
+                _check_episodes(trajectories, self.group_size)
         except _FATAL:
             raise
         except Exception as error:
             took_too_long = isinstance(error, TimeoutError) and limit.expired()
-            reason = f"did not end within {self.timeout} s" if took_too_long else f"{type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, RolloutFailed) else f"{type(error).__name__}: {error}"
+            reason = f"did not end within {self.timeout} s" if took_too_long else reason
             if self.on_error == "skip":
                 return Group(task, [], source.version, time.monotonic() - began, failed=reason)
-            if isinstance(error, RolloutFailed):
+            if isinstance(error, RewardFailed):
                 raise
             name = type(task.environment).__name__
             raise RolloutFailed(
-                f"prompt {task.index} ({name}): {reason}. Pass on_error='skip' to RolloutLoader to leave out and count "
-                "such prompts."
+                f"prompt {task.index} ({name}): {reason.rstrip('.')}. Pass on_error='skip' to RolloutLoader to leave "
+                "out and count such prompts."
             ) from error
         return Group(task, trajectories, source.version, time.monotonic() - began)
 
@@ -144,3 +155,15 @@ class Unit:
         """How many rollouts have arrived, and how many are running."""
         done = sum(future.done() for future in self._running.values())
         return len(self.groups) + done, len(self._running) - done
+
+
+def _check_episodes(episodes: Any, count: int) -> None:
+    """Raises `RolloutFailed` unless there is a trajectory for each policy, with a reward that is not infinite."""
+    given = list(episodes) if isinstance(episodes, Iterable) else [episodes]
+    if others := [type(each).__name__ for each in given if not isinstance(each, Trajectory)]:
+        raise RolloutFailed(f"the environment returned {others[0]}; return a Trajectory for each policy")
+    if len(given) != count:
+        raise RolloutFailed(f"the environment returned {len(given)} trajectories for {count} policies")
+    for each in given:
+        if math.isinf(each.reward):
+            raise RolloutFailed(f"the reward of an episode is {each.reward}; return a finite number")
