@@ -72,8 +72,8 @@ def test_a_model_is_trained_scored_and_sampled(folder: Path, capfd: pytest.Captu
         assert run(stage, config(), "--ckpt_path", str(file)) == 0
         assert metric in capfd.readouterr().out
     limit = "--trainer.limit_predict_batches=0.5"  # a share; with 1, this test has seen all batches
-    assert run("predict", config(), "--ckpt_path", str(file), limit, "--output", "answers.jsonl") == 0
-    answers = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
+    assert run("predict", config(), "--ckpt_path", str(file), limit, "--output", "new/answers.jsonl") == 0
+    answers = [json.loads(line) for line in Path("new/answers.jsonl").read_text().splitlines()]
     assert [sorted(answer) for answer in answers] == [["stop_reason", "text"]] * 2
     (saved,) = folder.rglob("config.yaml")  # next to the log of the fit, and not where there is no logger
     assert yaml.safe_load(saved.read_text())["trainer"]["max_steps"] == 2
@@ -140,6 +140,13 @@ def test_debug_shows_the_stack_trace(folder: Path) -> None:
 def test_an_unknown_argument_gets_the_nearest_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("fit", config(), "--trainer.max_epocs=3") == 2
     assert "Did you mean 'trainer.max_epochs'?" in capsys.readouterr().err
+
+
+def test_a_file_that_is_missing_is_one_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("fit", config(), "--ckpt_path=none.ckpt") == 2
+    said = capsys.readouterr().err
+    assert "tinker-lightning: Checkpoint file not found: none.ckpt" in said
+    assert "Traceback" not in said
 
 
 def test_the_configuration_is_printed_without_the_key(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

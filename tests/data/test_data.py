@@ -62,9 +62,11 @@ class Dataset:
         return iter(ROWS)
 
 
-def test_files_lists_and_datasets_give_the_same_datums(tokenizer: Any, file: Path) -> None:
+def test_files_lists_and_datasets_give_the_same_datums(tokenizer: Any, file: Path, tmp_path: Path) -> None:
     expected = [Datum.from_chat(row, tokenizer) for row in ROWS]
-    for source in (file, str(file), ROWS, Dataset(), iter(ROWS)):
+    other_editor = tmp_path / "other.jsonl"
+    other_editor.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))
+    for source in (file, str(file), other_editor, ROWS, Dataset(), iter(ROWS)):
         found = batches(ChatData(source, tokenizer=tokenizer, batch_size=5, shuffle=False))
         assert [len(batch) for batch in found] == [5, 5, 2]
         assert [datum for batch in found for datum in batch] == expected
@@ -120,6 +122,7 @@ BAD = {
     "unknown role": ('{"messages": [{"role": "asistant", "content": "x"}]}', "did you mean 'assistant'"),
     "all masked": ('{"messages": [{"role": "user", "content": "x"}]}', "no assistant message"),
     "columns": ('{"conversations": []}', "needs messages, prompt and completion, or text; this one has conversations"),
+    "not text": (b'{"text": "caf\xe9"}', "not text: 'utf-8' codec can't decode .* Save the file as UTF-8"),
     "a number": ("3", "messages must be a list of dicts with role and content, got int"),
 }
 
@@ -129,7 +132,8 @@ def test_a_bad_row_raises_with_file_and_line_or_is_skipped_and_counted(
     bad: str, tokenizer: Any, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     line, message = BAD[bad]
-    file.write_text(f"{json.dumps(ROWS[0])}\n\n{line}\n{json.dumps(ROWS[1])}\n")
+    good = [json.dumps(row).encode() for row in ROWS[:2]]
+    file.write_bytes(b"\n".join([good[0], b"", line if isinstance(line, bytes) else line.encode(), good[1]]))
     for streaming in (False, True):
         with pytest.raises(InvalidDatum, match=rf"chats\.jsonl:3: .*{message}"):
             batches(ChatData(file, tokenizer=tokenizer, streaming=streaming))
@@ -149,7 +153,9 @@ def test_a_bad_row_raises_with_file_and_line_or_is_skipped_and_counted(
         ({"train": ROWS, "validation": 0.1, "streaming": True}, "a share of a stream cannot be held out"),
         ({"train": ROWS[:1], "validation": 0.5}, "leaves none to train on"),
         ({"train": []}, "train: no row is left: 0 rows"),
-        ({"train": [], "streaming": True}, "train: no row is left to train on: 0 rows"),
+        ({"train": [], "streaming": True, "num_workers": 2}, "train: no row is left: 0 rows"),
+        ({"train": iter(ROWS), "streaming": True}, "train is a list_iterator, which can be read once"),
+        ({"train": ROWS, "train_on": "first"}, "train_on must be one of all, last, got 'first'"),
         ({"train": ROWS, "truncate": "both"}, "truncate must be one of error, left, right, drop, got 'both'"),
         ({"train": ROWS, "batch_size": 0}, "batch_size must be at least 1"),
         ({"validation": ROWS}, r"there is no data to fit: pass train=\.\.\. to ChatData"),
@@ -194,6 +200,11 @@ def test_pairs_and_prompts(tokenizer: Any) -> None:
     assert [len(pair) for pair in pairs] == [2] * len(PAIRS)
     with pytest.raises(InvalidDatum, match="row 6: chosen and rejected are equal"):
         batches(PreferenceData([*PAIRS, {"prompt": "a", "chosen": "b", "rejected": "b"}], tokenizer=tokenizer))
+    with pytest.raises(InvalidDatum, match="row 0: chosen and rejected are equal"):
+        batches(PreferenceData([("b", "b")], tokenizer=tokenizer))
+    long = {"prompt": "a", "chosen": "x" * 90 + "y", "rejected": "x" * 90 + "z"}
+    with pytest.raises(InvalidDatum, match="row 0: chosen and rejected are equal within max_length=60"):
+        batches(PreferenceData([long], tokenizer=tokenizer, max_length=60, truncate="right"))
     rows = [{"prompt": "One?", "answer": 1}, {"prompt": [{"role": "user", "content": "One?"}], "answer": 2}, "One?"]
     ((first, second, third),) = batches(PromptData(rows, tokenizer=tokenizer), "predict")
     assert (first["answer"], second["answer"]) == (1, 2)

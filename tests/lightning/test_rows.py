@@ -57,6 +57,10 @@ def test_datums_takes_each_kind_of_row(module: RemoteModule) -> None:
         ("a text<|im_end|>", " text<|im_end|>"),
     ]
     assert module.datums(ROWS[-1:]) == ROWS[-1:]
+    # As in a dataset with rows of several kinds.
+    empty = dict.fromkeys(("messages", "prompt", "completion", "text"))
+    mixed: list[Any] = [{**empty, **row} for row in ROWS if isinstance(row, dict)]
+    assert [words(datum, module.tokenizer) for datum in module.datums(mixed)] == texts[2:]
     assert module.datums(CHAT) == module.datums([CHAT]) == module.datums({"messages": CHAT})
 
 
@@ -88,7 +92,7 @@ def test_rows_without_a_loader_raise_with_the_line_to_write(module: RemoteModule
         ),
         (["x", [{"role": "asistant", "content": "x"}]], "row 1 of the batch: message 0 .* did you mean 'assistant'"),
         ({"prompt": ["a", "b"], "completion": ["c", "d"]}, "prompt has one value per row: torch's default collate_fn"),
-        ([3], "a batch must be a list of datums, texts, chats or dicts .* got list of int"),
+        (["x", 3], "a batch must be a list of datums, texts, chats or dicts .* got list of int"),
         ([], "the batch has no datums"),
     ],
 )

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         code: int = options.run(options)
-    except TinkerLightningError as error:
+    except (TinkerLightningError, OSError) as error:
         if debug:
             raise
         print(f"tinker-lightning: {error}", file=sys.stderr)

@@ -40,6 +40,12 @@ class PredictionWriter(pl.Callback):
         self._file = file
         self._lines: list[str] = []
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Creates the folder of the file, so that no sample is lost because it is missing."""
+        del trainer, pl_module, stage
+        if self._file is not None:
+            Path(self._file).parent.mkdir(parents=True, exist_ok=True)
+
     def on_predict_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
         """Keeps the text of each prediction."""
         del trainer, pl_module, args

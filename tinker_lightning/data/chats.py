@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinker_lightning.data.row_data import RowData
+from tinker_lightning.data.row_data import RowData, check_choice
 
 if TYPE_CHECKING:
     from tinker_lightning.lightning.rows import RowFormat
@@ -25,6 +25,7 @@ class ChatData(RowData):
 
     def __init__(self, *args: Any, train_on: Literal["all", "last"] = "all", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        check_choice("train_on", train_on, ("all", "last"))
         self._only_last = train_on == "last"
 
     def convert(self, row: Any, rows: RowFormat) -> Datum:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
 import operator
 from typing import Any, Literal, TypeAlias
@@ -20,6 +21,7 @@ from tinker_lightning.types import collate
 
 logger = logging.getLogger("tinker_lightning")
 
+_NO_ROWS = "{}: no row is left: {}. Is the file empty?"
 Part: TypeAlias = Literal["train", "validation", "test"]
 
 
@@ -76,8 +78,8 @@ class RowData(pl.LightningDataModule):
         as_text: bool = False,
     ) -> None:
         super().__init__()
-        _check_choice("truncate", truncate, ("error", "left", "right", "drop"))
-        _check_choice("bad_rows", bad_rows, ("error", "skip"))
+        check_choice("truncate", truncate, ("error", "left", "right", "drop"))
+        check_choice("bad_rows", bad_rows, ("error", "skip"))
         if batch_size < 1:
             raise InvalidInput(f"batch_size must be at least 1, got {batch_size}")
         self.batch_size = batch_size
@@ -93,7 +95,7 @@ class RowData(pl.LightningDataModule):
             self._sources["validation"] = validation
         for part, source in self._sources.items():
             if source is not None:
-                check_source(source, part)
+                check_source(source, part, read_again=streaming)
         if validation is None:  # Lightning validates if the method is overridden
             self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
         self._max_length = max_length
@@ -167,23 +169,21 @@ class RowData(pl.LightningDataModule):
     def _load(self, part: Part) -> None:
         if part in self._datasets:
             return
-        counts = self._counts[part] = Counts()
-        convert = Converter(
-            functools.partial(self.convert, rows=self._rows(counts)),
-            counts,
-            drop_long=self._truncate == "drop",
-            skip_bad=self._bad_rows == "skip",
-        )
+        counts = self._counts[part] = Counts(self._num_workers)
+        convert = self._converter(counts)
         source = self._sources[part]
         if self._streaming:
+            trial = Counts()
+            if all(item is None for item in itertools.starmap(self._converter(trial), rows_of(source))):
+                raise InvalidInput(_NO_ROWS.format(part, describe(trial)))
             size = self._buffer_size if part == "train" and self._shuffle else 0
-            self._datasets[part] = Stream(source, convert, size, part)
+            self._datasets[part] = Stream(source, convert, size)
             return
         rows = Rows(list(rows_of(source)), convert)
         loader = DataLoader(rows, collate_fn=operator.itemgetter(0), num_workers=self._num_workers)
         items = [item for item in loader if item is not None]
         if not items:
-            raise InvalidInput(f"{part}: no row is left: {describe(counts)}. Is the file empty?")
+            raise InvalidInput(_NO_ROWS.format(part, describe(counts)))
         if part == "train" and self._share is not None:
             order = torch.randperm(len(items), generator=torch.Generator().manual_seed(self._seed)).tolist()
             held_out = max(1, round(self._share * len(items)))
@@ -193,6 +193,14 @@ class RowData(pl.LightningDataModule):
             items = [items[i] for i in sorted(order[held_out:])]
         self._datasets[part] = items
         self._log(part)
+
+    def _converter(self, counts: Counts) -> Converter:
+        return Converter(
+            functools.partial(self.convert, rows=self._rows(counts)),
+            counts,
+            drop_long=self._truncate == "drop",
+            skip_bad=self._bad_rows == "skip",
+        )
 
     def _log(self, part: Part) -> None:
         counts = self._counts.get(part)
@@ -251,6 +259,7 @@ def _cookbook_renderer(name: str, tokenizer: Any) -> Any:
     return get_renderer(name, tokenizer)
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises `InvalidInput` if an option has none of its values."""
     if value not in choices:
         raise InvalidInput(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -21,14 +21,20 @@ _NAMES = ("rows", "tokens", "trained_tokens", "truncated", "dropped", "skipped")
 
 
 class Counts:
-    """Counts what has become of the rows of a dataset, also in the worker processes of a loader."""
+    """Counts what has become of the rows of a dataset, also in the worker processes of a loader.
 
-    def __init__(self) -> None:
-        self._numbers = torch.zeros(len(_NAMES), dtype=torch.int64).share_memory_()
+    Args:
+        num_workers: The number of worker processes.
+    """
+
+    def __init__(self, num_workers: int = 0) -> None:
+        # One row per process, because adding to shared memory is not atomic.
+        self._numbers = torch.zeros(num_workers + 1, len(_NAMES), dtype=torch.int64).share_memory_()
 
     def add(self, name: str, number: int = 1) -> None:
         """Increases a count."""
-        self._numbers[_NAMES.index(name)] += number
+        info = get_worker_info()
+        self._numbers[0 if info is None else info.id + 1, _NAMES.index(name)] += number
 
     def truncated(self) -> None:
         """Counts a row that was cut."""
@@ -48,7 +54,7 @@ class Counts:
 
     def as_dict(self) -> dict[str, int]:
         """Returns the counts by name."""
-        return dict(zip(_NAMES, self._numbers.tolist(), strict=True))
+        return dict(zip(_NAMES, self._numbers.sum(0).tolist(), strict=True))
 
 
 class Converter:
@@ -83,8 +89,8 @@ class Converter:
         return item
 
 
-class Line(str):
-    """A line of a file that is not parsed yet."""
+class Line(bytes):
+    """A line of a file that is not decoded yet."""
 
     __slots__ = ()
 
@@ -94,18 +100,23 @@ def rows_of(source: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(source, str | os.PathLike):
         yield from ((f"row {i}", row) for i, row in enumerate(source))
         return
-    with open(source, encoding="utf-8") as file:
+    with open(source, "rb") as file:
         yield from ((f"{os.fspath(source)}:{i}", Line(line)) for i, line in enumerate(file, 1) if line.strip())
 
 
-def check_source(source: Any, part: str) -> None:
-    """Raises `InvalidInput` if a dataset cannot be read."""
+def check_source(source: Any, part: str, *, read_again: bool = False) -> None:
+    """Raises `InvalidInput` if a dataset cannot be read, or only once although it is read in each epoch."""
     if isinstance(source, str | os.PathLike):
         if not os.path.isfile(source):
             raise InvalidInput(f"{part}: there is no file {os.fspath(source)}")
     elif not isinstance(source, Iterable) or isinstance(source, Mapping):
         raise InvalidInput(
             f"{part} must be a JSON Lines file, a dataset or a list of rows, got {type(source).__name__}"
+        )
+    elif read_again and isinstance(source, Iterator):
+        raise InvalidInput(
+            f"{part} is a {type(source).__name__}, which can be read once, but a stream is read in each epoch. Pass a "
+            "file, a dataset, or a list of rows."
         )
 
 
@@ -141,23 +152,17 @@ class Stream(IterableDataset[Any]):
     Each worker of a loader converts its share of the rows. Rows are shuffled within a buffer.
     """
 
-    def __init__(self, source: Any, convert: Converter, buffer_size: int, part: str) -> None:
+    def __init__(self, source: Any, convert: Converter, buffer_size: int) -> None:
         self._source = source
         self._convert = convert
         self._buffer_size = buffer_size
-        self._part = part
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         rows = itertools.islice(rows_of(self._source), worker, None, workers)
         converted = (self._convert(where, row) for where, row in rows)
-        empty = True
-        for item in _shuffled((item for item in converted if item is not None), self._buffer_size):
-            empty = False
-            yield item
-        if empty and workers == 1:
-            raise InvalidInput(f"{self._part}: no row is left to train on: {describe(self._convert.counts)}")
+        yield from _shuffled((item for item in converted if item is not None), self._buffer_size)
 
 
 def describe(counts: Counts) -> str:
@@ -186,3 +191,5 @@ def _parsed(line: Line) -> Any:
         raise InvalidDatum(
             f"not JSON: {error.msg} at column {error.colno}. A JSON Lines file has one JSON object per line."
         ) from error
+    except UnicodeDecodeError as error:
+        raise InvalidDatum(f"not text: {error}. Save the file as UTF-8.") from error

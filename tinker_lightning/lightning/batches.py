@@ -35,7 +35,8 @@ def datums_of(batch: Any, rows: Callable[[], RowFormat]) -> list[Any]:
             check_not_mapped(each)
         got = type(batch).__name__
         if isinstance(batch, list | tuple):
-            got += f" of {type(next(item for item in batch if not isinstance(item, DatumLike))).__name__}"
+            other = next(item for item in batch if not isinstance(item, DatumLike) and not is_row(item))
+            got += f" of {type(other).__name__}"
         raise InvalidDatum(
             f"a batch must be a list of datums, texts, chats or dicts with {', '.join(COLUMNS[:4])}; got {got}. Pass "
             "collate_fn=tinker_lightning.collate to the DataLoader, or override datums(self, batch) to build them."

@@ -82,6 +82,8 @@ class RowFormat:
         if isinstance(row, str):
             return self._datum(*self._text(row))
         if isinstance(row, Mapping):
+            # A dataset of rows of several kinds has every column in each row, as None where it is missing.
+            row = {name: value for name, value in row.items() if value is not None}
             if "messages" in row:
                 return self._datum(*self._chat(row["messages"], 0, row.get("tools")))
             if "prompt" in row and "completion" in row:
@@ -101,7 +103,7 @@ class RowFormat:
         """
         if not isinstance(row, Mapping):
             if isinstance(row, list | tuple) and len(row) == 2:
-                return self.datum(row[0]), self.datum(row[1])
+                return self._different(self.datum(row[0]), self.datum(row[1]))
             raise InvalidDatum(f"a pair must be a dict with prompt, chosen and rejected, got {type(row).__name__}")
         if missing := [name for name in ("chosen", "rejected") if name not in row]:
             raise InvalidDatum(f"the pair has no {missing[0]!r}; it has {', '.join(map(str, row)) or 'no columns'}")
@@ -116,7 +118,7 @@ class RowFormat:
             shared = same.index(False) if False in same else len(same)
             prompt, answers = chosen[:shared], [chosen[shared:], rejected[shared:]]
         chosen_datum, rejected_datum = (self._answered(prompt, answer, row.get("tools")) for answer in answers)
-        return chosen_datum, rejected_datum
+        return self._different(chosen_datum, rejected_datum)
 
     def prompt(self, row: Any) -> ModelInput:
         """Returns the prompt of a text, a chat, or a dict with `prompt` or `messages`; left out is a last answer."""
@@ -124,7 +126,8 @@ class RowFormat:
             return to_model_input(row)
         tools, value = None, row
         if isinstance(row, Mapping):
-            tools, value = row.get("tools"), row.get("prompt", row.get("messages"))
+            value = row.get("prompt")
+            tools, value = row.get("tools"), row.get("messages") if value is None else value
             if value is None:
                 raise InvalidDatum(f"the row has no 'prompt'; it has {', '.join(map(str, row)) or 'no columns'}")
             if isinstance(value, str) and not self.as_text:
@@ -140,6 +143,18 @@ class RowFormat:
             else:
                 ids = chat.generation_prompt(messages, self.tokenizer, tools=tools)
         return ModelInput.from_ints(self._shortened(ids, np.zeros(len(ids), np.float32))[0])
+
+    def _different(self, chosen: Datum, rejected: Datum) -> tuple[Datum, Datum]:
+        """Returns a pair; raises if it is of equal texts, or of texts that were cut to equal ones."""
+        names = ("target_tokens", "weights")
+        given = [
+            [each.loss_fn_inputs[name].tolist() for name in names if name in each.loss_fn_inputs]
+            for each in (chosen, rejected)
+        ]
+        if given[0] == given[1] and chosen.model_input.to_ints() == rejected.model_input.to_ints():
+            within = "" if self.max_length is None else f" within max_length={self.max_length}"
+            raise InvalidDatum(f"chosen and rejected are equal{within}, so there is no preference to learn")
+        return chosen, rejected
 
     def _answered(self, prompt: Any, answer: Any, tools: Any) -> Datum:
         if self.as_text and isinstance(prompt, str) and isinstance(answer, str):
