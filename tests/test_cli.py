@@ -41,6 +41,7 @@ def test_serve_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(serve_module, "serve", serve)
     arguments = ["serve", "--model", "a", "--model", "b", "--port", "0", "--api-key", "k", "--data-dir", "d"]
+    arguments += ["--token-budget", "512"]
     assert cli.main(arguments) == 0
     named = {
         "models": ["a", "b"],
@@ -49,6 +50,8 @@ def test_serve_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "api_key": "k",
         "data_dir": Path("d"),
         "sampling_seed": None,
+        "memory_limit": None,
+        "token_budget": 512,
     }
     assert given == {**named, "allow_pickled_losses": False}
     assert cli.main([*arguments, "--allow-pickled-losses"]) == 0
