@@ -13,8 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# Those that train a model which speaks have tests of their own, on one that does not.
-OWN_TESTS = ("distill", "dpo", "grpo", "judge", "multi_turn", "quickstart", "sft")
+# Those with tests of their own, in which they train less.
+OWN_TESTS = (
+    *("accelerate_loop", "distill", "dpo", "fabric", "generation_eval", "grpo", "judge", "multi_turn", "quickstart"),
+    "sft",
+)
 EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - {ROOT / "examples" / f"{name}.py" for name in OWN_TESTS})
 
 

@@ -115,7 +115,7 @@ def test_rows_that_are_too_long_are_counted(tokenizer: Any, truncate: Any, caplo
     assert f"{longer} {'truncated' if truncate == 'left' else 'dropped because they are too long'}" in caplog.text
 
 
-BAD = {
+BAD: dict[str, tuple[str | bytes, str]] = {
     "not JSON": ('{"messages": [', "not JSON: Expecting value at column [0-9]+. A JSON Lines file has one JSON object"),
     "no role": ('{"messages": [{"content": "x"}]}', "message 0 has no role"),
     "no content": ('{"messages": [{"role": "user"}]}', r"message 0 \(user\) has no content"),
