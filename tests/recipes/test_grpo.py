@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.backends import reach
-from tests.helpers.rollouts import PROMPTS, Stream, lower, record, rollouts
+from tests.helpers.rollouts import PROMPTS, Stream, code_points, lower, record, rollouts
 from tests.helpers.trainers import SMALL, loader, logprobs_of, new, quiet
 from tinker_lightning import ModelInput, RemoteModule, losses
 from tinker_lightning.errors import InvalidInput, RolloutFailed
@@ -220,7 +220,7 @@ class Arrivals:
             if is_last:
                 batches = -(-self._scored[True] // self.group)
                 assert self._changed.wait_for(lambda: self._scored[False] >= batches * self.others, timeout=60)
-        return sum(map(ord, completion)) / 1000
+        return code_points(prompt, completion)
 
 
 class Sends(Windows):
@@ -362,10 +362,10 @@ def test_other_servers_compute_a_built_in_loss_in_one_pass(
         settings: dict[str, Any] = {"loss": loss, "learning_rate": 1e-2}
         model = backend.model()
         module = GRPO(model, **settings)
-        quiet(max_steps=2).fit(module, rollouts())
+        quiet(max_steps=2).fit(module, rollouts(group_size=2, rewards=code_points))
         assert [kind for kind in backend.kinds(model) if kind.startswith("forward")] == ["forward_backward"] * 4
         here = new(service, GRPO, **settings)
-        quiet(max_steps=2).fit(here, rollouts())
+        quiet(max_steps=2).fit(here, rollouts(group_size=2, rewards=code_points))
         assert logprobs_of(module) == pytest.approx(logprobs_of(here), abs=1e-3)
         if loss == "gspo":
             return

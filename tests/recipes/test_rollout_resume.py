@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from tests.helpers.rollouts import PROMPTS, Stream, rollouts
+from tests.helpers.rollouts import PROMPTS, Stream, code_points, rollouts
 from tests.helpers.soaking import mostly_soak
 from tests.helpers.trainers import SMALL, logprobs_of, new, quiet
 from tinker_lightning.recipes import GRPO
@@ -50,9 +50,9 @@ class Saving(pl.Callback):
         trainer.save_checkpoint(self.folder / f"{trainer.fit_loop.epoch_loop.total_batch_idx}.ckpt")
 
 
-def code_points(prompt: str, completion: str) -> float:
-    """Differs for all answers, except for every third prompt, so that some groups are dropped."""
-    return sum(map(ord, completion)) / 1000 if prompt not in PROMPTS[::3] else 0.0
+def some(prompt: str, completion: str) -> float:
+    """Drops the groups of every third prompt."""
+    return code_points(prompt, completion) if prompt not in PROMPTS[::3] else 0.0
 
 
 CASES: dict[str, tuple[dict[str, Any], int]] = {
@@ -67,13 +67,13 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 @pytest.mark.parametrize("case", mostly_soak(CASES, but=["windows of two batches", "two epochs of two minibatches"]))
 def test_a_resumed_run_ends_in_the_same_bits(case: str, service: ServiceClient, tmp_path: Path) -> None:
     settings, accumulate = CASES[case]
-    options = {"max_steps": 5, "accumulate_grad_batches": accumulate}
+    options = {"max_steps": 4, "accumulate_grad_batches": accumulate}
     whole = new(service, Noting)
     trainer = quiet(**options, callbacks=[Saving(tmp_path)])
-    trainer.fit(whole, rollouts(rewards=code_points, **settings))
-    for batch in (0, 2):
+    trainer.fit(whole, rollouts(rewards=some, group_size=2, **settings))
+    for batch in (0, 2) if accumulate > 1 else (2,):
         resumed = new(service, Noting)
-        resumed_loader = rollouts(rewards=code_points, **settings)
+        resumed_loader = rollouts(rewards=some, group_size=2, **settings)
         quiet(**options).fit(resumed, resumed_loader, ckpt_path=str(tmp_path / f"{batch}.ckpt"))
         assert resumed.trained == {ticket: whole.trained[ticket] for ticket in resumed.trained}
         assert list(resumed.trained) == list(range(batch + 1, len(whole.trained)))
@@ -82,14 +82,14 @@ def test_a_resumed_run_ends_in_the_same_bits(case: str, service: ServiceClient, 
 
 @pytest.mark.parametrize("strategy", ["tinker", "auto"])
 def test_sampling_ahead_neither_repeats_nor_skips(strategy: str, service: ServiceClient, tmp_path: Path) -> None:
-    options = {"strategy": strategy, "accelerator": "cpu", "max_steps": 6}
+    options = {"strategy": strategy, "accelerator": "cpu", "max_steps": 5}
     whole = new(service, Noting)
     trainer = quiet(**options, callbacks=[Saving(tmp_path)])
-    trainer.fit(whole, rollouts(staleness=2))
+    trainer.fit(whole, rollouts(staleness=2, group_size=2))
     resumed = new(service, Noting)
-    quiet(**options).fit(resumed, rollouts(staleness=2), ckpt_path=str(tmp_path / "1.ckpt"))
-    numbers = [[number for number, _ in whole.trained[ticket]] for ticket in range(6)]
-    assert functools.reduce(operator.iadd, numbers, []) == list(range(12))
+    quiet(**options).fit(resumed, rollouts(staleness=2, group_size=2), ckpt_path=str(tmp_path / "1.ckpt"))
+    numbers = [[number for number, _ in whole.trained[ticket]] for ticket in range(5)]
+    assert functools.reduce(operator.iadd, numbers, []) == list(range(10))
     assert {ticket: [number for number, _ in groups] for ticket, groups in resumed.trained.items()} == {
-        ticket: numbers[ticket] for ticket in range(2, 6)
+        ticket: numbers[ticket] for ticket in range(2, 5)
     }

@@ -45,10 +45,6 @@ class TrainingBackend(Protocol):
     def retains(self) -> bool:
         """Whether the server can keep a forward pass until its gradient arrives."""
 
-    @property
-    def samples_old_weights(self) -> bool:
-        """Whether the server can sample from saved weights after the model in training has changed."""
-
     def prepare(
         self,
         data: list[Datum],

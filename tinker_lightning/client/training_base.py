@@ -248,11 +248,6 @@ class BaseTrainingClient(ABC):
         """Whether the server can keep a forward pass until its gradient arrives."""
         return False
 
-    @property
-    def samples_old_weights(self) -> bool:
-        """Whether the server can sample from saved weights after the model in training has changed."""
-        return self.dialect.samples_old_weights
-
     def computes(self, loss: str) -> bool:
         """Returns whether the server trains with a built-in loss as the protocol defines it.
 

@@ -158,7 +158,7 @@ class RolloutModule(RemoteModule):
             )
         if not self.automatic_optimization:
             raise InvalidInput(f"{name} cannot tell what a sample trains with manual optimization")
-        if batch.loader.staleness and not self.lm.backend.samples_old_weights:
+        if batch.loader.staleness and not self.lm.backend.dialect.samples_old_weights:
             raise Unsupported(
                 f"staleness={batch.loader.staleness} samples from weights that are no longer in training, which this "
                 "server cannot do. Pass staleness=0 to the RolloutLoader."
