@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+HALF_HEADER = b"POST /api/v1/create_session HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+HALF_BODY = HALF_HEADER + b"content-type: application/json\r\ncontent-length: 100\r\n\r\n{"
 JSON = {"content-type": "application/json"}
 ZSTD = {**JSON, "content-encoding": "zstd"}
 
@@ -64,6 +67,21 @@ class LimitedServer:
     def sampler(self, session: str, base_model: str = "tiny") -> str:
         body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": base_model}
         return str(self.post("create_sampling_session", body).json()["sampling_session_id"])
+
+
+@contextlib.contextmanager
+def idle_connections(url: str, count: int) -> Iterator[None]:
+    """Opens connections and keeps them: a third sends nothing, a third half a header, and a third half a body."""
+    host, port = url.removeprefix("http://").split(":")
+    with contextlib.ExitStack() as opened:
+        for start in (b"", HALF_HEADER, HALF_BODY):
+            for _ in range(count // 3):
+                connection = opened.enter_context(socket.socket())
+                connection.settimeout(0.5)
+                with contextlib.suppress(OSError):  # closed at once, or not accepted
+                    connection.connect((host, int(port)))
+                    connection.sendall(start)
+        yield
 
 
 def datum(tokens: list[int]) -> dict[str, Any]:

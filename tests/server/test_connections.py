@@ -4,69 +4,32 @@ from __future__ import annotations
 
 import logging
 import resource
-import socket
 import time
 from typing import TYPE_CHECKING
 
-import httpx
 import pytest
 
-from tests.helpers.limited_server import limited_server, training
+from tests.helpers.limited_server import idle_connections, limited_server, training
 from tinker_lightning.server.connections import MAX_CONNECTIONS, OncePerMinute, most_connections
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-HALF_HEADER = b"POST /api/v1/create_session HTTP/1.1\r\nhost: 127.0.0.1\r\n"
-HALF_BODY = HALF_HEADER + b"content-type: application/json\r\ncontent-length: 100\r\n\r\n{"
 
-
-@pytest.fixture
-def sockets() -> Iterator[list[socket.socket]]:
-    opened: list[socket.socket] = []
-    yield opened
-    for each in opened:
-        each.close()
-
-
-def open_many(url: str, count: int, start: bytes, opened: list[socket.socket]) -> None:
-    host, port = url.removeprefix("http://").split(":")
-    for _ in range(count):
-        connection = socket.socket()
-        connection.settimeout(0.5)
-        opened.append(connection)
-        try:
-            connection.connect((host, int(port)))
-            connection.sendall(start)
-        except OSError:  # refused, or closed at once
-            continue
-
-
-@pytest.mark.parametrize("key", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_more_connections_than_descriptors_leave_room_for_a_client(
-    tmp_path: Path, sockets: list[socket.socket], key: bool
-) -> None:
-    options = ["--api-key", "tml-secret"] if key else []
-    with limited_server(tmp_path, *options, descriptors=256) as server:
-        server.http.headers["x-api-key"] = "tml-secret" if key else ""
+@pytest.mark.soak
+def test_connections_without_the_key_leave_room_for_a_client(tmp_path: Path) -> None:
+    with limited_server(tmp_path, "--api-key", "tml-secret", descriptors=256) as server:
+        server.http.headers["x-api-key"] = "tml-secret"
         model = server.model(server.session())
-        for start in (b"", HALF_HEADER, HALF_BODY):
-            open_many(server.url, 100, start, sockets)
-        size = server.log.stat().st_size
-        before, started = cpu_seconds(server.process.pid), time.monotonic()
-        fresh = httpx.post(
-            f"{server.url}/api/v1/create_session", json={}, headers=dict(server.http.headers), timeout=60
-        )
-        assert fresh.status_code == 200
-        for number in range(1, 4):
-            assert "metrics" in server.run("forward_backward", training(model, number, [1, 2, 3]))
-        time.sleep(max(0.0, 2.0 - (time.monotonic() - started)))
-        busy = (cpu_seconds(server.process.pid) - before) / (time.monotonic() - started)
+        with idle_connections(server.url, 300):
+            before, started = cpu_seconds(server.process.pid), time.monotonic()
+            for number in range(1, 4):
+                assert "metrics" in server.run("forward_backward", training(model, number, [1, 2, 3]))
+            time.sleep(max(0.0, 2.0 - (time.monotonic() - started)))
+            busy = (cpu_seconds(server.process.pid) - before) / (time.monotonic() - started)
         assert busy < 0.8  # 0.94 when asyncio could not accept any more
         log = server.log.read_text()
-        assert len(log) - size < 20_000
-        assert log.count("closed ") == 1
+        assert "closed " in log
         assert "Too many open files" not in log
 
 
