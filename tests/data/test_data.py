@@ -157,6 +157,7 @@ def test_a_bad_row_raises_with_file_and_line_or_is_skipped_and_counted(
         ({"train": iter(ROWS), "streaming": True}, "train is a list_iterator, which can be read once"),
         ({"train": ROWS, "train_on": "first"}, "train_on must be one of all, last, got 'first'"),
         ({"train": ROWS, "truncate": "both"}, "truncate must be one of error, left, right, drop, got 'both'"),
+        ({"train": ROWS, "max_length": 0}, "max_length must be at least 2, got 0"),
         ({"train": ROWS, "batch_size": 0}, "batch_size must be at least 1"),
         ({"validation": ROWS}, r"there is no data to fit: pass train=\.\.\. to ChatData"),
         ({"train": ROWS, "renderer": "qwen3"}, "needs the package tinker-cookbook. Install it with"),

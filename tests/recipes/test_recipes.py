@@ -255,6 +255,7 @@ def test_official_and_flat_datums_are_pairs_too(service: ServiceClient) -> None:
     [
         ([Datum.from_tokens([1, 2, 3])], "the batch has 1 datums, which are not pairs of chosen and rejected"),
         ([{"prompt": "a", "chosen": "x", "rejected": "x"}], "row 0 of the batch: chosen and rejected are equal"),
+        ([[Datum.from_tokens([1, 2, 3])] * 4] * 2, "row 0 of the batch has 4 datums .* torch's default one transposes"),
         ([], "the batch has no pairs"),
         ([Datum.from_targets([1, 2], [5, 6], weights=[1, 1])] * 2, "target_tokens are not the next tokens"),
         ({"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}, "torch's default collate_fn has turned rows into"),

@@ -82,6 +82,8 @@ class RowData(pl.LightningDataModule):
         check_choice("bad_rows", bad_rows, ("error", "skip"))
         if batch_size < 1:
             raise InvalidInput(f"batch_size must be at least 1, got {batch_size}")
+        if max_length is not None and max_length < 2:
+            raise InvalidInput(f"max_length must be at least 2, got {max_length}")
         self.batch_size = batch_size
         self.report: dict[str, dict[str, int]] = {}
         """What has become of the rows of each part: how many are kept, truncated, dropped and skipped."""

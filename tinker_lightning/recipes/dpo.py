@@ -117,5 +117,10 @@ class DPO(RemoteModule):
         if isinstance(item, DatumLike):
             return [item]
         if isinstance(item, list | tuple) and item and all(isinstance(one, DatumLike) for one in item):
+            if len(item) != 2:
+                raise InvalidDatum(
+                    f"row {index} of the batch has {len(item)} datums instead of a chosen and a rejected one. Pass "
+                    "collate_fn=tinker_lightning.collate to the DataLoader: torch's default one transposes pairs."
+                )
             return item
         return in_row(index, RowFormat(self.tokenizer).pair, item)
