@@ -82,11 +82,13 @@ def test_a_resumed_run_ends_in_the_same_bits(case: str, service: ServiceClient, 
 
 @pytest.mark.parametrize("strategy", ["tinker", "auto"])
 def test_sampling_ahead_neither_repeats_nor_skips(strategy: str, service: ServiceClient, tmp_path: Path) -> None:
-    options = {"strategy": strategy, "accelerator": "cpu", "max_steps": 5}
+    """Nor if it is resumed with the other strategy."""
+    options: dict[str, Any] = {"strategy": strategy, "accelerator": "cpu", "max_steps": 5}
     whole = new(service, Noting)
     trainer = quiet(**options, callbacks=[Saving(tmp_path)])
     trainer.fit(whole, rollouts(staleness=2, group_size=2))
     resumed = new(service, Noting)
+    options["strategy"] = "auto" if strategy == "tinker" else "tinker"
     quiet(**options).fit(resumed, rollouts(staleness=2, group_size=2), ckpt_path=str(tmp_path / "1.ckpt"))
     numbers = [[number for number, _ in whole.trained[ticket]] for ticket in range(5)]
     assert functools.reduce(operator.iadd, numbers, []) == list(range(10))

@@ -248,6 +248,7 @@ class RolloutLoader(TrainedPosition):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sets the position at which the next `iter` starts."""
+        state = state.get("inner", state)  # as the strategy saves it
         check_keys(state, "the state of the RolloutLoader", _KEYS)
         for name, value in self._settings().items():
             if (saved := state["settings"].get(name)) != value:

@@ -146,8 +146,9 @@ class PositionedLoader(_Wrapper):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sets the position at which the next `iter` starts."""
-        if state["inner"] is not None:
-            self.loader.load_state_dict(state["inner"])
+        inner = state.get("inner", state)  # the loader's own, if it was saved without the strategy
+        if inner is not None:
+            self.loader.load_state_dict(inner)
 
 
 class IsolatedRngLoader(_Wrapper):
