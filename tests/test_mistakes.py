@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 DATA = [Datum.from_tokens(list(b"All happy families are alike")) for _ in range(2)]
+OTHER_PROMPTS = [Datum.from_tokens(list(text), [0.0] * 7 + [1.0] * 2) for text in (b"2 + 2? 4.", b"3 + 4? 7.")]
 BEGIN, END = "<!-- the table -->\n", "<!-- its end -->\n"
 
 
@@ -187,6 +188,7 @@ MISTAKES: list[tuple[str, str, Callable[[Stage], object]]] = [
     ("R4.1", "a row that is too long", lambda s: rows(s, max_length=8)),
     ("R4.3", "a pair whose answers are equal", lambda s: rows(s, EQUAL, kind=PreferenceData)),
     ("R4.3", "a batch that is half a pair", lambda s: DPO(s.client).datums(DATA[:1])),
+    ("R4.3", "chats in place of pairs", lambda s: DPO(s.client).datums(OTHER_PROMPTS)),
     ("R5.3", "an empty dataset", lambda s: ChatData([], tokenizer=s.client.get_tokenizer()).setup("fit")),
     ("R5.3", "a list in place of a loader", bare_list),
     ("R5.3", "no model", no_model),

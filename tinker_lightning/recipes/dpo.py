@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from tinker_lightning import losses
+from tinker_lightning.client.sdk.inputs import to_datum
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.lightning.batches import in_row
 from tinker_lightning.lightning.module import RemoteModule
@@ -17,7 +20,10 @@ from tinker_lightning.recipes.references import References
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from numpy.typing import NDArray
     from torch import Tensor
+
+    from tinker_lightning.types import Datum
 
 LOSSES: dict[str, Callable[..., Any]] = {
     "dpo": losses.dpo,
@@ -101,6 +107,13 @@ class DPO(RemoteModule):
                 f"the batch has {len(data)} datums, which are not pairs of chosen and rejected. Let each row of the "
                 "loader be a pair, and shuffle those."
             )
+        for i in range(0, len(data), 2):
+            if not _same_prompt(to_datum(data[i]), to_datum(data[i + 1])):
+                raise InvalidDatum(
+                    f"datums {i} and {i + 1} of the batch are not a chosen and a rejected answer: their tokens before "
+                    "the first weight differ. Use PreferenceData, or rows with prompt, chosen and rejected; with pairs "
+                    "of datums, pass collate_fn=tinker_lightning.collate to the DataLoader."
+                )
         if self._references is not None:
             self._references.request(data)
         return data
@@ -124,3 +137,17 @@ class DPO(RemoteModule):
                 )
             return item
         return in_row(index, RowFormat(self.tokenizer).pair, item)
+
+
+def _same_prompt(chosen: Datum, rejected: Datum) -> bool:
+    """Returns whether two answers have the same prompt, of which each may have lost the start by truncation."""
+    prompts = _prompt(chosen), _prompt(rejected)
+    common = min(map(len, prompts))
+    return common == 0 or np.array_equal(prompts[0][-common:], prompts[1][-common:])
+
+
+def _prompt(datum: Datum) -> NDArray[np.int32]:
+    """Returns the tokens before the first one that has a weight; none if all have."""
+    weights = datum.loss_fn_inputs.get("weights")
+    weighted = [0] if weights is None else np.flatnonzero(weights.to_numpy())
+    return datum.model_input.tokens()[: weighted[0] + 1 if len(weighted) and weighted[0] else 0]
