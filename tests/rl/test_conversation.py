@@ -122,17 +122,11 @@ class Growing(Environment):
             await chat.reply("a longer and longer prompt ")
 
 
-class Forgetful(Environment):
-    async def rollout(self, policy: Policy) -> Any:
-        await policy.sample("Hello")
-
-
 @pytest.mark.parametrize(
     ("environment", "error", "message"),
     [
         (Endless(), RolloutFailed, "another answer after max_turns=3"),
         (Growing(), TooLong, r"turn 3: the prompt has \d+ tokens, but max_prompt_tokens of the Chat is 100"),
-        (Forgetful(), RolloutFailed, "Forgetful.rollout returned NoneType; return a Trajectory"),
     ],
 )
 def test_environments_that_never_end(
