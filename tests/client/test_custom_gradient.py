@@ -81,8 +81,8 @@ class Double:
 
     def __init__(self, trainer: EmbeddedTrainer, model: TrainingClient) -> None:
         self.model = model
-        base, self._adapter = trainer.registry.model(model.model_id).ready()
-        self.logprobs: list[Tensor] = []
+        self._base, self._adapter = trainer.registry.model(model.model_id).ready()
+        base, self.logprobs = self._base, list[Tensor]()
         with base.lora.use(self._adapter.weights) as parameters:
             for text in TEXTS:
                 ids = torch.tensor(list(text.encode()))
@@ -93,9 +93,9 @@ class Double:
     def reference(self, loss: Scalar) -> Tensor:
         """The gradient of a loss; the graph is kept, for the weights stay as they are."""
         value = loss(self.logprobs)
-        return torch.cat(
-            [g.flatten() for g in torch.autograd.grad(value, list(self._parameters.values()), retain_graph=True)]
-        )
+        with self._base.lora.use(self._adapter.weights):  # which a backward through the model needs, too
+            gradients = torch.autograd.grad(value, list(self._parameters.values()), retain_graph=True)
+        return torch.cat([gradient.flatten() for gradient in gradients])
 
     def gathered(self) -> Tensor:
         """The gradient that waits on the server."""

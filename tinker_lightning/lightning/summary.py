@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities import rank_zero_info
 
-from tinker_lightning.errors import TinkerLightningError
+from tinker_lightning.errors import TinkerLightningError, Unsupported
 from tinker_lightning.lightning import _compat
 from tinker_lightning.remote.handle import RemoteHandle
 
@@ -24,14 +24,12 @@ logger = logging.getLogger("tinker_lightning")
 def settings_of(module: RemoteBase) -> dict[str, Any]:
     """Returns what the server knows about a module's model, and where its loss runs."""
     backend = module.lm.backend
-    info = backend.get_info()
-    found = {
-        "server": backend.server,
-        "dialect": backend.dialect.name,
-        "base_model": info.model_data.model_name,
-        "lora_rank": info.lora_rank,
-        "lora_parameters": info.lora_parameters,
-    }
+    found: dict[str, Any] = {"server": backend.server, "dialect": backend.dialect.name}
+    with contextlib.suppress(Unsupported):  # by clients of some vendors
+        info = backend.get_info()
+        found["base_model"] = info.model_data.model_name
+        found["lora_rank"] = info.lora_rank
+        found["lora_parameters"] = info.lora_parameters
     with contextlib.suppress(TinkerLightningError):  # raised by the step, if it uses the loss
         found["route"] = module.chosen_route().route
     return {name: value for name, value in found.items() if value is not None}

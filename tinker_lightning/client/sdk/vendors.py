@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.client.server_pass import ServerPass
-    from tinker_lightning.types import Datum, ForwardBackwardOutput
+    from tinker_lightning.types import Datum, ForwardBackwardOutput, GetInfoResponse
 
 
 class VendorTrainingClient(OfficialTrainingClient):
@@ -45,6 +45,12 @@ class VendorTrainingClient(OfficialTrainingClient):
             losses=frozenset(),
             unit_forward_weights=True,
         )
+
+    def get_info(self) -> GetInfoResponse:
+        """Returns the base model and the LoRA rank; raises `Unsupported` if the client does not report them."""
+        if getattr(self.client, "get_info", None) is None:
+            raise Unsupported(f"{type(self.client).__name__} does not report its base model")
+        return super().get_info()
 
     def checkpoint_exists(self, path: str) -> bool:
         """Raises `Unsupported`: such clients do not list checkpoints."""
