@@ -99,7 +99,7 @@ def test_chunks_are_the_answer(service: ServiceClient) -> None:
         assert list(sampled(sampler, prompt, params, [2, 4])) == chunks
         if params.temperature == 0:
             assert joined(chunks) == sampler.sample(prompt, 1, params).result().sequences[0].tokens
-    # Each chunk draws anew: with one seed for all, each would begin with the same draw.
+    # Each chunk has a seed of its own: with one seed for all, each would begin with the same draw.
     hot = SamplingParams(max_tokens=8, seed=3)
     (whole,) = sampled(sampler, prompt, hot, [8])
     assert joined(sampled(sampler, prompt, hot, [1])) != whole[:1] * 8

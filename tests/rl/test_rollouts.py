@@ -108,7 +108,7 @@ def test_the_limit_is_the_end_of_a_window(
 
 
 class Slow(Environment):
-    """Takes as long as it is told, without a model."""
+    """Takes a given time, without a model."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

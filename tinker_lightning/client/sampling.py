@@ -83,8 +83,8 @@ class SamplingClient:
         if not session.dialect.samples_old_weights and (model_id := self._channel.live.model_of(*self._weights())):
             raise Unsupported(
                 f"this sampling client cannot be passed to another process, because {model_id} is trained in this one: "
-                f"on servers of the dialect {session.dialect.name!r}, sampling from weights that are no longer the "
-                "present ones replaces them. Sample in this process."
+                f"on servers of the dialect {session.dialect.name!r}, weights that are no longer the present ones "
+                "cannot be sampled. Sample in this process."
             )
         return {
             "url": target.url,

@@ -60,7 +60,8 @@ class Dialect:
         clips_gradients: Whether `grad_clip_norm` is honored.
         resets_optimizer: Whether `load_state` resets the optimizer state.
         deletes_checkpoints: Whether saved states can be deleted.
-        samples_old_weights: Whether sampling from saved weights leaves the model in training alone.
+        samples_old_weights: Whether saved weights can be sampled while their model is trained further; False if that
+            would replace the weights in training, or sample from those.
         unit_forward_weights: Whether a forward must have weights of one, because the log-probabilities of positions
             with weight 0 come back as 0.
         multiple_targets: Whether a position may have several targets, `[T, K]`.

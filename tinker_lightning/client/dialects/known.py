@@ -57,7 +57,13 @@ TWINKLE = JSON.but(
     losses=frozenset({"importance_sampling"}),
     multiple_targets=False,
 )
-OPEN_RL = JSON.but(name="open-rl", forward="zero_weights", surrogate=Surrogate(), deletes_checkpoints=False)
+OPEN_RL = JSON.but(
+    name="open-rl",
+    forward="zero_weights",
+    surrogate=Surrogate(),
+    deletes_checkpoints=False,
+    samples_old_weights=False,
+)
 TOGETHER = JSON.but(name="together", surrogate=Surrogate())
 
 KNOWN = MappingProxyType(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinker_lightning.server")
 
-# What a job takes besides its request and its result.
+# What a job takes in addition to its request and its result.
 JOB_BYTES = 2048
 
 

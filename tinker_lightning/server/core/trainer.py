@@ -94,7 +94,7 @@ class EmbeddedTrainer:
         weakref.finalize(self, self.scheduler.close, _EXIT_GRACE)
 
     def charge_process(self) -> None:
-        """Charges what this process takes besides its models, for a process that does nothing but serve."""
+        """Charges what this process takes in addition to its models, for a process that does nothing but serve."""
         self.memory.is_of_process = True
         rest = resident_memory() - self.memory.used("models")
         self.memory.charge("this process", max(0, rest), "models", fix="Serve fewer or smaller models.")

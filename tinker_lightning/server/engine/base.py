@@ -91,7 +91,7 @@ class BaseModel:
         return positions * (8 * width + 4 * inner) * int(self.model.dtype.itemsize)
 
     def pass_bytes(self, lengths: Sequence[int], *, backward: bool, token_budget: int | None = None) -> int:
-        """Estimates the memory that a pass over datums of these lengths takes at its peak, besides its inputs.
+        """Estimates the memory that a pass over datums of these lengths takes at its peak, without its inputs.
 
         Args:
             lengths: The number of tokens of each datum.

@@ -44,7 +44,7 @@ MAX_WORK = 1 << 32
 # Memory limit for the activations of a batch. The gradient of a batch-level loss is known only after the forward pass
 # of the whole batch, so activations have to be kept until then or recomputed.
 KEPT_BYTES = 2 << 30
-# The most bytes of log-probabilities that a loss may return for each token, besides those of its targets.
+# The most bytes of log-probabilities that a loss may return for each token, in addition to those of its targets.
 RETURNED_BYTES = 256
 
 
@@ -121,7 +121,7 @@ def _limits(elements: int, reserve: Callable[[int], None] | None = None) -> Limi
 def batch_pass_bytes(
     base: BaseModel, lengths: Sequence[int], source: Source, *, backward: bool, token_budget: int | None
 ) -> int:
-    """Estimates the memory that a pass takes at its peak, besides its inputs and what the loss itself computes."""
+    """Estimates the memory that a pass takes at its peak, without its inputs and what the loss itself computes."""
     size = base.pass_bytes(lengths, backward=backward, token_budget=token_budget)
     if backward:
         size = max(size, min(base.kept_bytes(lengths, token_budget), KEPT_BYTES + size))
