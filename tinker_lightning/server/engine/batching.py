@@ -40,7 +40,7 @@ def group_by_length(lengths: Sequence[int], size: CallSize) -> list[list[int]]:
     overhead. A sequence that exceeds the budget gets its own batch. Sequences of equal length keep their order, so the
     result is deterministic.
 
-    >>> group_by_length([30, 200, 40, 30], CallSize(tokens=400, overhead=16))
+    >>> group_by_length([36, 200, 40, 36], CallSize(tokens=400, overhead=16))
     [[1], [2, 0, 3]]
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
