@@ -154,4 +154,6 @@ def test_activations_are_freed_after_a_failed_loss_and_by_the_end_of_the_session
         with pytest.raises(ValueError, match="a bug in the loss"):
             fitted(module)
         assert trainer.retained._forwards
+        session_id = service.session.session_id
+    trainer.scheduler.find(f"{session_id}:finish").future.result(60)
     assert not trainer.retained._forwards
