@@ -59,6 +59,19 @@ def test_a_chat_remembers_until_it_is_reset(monkeypatch: pytest.MonkeyPatch) -> 
     assert first == after_reset < min(second, with_system)
 
 
+def test_a_chat_beyond_the_context_drops_its_oldest_turns(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    long = "a" * 600 + "\n"  # tiny has a token for each byte and a context of 2,048
+    assert chat(4 * long, "tiny", monkeypatch, "--temperature", "0") == 0
+    assert "the oldest 1 of 3 earlier turns no longer fit" in capfd.readouterr().err
+    assert chat("a" * 2048, "tiny", monkeypatch) == 2
+    assert "Send a shorter message." in capfd.readouterr().err
+    shown = talk(Terminal("a" * 2048, "Hi"), monkeypatch)  # a terminal goes on
+    assert shown.count("> ") == 3
+    assert "Send a shorter message." in capfd.readouterr().err
+
+
 def test_an_unknown_model_is_one_message(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     assert chat("Hi\n", "tinny", monkeypatch) == 2
     assert "there is no model 'tinny'" in capfd.readouterr().err

@@ -20,7 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),
     pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
-    pytest.mark.filterwarnings("ignore:.*which other machines may not have"),
 ]
 
 
@@ -61,7 +60,16 @@ def test_a_checkpoint_file_and_its_path_are_exported(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["export", str(file), str(tmp_path / "a")]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'a'}\n"
+    printed = capsys.readouterr()
+    assert printed.out == f"{tmp_path / 'a'}\n"
+    assert "Pass its hub id: --base-model organisation/model." in printed.err
+    for folder, options, fix in [
+        ("a", [], "or pass --overwrite to replace the adapter in it."),
+        ("b", ["--merged", str(tmp_path / "a")], "or pass --overwrite to replace it."),
+        ("", ["--overwrite"], "and --overwrite would delete what it contains."),
+    ]:
+        assert cli.main(["export", str(file), str(tmp_path / folder), *options]) == 2
+        assert fix in capsys.readouterr().err
     (path,) = listed(capsys)  # what the export saved on the way is deleted
     assert cli.main(["export", path, str(tmp_path / "b"), "--base-model", "me/tiny"]) == 0
     weights = [(tmp_path / each / "adapter_model.safetensors").read_bytes() for each in "ab"]
@@ -82,8 +90,12 @@ def test_checkpoints_are_listed_with_their_folder_and_deleted(file: Path, capsys
     assert str(file.parent / "tinker_lightning" / "checkpoints") in printed
     assert cli.main(["checkpoints", "delete", path]) == 0
     assert capsys.readouterr().out == f"deleted {path}\n"
-    assert cli.main(["checkpoints", "delete", path]) == 2
-    assert "there is no such checkpoint" in capsys.readouterr().err
+    for command in (["checkpoints", "delete", path], ["chat", path]):
+        assert cli.main(command) == 2
+        assert capsys.readouterr().err == (
+            f"tinker-lightning: {path}: there is no such checkpoint. `tinker-lightning checkpoints list` lists the "
+            "paths.\n"
+        )
     assert cli.main(["checkpoints", "delete", "--all", "--yes"]) == 0
     assert listed(capsys) == []
 
@@ -94,7 +106,8 @@ def test_checkpoints_are_listed_with_their_folder_and_deleted(file: Path, capsys
         (["export", "none.ckpt", "x"], "there is no checkpoint file none.ckpt"),
         (["export", __file__, "x"], "is not a checkpoint file of Lightning"),
         (["export", "tiny", "x"], "tiny is neither a checkpoint file nor a tinker:// path"),
-        (["export", "tinker://nonsense", "x"], "tinker://nonsense"),
+        (["export", "tinker://nonsense", "x"], "tinker-lightning: 'tinker://nonsense' is not of the form tinker://"),
+        (["checkpoints", "delete", "x"], "is not the path of a checkpoint. `tinker-lightning checkpoints list` lists"),
         (["checkpoints", "delete"], "pass the paths of checkpoints"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 import lightning.pytorch as pl
 import pytest
@@ -71,7 +71,7 @@ def test_a_model_is_trained_scored_and_sampled(folder: Path, capfd: pytest.Captu
     for stage, metric in (("validate", "val_nll"), ("test", "test_nll")):
         assert run(stage, config(), "--ckpt_path", str(file)) == 0
         assert metric in capfd.readouterr().out
-    limit = "--trainer.limit_predict_batches=0.5"  # a share; with 1, this test has seen all batches
+    limit = "--trainer.limit_predict_batches=1"
     assert run("predict", config(), "--ckpt_path", str(file), limit, "--output", "new/answers.jsonl") == 0
     answers = [json.loads(line) for line in Path("new/answers.jsonl").read_text().splitlines()]
     assert [sorted(answer) for answer in answers] == [["stop_reason", "text"]] * 2
@@ -116,7 +116,7 @@ def test_the_configurations_of_the_examples_train(file: Path, folder: Path, monk
         ("model: {class_path: none.Thing}", "No module named 'none'"),
         ("model: [", "line 2"),
         ("seed_everything: 1", " is missing. Pass --"),
-        ("model: {class_path: SFT}\ndata: {class_path: ChatData}", "there is no base model"),
+        ("model: {class_path: SFT}\ndata: {class_path: ChatData}", "pass one, for example --model.model tiny"),
     ],
 )
 def test_a_mistake_in_a_file_is_one_message(
@@ -140,6 +140,27 @@ def test_debug_shows_the_stack_trace(folder: Path) -> None:
 def test_an_unknown_argument_gets_the_nearest_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("fit", config(), "--trainer.max_epocs=3") == 2
     assert "Did you mean 'trainer.max_epochs'?" in capsys.readouterr().err
+
+
+def test_an_output_of_other_stages_than_predict_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in (["--output", "model"], ["--output=model"]):
+        assert cli.main(["fit", "--config", "run.yaml", *option]) == 2
+        assert "--output is for the answers of predict" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cached", [Union[int, float, None], Union[float, int, None]])  # noqa: UP007 these differ
+def test_a_limit_of_one_is_one_batch_whichever_union_is_cached(
+    cached: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
+    names += ["overfit_batches", "val_check_interval"]
+    for name in names:  # what Lightning gets if it is imported while the union is in the cache of typing
+        monkeypatch.setitem(pl.Trainer.__init__.__wrapped__.__annotations__, name, cached)  # type: ignore[attr-defined]
+    for text, value in (("1", 1), ("1.0", 1.0), ("0.5", 0.5)):
+        with pytest.raises(SystemExit):
+            run("fit", config(), *(f"--trainer.{name}={text}" for name in names), "--print_config")
+        printed = yaml.safe_load(capsys.readouterr().out)["trainer"]
+        assert [repr(printed[name]) for name in names] == [repr(value)] * len(names)
 
 
 def test_a_file_that_is_missing_is_one_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

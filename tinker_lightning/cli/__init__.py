@@ -7,7 +7,7 @@ import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from tinker_lightning.cli import chat, checkpoint_commands, doctor, export, serve, stages
+from tinker_lightning.cli import chat, checkpoint_commands, doctor, export, serve, stages, wording
 from tinker_lightning.errors import TinkerLightningError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (TinkerLightningError, OSError) as error:
         if debug:
             raise
-        print(f"tinker-lightning: {error}", file=sys.stderr)
+        print(f"tinker-lightning: {wording.reworded(str(error), options.advice)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tinker-lightning", description="Trains remote and local language models over the Tinker API."
     )
-    parser.set_defaults(takes_rest=False)
+    parser.set_defaults(takes_rest=False, advice={})
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('tinker-lightning')}")
     parser.add_argument(_DEBUG, action="store_true", help="show the stack trace of an error")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.cli.sources import Source, add_server_options
+from tinker_lightning.errors import TooLong
 from tinker_lightning.types import ModelInput
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def run(options: argparse.Namespace) -> int:
     source = Source.parse(options.source)
     with connect(options.base_url or source.base_url, api_key=options.api_key) as service:
         sampler = _sampler(service, source)
-        chat = _Chat(sampler, RowFormat(sampler.get_tokenizer(), system=options.system), params)
+        rows = RowFormat(sampler.get_tokenizer(), system=options.system)
+        chat = _Chat(sampler, rows, params, _context_length(service, sampler))
         is_terminal = sys.stdin.isatty()
         if is_terminal:
             print(_USAGE)
@@ -71,17 +73,25 @@ def run(options: argparse.Namespace) -> int:
             if text == "/reset":
                 chat.messages.clear()
             elif text:
-                chat.answer(text)
+                try:
+                    chat.answer(text)
+                except TooLong as error:
+                    if not is_terminal:
+                        raise
+                    print(f"tinker-lightning: {error}", file=sys.stderr)
 
 
 class _Chat:
     """The messages of a chat, and the model that answers."""
 
-    def __init__(self, sampler: SamplingClient, rows: RowFormat, params: SamplingParams) -> None:
+    def __init__(
+        self, sampler: SamplingClient, rows: RowFormat, params: SamplingParams, context_length: int | None
+    ) -> None:
         self.messages: list[dict[str, str]] = []
         self._sampler = sampler
         self._rows = rows
         self._params = params
+        self._context_length = context_length
 
     def answer(self, text: str) -> None:
         """Prints the answer to a message, in a terminal while it is sampled. Ctrl-C ends the answer."""
@@ -89,8 +99,9 @@ class _Chat:
         tokens: list[int] = []
         shown = ""
         try:
-            chunks = _CHUNKS if sys.stdout.isatty() else [self._params.max_tokens or 0]
-            for chunk in sampled(self._sampler, self._rows.prompt(self.messages), self._params, chunks):
+            prompt, params = self._within_context()
+            chunks = _CHUNKS if sys.stdout.isatty() else [params.max_tokens or 0]
+            for chunk in sampled(self._sampler, prompt, params, chunks):
                 tokens += chunk
                 # A character of several tokens is shown when it is complete.
                 answer = self._decode(tokens).removesuffix("\N{REPLACEMENT CHARACTER}").lstrip()
@@ -105,6 +116,29 @@ class _Chat:
         answer = self._decode(tokens).strip()
         print(answer[len(shown) :] if answer.startswith(shown) else "", flush=True)
         self.messages.append({"role": "assistant", "content": answer})
+
+    def _within_context(self) -> tuple[ModelInput, SamplingParams]:
+        """Returns the prompt, without the oldest turns of a chat that leaves no room for an answer."""
+        prompt, wanted, dropped = self._rows.prompt(self.messages), self._params.max_tokens or 0, 0
+        if self._context_length is None:
+            return prompt, self._params
+        while prompt.length + wanted > self._context_length and len(self.messages) > 1:
+            del self.messages[:2]  # a message and its answer
+            dropped += 1
+            prompt = self._rows.prompt(self.messages)
+        if dropped:
+            print(
+                f"(the oldest {dropped} of {dropped + len(self.messages) // 2} earlier turns no longer fit into the "
+                f"context of {self._context_length} tokens, and were dropped)",
+                file=sys.stderr,
+            )
+        left = self._context_length - prompt.length
+        if left < 1:
+            raise TooLong(
+                f"the message has {prompt.length} tokens with its chat template, but the context of the model has "
+                f"{self._context_length}, and the answer needs some of them. Send a shorter message."
+            )
+        return prompt, replace(self._params, max_tokens=min(wanted, left))
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._rows.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -137,6 +171,13 @@ def sampled(
         if sequence.stop_reason == "stop" or not left:
             return
         tokens = [*tokens, *sequence.tokens]
+
+
+def _context_length(service: ServiceClient, sampler: SamplingClient) -> int | None:
+    """Returns how many tokens the model takes, prompt and answer together; None if the server does not report it."""
+    name = sampler.get_base_model()
+    models = service.get_server_capabilities().supported_models
+    return next((model.max_context_length for model in models if model.model_name == name), None)
 
 
 def _sampler(service: ServiceClient, source: Source) -> SamplingClient:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
+from tinker_lightning.cli import wording
 from tinker_lightning.cli.sources import Source, add_server_options
 from tinker_lightning.errors import InvalidInput
 
@@ -29,8 +32,9 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--merged", metavar="FOLDER", help="also save a model with the adapter merged into its weights")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
+    parser.add_argument("--no-check", action="store_true", help="do not check that transformers and peft load it")
     add_server_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, advice=wording.EXPORT)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -46,8 +50,17 @@ def run(options: argparse.Namespace) -> int:
     from tinker_lightning.lightning.module import RemoteModule
 
     export = ExportAdapter(
-        options.folder, base_model=options.base_model, merged=options.merged, overwrite=options.overwrite
+        options.folder,
+        base_model=options.base_model,
+        merged=options.merged,
+        check=not options.no_check,
+        overwrite=options.overwrite,
     )
     with connect(options.base_url or source.base_url, api_key=options.api_key) as service:
-        print(export.export(RemoteModule(source.training_client(service))))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", UserWarning)
+            folder = export.export(RemoteModule(source.training_client(service)))
+        for each in warned:
+            print(f"tinker-lightning: {wording.reworded(str(each.message), wording.EXPORT)}", file=sys.stderr)
+        print(folder)
     return 0

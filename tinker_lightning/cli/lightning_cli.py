@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta  # noqa: TC003 read by jsonargparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from jsonargparse.typing import ClosedUnitInterval  # noqa: TC002 read by jsonargparse
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 import tinker_lightning.data
@@ -21,6 +23,35 @@ if TYPE_CHECKING:
 # Classes that are imported can be given by their names alone.
 for _name in callbacks.__all__:
     getattr(callbacks, _name)
+
+
+class LimitedTrainer(pl.Trainer):
+    """Takes limits on the command line as in Python: 1 is one batch, 1.0 is all of them.
+
+    The parser tries the types of a union in their order, but Python may hand out `float | int` where Lightning has
+    written `int | float`, because it caches unions and the two are equal. No other code uses the unions here.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit_train_batches: int | ClosedUnitInterval | None = None,
+        limit_val_batches: int | ClosedUnitInterval | None = None,
+        limit_test_batches: int | ClosedUnitInterval | None = None,
+        limit_predict_batches: int | ClosedUnitInterval | None = None,
+        overfit_batches: int | ClosedUnitInterval = 0.0,
+        val_check_interval: int | ClosedUnitInterval | str | timedelta | dict[str, int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            limit_train_batches=limit_train_batches,
+            limit_val_batches=limit_val_batches,
+            limit_test_batches=limit_test_batches,
+            limit_predict_batches=limit_predict_batches,
+            overfit_batches=overfit_batches,
+            val_check_interval=val_check_interval,
+            **kwargs,
+        )
 
 
 class SaveConfig(SaveConfigCallback):
@@ -97,6 +128,7 @@ def run_stage(stage: str, arguments: list[str], stack: contextlib.ExitStack) -> 
         subclass_mode_data=True,
         auto_configure_optimizers=False,
         save_config_callback=SaveConfig,
+        trainer_class=LimitedTrainer,
         trainer_defaults={"strategy": "tinker"},
         parser_kwargs={"exit_on_error": False, "prog": "tinker-lightning"},
         args=[stage, *arguments],

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 from typing import Any
 
+from tinker_lightning.cli import wording
 from tinker_lightning.errors import InvalidInput
 
 _STAGES = {
@@ -27,6 +28,7 @@ options, in the YAML file or as arguments, which take precedence:
                         an option of Lightning's Trainer, for example --trainer.max_epochs 3
   --trainer.callbacks+ NAME
                         add a callback, for example ModelCheckpoint, or the import path of one
+  --output FILE         predict: write the answers to a file
   --ckpt_path FILE      start from a checkpoint file: fit resumes, the others load its weights
   --seed_everything N   the seed of the run
   --print_config        print all options with their values as YAML, and exit
@@ -50,11 +52,16 @@ def add_to(commands: Any) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        parser.set_defaults(run=run, stage=name, takes_rest=True)
+        parser.set_defaults(run=run, stage=name, takes_rest=True, advice=wording.STAGES)
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs a stage with `LightningCLI`; returns the exit code."""
+    if options.stage != "predict" and any(each.partition("=")[0] == "--output" for each in options.rest):
+        raise InvalidInput(
+            f"--output is for the answers of predict, and {options.stage} writes none. Set where logs and checkpoints "
+            "go with --trainer.default_root_dir FOLDER."
+        )
     try:
         import jsonargparse
         import lightning.pytorch.cli  # noqa: F401 which raises if an extra of jsonargparse is missing

@@ -73,9 +73,7 @@ class ExportAdapter(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Raises `InvalidInput` before anything is trained if the export would fail."""
         remote(self, pl_module)
-        check_target(self.path, self._overwrites)
-        if self.merged is not None:
-            _check_merged(Path(self.merged), self._overwrites)
+        self._check_folders()
         if self.which == "best" and not _monitoring(trainer):
             raise InvalidInput(
                 "ExportAdapter(which='best') needs a ModelCheckpoint that monitors a metric, for example "
@@ -101,6 +99,7 @@ class ExportAdapter(pl.Callback):
 
     def export(self, module: RemoteBase) -> Path:
         """Exports the current adapter of a module, and returns its folder."""
+        self._check_folders()
         module.drain()
         base = ""
 
@@ -118,6 +117,11 @@ class ExportAdapter(pl.Callback):
                 _save_tokenizer(module, part)
         self.folder = folder
         return folder
+
+    def _check_folders(self) -> None:
+        check_target(self.path, self._overwrites)
+        if self.merged is not None:
+            _check_merged(Path(self.merged).expanduser(), self._overwrites)
 
     def _name_base(self, module: RemoteBase, folder: Path) -> str:
         """Writes a portable name of the base model; returns what it is loaded from on this machine."""

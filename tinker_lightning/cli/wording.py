@@ -1,0 +1,43 @@
+"""Words messages of the Python API for the command line: options in place of arguments, no endpoints in front."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_ENDPOINT = re.compile(r"^(?:GET|POST|PUT|DELETE) /\S+: (?:path: )?")
+_SOURCES = "`tinker-lightning checkpoints list` lists the paths"
+_EVERYWHERE = {
+    r"Pass save_state\(\.\.\.\)\.result\(\)\.path, which has the form (\S+)\.": rf"{_SOURCES}, which have the form \1.",
+    r"(is not of the form tinker://\S+)$": rf"\1. {_SOURCES}.",
+    r"(there is no such checkpoint)(?:; pass missing_ok=True to ignore this)?$": rf"\1. {_SOURCES}.",
+}
+
+EXPORT: Mapping[str, str] = {
+    r"set overwrite=True to": "pass --overwrite to",
+    r"overwrite=True": "--overwrite",
+    r"ExportAdapter\(base_model='(\S+)'\)": r"--base-model \1",
+    r"as base_model=, or check=False": "with --base-model, or --no-check",
+    r"set check=False and merged=None": "pass --no-check and leave out --merged",
+    r"^ExportAdapter needs": "export needs",
+}
+"""What messages about an export advise."""
+
+STAGES: Mapping[str, str] = {
+    r"for example SFT\('tiny'\)": "for example --model.model tiny",
+    r"pass (\w+)=\.\.\. to \w+(?:Data|Loader)\b": r"pass --data.\1",
+    r"Pass truncate='left' or 'right' to cut it": "Set --data.truncate to left or right to cut it, or to drop",
+    r"Pass (\w+)='?(\w+)'? to (?:the )?RolloutLoader": r"Pass --data.\1 \2",
+}
+"""What messages about the data and the model of a stage advise."""
+
+
+def reworded(text: str, advice: Mapping[str, str]) -> str:
+    """Returns a message with each pattern of `advice` replaced."""
+    text = _ENDPOINT.sub("", text)
+    for pattern, replacement in {**advice, **_EVERYWHERE}.items():
+        text = re.sub(pattern, replacement, text)
+    return text
