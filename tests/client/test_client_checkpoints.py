@@ -49,6 +49,20 @@ def test_deleting_a_missing_checkpoint_raises_unless_missing_ok(backend: Backend
         assert model.checkpoint_exists(unknown) is False
 
 
+def test_a_checkpoint_expires_unless_it_is_kept_after_all(backend: Backend) -> None:
+    model = backend.model()
+    assert model.can_expire
+    path = model.save_state("one", ttl_seconds=3600).result().path
+    for seconds in (7200, None):
+        (summary,) = [each for each in backend.trainer.store.listing() if each.tinker_path == path]
+        assert summary.expires_at is not None
+        model.set_checkpoint_ttl(path, seconds)
+    (summary,) = [each for each in backend.trainer.store.listing() if each.tinker_path == path]
+    assert summary.expires_at is None
+    with pytest.raises(NotFound):
+        model.set_checkpoint_ttl(f"{path}s", None)
+
+
 def test_a_deletion_whose_answer_is_lost_is_done(shared: EmbeddedTrainer) -> None:
     class Lossy(httpx.ASGITransport):
         lost = 0

@@ -45,6 +45,10 @@ class TrainingBackend(Protocol):
     def retains(self) -> bool:
         """Whether the server can keep a forward pass until its gradient arrives."""
 
+    @property
+    def can_expire(self) -> bool:
+        """Whether the server deletes a saved state after `ttl_seconds`, and can be told to keep it after all."""
+
     def prepare(
         self,
         data: list[Datum],
@@ -85,8 +89,8 @@ class TrainingBackend(Protocol):
     def optim_step(self, optim_params: Any = None) -> Any:
         """Takes a step on the accumulated gradient; the result is an `OptimStepResponse`."""
 
-    def save_state(self, name: str) -> Any:
-        """Saves weights and optimizer state; the result has the `path`."""
+    def save_state(self, name: str, ttl_seconds: int | None = None) -> Any:
+        """Saves weights and optimizer state; the result has the `path`. `ttl_seconds` is given if `can_expire`."""
 
     def load_state_with_optimizer(self, path: str) -> Any:
         """Loads saved weights and optimizer state."""
@@ -96,6 +100,9 @@ class TrainingBackend(Protocol):
 
     def delete_checkpoint(self, path: str, *, missing_ok: bool = False) -> None:
         """Deletes a saved state."""
+
+    def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:
+        """Sets after how many seconds the server deletes a saved state; None keeps it."""
 
     def save_weights_external(self, name: str, ttl_seconds: int | None = None) -> Any:
         """Saves weights for download; the result has the `path`."""

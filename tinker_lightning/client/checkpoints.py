@@ -1,4 +1,4 @@
-"""Checkpoints on a server, by their `tinker://` paths: existence and deletion."""
+"""Checkpoints on a server, by their `tinker://` paths: existence, expiry and deletion."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from tinker_lightning.errors import InvalidInput, NotFound, Unsupported
+from tinker_lightning.types.requests import TtlRequest
 from tinker_lightning.types.responses import CheckpointsList
+from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
     from tinker_lightning.client.connection import Connection
     from tinker_lightning.client.session import Session
 
-# How long a deletion is retried: training may be waiting for it, and a checkpoint that stays does no harm.
-DELETE_SECONDS = 5.0
+# How long a deletion or a new expiry is retried: training may be waiting for it.
+SHORT_SECONDS = 5.0
 
 # tinker://run/kind/name, and the forms of other servers: tinker://model/name, twinkle://run/kind/name.
 _KINDS = "weights|sampler_weights|external_weights"
@@ -81,10 +83,18 @@ async def delete(session: Session, path: str, *, missing_ok: bool) -> None:
     if not missing_ok and not await exists(connection, path):
         raise missing(path)
     try:
-        await connection.send("DELETE", url(path), seconds=DELETE_SECONDS)
+        await connection.send("DELETE", url(path), seconds=SHORT_SECONDS)
     except NotFound:  # gone since, or there is no such endpoint
         if await exists(connection, path):
             raise unsupported from None
+
+
+async def set_ttl(session: Session, path: str, ttl_seconds: int | None) -> None:
+    """Sets after how many seconds a checkpoint is deleted; None keeps it."""
+    TtlRequest(ttl_seconds)
+    # None is sent as null: a field that is left out would be no change.
+    body = wire_json.dumps({"ttl_seconds": ttl_seconds})
+    await session.connection.send("PUT", f"{url(path)}/ttl", body, seconds=SHORT_SECONDS)
 
 
 def missing(path: str) -> NotFound:

@@ -11,13 +11,11 @@ from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.types import WeightsInfoResponse
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
-from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from tinker_lightning.client.channel import Channel
-    from tinker_lightning.client.session import Session
 
     AccessScope: TypeAlias = Literal["owned", "accessible"]
 
@@ -99,10 +97,8 @@ class RestClient:
 
     def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> TinkerFuture[None]:
         """Sets after how many seconds a checkpoint is deleted; None keeps it."""
-        # None is sent as null: a field that is left out would be no change.
-        rq.TtlRequest(ttl_seconds)
-        body = wire_json.dumps({"ttl_seconds": ttl_seconds})
-        return self._run("set_checkpoint_ttl", _put(self._channel.session, checkpoints.url(tinker_path), body))
+        expiry = checkpoints.set_ttl(self._channel.session, tinker_path, ttl_seconds)
+        return self._run("set_checkpoint_ttl", expiry)
 
     set_checkpoint_ttl_from_tinker_path_async = awaited(set_checkpoint_ttl_from_tinker_path)
 
@@ -135,7 +131,3 @@ class RestClient:
 
     def _run(self, operation: str, coroutine: Coroutine[Any, Any, T]) -> TinkerFuture[T]:
         return TinkerFuture(self._channel.run(coroutine), operation)
-
-
-async def _put(session: Session, url: str, body: bytes) -> None:
-    await session.connection.send("PUT", f"{url}/ttl", body)

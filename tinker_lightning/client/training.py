@@ -236,6 +236,15 @@ class TrainingClient(BaseTrainingClient):
         """Deletes the checkpoint at a `tinker://` path, of this model or another."""
         self._channel.wait(checkpoints.delete(self._channel.session, path, missing_ok=missing_ok))
 
+    @property
+    def can_expire(self) -> bool:
+        """Whether the server deletes a saved state after `ttl_seconds`, and can be told to keep it after all."""
+        return self.dialect.knows("save_weights", "ttl_seconds") and self.dialect.knows("ttl", "ttl_seconds")
+
+    def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:
+        """Sets after how many seconds the checkpoint at a `tinker://` path is deleted; None keeps it."""
+        self._channel.wait(checkpoints.set_ttl(self._channel.session, path, ttl_seconds))
+
     def record(self, recording: Recording | None) -> None:
         """Adds all operations of this client's session to a recording; None stops that."""
         self._channel.session.recording = recording

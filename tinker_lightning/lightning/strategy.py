@@ -16,7 +16,7 @@ from tinker_lightning.lightning import _compat, checks, wandb_runs
 from tinker_lightning.lightning.base import LAST_WAIT
 from tinker_lightning.lightning.batches import count_datums, except_datums, keep_datums
 from tinker_lightning.lightning.checkpoint import contents
-from tinker_lightning.lightning.checkpoint.retention import StateRetention
+from tinker_lightning.lightning.checkpoint.retention import TTL_DAYS, StateRetention
 from tinker_lightning.lightning.lookahead import LookAhead
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.lightning.resume import loop_position, rng
@@ -52,6 +52,7 @@ class TinkerStrategy(SingleDeviceStrategy):
     Args:
         look_ahead: Whether to send the forward passes of an accumulation window together.
         release_states: Whether to delete a remote state when no checkpoint file names it anymore.
+            New states expire on servers that can, until their file has been written.
         checkpoint_io: The plugin that writes files, as for any strategy.
         precision_plugin: The precision of local parameters, as for any strategy.
     """
@@ -73,7 +74,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         self._resumed: dict[str, Any] | None = None
         self._snapshot: loop_position.BatchSnapshot | None = None
         self._loader_states: list[dict[str, Any]] | None = None  # the position in the loaders when training ended
-        self._retention = StateRetention(self._delete_state, self._checkpoint_folders)
+        self._retention = StateRetention(self._delete_state, self._checkpoint_folders, self._keep_state)
 
     @property
     def accelerator(self) -> Accelerator:
@@ -156,7 +157,8 @@ class TinkerStrategy(SingleDeviceStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state dict with new remote states, which no other file names."""
         assert self.lightning_module is not None  # noqa: S101 for the type checker
-        with group.fresh_states(self.lightning_module):
+        ttl_seconds = TTL_DAYS * 24 * 3600 if self.release_states else None
+        with group.fresh_states(self.lightning_module, ttl_seconds):
             return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _Path, storage_options: Any | None = None) -> None:
@@ -187,10 +189,13 @@ class TinkerStrategy(SingleDeviceStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         except BaseException:
             # An asynchronous plugin raises the error of an earlier file, and still writes this one.
-            if self.release_states and not isinstance(self.checkpoint_io, AsyncCheckpointIO):
+            if isinstance(self.checkpoint_io, AsyncCheckpointIO):
+                self._retention.keep(new)
+            elif self.release_states:
                 self._retention.replaced(filepath, new)
             raise
         if self.release_states:
+            self._retention.keep(new)
             self._retention.replaced(filepath, old, new)
         if module is not None:
             wandb_runs.log_file(module.trainer, filepath, new)
@@ -253,6 +258,10 @@ class TinkerStrategy(SingleDeviceStrategy):
         if self.lightning_module is not None:
             group.delete_state(self.lightning_module, state)
 
+    def _keep_state(self, state: str) -> None:
+        if self.lightning_module is not None:
+            group.keep_state(self.lightning_module, state)
+
     def _checkpoint_folders(self) -> list[str]:
         module = self.lightning_module
         callbacks: list[Any] = module.trainer.checkpoint_callbacks if module is not None else []
@@ -290,6 +299,7 @@ class TinkerStrategy(SingleDeviceStrategy):
             _compat.LOADED_CHECKPOINT.set(self.lightning_module.trainer, {})
         self._resumed = None
         super().teardown()
+        self._retention.keep()
         self._retention.release(all_written=True)
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tinker_lightning.client.futures import note_failures, raise_together
 from tinker_lightning.remote.handle import RemoteHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch import nn
 
+    from tinker_lightning.client.backend import TrainingBackend
     from tinker_lightning.remote.window import Remote
 
 
@@ -58,31 +59,52 @@ def settle(module: nn.Module, timeout: float, error: BaseException) -> None:
 
 
 @contextmanager
-def fresh_states(module: nn.Module) -> Iterator[None]:
-    """Makes saves inside the `with` block create new states, which no state dict outside of it names."""
+def fresh_states(module: nn.Module, ttl_seconds: int | None = None) -> Iterator[None]:
+    """Makes saves inside the `with` block create new states, which no state dict outside of it names.
+
+    On servers that can, they expire after `ttl_seconds`, unless `keep_state` keeps them.
+    """
     shared = [(remote, remote.saved) for remote in remotes_of(module)]
     for remote, _ in shared:
-        remote.saved = None
+        remote.saved, remote.ttl_seconds = None, ttl_seconds
     try:
         yield
     finally:
         for remote, saved in shared:
-            remote.saved = saved
+            remote.saved, remote.ttl_seconds = saved, None
 
 
 def delete_state(module: nn.Module, path: str) -> None:
     """Deletes a state on whichever server holds it; a state that does not exist is not an error."""
-    remotes = remotes_of(module)
-    made = [remote for remote in remotes if remote.is_created] or remotes[:1]
-    backends: dict[int, Any] = {id(remote.backend): remote.backend for remote in made}
     failures: list[Exception] = []
-    for backend in backends.values():
+    for backend in _backends_of(module):
         try:
             backend.delete_checkpoint(path, missing_ok=True)
         except Exception as error:  # another backend may hold it
             failures.append(error)
-    for remote in remotes:
+    for remote in remotes_of(module):
         if remote.saved is not None and remote.saved.path == path:
             remote.saved = None
     if failures:
         raise failures[0]
+
+
+def keep_state(module: nn.Module, path: str) -> None:
+    """Makes the server that holds a state keep it until it is deleted; does nothing where states do not expire."""
+    failures: list[Exception] = []
+    for backend in (each for each in _backends_of(module) if each.can_expire):
+        try:
+            backend.set_checkpoint_ttl(path, None)
+        except Exception as error:  # another backend may hold it
+            failures.append(error)
+        else:
+            return
+    if failures:
+        raise failures[0]
+
+
+def _backends_of(module: nn.Module) -> Iterable[TrainingBackend]:
+    """Returns the backends of a module's remote models that exist, or else creates the first one."""
+    remotes = remotes_of(module)
+    made = [remote for remote in remotes if remote.is_created] or remotes[:1]
+    return {id(remote.backend): remote.backend for remote in made}.values()

@@ -68,6 +68,7 @@ class Remote:
         # Replaces loading by the backend, which may not exist yet.
         self.load_state: Callable[[SavedState], None] | None = None
         self.saved: SavedState | None = None  # a saved state of the current weights, shared by state dicts
+        self.ttl_seconds: int | None = None  # after which the server deletes what is saved, if it can
         self._was_loaded = False
         self._given = backend
         self._backend: TrainingBackend | None = None
@@ -229,7 +230,9 @@ class Remote:
         if self.saved is None:
             self.wait_for_all()  # otherwise the state could silently miss a failed step
             self.unread.raise_first()
-            path = self.wait(self.backend.save_state(f"step-{self.steps:06d}-{uuid.uuid4().hex[:8]}")).path
+            expiry = {"ttl_seconds": self.ttl_seconds} if self.ttl_seconds and self.backend.can_expire else {}
+            name = f"step-{self.steps:06d}-{uuid.uuid4().hex[:8]}"
+            path = self.wait(self.backend.save_state(name, **expiry)).path
             info = self.backend.get_info()
             self.saved = SavedState(path, info.model_data.model_name, info.lora_rank, self.steps)
         return self.saved

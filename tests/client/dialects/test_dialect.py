@@ -72,6 +72,7 @@ def test_newer_fields_name_real_fields() -> None:
         "save_weights_for_sampler": requests.SaveWeightsForSamplerRequest,
         "asample": requests.SampleRequest,
         "retrieve_future": requests.RetrieveFutureRequest,
+        "ttl": requests.TtlRequest,
     }
     for qualified in NEWER_FIELDS:
         endpoint, name = qualified.split(".")

@@ -195,6 +195,9 @@ def test_a_vendors_client_says_what_it_cannot_do(way: Backend) -> None:  # R5.8
     path = model.save_state("here").result().path
     with pytest.raises(Unsupported, match="stays on the server: Together does not delete checkpoints"):
         model.delete_checkpoint(path, missing_ok=True)
+    assert not model.can_expire
+    with pytest.raises(Unsupported, match="Together does not change when a checkpoint expires"):
+        model.set_checkpoint_ttl(path, None)
     settings: dict[str, Any] = {"user_metadata": {"a": "b"}}
     with pytest.raises(Unsupported, match="save_state of this client has no user_metadata"):
         model.save_state("there", **settings).result()

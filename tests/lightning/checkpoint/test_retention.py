@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -18,11 +19,12 @@ from tests.helpers.checkpoints import state_in
 from tests.helpers.soaking import mostly_soak
 from tests.helpers.trainers import SMALL, loader, new, quiet
 from tinker_lightning import RemoteModule
-from tinker_lightning.client import checkpoints
+from tinker_lightning.client import ServiceClient, checkpoints
+from tinker_lightning.client.dialects.known import EMBEDDED
 from tinker_lightning.errors import TinkerLightningError
 from tinker_lightning.lightning.checkpoint.retention import StateRetention
 from tinker_lightning.lightning.strategy import TinkerStrategy
-from tinker_lightning.server import EmbeddedTrainer
+from tinker_lightning.server import EmbeddedTrainer, create_app
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
@@ -48,6 +50,10 @@ class Server:
 
     def states(self) -> list[str]:
         return sorted(summary.tinker_path for summary in self.trainer.store.listing() if summary.path.kind == "weights")
+
+    def expiring(self) -> list[bool]:
+        """Whether each state has an expiry."""
+        return [each.expires_at is not None for each in self.trainer.store.listing() if each.path.kind == "weights"]
 
     def named(self) -> list[str]:
         """What the files name, each once."""
@@ -310,17 +316,58 @@ def test_objects_of_unknown_classes_do_not_hide_what_a_file_names(
 def test_a_state_that_cannot_be_deleted_is_a_warning(
     server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> None:
-        raise TinkerLightningError("the disk is read-only")
-
-    monkeypatch.setattr(server.trainer.store, "delete", refuse)
-    monkeypatch.setattr(checkpoints, "DELETE_SECONDS", 0.2)
+    monkeypatch.setattr(server.trainer.store, "delete", failing)
+    monkeypatch.setattr(checkpoints, "SHORT_SECONDS", 0.2)
     trainer = server.fit(ModelCheckpoint(server.folder, "{step}", every_n_train_steps=4, save_top_k=1))
     assert trainer.global_step == 8
     (warning,) = [record for record in caplog.records if "could not be deleted" in record.message]
     assert warning.levelno == logging.WARNING
     assert "is not named by any checkpoint file" in warning.message
     assert len(server.states()) == 2
+
+
+class Expiries(TorchCheckpointIO):
+    """Notes whether the states of a server expire while a file is written."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self.server = server
+        self.seen: list[bool] = []
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.seen.append(any(self.server.expiring()))
+        super().save_checkpoint(*args, **kwargs)
+
+
+def test_a_state_expires_until_its_file_is_written(
+    server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed in between leaves nothing behind for ever."""
+    trainer = server.fit(strategy=TinkerStrategy(checkpoint_io=(files := Expiries(server))))
+    trainer.save_checkpoint(server.folder / "a.ckpt")
+    assert (files.seen, server.expiring()) == ([True], [False])
+    with monkeypatch.context() as patch:
+        patch.setattr(server.trainer.store, "set_ttl", failing)
+        trainer.save_checkpoint(server.folder / "b.ckpt")
+    assert sorted(server.expiring()) == [False, True]
+    assert "expires 7 days after it was saved" in caplog.text
+    trainer.strategy.teardown()  # tried again
+    assert server.expiring() == [False, False]
+
+
+def test_states_never_expire_where_the_server_or_the_user_does_not_want_it(server: Server) -> None:
+    without = EMBEDDED.but(newer_fields=EMBEDDED.newer_fields - {"ttl.ttl_seconds"})
+    transport = httpx.ASGITransport(create_app(server.trainer))
+    with ServiceClient(base_url="http://embedded", transport=transport, dialect=without) as service:
+        for own, keeps in ((service, True), (server.service, False)):
+            server.service = own
+            strategy = TinkerStrategy(release_states=keeps, checkpoint_io=(files := Expiries(server)))
+            server.fit(strategy=strategy).save_checkpoint(server.folder / "a.ckpt")
+            assert files.seen == [False]
+
+
+def failing(*_: Any) -> None:
+    raise TinkerLightningError("the disk is read-only")
 
 
 def test_a_save_that_fails_releases_its_own_state_only(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

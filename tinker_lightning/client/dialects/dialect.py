@@ -31,6 +31,7 @@ NEWER_FIELDS = frozenset(
         "asample.prompt_alt_tokens_k",
         "asample.prompt_logprobs_last_n",
         "retrieve_future.allow_metadata_only",
+        "ttl.ttl_seconds",
     }
 )
 

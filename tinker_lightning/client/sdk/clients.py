@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 # How long a process that ends waits for requests in flight, in seconds.
 _EXIT_SECONDS = 5.0
+_SET_TTL = "set_checkpoint_ttl_from_tinker_path"  # of newer versions of the SDK
 
 
 class OfficialTrainingClient(BaseTrainingClient):
@@ -202,6 +203,18 @@ class OfficialTrainingClient(BaseTrainingClient):
         except NotFound:  # gone since, or there is no such endpoint
             if self.checkpoint_exists(path):
                 raise unsupported from None
+
+    @property
+    def can_expire(self) -> bool:
+        """Whether the server deletes a saved state after `ttl_seconds`, and can be told to keep it after all."""
+        known = inspect.signature(self.client.save_state).parameters
+        fields = (self.dialect.knows(each, "ttl_seconds") for each in ("save_weights", "ttl"))
+        return "ttl_seconds" in known and _SET_TTL in dir(tinker.RestClient) and all(fields)
+
+    def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:
+        """Sets after how many seconds the checkpoint at a `tinker://` path is deleted; None keeps it."""
+        checkpoints.parse(path)
+        self._calls.translated("set_checkpoint_ttl", lambda: getattr(self._rest, _SET_TTL)(path, ttl_seconds).result())
 
     @property
     def _rest(self) -> tinker.RestClient:

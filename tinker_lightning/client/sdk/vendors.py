@@ -60,6 +60,15 @@ class VendorTrainingClient(OfficialTrainingClient):
         """Raises `Unsupported`: such clients do not delete checkpoints."""
         raise Unsupported(f"{path} stays on the server: {type(self.client).__name__} does not delete checkpoints")
 
+    @property
+    def can_expire(self) -> bool:
+        """Always False: such clients do not change when a saved state expires."""
+        return False
+
+    def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:  # noqa: ARG002
+        """Raises `Unsupported`: such clients do not change when a saved state expires."""
+        raise Unsupported(f"{path}: {type(self.client).__name__} does not change when a checkpoint expires")
+
     def _post_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
         if forward_only:
             # Elsewhere than on weights of one, log-probabilities may come back as 0.

@@ -1,4 +1,4 @@
-"""Deletes remote states together with the checkpoint files that name them."""
+"""Keeps remote states as long as the checkpoint files that name them, and deletes them together."""
 
 from __future__ import annotations
 
@@ -23,16 +23,26 @@ logger = logging.getLogger("tinker_lightning")
 _NONE: frozenset[str] = frozenset()
 _UNREADABLE = "?"
 
+TTL_DAYS = 7
+"""After how many days a state expires, on servers that can, if its run is killed before the file is written."""
+
 
 class StateRetention:
-    """Deletes a remote state when no checkpoint file names it anymore.
+    """Keeps a remote state when its checkpoint file has been written, and deletes it when no file names it anymore.
 
     Each file is written with its own states, but files may be copied or linked. So the states are read from the files,
     also from those in `folders()`, the folders of the trainer's checkpoint callbacks.
     """
 
-    def __init__(self, delete: Callable[[str], object], folders: Callable[[], Iterable[str]]) -> None:
+    def __init__(
+        self,
+        delete: Callable[[str], object],
+        folders: Callable[[], Iterable[str]],
+        keep: Callable[[str], object] = lambda _: None,
+    ) -> None:
         self._delete = delete
+        self._keep = keep
+        self._expiring: set[str] = set()  # the states of files that the server may still delete
         self._folders = folders
         self._read: dict[str, tuple[str, frozenset[str]]] = {}
         self._unwritten: dict[str, frozenset[str]] = {}  # the states of files that are still being written
@@ -42,6 +52,24 @@ class StateRetention:
     def states_of(self, file: str | os.PathLike[str]) -> frozenset[str]:
         """Returns the states that a file names, or will name when it has been written."""
         return self._named_by(str(file)) | self._unwritten.get(str(file), _NONE)
+
+    def keep(self, states: frozenset[str] = _NONE) -> None:
+        """Keeps the states of a file that was written, which would expire otherwise, and those that failed before."""
+        self._expiring |= states - {_UNREADABLE}
+        for state in sorted(self._expiring):
+            try:
+                self._keep(state)
+            except Exception as error:
+                logger.warning(
+                    "%s is named by a checkpoint file, but expires %d days after it was saved, because the server "
+                    "could not be told to keep it. This is tried again at the next checkpoint and at the end of the "
+                    "fit. %s",
+                    state,
+                    TTL_DAYS,
+                    error,
+                )
+            else:
+                self._expiring.discard(state)
 
     def replaced(self, file: str | os.PathLike[str], old: frozenset[str], new: frozenset[str] = _NONE) -> None:
         """Deletes the `old` states of a file that was overwritten with `new` ones or removed, if no file names them."""
@@ -60,6 +88,7 @@ class StateRetention:
         for state, file in replaced.items():
             try:
                 if not self._named_near(file) & {state, _UNREADABLE}:
+                    self._expiring.discard(state)
                     self._delete(state)
             except Unsupported as error:
                 if not self._warned:
