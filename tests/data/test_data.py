@@ -219,7 +219,13 @@ def test_predict_answers_the_prompts(service: ServiceClient) -> None:
     assert [len(batch) for batch in answers] == [1, 1]
 
 
-@pytest.mark.parametrize("options", [{}, {"streaming": True, "shuffle_buffer": 5}], ids=["in memory", "streaming"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="in memory", marks=pytest.mark.soak),
+        pytest.param({"streaming": True, "shuffle_buffer": 5}, id="streaming"),
+    ],
+)
 def test_a_run_resumes_at_the_batch_where_it_stopped(
     options: dict[str, Any], service: ServiceClient, file: Path, tmp_path: Path
 ) -> None:  # R5.3

@@ -56,7 +56,10 @@ def run(example: Any, folder: Path) -> tuple[list[list[float]], int]:
         return [p.tolist() for p in model(PROBE)], steps
 
 
-@pytest.mark.parametrize("example", [fabric, accelerate_loop], ids=["Fabric", "Accelerate"])
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(fabric, id="Fabric"), pytest.param(accelerate_loop, id="Accelerate", marks=pytest.mark.soak)],
+)
 def test_a_killed_run_that_is_started_again_ends_with_the_same_bits(
     example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # R5.1

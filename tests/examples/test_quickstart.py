@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import runpy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import wandb
@@ -16,7 +18,8 @@ from tests.helpers.checkpoints import records_in
 from tests.helpers.wandb_log import history
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.py"
-STEPS = 24  # 64 lessons in batches of 2, 4 batches a step, 3 epochs
+BATCHES = 16  # of the 32 of an epoch
+STEPS = 12  # 4 batches a step, 3 epochs
 
 # Lightning's advice for loaders as small as these, and its use of a name that torch calls deprecated.
 pytestmark = [
@@ -34,7 +37,9 @@ def quickstart() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def folder(quickstart: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quickstart")
-    quickstart["main"](folder, model="tiny")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pl, "Trainer", partial(pl.Trainer, limit_train_batches=BATCHES, limit_val_batches=2))
+        quickstart["main"](folder, model="tiny")
     wandb.finish()  # as the end of the process would
     return folder
 
@@ -48,8 +53,8 @@ def test_every_step_and_validation_is_in_the_table(folder: Path) -> None:  # R0.
     for column in ("train_loss", "ticket_nll", "doubt", "grad_norm", "learning_rate"):
         assert [step for step, _ in read_table(folder, column)] == list(range(STEPS)), column
     validations = read_table(folder, "val_loss")
-    assert [step for step, _ in validations] == [0, 7, 15, 23]
-    assert [step for step, _ in read_table(folder, "tickets_right")] == [0, 7, 15, 23]
+    assert [step for step, _ in validations] == [0, 3, 7, 11]
+    assert [step for step, _ in read_table(folder, "tickets_right")] == [0, 3, 7, 11]
     assert validations[-1][1] < validations[0][1]
 
 
@@ -58,7 +63,7 @@ def test_the_learning_rate_warms_up_and_falls(folder: Path) -> None:  # R5.3
     assert rates.index(max(rates)) == STEPS // 8
     assert rates[0] == pytest.approx(0.25 * max(rates))
     assert sorted(rates[STEPS // 8 :], reverse=True) == rates[STEPS // 8 :]
-    assert rates[-1] < 0.01 * max(rates)
+    assert rates[-1] < 0.05 * max(rates)
 
 
 def test_the_checkpoint_is_the_best_and_names_a_state(folder: Path) -> None:  # R5.3

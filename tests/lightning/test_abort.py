@@ -118,8 +118,8 @@ WAYS: dict[str, tuple[Callable[..., Any], type[BaseException] | None, bool]] = {
 }
 
 
-# Each way in the middle of a window and at its last micro-batch, with both strategies.
-KEPT = [(way, place, STRATEGIES[(i + place) % 2]) for i, way in enumerate(WAYS) for place in (i % (N - 1), N - 1)]
+# Each way once: in the middle of a window or at its last micro-batch, with one strategy or the other.
+KEPT = [(way, i % N, STRATEGIES[i % 2]) for i, way in enumerate(WAYS)]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_checkpoint_on_the_way_out_has_the_unfinished_window(
     ("way", "strategy", "at"),
     mostly_soak(
         [("Ctrl-C", "auto", N), ("SIGTERM", "tinker", N), ("Ctrl-C", "tinker", N - 1), ("SIGTERM", "auto", N - 1)],
-        but=[("SIGTERM", "tinker", N), ("Ctrl-C", "tinker", N - 1)],
+        but=[("Ctrl-C", "tinker", N - 1)],
     ),
 )
 def test_a_server_that_does_not_answer_does_not_keep_a_run_alive(

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
+from tests.helpers.soaking import mostly_soak
 from tinker_lightning import Datum, RemoteAdamW, RemoteModule
 from tinker_lightning.errors import InvalidDatum, InvalidInput, LossWithoutGradient
 from tinker_lightning.testing import embedded_service
@@ -150,7 +151,9 @@ class GivesOne(Mean):
         return Drawing.datums(self, batch)[0]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", [Decorated, DecoratedAgain, GivesATuple, Generates, GivesOne])
+@pytest.mark.parametrize(
+    "kind", mostly_soak([Decorated, DecoratedAgain, GivesATuple, Generates, GivesOne], but=[DecoratedAgain, Generates])
+)
 def test_datums_may_be_decorated_and_come_in_any_iterable(
     service: ServiceClient, caplog: pytest.LogCaptureFixture, kind: type[RemoteModule]
 ) -> None:

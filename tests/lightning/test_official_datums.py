@@ -43,7 +43,7 @@ def in_a_dict(batch: Any) -> Any:
     ("strategy", "shape"),
     mostly_soak(
         itertools.product(["tinker", "auto"], [None, list, tuple, in_a_dict]),
-        but=[("tinker", None), ("auto", list), ("auto", tuple), ("tinker", in_a_dict)],
+        but=[("auto", list), ("tinker", in_a_dict)],
     ),
 )
 def test_datums_of_the_official_sdk(strategy: str, shape: Any, service: ServiceClient) -> None:  # R5.4
@@ -91,7 +91,7 @@ PRECISIONS = ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mi
     ("strategy", "precision"),
     mostly_soak(
         itertools.product(["tinker", "auto"], PRECISIONS),
-        but=[("tinker", "32-true"), ("auto", "64-true"), ("tinker", "bf16-true"), ("auto", "16-mixed")],
+        but=[("auto", "64-true"), ("tinker", "bf16-true")],
     ),
 )
 @pytest.mark.filterwarnings("ignore:.*but AMP with fp16 is not supported on CPU")
@@ -111,7 +111,7 @@ def beside_a_factor(batch: Any) -> Any:
     ("shape", "precision"),
     mostly_soak(
         itertools.product([None, beside_a_factor], ["32-true", "64-true", "bf16-mixed"]),
-        but=[(None, "32-true"), (beside_a_factor, "64-true"), (beside_a_factor, "bf16-mixed")],
+        but=[(None, "32-true"), (beside_a_factor, "bf16-mixed")],
     ),
 )
 def test_datums_of_the_official_sdk_in_a_plain_module(shape: Any, precision: Any, service: ServiceClient) -> None:

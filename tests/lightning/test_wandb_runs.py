@@ -11,6 +11,7 @@ import wandb
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 
+from tests.helpers.soaking import mostly_soak
 from tests.helpers.trainers import SMALL, quiet
 from tests.helpers.wandb_log import finished_records, history
 from tinker_lightning import SamplingParams
@@ -74,7 +75,7 @@ def settings_of(file: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+@pytest.mark.parametrize("strategy", mostly_soak(["tinker", "auto"], but=["tinker"]))
 def test_a_resumed_fit_continues_its_run(service: ServiceClient, folder: Path, strategy: str) -> None:  # R0.3
     fit(service, folder, 4, strategy=strategy)
     fit(service, folder, 8, strategy=strategy)
