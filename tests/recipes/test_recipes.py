@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,10 @@ from tests.helpers.trainers import SMALL, new, quiet
 from tests.helpers.waits import Distant, Trace
 from tinker_lightning import Datum, RemoteModule, collate
 from tinker_lightning.client import ServiceClient
-from tinker_lightning.data import ChatData, PreferenceData
+from tinker_lightning.data import ChatData, PreferenceData, RolloutData
 from tinker_lightning.errors import InvalidDatum, InvalidInput
-from tinker_lightning.recipes import DPO, SFT, recommended_lr
+from tinker_lightning.recipes import DPO, GRPO, SFT, recommended_lr
+from tinker_lightning.remote.lm import RemoteLM
 from tinker_lightning.server import EmbeddedTrainer, create_app
 from tinker_lightning.testing import embedded_service
 
@@ -301,3 +303,29 @@ def test_recommended_learning_rates_of_folders(tmp_path: Path) -> None:
 def test_recipes_are_remote_modules() -> None:
     assert issubclass(SFT, RemoteModule)
     assert issubclass(DPO, RemoteModule)
+
+
+def test_a_fit_shows_once_where_its_loss_runs(
+    service: ServiceClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, retained = RemoteLM.send, list[bool]()
+
+    def watched(lm: RemoteLM, data: Any) -> Any:
+        retained.append(lm.retain)
+        return sent(lm, data)
+
+    monkeypatch.setattr(RemoteLM, "send", watched)
+    rewards = itertools.count()
+    prompts = RolloutData(["1?"], rewards=lambda *_, **__: next(rewards), max_tokens=2, group_size=2)
+    expected = {
+        SFT: (ChatData(CHATS), "computed on the server in one pass (route 'builtin')"),
+        DPO: (PreferenceData(PAIRS), "computed here, from a forward pass that the server keeps"),
+        GRPO: (prompts, "loss importance_sampling, computed here, from a forward pass that the server keeps"),
+    }
+    for recipe, (data, line) in expected.items():
+        caplog.clear()
+        with caplog.at_level("INFO", "tinker_lightning"):
+            quiet(max_steps=1).fit(new(service, recipe), data)
+        assert [line in record.message for record in caplog.records if "Training tiny on" in record.message] == [True]
+    assert retained
+    assert all(retained)

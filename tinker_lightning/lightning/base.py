@@ -310,8 +310,12 @@ class RemoteBase(pl.LightningModule):
                 chosen = replace(chosen, tokens=count, weight=count or routes.once, is_of_library=True)
             self._chosen = (key, chosen)
             self.lm.handle.remote.loss_name = routes.loss_name(loss)
-            self.lm.retain = chosen.route == "retained"
+            self.lm.retain = chosen.route != "two-pass"
         return self._chosen[1]
+
+    def used_route(self) -> Route:
+        """Returns the route of the next training step."""
+        return self.chosen_route().route
 
     @property
     def _may_defer(self) -> bool:

@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinker_lightning")
 
+_ROUTES = {
+    "builtin": "computed on the server in one pass",
+    "server": "computed on the server in one pass",
+    "retained": "computed here, from a forward pass that the server keeps for the gradient",
+    "two-pass": "computed here, in one pass for the log-probabilities and one for the gradient",
+}
+
 
 def settings_of(module: RemoteBase) -> dict[str, Any]:
     """Returns what the server knows about a module's model, and where its loss runs."""
@@ -31,7 +38,7 @@ def settings_of(module: RemoteBase) -> dict[str, Any]:
         found["lora_rank"] = info.lora_rank
         found["lora_parameters"] = info.lora_parameters
     with contextlib.suppress(TinkerLightningError):  # raised by the step, if it uses the loss
-        found["route"] = module.chosen_route().route
+        found["route"] = module.used_route()
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -44,7 +51,8 @@ def show(trainer: pl.Trainer, module: RemoteBase, settings: dict[str, Any]) -> N
         f"Training {settings.get('base_model', 'a model')} on {settings['server']} (dialect {settings['dialect']}): "
         f"{adapter}, loss {module.lm.handle.remote.loss_name}"
     )
-    line += f", route {settings['route']}" if "route" in settings else ""
+    if (route := settings.get("route")) is not None:
+        line += f", {_ROUTES[route]} (route {route!r})"
     if _summaries(trainer):
         rank_zero_info(line)
     else:

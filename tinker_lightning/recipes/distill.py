@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tinker_lightning.lightning.routes import Route
     from tinker_lightning.recipes.trained_group import TrainedGroup
     from tinker_lightning.rl.groups import Group
     from tinker_lightning.types import Datum
@@ -119,6 +120,10 @@ class Distill(RolloutModule):
         return loss
 
     # Off-policy.
+
+    def used_route(self) -> Route:
+        """Returns the route of the next training step."""
+        return super().used_route() if self.top_k is None else RemoteModule.used_route(self)
 
     def datums(self, batch: Any) -> list[Any]:
         """Returns the datums of a batch; with `top_k`, their targets are the teacher's most likely tokens."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tinker_lightning.lightning.routes import Route
     from tinker_lightning.rl.groups import Group
     from tinker_lightning.rl.rollouts import RolloutLoader
     from tinker_lightning.rl.units import Unit
@@ -322,6 +323,13 @@ class RolloutModule(RemoteModule):
             total.append(self._server_loss(data, chosen, {}) * factor)
         self._batch_metrics = ({}, sum(len(one.data) for one in trained))
         return sum(total[1:], total[0])
+
+    def used_route(self) -> Route:
+        """Returns the route of the next training step: losses of groups run here where that is as cheap."""
+        chosen = self.chosen_route()
+        if chosen.needs_logprobs or not self._needs_logprobs:
+            return chosen.route
+        return "retained" if self.lm.backend.retains else "two-pass"
 
     def _log_batch(self, batch: RolloutBatch, groups: list[TrainedGroup], waited: float, began: float) -> None:
         """Logs what was sampled and trained."""
