@@ -61,6 +61,8 @@ def test_datums_takes_each_kind_of_row(module: RemoteModule) -> None:
     empty = dict.fromkeys(("messages", "prompt", "completion", "text"))
     mixed: list[Any] = [{**empty, **row} for row in ROWS if isinstance(row, dict)]
     assert [words(datum, module.tokenizer) for datum in module.datums(mixed)] == texts[2:]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+    module.datums([[CHAT[0], call], [*CHAT, CHAT[0], {"role": "assistant", "content": ""}]])  # not all are empty
     assert module.datums(CHAT) == module.datums([CHAT]) == module.datums({"messages": CHAT})
 
 
@@ -92,6 +94,10 @@ def test_rows_without_a_loader_raise_with_the_line_to_write(module: RemoteModule
         ),
         (["x", [{"role": "asistant", "content": "x"}]], "row 1 of the batch: message 0 .* did you mean 'assistant'"),
         ({"prompt": ["a", "b"], "completion": ["c", "d"]}, "prompt has one value per row: torch's default collate_fn"),
+        ([[{"content": "x"}]], "row 0 of the batch: message 0 has no role"),
+        ([{"messages": [CHAT[0], {"role": "assistant", "content": ""}]}], "row 0 of the batch: the answer is empty"),
+        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], "Pairs of answers are for DPO"),
+        ([(ROWS[-1], ROWS[-1])], "groups of 2 datums, such as the pairs of PreferenceData, which only DPO trains on"),
         (["x", 3], "a batch must be a list of datums, texts, chats or dicts .* got list of int"),
         ([], "the batch has no datums"),
     ],

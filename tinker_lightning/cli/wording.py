@@ -30,6 +30,7 @@ STAGES: Mapping[str, str] = {
     r"for example SFT\('tiny'\)": "for example --model.model tiny",
     r"pass (\w+)=\.\.\. to \w+(?:Data|Loader)\b": r"pass --data.\1",
     r"Pass truncate='left' or 'right' to cut it": "Set --data.truncate to left or right to cut it, or to drop",
+    r"pass bad_rows='skip' to a data module": "pass --data.bad_rows skip",
     r"Pass (\w+)='?(\w+)'? to (?:the )?RolloutLoader": r"Pass --data.\1 \2",
 }
 """What messages about the data and the model of a stage advise."""

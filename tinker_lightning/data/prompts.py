@@ -15,7 +15,7 @@ class PromptData(RowData):
     """Prompts with any other columns: batches are lists of dicts, in which `prompt` is a `ModelInput`.
 
     A row is a prompt, or a dict with `prompt`, a string or a list of messages, or with `messages`, whose last answer is
-    left out.
+    left out. Strings are messages of the user unless `as_text`, also those that are whole rows.
     Other columns, such as the right answer, are kept as they are. The arguments are those of `RowData`.
     """
 

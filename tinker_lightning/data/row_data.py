@@ -39,7 +39,7 @@ class RowData(pl.LightningDataModule):
         max_length: The maximum number of tokens of a row; by default, and at most, the context of the model.
         truncate: How to treat longer rows: `error` raises, `left` and `right` cut that side, `drop` leaves them out.
             What was cut or dropped is counted, logged, and in `report`.
-        bad_rows: How to treat rows that cannot be converted: `error` raises with file and line, `skip` leaves them out
+        bad_rows: How to treat rows that cannot be converted or have an empty answer: `error` raises with file and line, `skip` leaves them out
             and counts them.
         shuffle: Whether to shuffle the training rows in each epoch.
         streaming: Whether to read and convert rows during training, for files that are larger than memory.
@@ -86,7 +86,7 @@ class RowData(pl.LightningDataModule):
             raise InvalidInput(f"max_length must be at least 2, got {max_length}")
         self.batch_size = batch_size
         self.report: dict[str, dict[str, int]] = {}
-        """What has become of the rows of each part: how many are kept, truncated, dropped and skipped."""
+        """What has become of the rows of each part in one pass: how many are kept, truncated, dropped and skipped."""
         self._share = validation if isinstance(validation, float) else None
         if self._share is not None and not 0 < self._share < 1:
             raise InvalidInput(f"validation must be a file, a dataset, or a share between 0 and 1, got {validation}")

@@ -21,20 +21,26 @@ _NAMES = ("rows", "tokens", "trained_tokens", "truncated", "dropped", "skipped")
 
 
 class Counts:
-    """Counts what has become of the rows of a dataset, also in the worker processes of a loader.
+    """Counts what has become of the rows of a dataset in one pass over it, also in the worker processes of a loader.
 
     Args:
         num_workers: The number of worker processes.
     """
 
     def __init__(self, num_workers: int = 0) -> None:
-        # One row per process, because adding to shared memory is not atomic.
-        self._numbers = torch.zeros(num_workers + 1, len(_NAMES), dtype=torch.int64).share_memory_()
+        # For this pass over the data and the fullest one before, one row per process: adding to shared memory is not
+        # atomic.
+        self._numbers = torch.zeros(2, num_workers + 1, len(_NAMES), dtype=torch.int64).share_memory_()
+
+    def start_pass(self) -> None:
+        """Starts to count again; the last pass, which may not be complete, does not hide an earlier one."""
+        current, fullest = self._numbers[:, _process()]
+        fullest.copy_(torch.maximum(current, fullest))
+        current.zero_()
 
     def add(self, name: str, number: int = 1) -> None:
         """Increases a count."""
-        info = get_worker_info()
-        self._numbers[0 if info is None else info.id + 1, _NAMES.index(name)] += number
+        self._numbers[0, _process(), _NAMES.index(name)] += number
 
     def truncated(self) -> None:
         """Counts a row that was cut."""
@@ -54,7 +60,13 @@ class Counts:
 
     def as_dict(self) -> dict[str, int]:
         """Returns the counts by name."""
-        return dict(zip(_NAMES, self._numbers.sum(0).tolist(), strict=True))
+        return dict(zip(_NAMES, self._numbers.amax(0).sum(0).tolist(), strict=True))
+
+
+def _process() -> int:
+    """Returns 0 in the main process, and the number of a worker process of a loader, from 1."""
+    info = get_worker_info()
+    return 0 if info is None else info.id + 1
 
 
 class Converter:
@@ -158,6 +170,7 @@ class Stream(IterableDataset[Any]):
         self._buffer_size = buffer_size
 
     def __iter__(self) -> Iterator[Any]:
+        self._convert.counts.start_pass()
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         rows = itertools.islice(rows_of(self._source), worker, None, workers)

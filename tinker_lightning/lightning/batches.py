@@ -36,6 +36,11 @@ def datums_of(batch: Any, rows: Callable[[], RowFormat]) -> list[Any]:
         got = type(batch).__name__
         if isinstance(batch, list | tuple):
             other = next(item for item in batch if not isinstance(item, DatumLike) and not is_row(item))
+            if isinstance(other, list | tuple) and other and all(isinstance(each, DatumLike) for each in other):
+                raise InvalidDatum(
+                    f"the batch has groups of {len(other)} datums, such as the pairs of PreferenceData, which only DPO "
+                    "trains on. Use ChatData, or override datums(self, batch) to flatten them."
+                )
             got += f" of {type(other).__name__}"
         raise InvalidDatum(
             f"a batch must be a list of datums, texts, chats or dicts with {', '.join(COLUMNS[:4])}; got {got}. Pass "

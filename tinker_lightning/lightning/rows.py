@@ -37,9 +37,9 @@ class PromptLike(Protocol):
 
 
 def is_chat(value: Any) -> bool:
-    """Returns whether a value is a list of messages."""
+    """Returns whether a value is a list of messages, which may lack a role or content by mistake."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-    return is_list and all(isinstance(message, Mapping) and "role" in message for message in value)
+    return is_list and all(isinstance(each, Mapping) and ("role" in each or "content" in each) for each in value)
 
 
 def is_row(value: Any) -> bool:
@@ -85,15 +85,19 @@ class RowFormat:
             # A dataset of rows of several kinds has every column in each row, as None where it is missing.
             row = {name: value for name, value in row.items() if value is not None}
             if "messages" in row:
+                self._check_answers(row["messages"])
                 return self._datum(*self._chat(row["messages"], 0, row.get("tools")))
             if "prompt" in row and "completion" in row:
+                self._check_answers(_messages(row["completion"], "assistant"))
                 return self._answered(row["prompt"], row["completion"], row.get("tools"))
             if isinstance(row.get("text"), str):
                 return self._datum(*self._text(row["text"]))
             raise InvalidDatum(
                 "a row to train on needs messages, prompt and completion, or text; this one has "
                 f"{', '.join(map(str, row)) or 'no columns'}"
+                + (". Pairs of answers are for DPO." if "chosen" in row else "")
             )
+        self._check_answers(row)
         return self._datum(*self._chat(row, 0, None))
 
     def pair(self, row: Any) -> tuple[Datum, Datum]:
@@ -143,6 +147,16 @@ class RowFormat:
             else:
                 ids = chat.generation_prompt(messages, self.tokenizer, tools=tools)
         return ModelInput.from_ints(self._shortened(ids, np.zeros(len(ids), np.float32))[0])
+
+    def _check_answers(self, messages: Any) -> None:
+        """Raises `InvalidDatum` if the answers to train on have no content, so that only their ends would count."""
+        answers = [each for each in chat.check_messages(messages) if each["role"] == "assistant"]
+        trained = answers[-1:] if self.only_last else answers
+        if trained and not any(each.get("tool_calls") or _has_text(each.get("content")) for each in trained):
+            raise InvalidDatum(
+                "the answer is empty, so the model would only learn to end at once. Leave the row out, or pass "
+                "bad_rows='skip' to a data module to skip and count such rows"
+            )
 
     def _different(self, chosen: Datum, rejected: Datum) -> tuple[Datum, Datum]:
         """Returns a pair; raises if it is of equal texts, or of texts that were cut to equal ones."""
@@ -210,3 +224,7 @@ class RowFormat:
 
 def _messages(value: Any, role: str) -> list[Message]:
     return [{"role": role, "content": value}] if isinstance(value, str) else chat.check_messages(value)
+
+
+def _has_text(content: Any) -> bool:
+    return bool(content.strip() if isinstance(content, str) else content)
