@@ -39,8 +39,8 @@ class RowData(pl.LightningDataModule):
         max_length: The maximum number of tokens of a row; by default, and at most, the context of the model.
         truncate: How to treat longer rows: `error` raises, `left` and `right` cut that side, `drop` leaves them out.
             What was cut or dropped is counted, logged, and in `report`.
-        bad_rows: How to treat rows that cannot be converted or have an empty answer: `error` raises with file and line, `skip` leaves them out
-            and counts them.
+        bad_rows: How to treat rows that cannot be converted or have an empty answer: `error` raises with file and line,
+            `skip` leaves them out and counts them.
         shuffle: Whether to shuffle the training rows in each epoch.
         streaming: Whether to read and convert rows during training, for files that are larger than memory.
         shuffle_buffer: The number of rows to shuffle among while streaming.
