@@ -47,13 +47,17 @@ def bystander(server: LimitedServer) -> Iterator[None]:
                     pass
                 outcomes.append(response.json())
 
+    def wait_for(count: int) -> None:
+        deadline = time.monotonic() + 60
+        while len(outcomes) < count and time.monotonic() < deadline:
+            time.sleep(0.01)
+
     thread = threading.Thread(target=train)
     thread.start()
+    wait_for(1)
     yield
     before = len(outcomes)
-    deadline = time.monotonic() + 60
-    while len(outcomes) < before + 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(before + 2)
     stop.set()
     thread.join(120)
     assert len(outcomes) >= before + 2

@@ -7,6 +7,7 @@ can connect any more, and asyncio retries and logs each refused connection witho
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -50,8 +51,8 @@ def most_connections() -> int:
 class Connections:
     """The open connections of a server. Used by one event loop.
 
-    If there are too many, the oldest one that is idle makes room, or the oldest one whose request is not complete, so
-    that they cannot lock others out.
+    If there are too many, the oldest one that never sent a request makes room, or else the oldest one that is idle, or
+    the oldest one whose request is not complete. So they cannot lock others out.
     """
 
     def __init__(self, most: int, header_seconds: float = HEADER_SECONDS) -> None:
@@ -72,9 +73,11 @@ class Connections:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_SWEEP_SECONDS, self._sweep)
         if len(self._open) > self._most:
-            idle = next((each for each in self._open if each is not protocol and not _is_busy(each)), None)
+            idle = [each for each in self._open if each is not protocol and not _is_busy(each)]
+            silent = (each for each in idle if each.cycle is None)
             unfinished = (each for each in self._open if _is_busy(each) and each.cycle.more_body)
-            self._close(idle or next(unfinished, protocol), f"there are more than {self._most}")
+            oldest = next(itertools.chain(silent, idle, unfinished), protocol)
+            self._close(oldest, f"there are more than {self._most}")
 
     def closed(self, protocol: Any) -> None:
         """Removes a connection."""
