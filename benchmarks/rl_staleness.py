@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import numpy as np
 
 from benchmarks import report
+from tinker_lightning.client.dialects.known import known
 from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
 from tinker_lightning.recipes import GRPO
 from tinker_lightning.rl import Environment, RolloutLoader
@@ -106,6 +107,8 @@ class Simulated:
 
     losses = None
     retains = True
+    server = "simulated"
+    dialect = known("embedded")
 
     def __init__(self, times: Times) -> None:
         self.unread = UnreadFailures()
@@ -200,7 +203,7 @@ def steps_per_second(times: Times, *, straggler: bool, staleness: int, streaming
         enable_model_summary=False,
         callbacks=[Clock()],
     )
-    trainer.fit((GRPO if streaming else WithoutStreaming)(Simulated(times)), loader)
+    trainer.fit((GRPO if streaming else WithoutStreaming)(Simulated(times), reference=None), loader)
     return steps / (began[steps + 1] - began[1])
 
 
