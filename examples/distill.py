@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger
 from tinker_lightning import connect
 from tinker_lightning.data import ChatData, RolloutData
 from tinker_lightning.recipes import SFT, Distill
-from tinker_lightning.rl.rewards import no_reward
+from tinker_lightning.rl import no_reward
 
 DATA = Path(__file__).parent / "data"
 
@@ -27,6 +27,7 @@ def main(
     folder: Path | str = "runs/distill",
     model: str = "smollm2-135m",
     *,
+    lessons: int = 8,
     steps: int = 20,
     learning_rate: float = 5e-4,
     **settings: Any,
@@ -36,9 +37,8 @@ def main(
     prompts = [json.loads(line)["messages"][:-1] for line in (DATA / "orders_train.jsonl").read_text().splitlines()]
     with connect("embedded") as service:
         teacher = service.create_lora_training_client(model, rank=8)
-        lessons = ChatData(DATA / "orders_train.jsonl", batch_size=8)
-        pl.Trainer(strategy="tinker", max_steps=8, logger=False, enable_checkpointing=False).fit(
-            SFT(teacher, learning_rate=learning_rate), lessons
+        pl.Trainer(strategy="tinker", max_steps=lessons, logger=False, enable_checkpointing=False).fit(
+            SFT(teacher, learning_rate=learning_rate), ChatData(DATA / "orders_train.jsonl", batch_size=8)
         )
         path = teacher.save_weights_for_sampler("teacher").result().path
 

@@ -32,6 +32,14 @@ def digits(_: str, completion: str) -> float:
     return sum(each.isdigit() for each in completion) / max(1, len(completion.strip()))
 
 
+def improve(module: GRPO, data: RolloutData, folder: Any, steps: int) -> Any:
+    """Trains a module, and returns the scores of the held-out prompts before and after."""
+    trainer = pl.Trainer(strategy="tinker", max_steps=steps, logger=CSVLogger(folder, name=""), log_every_n_steps=1)
+    before = trainer.validate(module, data)
+    trainer.fit(module, data)
+    return *before, *trainer.validate(module, data)
+
+
 def main(
     folder: Path | str = "runs/grpo", model: str = "smollm2-135m", *, rewards: Any = right, steps: int = 30
 ) -> Any:
@@ -39,11 +47,8 @@ def main(
     pl.seed_everything(0)
     train, held_out = (DATA / f"numbers_{part}.jsonl" for part in ("train", "validation"))
     data = RolloutData(train, held_out, rewards=rewards, batch_size=8, group_size=8, max_tokens=3, as_text=True)
-    trainer = pl.Trainer(strategy="tinker", max_steps=steps, logger=CSVLogger(folder, name=""), log_every_n_steps=1)
     with GRPO(model, rank=8, learning_rate=3e-4, base_url="embedded") as module:
-        before = trainer.validate(module, data)
-        trainer.fit(module, data)
-        return *before, *trainer.validate(module, data)
+        return improve(module, data, folder, steps)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Rewards by a judge: a model on the same server scores the answers of the one that is trained.
 
 The judge is the base model itself, asked whether a reply is polite; its reward is the probability that it gives to yes
-rather than to no. Run it with `python examples/judge.py [FOLDER]`.
+rather than to no. Run it with `python -m examples.judge [FOLDER]`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import CSVLogger
 
+from examples.grpo import improve
 from tinker_lightning import ModelInput, connect
 from tinker_lightning.data import RolloutData
 from tinker_lightning.recipes import GRPO
@@ -47,11 +47,8 @@ def main(folder: Any = "runs/judge", model: str = "smollm2-135m", *, steps: int 
         judge = Judge(service.create_sampling_client(base_model=model))
         sampling = {"batch_size": 5, "group_size": 8, "max_tokens": 16, **settings}
         data = RolloutData(COMPLAINTS, COMPLAINTS, rewards=judge.polite, **sampling)
-        trainer = pl.Trainer(strategy="tinker", max_steps=steps, logger=CSVLogger(folder, name=""), log_every_n_steps=1)
         module = GRPO(service.create_lora_training_client(model, rank=8), learning_rate=3e-4)
-        before = trainer.validate(module, data)
-        trainer.fit(module, data)
-        return *before, *trainer.validate(module, data)
+        return improve(module, data, folder, steps)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Teaches SmolLM2-135M to guess a number from hints: an environment of several turns is ordinary Python.
 
-Run it with `python examples/multi_turn.py [FOLDER]`. The same `rollout` could call a tool or another model in between.
+Run it with `python -m examples.multi_turn [FOLDER]`. The same `rollout` could call a tool or another model in between.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import CSVLogger
 
+from examples.grpo import improve
 from tinker_lightning import SamplingParams
 from tinker_lightning.data import RolloutData
 from tinker_lightning.recipes import GRPO
@@ -52,11 +52,8 @@ def main(
     pl.seed_everything(0)
     games = [GuessTheNumber(secret) for secret in range(1, 10)]
     data = RolloutData(games, games, **{"batch_size": 9, "group_size": 8, **settings})
-    trainer = pl.Trainer(strategy="tinker", max_steps=steps, logger=CSVLogger(folder, name=""), log_every_n_steps=1)
     with GRPO(model, rank=8, learning_rate=3e-4, base_url="embedded") as module:
-        before = trainer.validate(module, data)
-        trainer.fit(module, data)
-        return *before, *trainer.validate(module, data)
+        return improve(module, data, folder, steps)
 
 
 if __name__ == "__main__":

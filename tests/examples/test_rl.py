@@ -33,12 +33,12 @@ def column(folder: Path, name: str) -> list[float]:
 
 
 def test_grpo(tmp_path: Path) -> None:  # R5.9
-    before, after = grpo.main(tmp_path, "tiny", rewards=[grpo.right, grpo.digits], steps=3)
+    before, after = grpo.main(tmp_path, "tiny", rewards=[grpo.right, grpo.digits], steps=1)
     for scores in (before, after):
         assert 0 <= scores["val_reward"] <= 2
         assert 0 <= scores["val_reward/right"] <= 1
     rewards = column(tmp_path, "reward/digits")
-    assert len(rewards) == 3
+    assert len(rewards) == 1
     assert column(tmp_path, "train_loss")
 
 
@@ -64,16 +64,15 @@ def test_multi_turn(tmp_path: Path) -> None:  # R5.9
 
 
 def test_judge(tmp_path: Path) -> None:  # R5.9
-    before, after = judge.main(tmp_path, "tiny", steps=2, group_size=2, max_tokens=4)
+    before, after = judge.main(tmp_path, "tiny", steps=1, batch_size=2, group_size=2, max_tokens=4)
     for scores in (before, after):
         assert 0 < scores["val_reward/polite"] < 1
 
 
 def test_distill(tmp_path: Path) -> None:  # R5.9
-    distill.main(tmp_path, "tiny", steps=2, learning_rate=2e-2, group_size=2, max_tokens=6)
-    divergence = column(tmp_path, "policy/kl_teacher")
-    assert len(divergence) == 2
-    assert min(divergence) > 0.1  # the student starts as the base model, which the teacher is no longer
+    distill.main(tmp_path, "tiny", lessons=2, steps=1, learning_rate=4e-2, batch_size=2, max_tokens=6)
+    (divergence,) = column(tmp_path, "policy/kl_teacher")
+    assert divergence > 0.1  # the student starts as the base model, which the teacher is no longer
 
 
 @pytest.mark.soak
