@@ -16,8 +16,7 @@ from tests.helpers.trainers import SMALL, new, quiet
 from tinker_lightning import AdamParams, Datum, SamplingParams, collate, losses
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.recipes import Distill
-from tinker_lightning.rl import RolloutLoader
-from tinker_lightning.rl.rewards import no_reward
+from tinker_lightning.rl import RolloutLoader, no_reward
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
 
@@ -45,13 +44,13 @@ def service64(trainer64: EmbeddedTrainer) -> Iterator[ServiceClient]:
         yield service
 
 
-def taught(service: ServiceClient, steps: int = 12) -> TrainingClient:
+def taught(service: ServiceClient, steps: int = 3) -> TrainingClient:
     """A model that writes the texts."""
     client = service.create_lora_training_client("tiny", rank=4, seed=9)
     data = [Datum.from_tokens(list(text.encode())) for text in TEXTS]
     for _ in range(steps):
         client.forward_backward(data, "cross_entropy")
-        client.optim_step(AdamParams(learning_rate=3e-2))
+        client.optim_step(AdamParams(learning_rate=5e-2))
     return client
 
 
@@ -95,7 +94,7 @@ def gradient(loss: Tensor, parameters: dict[str, Tensor]) -> Tensor:
 
 def rollouts(**settings: Any) -> RolloutLoader:
     prompts = [text[:4] for text in TEXTS]
-    defaults = {"group_size": 4, "batch_size": 3, "sampling_params": SamplingParams(max_tokens=6), "as_text": True}
+    defaults = {"group_size": 4, "batch_size": 3, "sampling_params": SamplingParams(max_tokens=4), "as_text": True}
     return RolloutLoader(prompts, no_reward, **{**defaults, **settings})
 
 
@@ -129,7 +128,7 @@ def test_on_policy_gradients_are_those_of_autograd(
             return gradient(torch.stack(terms).sum(), parameters)
 
     differences = compare_steps(trainer64, client, expected)
-    quiet(max_steps=2).fit(module, rollouts())
+    quiet(max_steps=2).fit(module, rollouts(group_size=2, batch_size=2))
     assert len(differences) == 2
     assert max(differences) < 1e-5  # the protocol carries float32
 
@@ -190,10 +189,10 @@ def test_the_divergence_from_a_teacher_on_another_server_falls(
     from tinker_lightning import connect
 
     with connect(served.url) as other:
-        path = taught(other).save_weights_for_sampler("teacher").result().path
+        path = taught(other, 12 if steps > 1 else 3).save_weights_for_sampler("teacher").result().path
         run = Divergence(service, steps, teacher=path, teacher_url=served.url, learning_rate=3e-2)
         run.module.close()
-    assert run.found[0] > 0.5
+    assert run.found[0] > 0.2
     first, last = sum(run.found[:3]) / 3, sum(run.found[-3:]) / 3
     if steps > 1:
         assert last < 0.5 * first

@@ -1,55 +1,26 @@
-"""GRPO: advantages, losses, corrections and what is logged."""  # R4.3, R5.9
+"""GRPO: the arithmetic of its advantages, losses and corrections, and its settings."""  # R4.3, R5.9
 
 from __future__ import annotations
 
-import csv
-import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.helpers.backends import reach
-from tests.helpers.rollouts import PROMPTS, Stream, code_points, lower, record, rollouts
-from tests.helpers.trainers import SMALL, loader, logprobs_of, new, quiet
-from tinker_lightning import ModelInput, RemoteModule, losses
+from tests.helpers.rollouts import group_of, rollouts
+from tests.helpers.trainers import SMALL, new, quiet
+from tinker_lightning import ModelInput, losses
 from tinker_lightning.errors import InvalidInput, RolloutFailed
-from tinker_lightning.lightning.callbacks import SampleTable
 from tinker_lightning.recipes import GRPO
+from tinker_lightning.recipes.policy_scores import Scored
 from tinker_lightning.recipes.trained_group import TrainedGroup
-from tinker_lightning.rl import Completion, Group, PromptEnvironment, Trajectory, Turn
-from tinker_lightning.rl.tasks import Task
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tinker_lightning.client import ServiceClient
-    from tinker_lightning.server import EmbeddedTrainer
+    from tinker_lightning.rl import Group
 
 pytestmark = SMALL
-
-
-def group_of(*episodes: tuple[float, int], **settings: Any) -> Group:
-    """A group of episodes with a reward and a number of sampled tokens each, after a prompt of three tokens."""
-    task = Task(0, 0, 0, PromptEnvironment("prompt", lower))
-    draw = np.random.default_rng(0)
-    trajectories = [
-        Trajectory(
-            [
-                Turn(
-                    [1, 2, 3],
-                    Completion(
-                        [7 + i] * tokens, draw.normal(-2, 0.5, tokens).astype(np.float32), "stop", f"answer {i}", 0
-                    ),
-                )
-            ],
-            reward,
-            **settings,
-        )
-        for i, (reward, tokens) in enumerate(episodes)
-    ]
-    return Group(task, trajectories, 0)
 
 
 def loss_of(module: GRPO, group: Group, seed: int = 1) -> tuple[float, list[torch.Tensor], dict[str, Any]]:
@@ -65,9 +36,11 @@ def loss_of(module: GRPO, group: Group, seed: int = 1) -> tuple[float, list[torc
         .requires_grad_()
         for datum in trained.data
     ]
-    loss, metrics = module.group_loss(trained, module.with_inputs(trained), logprobs)
+    data = module.with_inputs(trained)
+    loss, metrics = module.group_loss(trained, data, logprobs)
     gradients = torch.autograd.grad(loss, logprobs)
-    return loss.item(), list(gradients), {name: float(value) for name, value in metrics.items()}
+    found = {name: float(value) for name, value in metrics.items()}
+    return loss.item(), list(gradients), found | module.policy_metrics([Scored.of(data, logprobs, 0, 0)])
 
 
 def mean_of(group: Group, terms: list[torch.Tensor], normalize: str) -> torch.Tensor:
@@ -185,164 +158,6 @@ def test_a_sampler_that_differs_is_corrected(service: ServiceClient) -> None:
     assert all(not gradient.any() for gradient in gradients)
 
 
-class Windows(GRPO):
-    """Keeps the gradients of each step, by the last token of the prompt."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.windows: list[list[tuple[list[int], torch.Tensor]]] = []
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        del optimizer
-        calls = self.lm.handle.remote.window
-        self.windows.append(
-            [
-                (datum.model_input.to_ints(), own)
-                for call in calls
-                for datum, own in zip(call.datums, call.gradients or (), strict=True)
-            ]
-        )
-
-
-class Arrivals:
-    """A reward that differs for all answers; the answers to one prompt get theirs after all others of their batch."""
-
-    def __init__(self, last: str | None, group: int, others: int) -> None:
-        self.last, self.group, self.others = last, group, others
-        self._scored = {True: 0, False: 0}  # answers to the last prompt, and to others
-        self._changed = threading.Condition()
-
-    def __call__(self, prompt: str, completion: str) -> float:
-        is_last = prompt == self.last
-        with self._changed:
-            self._scored[is_last] += 1
-            self._changed.notify_all()
-            if is_last:
-                batches = -(-self._scored[True] // self.group)
-                assert self._changed.wait_for(lambda: self._scored[False] >= batches * self.others, timeout=60)
-        return code_points(prompt, completion)
-
-
-class Sends(Windows):
-    """Counts the groups whose forward pass is sent."""
-
-    sent = 0
-
-    def request(self, *args: Any) -> None:
-        self.sent += 1
-        super().request(*args)
-
-
-def test_bits_do_not_depend_on_the_order_of_arrival(service: ServiceClient) -> None:
-    """The first prompt's rewards wait for the others', or the last one's do."""
-    found = []
-    for straggler in (None, PROMPTS[0], PROMPTS[3]):
-        module = new(service, Sends)
-        given = rollouts(PROMPTS[:4], rewards=Arrivals(straggler, 4, 3 * 4), batch_size=4, shuffle=False)
-        quiet(max_steps=2).fit(module, given)
-        assert module.sent == 8  # a forward for each group
-        found.append((module.windows, logprobs_of(module)))
-    windows, logprobs = found[0]
-    prompts = [bytes(token for token in tokens if token < 256)[:8] for tokens, _ in windows[0]]
-    assert prompts == sorted(prompts)  # gradients are sent in the order of the prompts
-    for others_windows, others_logprobs in found[1:]:
-        assert torch.equal(others_logprobs, logprobs)
-        for window, expected in zip(others_windows, windows, strict=True):
-            assert [tokens for tokens, _ in window] == [tokens for tokens, _ in expected]
-            assert all(torch.equal(a, b) for (_, a), (_, b) in zip(window, expected, strict=True))
-
-
-def test_dropped_groups_count_as_zero(service: ServiceClient) -> None:
-    def some(prompt: str, completion: str) -> float:
-        return lower(prompt, completion) if prompt in PROMPTS[:2] else 1.0
-
-    all_four, two = new(service, Windows), new(service, Windows)
-    trainer = quiet(max_steps=1)
-    trainer.fit(all_four, rollouts(PROMPTS[:4], rewards=some, batch_size=4, shuffle=False))
-    assert trainer.callback_metrics["groups/zero_variance"] == 0.5
-    assert trainer.callback_metrics["groups/dropped"] == 0.5
-    quiet(max_steps=1).fit(two, rollouts(PROMPTS[:2], rewards=some, batch_size=2, shuffle=False))
-    (four_window,), (two_window,) = all_four.windows, two.windows
-    assert len(four_window) == len(two_window) == 8
-    for (tokens, own), (same, whole) in zip(four_window, two_window, strict=True):
-        assert tokens == same
-        assert torch.equal(2 * own, whole)
-
-
-def test_refill_replaces_dropped_groups(service: ServiceClient) -> None:
-    def some(prompt: str, completion: str) -> float:
-        return lower(prompt, completion) if prompt in PROMPTS[2:4] else 1.0
-
-    module, trainer = new(service, Windows), quiet(max_steps=1)
-    trainer.fit(module, rollouts(PROMPTS[:6], rewards=some, shuffle=False, refill=2))
-    assert len(module.windows[0]) == 8  # both groups that are trained are of the refill
-    assert trainer.callback_metrics["groups/dropped"] == 0.5
-
-
-def test_refilling_may_use_up_a_stream(service: ServiceClient) -> None:
-    """Lightning has drawn the second batch by then, whose prompts are gone; the next pass is complete."""
-    given, trainer = rollouts(Stream(PROMPTS[:4]), rewards=_constant, refill=1), quiet(max_steps=-1, max_epochs=2)
-    trainer.fit(new(service, GRPO), given)
-    assert trainer.global_step == 4
-    assert given.state_dict()["tasks"]["number"] == 8
-
-
-def test_a_window_in_which_everything_was_dropped_takes_no_step(
-    service: ServiceClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events = record(monkeypatch)
-    module, constant, trainer = new(service, GRPO), rollouts(rewards=_constant), quiet(max_steps=2)
-    before = logprobs_of(module)
-    trainer.fit(module, constant)
-    assert "step" not in events
-    assert torch.equal(logprobs_of(module), before)
-    assert constant.skipped_steps == trainer.callback_metrics["groups/skipped_steps"] == 2
-    assert trainer.callback_metrics["groups/zero_variance"] == 1
-
-
-def test_what_is_logged(service: ServiceClient) -> None:
-    def bonus(prompt: str, completion: str) -> float:
-        return float(len(prompt) + len(completion) > 0)
-
-    module, trainer = new(service, GRPO, loss="ppo", kl_coefficient=0.01), quiet(max_steps=2)
-    trainer.fit(module, rollouts(rewards=[lower, bonus]))
-    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    assert {
-        *("reward", "reward/std", "reward/max", "reward/lower", "reward/bonus", "groups/zero_variance"),
-        *("completions/length", "completions/stop_length", "completions/truncated", "policy/entropy"),
-        *("policy/kl_reference", "policy/kl_sampler", "clip_fraction", "policy/staleness", "tokens/sampled"),
-        *("tokens/trained", "seconds/sampling", "seconds/waiting", "seconds/training", "train_loss", "grad_norm"),
-    } <= set(logged)
-    assert logged["reward"] == pytest.approx(logged["reward/lower"] + logged["reward/bonus"])
-    assert 8 <= logged["tokens/trained"] <= logged["tokens/sampled"] <= 2 * 4 * 4
-    assert 4 < logged["policy/entropy"] < 7  # tiny is close to uniform over 261 tokens
-    assert logged["tokens/sampled"] < module.lm.handle.remote.tokens.sampled <= 2 * 2 * 4 * 4
-
-
-def test_a_table_of_answers_with_rewards(service: ServiceClient, tmp_path: Path) -> None:
-    table = SampleTable(every_n_steps=2, path=tmp_path / "answers.csv", console=False)
-    quiet(max_steps=2, callbacks=[table]).fit(new(service, GRPO), rollouts())
-    with (tmp_path / "answers.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 4
-    for row in rows:
-        assert row["prompt"] in PROMPTS
-        assert float(row["reward"]) == lower("", row["completion"])
-    with pytest.raises(InvalidInput, match="does not train on rollouts"):
-        quiet(callbacks=[SampleTable(every_n_steps=1)]).fit(new(service, RemoteModule), loader())
-
-
-def test_validation_samples_held_out_prompts(service: ServiceClient) -> None:
-    module, trainer = new(service, GRPO), quiet(max_steps=2, val_check_interval=2)
-    held_out = rollouts(PROMPTS[:3], shuffle=False, group_size=1)
-    trained = rollouts(PROMPTS[:4], group_size=2, epochs=2)
-    trainer.fit(module, trained, held_out)
-    assert {"val_reward", "val_reward/lower", "val_completions/length"} <= trainer.callback_metrics.keys()
-    first = trainer.validate(module, rollouts(PROMPTS[:3], shuffle=False, group_size=1), verbose=False)
-    assert first[0]["val_reward"] == pytest.approx(float(trainer.callback_metrics["val_reward"]))
-    assert "val_reward" in trainer.validate(module, trained, verbose=False)[0]  # though its position is not the start
-
-
 def test_a_loss_of_ones_own(service: ServiceClient) -> None:
     def clipped(data: list[Any], logprobs: list[torch.Tensor]) -> Any:
         loss, metrics = losses.ppo(data, logprobs, clip_high_threshold=1.1)
@@ -353,38 +168,6 @@ def test_a_loss_of_ones_own(service: ServiceClient) -> None:
     assert trainer.callback_metrics["own"] == 1
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", "gspo"])
-def test_other_servers_compute_a_built_in_loss_in_one_pass(
-    loss: str, trainer: EmbeddedTrainer, running: Any, service: ServiceClient
-) -> None:
-    """The pass is sent with the step; what a server cannot add to its loss is computed here, in two passes."""
-    with reach("tcp without extensions", trainer, running) as backend:
-        settings: dict[str, Any] = {"loss": loss, "learning_rate": 1e-2}
-        model = backend.model()
-        module = GRPO(model, **settings)
-        quiet(max_steps=2).fit(module, rollouts(group_size=2, rewards=code_points))
-        assert [kind for kind in backend.kinds(model) if kind.startswith("forward")] == ["forward_backward"] * 4
-        here = new(service, GRPO, **settings)
-        quiet(max_steps=2).fit(here, rollouts(group_size=2, rewards=code_points))
-        assert logprobs_of(module) == pytest.approx(logprobs_of(here), abs=1e-3)
-        if loss == "gspo":
-            return
-        model = backend.model()
-        regularized = GRPO(model, kl_coefficient=0.1, **settings)
-        fitted = quiet(max_steps=1)
-        fitted.fit(regularized, rollouts())
-        assert "forward" in backend.kinds(model)
-        assert "policy/kl_reference" in fitted.callback_metrics
-        with pytest.raises(InvalidInput, match="adds to its loss, or divides it"):
-            quiet(max_steps=1).fit(_on_server(backend.model(), kl_coefficient=0.1), rollouts())
-
-
-def _on_server(client: Any, **settings: Any) -> GRPO:
-    module = GRPO(client, **settings)
-    module.route = "builtin"
-    return module
-
-
 def test_bad_settings(service: ServiceClient) -> None:
     for settings, message in (
         ({"normalize": "tokens"}, "normalize must be"),
@@ -393,6 +176,7 @@ def test_bad_settings(service: ServiceClient) -> None:
         ({"ratio_bounds": (1.5, 2.0)}, "ratio_bounds must be"),
         ({"truncated": "drop"}, "truncated must be one of"),
         ({"kl_coefficient": -1.0}, "kl_coefficient must be at least 0"),
+        ({"kl_coefficient": 0.1, "reference": None}, "kl_coefficient needs a reference"),
         ({"baseline": "median"}, "baseline must be"),
         ({"baseline": 0.0}, "Pass scale_rewards=False"),
     ):
@@ -402,10 +186,6 @@ def test_bad_settings(service: ServiceClient) -> None:
         quiet().fit(new(service, GRPO), rollouts(group_size=1))
     with pytest.raises(RolloutFailed, match="raised ValueError: no such word"):
         quiet().fit(new(service, GRPO), rollouts(rewards=_failing))
-
-
-def _constant(*_: str) -> float:
-    return 1.0
 
 
 def _failing(prompt: str, completion: str) -> float:

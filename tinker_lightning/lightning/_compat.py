@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from lightning import __version__
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import launchers
 from packaging.version import Version
 
@@ -113,6 +114,8 @@ TRAIN_TIME_INTERVAL = Private("ModelCheckpoint", "_train_time_interval")
 FORWARD_CACHE = Private("_ResultMetric", "_forward_cache")
 UPDATE_COUNT = Private("Metric", "_update_count")
 
+PRINTED_WARNINGS = Private("Closure", "warning_cache")
+
 LAUNCH_SCRIPT = Private("launchers", "_SubprocessScriptLauncher.launch")
 LAUNCH_FUNCTION = Private("launchers", "_MultiProcessingLauncher.launch")
 
@@ -120,6 +123,23 @@ LAUNCH_FUNCTION = Private("launchers", "_MultiProcessingLauncher.launch")
 def ignore_own_warnings() -> None:
     """Hides what Lightning's use of a name that torch calls deprecated prints in every fit; users cannot change it."""
     warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", module=r"lightning\.pytorch\.utilities\._pytree")
+
+
+# Printed once in a process.
+_RETURNED_NONE = "`training_step` returned `None`. If this was on purpose, ignore this warning..."
+
+
+def hide_warning_of_none() -> bool:
+    """Keeps Lightning from warning that this batch has no loss; returns whether `show_warning_of_none` must follow."""
+    printed = PRINTED_WARNINGS.get(Closure)
+    hides = _RETURNED_NONE not in printed
+    printed.add(_RETURNED_NONE)
+    return hides
+
+
+def show_warning_of_none() -> None:
+    """Lets Lightning warn again."""
+    PRINTED_WARNINGS.get(Closure).discard(_RETURNED_NONE)
 
 
 def when_selected(trainer: pl.Trainer, call: Callable[[Any], None]) -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from tinker_lightning.lightning.deferred_metrics import Ran
     from tinker_lightning.lightning.routes import Chosen, Reduction, Route
     from tinker_lightning.losses.regularizers.regularizer import Regularizer
     from tinker_lightning.remote.calls import Pass, Step
@@ -114,7 +115,7 @@ class RemoteBase(pl.LightningModule):
         self.lm = RemoteLM(self._session.client if model is None or isinstance(model, str) else model)
         self._scores = Scores()
         remote = self.lm.handle.remote
-        self._deferred = DeferredMetrics(remote.wait_for_end)
+        self._deferred = DeferredMetrics(remote.wait_for_end, self.server_metrics)
         remote.on_step = self._stepped
         remote.max_steps_in_flight = max_steps_in_flight
         remote.load_state = functools.partial(self._session.load, remote)
@@ -213,6 +214,11 @@ class RemoteBase(pl.LightningModule):
         `advantages`. A loss registered with `custom_loss` gets the tensor unchanged.
         """
         del batch
+        return {}
+
+    def server_metrics(self, ran: Sequence[Ran]) -> Mapping[str, float]:
+        """Returns metrics of losses that ran on the server, in addition to their own; none by default."""
+        del ran
         return {}
 
     # Checkpoints.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tinker_lightning.types import Datum, ForwardBackwardOutput
 
     # The result of a pass, and what was sent for it.
-    _Ran: TypeAlias = tuple[ForwardBackwardOutput, PendingBackward]
+    Ran: TypeAlias = tuple[ForwardBackwardOutput, PendingBackward]
 
 _SUM = "loss:sum"
 # Metrics of a loss that the server has renamed to avoid clashes.
@@ -54,10 +54,18 @@ class _Entry:
 
 
 class DeferredMetrics:
-    """Logs the metrics of steps when they arrive, oldest first; `wait` may raise to end the wait for a request."""
+    """Logs the metrics of steps when they arrive, oldest first.
 
-    def __init__(self, wait: Callable[[TinkerFuture[Any]], None]) -> None:
+    Args:
+        wait: Waits for a request; it may raise to end the wait.
+        further: Returns metrics of server-side losses in addition to their own.
+    """
+
+    def __init__(
+        self, wait: Callable[[TinkerFuture[Any]], None], further: Callable[[Sequence[Ran]], Mapping[str, float]]
+    ) -> None:
         self._wait = wait
+        self._further = further
         self._waiting: deque[_Entry] = deque()
         self._names: set[str] = set()
 
@@ -95,7 +103,7 @@ class DeferredMetrics:
             self._waiting.popleft()
             if any(future.failed for future in futures):
                 continue
-            metrics = _metrics(entry.sent, entry.share)
+            metrics = self._metrics(entry.sent, entry.share)
             if metrics.get("grad_norm") == 0:
                 for _, call in entry.sent.losses:
                     surrogate.warn_of_zero(call.name.removeprefix(OF_LIBRARY).removeprefix(OF_OWN))
@@ -110,6 +118,12 @@ class DeferredMetrics:
             entry.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
             if LOSS in metrics:
                 entry.trainer.progress_bar_metrics[LOSS] = metrics[LOSS]
+
+    def _metrics(self, sent: Step, share: float) -> dict[str, float]:
+        """Returns the metrics of a step and of the losses that ran on the server."""
+        ran = [(loss.result(), call) for loss, call in sent.losses]
+        metrics = {**of_losses(ran, share), **self._further(ran)} if ran else {}
+        return metrics | {name: float(value) for name, value in (sent.optim.result().metrics or {}).items()}
 
 
 def _may_save(callback: Any, step: int) -> bool:
@@ -126,19 +140,13 @@ def _is_due(scheduler: LRSchedulerConfig, trainer: pl.Trainer) -> bool:
     return scheduler.interval == "step" and batches % scheduler.frequency == 0
 
 
-def _metrics(sent: Step, share: float) -> dict[str, float]:
-    """Returns the metrics of a step and of the losses that ran on the server."""
-    metrics = of_losses([(loss.result(), call) for loss, call in sent.losses], share) if sent.losses else {}
-    return metrics | {name: float(value) for name, value in (sent.optim.result().metrics or {}).items()}
-
-
-def of_losses(ran: Sequence[_Ran], share: float = 1.0) -> dict[str, float]:
+def of_losses(ran: Sequence[Ran], share: float = 1.0) -> dict[str, float]:
     """Returns the values of a window's losses, scaled like their gradients and by `share`, and their metrics.
 
     The metrics of a loss with regularizers are prefixed with `base_loss/`, as for a loss that runs locally; those of
     several different losses with the names of the losses.
     """
-    different: dict[tuple[bool, str, str], list[_Ran]] = {}
+    different: dict[tuple[bool, str, str], list[Ran]] = {}
     for output, call in ran:
         key = (call.added is not None, call.name, repr(sorted((call.config or {}).items())))
         different.setdefault(key, []).append((output, call))

@@ -159,13 +159,19 @@ class RemoteModule(RemoteBase):
         return not checks.finds_learning_rate(self.trainer)
 
     def _server_loss(
-        self, data: list[Any], chosen: Chosen, inputs: Mapping[str, Any], added: float | None = None
+        self,
+        data: list[Any],
+        chosen: Chosen,
+        inputs: Mapping[str, Any],
+        added: float | None = None,
+        about: Any = None,
     ) -> Tensor:
         """Returns the deferred value of a loss that runs on the server, divided by its tokens if it is a mean."""
         data, inputs = chosen.with_inputs(data, inputs), {} if chosen.local is not None else inputs
         tokens = 1.0 if chosen.tokens is None else chosen.tokens(data)
         added = None if added is None else added * tokens  # it is scaled with the loss, but not divided
-        return self.lm.server_loss(data, chosen.loss, chosen.config, inputs=inputs, added=added) / tokens
+        loss = self.lm.server_loss(data, chosen.loss, chosen.config, inputs=inputs, added=added, about=about)
+        return loss / tokens
 
     def _log_present(self, metrics: Mapping[str, float], batch_size: int) -> None:
         """Logs the metrics of a step and drops those it lacks, whose last values Lightning would repeat."""

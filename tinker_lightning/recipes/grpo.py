@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+import warnings
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, TinkerLightningError
 from tinker_lightning.losses.advantages import check_grouping, group_advantages
 from tinker_lightning.losses.kl import Estimator, check_estimator, kl_estimate
+from tinker_lightning.recipes.policy_scores import kl_reference_of
 from tinker_lightning.recipes.references import NAME, References
-from tinker_lightning.recipes.rollout_module import Normalize, RolloutModule
+from tinker_lightning.recipes.rollout_module import RolloutModule
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
+    from tinker_lightning.recipes.group_loss import Normalize
+    from tinker_lightning.recipes.policy_scores import Scored
     from tinker_lightning.recipes.trained_group import TrainedGroup
     from tinker_lightning.rl.groups import Group
     from tinker_lightning.types import Datum
+
+T = TypeVar("T")
 
 
 class GRPO(RolloutModule):
@@ -44,7 +50,8 @@ class GRPO(RolloutModule):
         kl_coefficient: The weight of the divergence from the reference model; 0 for none.
         kl_in: Whether the divergence is part of the `loss`, or subtracted from the `advantage` of each token.
         kl_estimator: How the loss estimates it; see `losses.kl`.
-        reference: `base` for the base model, or the `tinker://` path of saved sampler weights.
+        reference: `base` for the base model, or the `tinker://` path of saved sampler weights. Its divergence is
+            logged with every step that the trainer logs, which takes a forward pass of that model; None for none.
         max_ratio: Truncated importance sampling: the largest weight of a token that the sampler found less likely than
             the trainer does. None for no limit other than that of the loss.
         ratio_bounds: Answers are left out if the geometric mean of their tokens' ratios of trainer to sampler lies
@@ -67,7 +74,7 @@ class GRPO(RolloutModule):
         kl_coefficient: float = 0.0,
         kl_in: Literal["loss", "advantage"] = "loss",
         kl_estimator: Estimator = "k2",
-        reference: str = "base",
+        reference: str | None = "base",
         max_ratio: float | None = None,
         ratio_bounds: tuple[float, float] | None = None,
         truncated: Literal["train", "mask", "penalize"] = "train",
@@ -86,6 +93,8 @@ class GRPO(RolloutModule):
         _check_choice("truncated", truncated, ("train", "mask", "penalize"))
         if kl_coefficient < 0:
             raise InvalidInput(f"kl_coefficient must be at least 0, got {kl_coefficient}")
+        if kl_coefficient and reference is None:
+            raise InvalidInput("kl_coefficient needs a reference: 'base', or the path of saved sampler weights")
         if max_ratio is not None and max_ratio < 1:
             raise InvalidInput(f"max_ratio must be at least 1, got {max_ratio}")
         if ratio_bounds is not None and not 0 <= ratio_bounds[0] < 1 < ratio_bounds[1]:
@@ -99,7 +108,7 @@ class GRPO(RolloutModule):
         self.ratio_bounds = ratio_bounds
         self.truncated = truncated
         self.truncation_penalty = truncation_penalty
-        self._references = References(self.lm, reference, None, keep=False) if kl_coefficient else None
+        self._references = None if reference is None else References(self.lm, reference, None, keep=False)
 
     def advantages(self, group: Group) -> Sequence[float] | None:
         """Returns how much better each episode is than the others; None if all rewards are equal. Override it."""
@@ -122,25 +131,37 @@ class GRPO(RolloutModule):
         return self.truncated == "penalize" and trajectory.truncated
 
     def request(self, group: Group, data: list[Datum]) -> None:
-        """Requests the log-probabilities of the reference model."""
+        """Requests the log-probabilities of the reference model, if they are trained with or logged."""
         del group
-        if self._references is not None:
-            self._references.request(data)
+        self._ask_reference(lambda references: references.request(data))
+
+    def _ask_reference(self, ask: Callable[[References], T]) -> T | None:
+        """Asks the reference model. If that fails, and is only logged, it is not asked again."""
+        references = self._references
+        if references is None or not (self.kl_coefficient or self.logs_now):
+            return None
+        try:
+            return ask(references)
+        except TinkerLightningError as error:
+            if self.kl_coefficient:
+                raise
+            self._references = None
+            warnings.warn(
+                f"policy/kl_reference is not logged, because the reference model failed: {error}", stacklevel=2
+            )
+            return None
 
     def with_inputs(self, trained: TrainedGroup) -> list[Datum]:
         """Returns the datums of a group with their advantages, and what else the loss needs."""
         data = super().with_inputs(trained)
         data = [datum.with_inputs(sequence_ratio_mask=datum.loss_fn_inputs["mask"]) for datum in data]
-        if self._references is not None:
-            data = self._references.add_to(data)
-            if self.kl_in == "advantage":
-                data = self._with_penalty(data)
-        return data
+        data = self._ask_reference(lambda references: references.add_to(data)) or data
+        return self._with_penalty(data) if self.kl_coefficient and self.kl_in == "advantage" else data
 
     @property
     def can_defer(self) -> bool:
         """Whether the loss of a group is `loss` alone, so that a server can compute it in one pass."""
-        adds_kl = self._references is not None and self.kl_in == "loss"
+        adds_kl = self.kl_coefficient > 0 and self.kl_in == "loss"
         corrects = self.max_ratio is not None or self.ratio_bounds is not None
         is_own = type(self).group_loss is not GRPO.group_loss
         return self.normalize != "sequence" and not (adds_kl or corrects or is_own or self._holds_all_tokens)
@@ -152,17 +173,15 @@ class GRPO(RolloutModule):
         data, corrections = self._corrected(trained, data, logprobs)
         loss, metrics = super().group_loss(trained, data, logprobs)
         found = {**metrics, **corrections}
-        if self._references is None:
-            return loss, found
-        kl = [
-            torch.where(_mask(datum), kl_estimate(p, _input(datum, NAME), self.kl_estimator), 0.0)
-            for datum, p in zip(data, logprobs, strict=True)
-        ]
-        found["policy/kl_reference"] = sum(each.sum() for each in kl).detach() / trained.tokens  # type: ignore[union-attr]
-        if self.kl_in == "loss":
-            shares = self.shares(trained)
-            loss = loss + self.kl_coefficient * sum(share * each.sum() for share, each in zip(shares, kl, strict=True))
+        if self.kl_coefficient and self.kl_in == "loss":
+            for datum, p, share in zip(data, logprobs, self.shares(trained), strict=True):
+                kl = torch.where(_mask(datum), kl_estimate(p, _input(datum, NAME), self.kl_estimator), 0.0)
+                loss = loss + self.kl_coefficient * share * kl.sum()
         return loss, found
+
+    def policy_metrics(self, scores: Sequence[Scored]) -> dict[str, float]:
+        """Returns metrics of sampled tokens, with the divergence from the reference model."""
+        return {**super().policy_metrics(scores), **kl_reference_of(scores, self.kl_estimator)}
 
     def _with_penalty(self, data: list[Datum]) -> list[Datum]:
         """Subtracts the divergence of the sampler from the reference from each token's advantage, less its mean."""

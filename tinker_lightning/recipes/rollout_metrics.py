@@ -6,9 +6,6 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-
-from tinker_lightning.losses.kl import k3
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -52,20 +49,7 @@ def of_batch(trained: Sequence[TrainedGroup], steps: int) -> dict[str, float]:
     metrics["tokens/sampled"] = float(sum(_sampled(each) for group in groups for each in group.trajectories))
     metrics["tokens/trained"] = float(sum(one.tokens for one in trained if not one.dropped))
     metrics["seconds/sampling"] = max(group.seconds for group in groups)
-    return metrics | _of_policy([one for one in trained if one.logprobs])
-
-
-def _of_policy(trained: Sequence[TrainedGroup]) -> dict[str, float]:
-    """Returns estimates from sampled tokens: the entropy, and the divergence of the trainer from the sampler."""
-    if not trained:
-        return {}
-    pairs = [pair for one in trained for pair in zip(one.data, one.logprobs, strict=True)]
-    masks = [datum.loss_fn_inputs["mask"].to_torch() != 0 for datum, _ in pairs]
-    new = torch.cat([logprobs.detach()[mask] for (_, logprobs), mask in zip(pairs, masks, strict=True)])
-    old = torch.cat(
-        [datum.loss_fn_inputs["logprobs"].to_torch()[mask] for (datum, _), mask in zip(pairs, masks, strict=True)]
-    )
-    return {"policy/entropy": -new.mean().item(), "policy/kl_sampler": k3(old, new).mean().item()}
+    return metrics
 
 
 def samples_of(groups: Iterable[Group], tokenizer: Any) -> list[dict[str, Any]]:

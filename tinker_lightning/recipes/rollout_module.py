@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
-import warnings
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.errors import InvalidInput, Unsupported
-from tinker_lightning.lightning import metric_names, routes
+from tinker_lightning.lightning import _compat
 from tinker_lightning.lightning.deferred_metrics import combined
-from tinker_lightning.lightning.metric_names import LOSS
-from tinker_lightning.lightning.module import RemoteModule
-from tinker_lightning.losses import dro
-from tinker_lightning.losses.library import TOKEN_COUNTS, is_of_library, unwrapped
-from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.recipes import rollout_metrics
+from tinker_lightning.recipes.group_loss import GroupLossModule
+from tinker_lightning.recipes.sampler_check import SamplerCheck
 from tinker_lightning.recipes.trained_group import TrainedGroup
 from tinker_lightning.rl.admission import Window
-from tinker_lightning.rl.rollouts import RolloutBatch
+from tinker_lightning.rl.batches import RolloutBatch
 from tinker_lightning.rl.units import PolicySource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
-    from tinker_lightning.lightning.routes import Route
+    from tinker_lightning.recipes.policy_scores import Scored
     from tinker_lightning.rl.groups import Group
     from tinker_lightning.rl.rollouts import RolloutLoader
     from tinker_lightning.rl.units import Unit
     from tinker_lightning.types import Datum
 
-Normalize: TypeAlias = Literal["token", "sequence", "sum"]
 
-# The inputs of built-in policy losses; some servers reject others.
-_INPUTS = ("target_tokens", "logprobs", "advantages")
-
-
-class RolloutModule(RemoteModule):
+class RolloutModule(GroupLossModule):
     """Trains on the groups of a `RolloutLoader`. See `GRPO` for the arguments.
 
     Override `advantages` to weigh episodes, `with_inputs` to give tokens their own advantages, and `loss` to train with
@@ -52,27 +40,13 @@ class RolloutModule(RemoteModule):
     of the prompts, so the result does not depend on the order of arrival.
     """
 
-    reduction = "sum"
-
-    def __init__(
-        self,
-        model: Any = None,
-        *,
-        loss: Any = "importance_sampling",
-        loss_config: Mapping[str, float | str] | None = None,
-        normalize: Normalize = "token",
-        **settings: Any,
-    ) -> None:
+    def __init__(self, model: Any = None, **settings: Any) -> None:
         super().__init__(model, **settings)
-        if normalize not in ("token", "sequence", "sum"):
-            raise InvalidInput(f"normalize must be 'token', 'sequence' or 'sum', got {normalize!r}")
-        if type(self).loss is RolloutModule.loss:
-            self.loss = loss  # type: ignore[method-assign]
-        self.loss_config = dict(loss_config or {})
-        self.normalize = normalize
+        self._sampler = SamplerCheck(self.lm, type(self).__name__)
         self._source: tuple[int, PolicySource] | None = None
         self._last_start: float | None = None
         self._last_wait = 0.0
+        self._hides_warning = False
 
     # Methods to override.
 
@@ -83,18 +57,15 @@ class RolloutModule(RemoteModule):
     def request(self, group: Group, data: list[Datum]) -> None:
         """Requests what `with_inputs` needs from other models; called as soon as the group has arrived."""
 
-    def with_inputs(self, trained: TrainedGroup) -> list[Datum]:
-        """Returns the datums of a group with their `advantages`, one for each token."""
-        return [
-            datum.with_inputs(advantages=datum.loss_fn_inputs["mask"].to_numpy() * trained.advantages[episode])
-            for datum, episode in zip(trained.data, trained.episodes, strict=True)
-        ]
-
     # Training.
 
+    @property
+    def logs_now(self) -> bool:
+        """Whether the trainer logs this step."""
+        return self.has_trainer and bool(_compat.SHOULD_UPDATE_LOGS.get(self.trainer))
+
     def on_fit_start(self) -> None:
-        """Lets a batch without a gradient pass, which is counted in `groups/skipped_steps`."""
-        warnings.filterwarnings("ignore", ".training_step. returned .None.")
+        """Starts to measure the time between batches."""
         self._last_start = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
@@ -107,6 +78,7 @@ class RolloutModule(RemoteModule):
         loader.admit(self._window(loader, batch.ticket, batch_idx).limit(loader.staleness), self._policy)
         unit = loader.unit(batch.unit)
         if not unit.planned:
+            self._hide_warning_of_none()
             return None
         found = self._receive(batch, unit, batch.places(unit))
         for _ in range(loader.refill):
@@ -121,11 +93,20 @@ class RolloutModule(RemoteModule):
         if loss is None and self._ends_window(batch_idx) and not self.lm.handle.remote.window:
             loader.skipped_steps += 1
         self._log_batch(batch, groups, waited, began)
+        if loss is None:
+            self._hide_warning_of_none()
         return loss
+
+    def _hide_warning_of_none(self) -> None:
+        """Keeps Lightning from warning about this batch, which `groups/skipped_steps` counts."""
+        self._hides_warning |= _compat.hide_warning_of_none()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Starts the rollouts that the optimizer step has made due, if sampling may run ahead."""
         del outputs
+        if self._hides_warning:
+            _compat.show_warning_of_none()
+            self._hides_warning = False
         if isinstance(batch, RolloutBatch) and batch.loader.staleness and not self.trainer.should_stop:
             window = self._window(batch.loader, batch.ticket + 1, batch_idx + 1)
             if window.steps != 0 and window.epochs != 0:
@@ -138,6 +119,20 @@ class RolloutModule(RemoteModule):
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Samples a batch of test prompts and logs `test_reward`, and the mean of each reward."""
         self._evaluate_rollouts("test", batch, batch_idx, dataloader_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
+        """Samples continuations of prompts, as every `RemoteModule` does; raises `InvalidInput` for rollouts."""
+        if isinstance(batch, RolloutBatch):
+            raise InvalidInput(
+                "trainer.predict samples from a loader of prompts, and a RolloutLoader is for fit, validate and test. "
+                "Pass DataLoader(prompts, collate_fn=tinker_lightning.collate), or PromptData."
+            )
+        return super().predict_step(batch, batch_idx, dataloader_idx)
+
+    def policy_metrics(self, scores: Sequence[Scored]) -> dict[str, float]:
+        """Returns metrics of sampled tokens; raises `Unsupported` if the server sampled them from its base model."""
+        self._sampler.observe(scores)
+        return super().policy_metrics(scores)
 
     def _evaluate_rollouts(self, stage: str, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         if not isinstance(batch, RolloutBatch):
@@ -193,8 +188,8 @@ class RolloutModule(RemoteModule):
         """Returns the current weights as a policy; they reach the sampler after the optimizer steps sent so far."""
         remote = self.lm.handle.remote
         if self._source is None or self._source[0] != remote.version:
-            source = PolicySource(remote.steps, self.lm.backend.submit_sampling_client(), self.tokenizer)
-            self._source = remote.version, source
+            sampler = self._sampler.start(self.lm.backend.submit_sampling_client, lambda: self.tokenizer)
+            self._source = remote.version, PolicySource(remote.steps, sampler, self.tokenizer)
         return self._source[1]
 
     def _receive(self, batch: RolloutBatch, unit: Unit, orders: Iterable[int]) -> dict[int, TrainedGroup]:
@@ -206,7 +201,7 @@ class RolloutModule(RemoteModule):
                 rollout_metrics.count_tokens([group], remote.tokens)
             advantages = None if group.failed else self.advantages(group)
             reason = group.failed or ("its rewards are equal" if advantages is None else "")
-            one = found[order] = TrainedGroup(group, advantages, reason)
+            one = found[order] = TrainedGroup(group, advantages, reason, remote.steps)
             if not one.dropped:
                 self.request(group, one.data)
                 if self._needs_logprobs:
@@ -222,115 +217,6 @@ class RolloutModule(RemoteModule):
                 "than this fit has changed the weights. Step and load the model outside of fit only."
             )
 
-    @property
-    def can_defer(self) -> bool:
-        """Whether the loss of a group is `loss` alone, so that a server can compute it in one pass."""
-        is_own = type(self).group_loss is not RolloutModule.group_loss
-        return self.normalize != "sequence" and not (is_own or self._holds_all_tokens)
-
-    @property
-    def _needs_logprobs(self) -> bool:
-        """Whether the loss runs here; a server that keeps forward passes needs no second one for the gradient."""
-        chosen = self.chosen_route()
-        if chosen.needs_logprobs:
-            return True
-        if self.can_defer:
-            return self.route == "auto" and chosen.local is not None and self.lm.backend.retains
-        if self.route != "auto" or chosen.local is None:
-            raise InvalidInput(
-                f"{type(self).__name__} adds to its loss, or divides it, in ways that the server-side loss "
-                f"{routes.loss_name(self.loss)} does not know. Leave route at 'auto', with a loss of the library."
-            )
-        return True
-
-    def _loss(self, trained: list[TrainedGroup], planned: int) -> Tensor:
-        """Returns the mean loss over the planned groups."""
-        if not self._needs_logprobs:
-            return self._deferred_loss(trained, planned)
-        # Autograd runs backward passes in the reverse order of the forward ones: those of the first prompt come first.
-        for one in reversed(trained):
-            assert one.sent is not None  # noqa: S101 for the type checker
-            one.logprobs = self.lm(one.sent)
-        losses, metrics = [], []
-        with self._dropping():
-            for one in trained:
-                data = self.with_inputs(one)
-                loss, own = composition.evaluate(
-                    data,
-                    one.logprobs,
-                    functools.partial(self.group_loss, one),
-                    self.regularizers,
-                    step=self.global_step,
-                    grad_norms=self.grad_norms,
-                    timeout=self.regularizer_timeout,
-                )
-                losses.append(loss)
-                metrics.append((composition.flatten(own), max(1, round(one.tokens))))
-        total = torch.stack(losses).sum() / (1 if self.normalize == "sum" else planned)
-        own = metric_names.of_loss(combined(metrics), is_of_library=self.chosen_route().is_of_library)
-        self._batch_metrics = ({**own, LOSS: total.item()}, sum(count for _, count in metrics))
-        return total
-
-    def group_loss(
-        self, trained: TrainedGroup, data: list[Datum], logprobs: list[Tensor]
-    ) -> tuple[Tensor, Mapping[str, Any]]:
-        """Returns the loss of a group: `loss`, divided by tokens as `normalize` says if it is a sum over tokens."""
-        loss: Any = self.chosen_route().local
-        if self._holds_all_tokens:
-            data = [_with_own_logprobs(datum, p) for datum, p in zip(data, logprobs, strict=True)]
-        if not self._sums_tokens or self.normalize == "sum":
-            return loss(data, logprobs)  # type: ignore[no-any-return]
-        if self.normalize == "token":
-            value, metrics = loss(data, logprobs)
-            return value / trained.tokens, metrics
-        values, found = [], []
-        for datum, p, share in zip(data, logprobs, self.shares(trained), strict=True):
-            value, metrics = loss([datum], [p])
-            values.append(share * value)
-            tokens = rollout_metrics.sampled_tokens([datum])
-            found.append(({name: float(number) for name, number in metrics.items()}, tokens))
-        return torch.stack(values).sum(), combined(found)
-
-    def shares(self, trained: TrainedGroup) -> list[float]:
-        """Returns the factor of each datum's sum over tokens in the loss of its group."""
-        if self.normalize != "sequence":
-            return [1 / trained.tokens if self.normalize == "token" else 1.0] * len(trained.data)
-        tokens: dict[int, int] = {}
-        for datum, episode in zip(trained.data, trained.episodes, strict=True):
-            tokens[episode] = tokens.get(episode, 0) + rollout_metrics.sampled_tokens([datum])
-        return [1 / (len(tokens) * tokens[episode]) for episode in trained.episodes]
-
-    @property
-    def _holds_all_tokens(self) -> bool:
-        """Whether the loss holds tokens of the prompt close to their `logprobs`, too, of which the sampler has none."""
-        function, _ = unwrapped(self.chosen_route().local)
-        return function is dro
-
-    @property
-    def _sums_tokens(self) -> bool:
-        """Whether the loss is one of the library that sums over tokens."""
-        function, _ = unwrapped(self.chosen_route().local)
-        return is_of_library(function) and function.__name__ in TOKEN_COUNTS
-
-    def _deferred_loss(self, trained: list[TrainedGroup], planned: int) -> Tensor:
-        """Returns the loss of a server-side pass, which is sent with the optimizer step."""
-        chosen, total = self.chosen_route(), []
-        for one in reversed(trained):  # see `_loss`
-            data = self.with_inputs(one)
-            if chosen.route == "builtin":
-                data = [datum.with_only_inputs(_inputs_of(chosen.loss, datum)) for datum in data]
-            factor = 1.0 if self.normalize == "sum" else 1 / (planned * (one.tokens if self._sums_tokens else 1))
-            total.append(self._server_loss(data, chosen, {}) * factor)
-        self._batch_metrics = ({}, sum(len(one.data) for one in trained))
-        return sum(total[1:], total[0])
-
-    def used_route(self) -> Route:
-        """Returns the route of the next training step: losses of groups run here where that is as cheap."""
-        chosen = self.chosen_route()
-        if chosen.needs_logprobs or not self._needs_logprobs:
-            return chosen.route
-        return "retained" if self.lm.backend.retains else "two-pass"
-
     def _log_batch(self, batch: RolloutBatch, groups: list[TrainedGroup], waited: float, began: float) -> None:
         """Logs what was sampled and trained."""
         self.trained_samples = rollout_metrics.samples_of([one.group for one in groups], self.tokenizer)
@@ -343,14 +229,3 @@ class RolloutModule(RemoteModule):
         count = max(1, self._batch_metrics[1])
         self._batch_metrics = ({**self._batch_metrics[0], **metrics}, count)
         self._log_present(combined([*self._window_metrics, self._batch_metrics]), count)
-
-
-def _inputs_of(loss: str, datum: Datum) -> dict[str, Any]:
-    names = (*_INPUTS, "sequence_ratio_mask") if loss == "gspo" else _INPUTS
-    return {name: datum.loss_fn_inputs[name] for name in names}
-
-
-def _with_own_logprobs(datum: Datum, logprobs: Tensor) -> Datum:
-    """Returns a datum with the model's own log-probabilities of tokens that were not sampled."""
-    mask, sampled = (datum.loss_fn_inputs[name].to_torch() for name in ("mask", "logprobs"))
-    return datum.with_inputs(logprobs=torch.where(mask != 0, sampled, logprobs.detach()))

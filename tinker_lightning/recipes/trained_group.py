@@ -22,11 +22,15 @@ class TrainedGroup:
         group: The group.
         advantages: The advantage of each episode; None if the group is dropped.
         dropped: Why it is dropped.
+        steps: How many optimizer steps the weights have taken that it trains; by default as many as the sampler's.
     """
 
-    def __init__(self, group: Group, advantages: Sequence[float] | None, dropped: str = "") -> None:
+    def __init__(
+        self, group: Group, advantages: Sequence[float] | None, dropped: str = "", steps: int | None = None
+    ) -> None:
         self.group = group
         self.dropped = dropped
+        self.steps = group.version if steps is None else steps
         self.data: list[Datum] = []
         self.episodes: list[int] = []  # of each datum
         self.advantages = list(advantages or ())

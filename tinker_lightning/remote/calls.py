@@ -54,6 +54,7 @@ class ServerCall:
     gradients: list[Tensor] | None = None
     added: float | None = None  # the value of local terms that are added to the loss and scaled with it
     inputs: Mapping[str, TensorData] = field(default_factory=dict)  # given once for the batch
+    about: Any = None  # what the caller computes further metrics from
 
     def add(self, gradients: Sequence[Tensor]) -> None:
         """Accumulates a gradient."""
@@ -73,7 +74,7 @@ class ServerCall:
         request = backend.prepare(self.datums, self.loss, config, loss_fn_inputs=self.inputs, scale=scale)
         if isinstance(request, ServerPass):  # only metrics are read, which ignore the same positions as the loss
             request = replace(request, counted_only=True)
-        return PendingBackward(self.datums, self.loss, config, scale, True, self.name, self.added, request)
+        return PendingBackward(self.datums, self.loss, config, scale, True, self.name, self.added, request, self.about)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class PendingBackward:
     name: str = surrogate.SURROGATE
     added: float | None = None
     request: Any = None
+    about: Any = None
 
 
 @dataclass(frozen=True, slots=True)

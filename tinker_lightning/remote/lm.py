@@ -108,6 +108,7 @@ class RemoteLM(nn.Module):
         *,
         inputs: Mapping[str, Any] | None = None,
         added: float | None = None,
+        about: Any = None,
     ) -> Tensor:
         """Returns a loss that runs on the server, in a single pass that also computes its gradient.
 
@@ -120,9 +121,10 @@ class RemoteLM(nn.Module):
             config: The settings of the loss.
             inputs: Inputs of the loss for the whole batch.
             added: The value of local terms added to the loss, so that a `RemoteModule` can log the total.
+            about: Anything; it is kept with the call, to compute further metrics when the result arrives.
         """
         given = {name: TensorData.of(value) for name, value in (inputs or {}).items()}
-        call = ServerCall(to_datums(data), loss, dict(config or {}), added=added, inputs=given)
+        call = ServerCall(to_datums(data), loss, dict(config or {}), added=added, inputs=given, about=about)
         (value,) = _Join.apply(self.handle, call, torch.tensor(torch.nan))  # type: ignore[no-untyped-call]
         assert isinstance(value, Tensor)  # noqa: S101 for the type checker
         return value.as_subclass(DeferredLoss)

@@ -42,9 +42,10 @@ class SamplerPolicy:
         if not len(tokens):
             raise InvalidInput("the prompt is empty; it needs at least one token")
         response = await self.sampler.sample(ModelInput.from_ints(tokens), num_samples, params or self.params)
-        return [self._completion(sequence) for sequence in response.sequences]
+        return [self.completion(sequence) for sequence in response.sequences]
 
-    def _completion(self, sequence: Any) -> Completion:
+    def completion(self, sequence: Any) -> Completion:
+        """Returns a sampled sequence as a completion; raises `Unsupported` if it has no log-probabilities."""
         if sequence.logprobs is None:
             raise Unsupported(
                 "the server returned no log-probabilities with its samples, which reinforcement learning needs. Train "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.resume.loaders import TrainedPosition
 from tinker_lightning.remote.saved_state import check_keys
+from tinker_lightning.rl.batches import RolloutBatch
 from tinker_lightning.rl.groups import Group
 from tinker_lightning.rl.rewards import Rewards
 from tinker_lightning.rl.tasks import SizedTasks, tasks_of
@@ -280,38 +281,3 @@ class RolloutLoader(TrainedPosition):
         """Returns whether a stream has prompts for a batch, apart from those of the batches before it."""
         unit = ticket // self.steps_per_batch
         return unit < self._next_unit or self._tasks.left((unit - self._next_unit) * self.batch_size + 1)
-
-
-class RolloutBatch:
-    """A batch of a `RolloutLoader`: which prompts to train on, not yet sampled.
-
-    Args:
-        loader: The loader.
-        ticket: Its number in the run.
-    """
-
-    # Not a dataclass: Lightning would rebuild it when it moves a batch to a device.
-    __slots__ = ("loader", "ticket")
-
-    def __init__(self, loader: RolloutLoader, ticket: int) -> None:
-        self.loader = loader
-        self.ticket = ticket
-
-    @property
-    def unit(self) -> int:
-        """The number of its rollouts in the run; with several epochs or minibatches, several batches have the same."""
-        return self.ticket // self.loader.steps_per_batch
-
-    @property
-    def part(self) -> int:
-        """Which of the optimizer steps of these rollouts it is."""
-        return self.ticket % self.loader.steps_per_batch
-
-    def places(self, unit: Unit) -> range:
-        """Returns the places of its groups in the unit."""
-        size = math.ceil(unit.planned / self.loader.minibatches)
-        first = self.part % self.loader.minibatches * size
-        return range(first, min(first + size, unit.planned))
-
-    def __repr__(self) -> str:
-        return f"RolloutBatch({self.ticket})"

@@ -99,6 +99,7 @@ class Behaviour:
         sampling_moves_weights: Whether sampling from a checkpoint puts its weights into the model in training.
         samples_base: Whether sampling uses the base model without the adapter.
         samples_live: Whether sampling uses the weights in training instead of those that were saved.
+        lacks_sample_logprobs: Whether samples come without log-probabilities.
         short_prompt_logprobs: Whether prompt log-probabilities lack the entry of the first token.
         eos_stops: Whether the end-of-text token ends a sequence.
         needs_max_tokens: Whether sampling without `max_tokens` is rejected with 400.
@@ -183,6 +184,7 @@ class Behaviour:
     sampling_moves_weights: bool = False
     samples_base: bool = False
     samples_live: bool = False
+    lacks_sample_logprobs: bool = False
     short_prompt_logprobs: bool = False
     eos_stops: bool = True
     needs_max_tokens: bool = False

@@ -70,6 +70,8 @@ class Samplers:
         def run() -> SampleResponse:
             inner = replace(request, sampling_session_id=self._inner_sampler(sampler), seq_id=next(self._state.count))
             result: SampleResponse = self._trainer.sampling.sample(inner).future.result()
+            if b.lacks_sample_logprobs:
+                result = replace(result, sequences=[replace(one, logprobs=None) for one in result.sequences])
             if b.short_prompt_logprobs and result.prompt_logprobs is not None:
                 result = replace(result, prompt_logprobs=result.prompt_logprobs[1:])
             return result

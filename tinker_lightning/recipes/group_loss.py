@@ -1,0 +1,207 @@
+"""The loss of groups of episodes, computed here from log-probabilities or by the server with its gradient."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+
+from tinker_lightning.errors import InvalidInput, OperationFailed
+from tinker_lightning.lightning import metric_names, routes
+from tinker_lightning.lightning.deferred_metrics import combined
+from tinker_lightning.lightning.metric_names import LOSS
+from tinker_lightning.lightning.module import RemoteModule
+from tinker_lightning.losses import dro, surrogate
+from tinker_lightning.losses.library import TOKEN_COUNTS, is_of_library, unwrapped
+from tinker_lightning.losses.regularizers import composition
+from tinker_lightning.recipes import policy_scores, rollout_metrics
+from tinker_lightning.recipes.policy_scores import Scored
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from tinker_lightning.lightning.deferred_metrics import Ran
+    from tinker_lightning.lightning.routes import Route
+    from tinker_lightning.recipes.trained_group import TrainedGroup
+    from tinker_lightning.types import Datum
+
+Normalize: TypeAlias = Literal["token", "sequence", "sum"]
+
+# The inputs of built-in policy losses; some servers reject others.
+_INPUTS = ("target_tokens", "logprobs", "advantages")
+
+
+class GroupLossModule(RemoteModule):
+    """A module whose loss is a mean over groups of episodes. See `GRPO` for the arguments."""
+
+    reduction = "sum"
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        loss: Any = "importance_sampling",
+        loss_config: Mapping[str, float | str] | None = None,
+        normalize: Normalize = "token",
+        **settings: Any,
+    ) -> None:
+        super().__init__(model, **settings)
+        if normalize not in ("token", "sequence", "sum"):
+            raise InvalidInput(f"normalize must be 'token', 'sequence' or 'sum', got {normalize!r}")
+        if type(self).loss is GroupLossModule.loss:
+            self.loss = loss  # type: ignore[method-assign]
+        self.loss_config = dict(loss_config or {})
+        self.normalize = normalize
+
+    def with_inputs(self, trained: TrainedGroup) -> list[Datum]:
+        """Returns the datums of a group with their `advantages`, one for each token."""
+        return [
+            datum.with_inputs(advantages=datum.loss_fn_inputs["mask"].to_numpy() * trained.advantages[episode])
+            for datum, episode in zip(trained.data, trained.episodes, strict=True)
+        ]
+
+    def group_loss(
+        self, trained: TrainedGroup, data: list[Datum], logprobs: list[Tensor]
+    ) -> tuple[Tensor, Mapping[str, Any]]:
+        """Returns the loss of a group: `loss`, divided by tokens as `normalize` says if it is a sum over tokens."""
+        loss: Any = self.chosen_route().local
+        if self._holds_all_tokens:
+            data = [_with_own_logprobs(datum, p) for datum, p in zip(data, logprobs, strict=True)]
+        if not self._sums_tokens or self.normalize == "sum":
+            return loss(data, logprobs)  # type: ignore[no-any-return]
+        if self.normalize == "token":
+            value, metrics = loss(data, logprobs)
+            return value / trained.tokens, metrics
+        values, found = [], []
+        for datum, p, share in zip(data, logprobs, self.shares(trained), strict=True):
+            value, metrics = loss([datum], [p])
+            values.append(share * value)
+            tokens = rollout_metrics.sampled_tokens([datum])
+            found.append(({name: float(number) for name, number in metrics.items()}, tokens))
+        return torch.stack(values).sum(), combined(found)
+
+    def shares(self, trained: TrainedGroup) -> list[float]:
+        """Returns the factor of each datum's sum over tokens in the loss of its group."""
+        if self.normalize != "sequence":
+            return [1 / trained.tokens if self.normalize == "token" else 1.0] * len(trained.data)
+        tokens: dict[int, int] = {}
+        for datum, episode in zip(trained.data, trained.episodes, strict=True):
+            tokens[episode] = tokens.get(episode, 0) + rollout_metrics.sampled_tokens([datum])
+        return [1 / (len(tokens) * tokens[episode]) for episode in trained.episodes]
+
+    @property
+    def can_defer(self) -> bool:
+        """Whether the loss of a group is `loss` alone, so that a server can compute it in one pass."""
+        is_own = type(self).group_loss is not GroupLossModule.group_loss
+        return self.normalize != "sequence" and not (is_own or self._holds_all_tokens)
+
+    def policy_metrics(self, scores: Sequence[Scored]) -> dict[str, float]:
+        """Returns the metrics that compare the log-probabilities of sampled tokens."""
+        return policy_scores.metrics_of(scores)
+
+    @property
+    def _needs_logprobs(self) -> bool:
+        """Whether the loss runs here; a server that keeps forward passes needs no second one for the gradient."""
+        chosen = self.chosen_route()
+        if chosen.needs_logprobs:
+            return True
+        if self.can_defer:
+            return self.route == "auto" and chosen.local is not None and self.lm.backend.retains
+        if self.route != "auto" or chosen.local is None:
+            raise InvalidInput(
+                f"{type(self).__name__} adds to its loss, or divides it, in ways that the server-side loss "
+                f"{routes.loss_name(self.loss)} does not know. Leave route at 'auto', with a loss of the library."
+            )
+        return True
+
+    def _loss(self, trained: list[TrainedGroup], planned: int) -> Tensor:
+        """Returns the mean loss over the planned groups."""
+        if not self._needs_logprobs:
+            return self._deferred_loss(trained, planned)
+        # Autograd runs backward passes in the reverse order of the forward ones: those of the first prompt come first.
+        for one in reversed(trained):
+            assert one.sent is not None  # noqa: S101 for the type checker
+            one.logprobs = self.lm(one.sent)
+        losses, metrics, scores = [], [], []
+        with self._dropping():
+            for one in trained:
+                data = self.with_inputs(one)
+                scores.append(self._scored(one, data, one.logprobs))
+                loss, own = composition.evaluate(
+                    data,
+                    one.logprobs,
+                    functools.partial(self.group_loss, one),
+                    self.regularizers,
+                    step=self.global_step,
+                    grad_norms=self.grad_norms,
+                    timeout=self.regularizer_timeout,
+                )
+                losses.append(loss)
+                metrics.append((composition.flatten(own), max(1, round(one.tokens))))
+        total = torch.stack(losses).sum() / (1 if self.normalize == "sum" else planned)
+        own = metric_names.of_loss(combined(metrics), is_of_library=self.chosen_route().is_of_library)
+        found = {**own, LOSS: total.item(), **self.policy_metrics(scores)}
+        self._batch_metrics = (found, sum(count for _, count in metrics))
+        return total
+
+    def _scored(self, trained: TrainedGroup, data: Sequence[Datum], logprobs: Sequence[Tensor]) -> Scored:
+        version = trained.group.version
+        return Scored.of(data, logprobs, version, trained.steps - version)
+
+    def _deferred_loss(self, trained: list[TrainedGroup], planned: int) -> Tensor:
+        """Returns the loss of a server-side pass, which is sent with the optimizer step."""
+        chosen, total = self.chosen_route(), []
+        for one in reversed(trained):  # see `_loss`
+            data = sent = self.with_inputs(one)
+            if chosen.route == "builtin":
+                sent = [datum.with_only_inputs(_inputs_of(chosen.loss, datum)) for datum in data]
+            factor = 1.0 if self.normalize == "sum" else 1 / (planned * (one.tokens if self._sums_tokens else 1))
+            total.append(self._server_loss(sent, chosen, {}, about=(one, data)) * factor)
+        self._batch_metrics = ({}, sum(len(one.data) for one in trained))
+        return sum(total[1:], total[0])
+
+    def server_metrics(self, ran: Sequence[Ran]) -> dict[str, float]:
+        """Returns what the log-probabilities of server-side passes say about the policy, if the server returns them."""
+        scores = []
+        for output, call in ran:
+            if call.about is not None:
+                trained, data = call.about
+                try:
+                    logprobs = surrogate.leaves(output, data)
+                except (InvalidInput, OperationFailed):  # the server returns none
+                    continue
+                scores.append(self._scored(trained, data, [each.detach() for each in logprobs]))
+        return self.policy_metrics(scores)
+
+    def used_route(self) -> Route:
+        """Returns the route of the next training step: losses of groups run here where that is as cheap."""
+        chosen = self.chosen_route()
+        if chosen.needs_logprobs or not self._needs_logprobs:
+            return chosen.route
+        return "retained" if self.lm.backend.retains else "two-pass"
+
+    @property
+    def _holds_all_tokens(self) -> bool:
+        """Whether the loss holds tokens of the prompt close to their `logprobs`, too, of which the sampler has none."""
+        function, _ = unwrapped(self.chosen_route().local)
+        return function is dro
+
+    @property
+    def _sums_tokens(self) -> bool:
+        """Whether the loss is one of the library that sums over tokens."""
+        function, _ = unwrapped(self.chosen_route().local)
+        return is_of_library(function) and function.__name__ in TOKEN_COUNTS
+
+
+def _inputs_of(loss: str, datum: Datum) -> dict[str, Any]:
+    names = (*_INPUTS, "sequence_ratio_mask") if loss == "gspo" else _INPUTS
+    return {name: datum.loss_fn_inputs[name] for name in names}
+
+
+def _with_own_logprobs(datum: Datum, logprobs: Tensor) -> Datum:
+    """Returns a datum with the model's own log-probabilities of tokens that were not sampled."""
+    mask, sampled = (datum.loss_fn_inputs[name].to_torch() for name in ("mask", "logprobs"))
+    return datum.with_inputs(logprobs=torch.where(mask != 0, sampled, logprobs.detach()))
