@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import SingleDeviceStrategy, launchers
 from packaging.version import Version
 from torchmetrics import MeanMetric
@@ -98,7 +99,8 @@ def found() -> set[str]:
             pl_module.log("logged", 1.0, on_epoch=True)
             logged = next(iter(_compat.TRAIN_RESULTS.get(trainer).values()))
             objects = (trainer, pl_module, ModelCheckpoint(), ModelSummary(), WandbLogger(), logged, MeanMetric())
-            owners = {kind.__name__: each for each in objects for kind in type(each).__mro__} | {"launchers": launchers}
+            own = {"launchers": launchers, "Closure": Closure}
+            owners = {kind.__name__: each for each in objects for kind in type(each).__mro__} | own
             names.update(name for name, private in NAMES.items() if has(owners[private.owner], private))
 
     with RemoteModule("tiny", rank=2, base_url="embedded") as module:

@@ -14,7 +14,7 @@ from tinker_lightning.recipes.group_loss import GroupLossModule
 from tinker_lightning.recipes.sampler_check import SamplerCheck
 from tinker_lightning.recipes.trained_group import TrainedGroup
 from tinker_lightning.rl.admission import Window
-from tinker_lightning.rl.batches import RolloutBatch
+from tinker_lightning.rl.rollouts import RolloutBatch
 from tinker_lightning.rl.units import PolicySource
 
 if TYPE_CHECKING:

@@ -1,12 +1,11 @@
 """Reinforcement learning: rewards, environments and what was sampled in them."""
 
-from tinker_lightning.rl.batches import RolloutBatch
 from tinker_lightning.rl.conversation import Chat
 from tinker_lightning.rl.environment import Environment, Policy, PromptEnvironment
 from tinker_lightning.rl.groups import Group
 from tinker_lightning.rl.policy import SamplerPolicy
 from tinker_lightning.rl.rewards import Rewards, no_reward
-from tinker_lightning.rl.rollouts import RolloutLoader
+from tinker_lightning.rl.rollouts import RolloutBatch, RolloutLoader
 from tinker_lightning.rl.trajectory import Completion, Receipt, Trajectory, Turn
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.resume.loaders import TrainedPosition
 from tinker_lightning.remote.saved_state import check_keys
-from tinker_lightning.rl.batches import RolloutBatch
+from tinker_lightning.rl.checks import check_settings
 from tinker_lightning.rl.groups import Group
 from tinker_lightning.rl.rewards import Rewards
 from tinker_lightning.rl.tasks import SizedTasks, tasks_of
@@ -18,6 +18,7 @@ from tinker_lightning.types import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+_SAVED = ("group_size", "batch_size", "epochs", "minibatches")
 _KEYS = ("tickets", "tasks", "pending", "next_unit", "skipped_steps", "settings")
 
 
@@ -69,26 +70,9 @@ class RolloutLoader(TrainedPosition):
         as_text: bool = False,
         system: str | None = None,
     ) -> None:
-        counts = {"group_size": group_size, "batch_size": batch_size, "epochs": epochs, "minibatches": minibatches}
-        for name, value in counts.items():
-            if value < 1:
-                raise InvalidInput(f"RolloutLoader: {name} must be at least 1, got {value}")
-        for name, value in {"staleness": staleness, "refill": refill}.items():
-            if value < 0:
-                raise InvalidInput(f"RolloutLoader: {name} must be at least 0, got {value}")
-        if timeout is not None and not timeout > 0:
-            raise InvalidInput(f"RolloutLoader: timeout must be a positive number of seconds, or None, got {timeout}")
-        if on_error not in ("raise", "skip"):
-            raise InvalidInput(f"RolloutLoader: on_error must be 'raise' or 'skip', got {on_error!r}")
-        if batch_size % minibatches:
-            raise InvalidInput(
-                f"RolloutLoader: a batch of {batch_size} prompts cannot be split into {minibatches} equal minibatches"
-            )
-        if refill and (epochs > 1 or minibatches > 1):
-            raise InvalidInput("RolloutLoader: refill is for batches that are trained once, in one step")
         params = sampling_params or SamplingParams()
-        if params.seed is not None:
-            raise InvalidInput("RolloutLoader: leave the seed out of sampling_params and pass seed=... to the loader")
+        counts = {"group_size": group_size, "batch_size": batch_size, "epochs": epochs, "minibatches": minibatches}
+        check_settings(counts, {"staleness": staleness, "refill": refill}, params, timeout, on_error)
         if rewards is not None and not isinstance(rewards, Rewards):
             rewards = Rewards(rewards)
         self.group_size = group_size
@@ -268,8 +252,7 @@ class RolloutLoader(TrainedPosition):
             unit.groups = {order: Group.from_state(own[order], one) for order, one in pending["groups"].items()}
 
     def _settings(self) -> dict[str, int]:
-        names = ("group_size", "batch_size", "epochs", "minibatches")
-        return {**{name: getattr(self, name) for name in names}, "seed": self.sampling.seed}
+        return {**{name: getattr(self, name) for name in _SAVED}, "seed": self.sampling.seed}
 
     def _assign(self) -> Unit:
         tasks = self._tasks.take(self.batch_size)
@@ -281,3 +264,38 @@ class RolloutLoader(TrainedPosition):
         """Returns whether a stream has prompts for a batch, apart from those of the batches before it."""
         unit = ticket // self.steps_per_batch
         return unit < self._next_unit or self._tasks.left((unit - self._next_unit) * self.batch_size + 1)
+
+
+class RolloutBatch:
+    """A batch of a `RolloutLoader`: which prompts to train on, not yet sampled.
+
+    Args:
+        loader: The loader.
+        ticket: Its number in the run.
+    """
+
+    # Not a dataclass: Lightning would rebuild it when it moves a batch to a device.
+    __slots__ = ("loader", "ticket")
+
+    def __init__(self, loader: RolloutLoader, ticket: int) -> None:
+        self.loader = loader
+        self.ticket = ticket
+
+    @property
+    def unit(self) -> int:
+        """The number of its rollouts in the run; with several epochs or minibatches, several batches have the same."""
+        return self.ticket // self.loader.steps_per_batch
+
+    @property
+    def part(self) -> int:
+        """Which of the optimizer steps of these rollouts it is."""
+        return self.ticket % self.loader.steps_per_batch
+
+    def places(self, unit: Unit) -> range:
+        """Returns the places of its groups in the unit."""
+        size = math.ceil(unit.planned / self.loader.minibatches)
+        first = self.part % self.loader.minibatches * size
+        return range(first, min(first + size, unit.planned))
+
+    def __repr__(self) -> str:
+        return f"RolloutBatch({self.ticket})"
