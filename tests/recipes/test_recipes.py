@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -21,6 +22,7 @@ from tinker_lightning import Datum, RemoteModule, collate
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.data import ChatData, PreferenceData, RolloutData
 from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.lightning.callbacks import CostMonitor, RemoteMonitor
 from tinker_lightning.recipes import DPO, GRPO, SFT, recommended_lr
 from tinker_lightning.remote.lm import RemoteLM
 from tinker_lightning.server import EmbeddedTrainer, create_app
@@ -28,7 +30,6 @@ from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = SMALL
 
@@ -37,6 +38,8 @@ PAIRS = [
     {"prompt": "How hot?", "chosen": "At 200 degrees.", "rejected": "Rather hot."},
     {"prompt": "How much?", "chosen": "About 10 g.", "rejected": "To your taste, as always."},
 ]
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENTED = (DOCS / "recipes.md").read_text(encoding="utf-8") + (DOCS / "callbacks.md").read_text(encoding="utf-8")
 CHATS = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS]
 
 
@@ -305,7 +308,7 @@ def test_recipes_are_remote_modules() -> None:
     assert issubclass(DPO, RemoteModule)
 
 
-def test_a_fit_shows_once_where_its_loss_runs(
+def test_a_fit_shows_once_where_its_loss_runs_and_logs_what_the_docs_list(
     service: ServiceClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent, retained = RemoteLM.send, list[bool]()
@@ -317,15 +320,20 @@ def test_a_fit_shows_once_where_its_loss_runs(
     monkeypatch.setattr(RemoteLM, "send", watched)
     rewards = itertools.count()
     prompts = RolloutData(["1?"], rewards=lambda *_, **__: next(rewards), max_tokens=2, group_size=2)
+    prices = {"*": {"train": 1.0, "prefill": 1.0, "sample": 1.0}}
     expected = {
-        SFT: (ChatData(CHATS), "computed on the server in one pass (route 'builtin')"),
-        DPO: (PreferenceData(PAIRS), "computed here, from a forward pass that the server keeps"),
+        SFT: (ChatData(CHATS, CHATS), "computed on the server in one pass (route 'builtin')"),
+        DPO: (PreferenceData(PAIRS, PAIRS), "computed here, from a forward pass that the server keeps"),
         GRPO: (prompts, "loss importance_sampling, computed here, from a forward pass that the server keeps"),
     }
     for recipe, (data, line) in expected.items():
         caplog.clear()
         with caplog.at_level("INFO", "tinker_lightning"):
-            quiet(max_steps=1).fit(new(service, recipe), data)
+            trainer = quiet(max_steps=1, callbacks=[RemoteMonitor(), CostMonitor(prices)])
+            trainer.fit(new(service, recipe), data)
         assert [line in record.message for record in caplog.records if "Training tiny on" in record.message] == [True]
+        if recipe is not GRPO:  # whose metrics are in another page
+            named = {f"`{name.removeprefix('val_')}`" for name in trainer.callback_metrics}
+            assert {each for each in named if each not in DOCUMENTED} == set()
     assert retained
     assert all(retained)
