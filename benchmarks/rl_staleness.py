@@ -2,7 +2,8 @@
 
 Passes and samples take a fixed time and compute nothing, so that only the schedule is measured: what of sampling and
 training runs at the same time. The sampler takes several requests at once, the trainer one after another. Everything
-else is real: `Trainer.fit`, `GRPO`, `RolloutLoader` and the requests that they send.
+else is real: `Trainer.fit`, `GRPO`, `RolloutLoader` and the requests that they send. Then the same on the embedded
+trainer, where sampling ahead must not be slower.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import lightning.pytorch as pl
 import numpy as np
 
 from benchmarks import report
+from tinker_lightning import SamplingParams
 from tinker_lightning.client.dialects.known import known
 from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
 from tinker_lightning.recipes import GRPO
@@ -36,7 +38,7 @@ from tinker_lightning.types.tensor import TensorData
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from tinker_lightning import Datum, SamplingParams
+    from tinker_lightning import Datum
     from tinker_lightning.rl import Policy
 
 GROUPS, GROUP_SIZE, TOKENS = 4, 2, 4
@@ -188,6 +190,10 @@ def steps_per_second(times: Times, *, straggler: bool, staleness: int, streaming
     """Measures a fit of some steps, after two that fill the queues."""
     tasks = [Task(int(straggler and i % GROUPS == 0)) for i in range(GROUPS)]
     loader = RolloutLoader(tasks, group_size=GROUP_SIZE, batch_size=GROUPS, staleness=staleness, shuffle=False)
+    return _rate((GRPO if streaming else WithoutStreaming)(Simulated(times), reference=None), loader, steps)
+
+
+def _rate(module: GRPO, loader: RolloutLoader, steps: int) -> float:
     began: list[float] = []
 
     class Clock(pl.Callback):
@@ -196,14 +202,14 @@ def steps_per_second(times: Times, *, straggler: bool, staleness: int, streaming
 
     trainer = pl.Trainer(
         strategy="tinker",
-        max_steps=steps + 2 + staleness,
+        max_steps=steps + 2 + loader.staleness,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[Clock()],
     )
-    trainer.fit((GRPO if streaming else WithoutStreaming)(Simulated(times), reference=None), loader)
+    trainer.fit(module, loader)
     return steps / (began[steps + 1] - began[1])
 
 
@@ -223,6 +229,24 @@ def measure(unit: float, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_real(steps: int) -> list[dict[str, Any]]:
+    """Fits `tiny` on the embedded trainer, which samples and trains on the same processor."""
+    rows = []
+    for name, staleness, _ in CASES[1:]:
+        loader = RolloutLoader(
+            [f"prompt {i}:" for i in range(16)],
+            lambda _, completion: sum(map(ord, completion)) / 1000,  # differs for all answers
+            group_size=4,
+            batch_size=GROUPS,
+            staleness=staleness,
+            sampling_params=SamplingParams(max_tokens=16),
+            as_text=True,
+        )
+        with GRPO("tiny", rank=8, base_url="embedded", reference=None) as module:
+            rows.append({"schedule": name, "steps per second": _rate(module, loader, steps)})
+    return rows
+
+
 def main() -> None:
     options = report.arguments(__doc__)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -230,7 +254,10 @@ def main() -> None:
     rows = measure(0.4 if options.quick else 1.0, 4 if options.quick else 8)
     print("Optimizer steps in the time that sampling a batch takes:\n")
     report.show([{name: f"{v:.2f}" if isinstance(v, float) else v for name, v in row.items()} for row in rows])
-    report.write(options.json, {"rl_staleness": rows})
+    real = measure_real(4 if options.quick else 20)
+    print("Optimizer steps per second on the embedded trainer:\n")
+    report.show([{**row, "steps per second": f"{row['steps per second']:.2f}"} for row in real])
+    report.write(options.json, {"rl_staleness": rows, "rl_staleness_embedded": real})
 
 
 if __name__ == "__main__":

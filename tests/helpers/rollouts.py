@@ -64,7 +64,7 @@ def rollouts(prompts: Any = PROMPTS, **settings: Any) -> RolloutLoader:
 def record(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Returns a list to which all samplings and optimizer steps of a test are added when they are submitted.
 
-    Without the one token by which a recipe sees that samples have log-probabilities.
+    Without the few tokens by which a recipe sees what a sampler returns.
     """
     events: list[str] = []
     sample, step = SamplingClient.sample, TrainingClient.optim_step

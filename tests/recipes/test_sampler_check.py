@@ -46,11 +46,16 @@ def module_on(trainer: EmbeddedTrainer, **changes: Any) -> Iterator[tuple[GRPO, 
 
 
 @pytest.mark.parametrize("samples_base", [False, True])
-def test_a_sampler_without_the_adapter_raises(samples_base: bool, trainer: EmbeddedTrainer) -> None:
-    with module_on(trainer, samples_base=samples_base) as (module, _):
+def test_a_sampler_without_the_adapter_raises(
+    samples_base: bool, trainer: EmbeddedTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sampler without seeds is reported, and trained on."""
+    with module_on(trainer, samples_base=samples_base, ignores_sampling_seed=not samples_base) as (module, _):
         raises = pytest.raises(Unsupported, match=r"http://imitated: .* this server samples without the adapter")
         with raises if samples_base else contextlib.nullcontext():
             quiet(max_steps=3).fit(module, rollouts(group_size=2, rewards=code_points))
+    reported = [record for record in caplog.records if "samples of the same prompt and seed differ" in record.message]
+    assert len(reported) == (not samples_base)
     if not samples_base:
         assert float(module.trainer.callback_metrics["policy/kl_sampler"]) < 1e-3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
     from tinker_lightning.recipes.policy_scores import Scored
     from tinker_lightning.remote.lm import RemoteLM
 
+logger = logging.getLogger("tinker_lightning.rl")
+
 TARGETS = "target_tokens"
+# How many tokens are sampled to see what comes back.
+_PROBED = 4
 # The largest mean difference between the log-probabilities of sampler and trainer that rounding explains.
 _ROUNDING = 0.1
 # A sampler whose distance from the base model is below this share of the trainer's has not learned what it did.
@@ -46,7 +51,7 @@ class SamplerCheck:
         self._is_decided = False
 
     def start(self, submit: Callable[[], TinkerFuture[Any]], tokenizer: Callable[[], Any]) -> TinkerFuture[Any]:
-        """Returns the sampler that is submitted; the first one must return a token with its log-probability."""
+        """Returns the sampler that is submitted; the first one must return tokens with their log-probabilities."""
         if self._has_sampled:
             return submit()
         remote = self._lm.handle.remote
@@ -60,9 +65,16 @@ class SamplerCheck:
                 "offers."
             ) from error
         policy = SamplerPolicy(sampler, tokenizer())
-        answer = remote.wait(sampler.sample(ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1, seed=0)))
-        for sequence in answer.sequences:
-            policy.completion(sequence)  # raises without log-probabilities
+        prompt, params = ModelInput.from_ints([1]), SamplingParams(max_tokens=_PROBED, seed=0)
+        answers = [sampler.sample(prompt, 1, params) for _ in range(2)]
+        # Raises without log-probabilities.
+        first, second = [policy.completion(remote.wait(answer).sequences[0]).tokens for answer in answers]
+        if first != second:
+            logger.warning(
+                "%s: samples of the same prompt and seed differ, so this run cannot be repeated exactly, nor resumed "
+                "with the same samples",
+                self._lm.backend.server,
+            )
         self._has_sampled = True
         return future
 

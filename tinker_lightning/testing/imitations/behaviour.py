@@ -100,6 +100,7 @@ class Behaviour:
         samples_base: Whether sampling uses the base model without the adapter.
         samples_live: Whether sampling uses the weights in training instead of those that were saved.
         lacks_sample_logprobs: Whether samples come without log-probabilities.
+        ignores_sampling_seed: Whether samples do not depend on their seed.
         short_prompt_logprobs: Whether prompt log-probabilities lack the entry of the first token.
         eos_stops: Whether the end-of-text token ends a sequence.
         needs_max_tokens: Whether sampling without `max_tokens` is rejected with 400.
@@ -185,6 +186,7 @@ class Behaviour:
     samples_base: bool = False
     samples_live: bool = False
     lacks_sample_logprobs: bool = False
+    ignores_sampling_seed: bool = False
     short_prompt_logprobs: bool = False
     eos_stops: bool = True
     needs_max_tokens: bool = False

@@ -59,6 +59,8 @@ class Samplers:
         params = dict(body["sampling_params"])
         if b.needs_max_tokens and params.get("max_tokens") is None:
             raise Refusal(400, "max_tokens is currently required")
+        if b.ignores_sampling_seed:
+            params.pop("seed", None)
         if not b.eos_stops and params.get("stop") is None:
             params["stop"] = []
         known = {name: body[name] for name in ("prompt", "num_samples", "prompt_logprobs") if body.get(name)}
