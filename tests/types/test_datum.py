@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -111,14 +112,18 @@ def test_from_targets_truncates_per_token_entries_only_when_asked() -> None:  # 
     assert datum == Datum.from_targets([1, 2], [2, 3], **given_tensors)
 
 
-def test_memory_is_shared_not_copied() -> None:
-    tokens, logprobs = np.arange(4, dtype=np.int32), np.zeros(4, np.float32)
-    datum = Datum.from_targets(tokens, np.arange(4), logprobs=logprobs)
-    assert np.shares_memory(datum.model_input.tokens(), tokens)
-    assert np.shares_memory(datum.loss_fn_inputs["logprobs"].to_numpy(), logprobs)
-    shifted = Datum.from_tokens(tokens, logprobs)
-    assert np.shares_memory(shifted.model_input.tokens(), tokens)
-    assert np.shares_memory(shifted.loss_fn_inputs["weights"].to_numpy(), logprobs)
+def test_datums_own_their_values() -> None:
+    tokens, targets, values = np.arange(4, dtype=np.int32), np.arange(4), np.ones(4, np.float32)
+
+    def made() -> list[Datum]:
+        chunked = Datum(ModelInput.from_ints(tokens), {"target_tokens": torch.from_numpy(targets), "weights": values})
+        return [Datum.from_targets(tokens, targets, logprobs=values), Datum.from_tokens(tokens, values), chunked]
+
+    kept, expected = made(), copy.deepcopy(made())
+    for buffer in (tokens, targets, values):
+        buffer[:] = 3
+    assert kept == expected
+    assert made() != expected
 
 
 @pytest.mark.parametrize(

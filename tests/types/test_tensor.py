@@ -60,19 +60,19 @@ def test_flat_data_takes_the_given_shape_and_dtype() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int64])
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
-def test_memory_of_the_right_dtype_is_shared(dtype: type, shape: tuple[int, ...]) -> None:
+def test_memory_of_the_right_dtype_is_shared_on_request_only(dtype: type, shape: tuple[int, ...]) -> None:
     array: np.ndarray[Any, np.dtype[Any]] = np.ones(shape, dtype)
-    assert np.shares_memory(TensorData.from_numpy(array).to_numpy(), array)
-    assert np.shares_memory(TensorData(array).values, array)
-    assert np.shares_memory(TensorData(array, shape=[array.size]).values, array)
     tensor = torch.from_numpy(array)
-    assert np.shares_memory(TensorData.from_torch(tensor).to_numpy(), array)
-    assert TensorData.from_torch(tensor).to_torch().data_ptr() == tensor.data_ptr()
+    assert np.shares_memory(TensorData(array, copy=False).values, array)
+    assert np.shares_memory(TensorData(array, shape=[array.size], copy=False).values, array)
+    assert TensorData(tensor, copy=False).to_torch().data_ptr() == tensor.data_ptr()
+    copies = [TensorData(array), TensorData.from_numpy(array), TensorData.from_torch(tensor), TensorData.of(array)]
+    assert not any(np.shares_memory(made.values, array) for made in copies)
 
 
 def test_read_only_memory_is_copied_for_torch_only() -> None:
     array = np.frombuffer(np.ones(3, np.float32).tobytes(), np.float32)
-    tensor = TensorData(array)
+    tensor = TensorData(array, copy=False)
     assert np.shares_memory(tensor.to_numpy(), array)
     tensor.to_torch()[0] = 2.0
     assert array.tolist() == [1.0, 1.0, 1.0]

@@ -186,7 +186,7 @@ def _with_weights(data: list[Datum], loss: str) -> list[Datum]:
     if loss != "cross_entropy":
         return data
     return [
-        datum.with_inputs(weights=np.ones(targets.shape, np.float32))
+        datum.with_inputs(weights=TensorData.of_array(np.ones(targets.shape, np.float32)))
         if "weights" not in datum.loss_fn_inputs and (targets := datum.loss_fn_inputs.get(_TARGETS)) is not None
         else datum
         for datum in data
@@ -268,7 +268,7 @@ def spread(data: list[Datum], inputs: Mapping[str, Any]) -> list[Datum]:
             if name in data[i].loss_fn_inputs:
                 raise InvalidInput(f"loss_fn_inputs: {name} is passed for the batch, but datum {i} has it too")
             array = TensorData.of(row).to_numpy()
-            rows[i][name] = TensorData(array[: data[i].model_input.length] if array.ndim else array)
+            rows[i][name] = TensorData.of_array(array[: data[i].model_input.length] if array.ndim else array)
     return [datum.with_inputs(row) for datum, row in zip(data, rows, strict=True)]
 
 

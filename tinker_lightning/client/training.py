@@ -32,6 +32,7 @@ from tinker_lightning.types import (
     OptimStepResponse,
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
+    TensorData,
 )
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types.responses import CreateModelResponse, SaveWeightsExternalResponse
@@ -364,7 +365,7 @@ class TrainingClient(BaseTrainingClient):
                 asked = rq.ForwardBackwardRequest(self.model_id, number, datums, request.loss, config)
                 return encode(session.dialect, "forward_backward", endpoint, asked, ForwardBackwardOutput)
 
-            gradients = [-datum.loss_fn_inputs["weights"].to_numpy() for datum in chunk]
+            gradients = [TensorData.of_array(-datum.loss_fn_inputs["weights"].to_numpy()) for datum in chunk]
             bare = [Datum(ModelInput([]), {"gradient": gradient}) for gradient in gradients]
             whole = partial(encoded, "forward_backward", chunk, {})
             return replace(encoded("retained_backward", bare, {"forward": float(forward)}), whole=whole)

@@ -54,5 +54,5 @@ def _with_scaled(i: int, datum: Datum, names: Sequence[str], needed: Sequence[st
         raise InvalidDatum(f"datum {i}: {missing[0]}: missing; the loss needs it")
     given = datum.loss_fn_inputs
     return datum.with_inputs(
-        {name: TensorData.from_torch(given[name].to_torch() * factor) for name in names if name in given}
+        {name: TensorData(given[name].to_torch() * factor, copy=False) for name in names if name in given}
     )

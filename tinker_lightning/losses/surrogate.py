@@ -62,7 +62,7 @@ def forward_datums(data: Sequence[Datum]) -> list[Datum]:
             )
         weights = datum.loss_fn_inputs.get("weights")
         if weights is None:
-            weights = TensorData.from_torch(torch.zeros(targets.shape))
+            weights = TensorData(torch.zeros(targets.shape), copy=False)
         reduced.append(datum.with_only_inputs({"target_tokens": targets, "weights": weights}))
     return reduced
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from tinker_lightning.errors import InvalidDatum, InvalidTensor
 from tinker_lightning.types import chat
-from tinker_lightning.types.model_input import ModelInput, token_array
+from tinker_lightning.types.model_input import EncodedTextChunk, ModelInput, token_array
 from tinker_lightning.types.tensor import TensorData
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ class Datum:
             ids, values = ids[: len(values)], values[: len(ids)]
         if len(ids) < 2:
             raise InvalidDatum(f"got {len(ids)} tokens; a datum needs at least 2, because each token predicts the next")
-        return cls(ModelInput.from_ints(ids[:-1]), {"target_tokens": ids[1:], "weights": values[1:]})
+        weights = TensorData.of_array(values[1:])
+        return cls(ModelInput([EncodedTextChunk.of_array(ids[:-1])]), {"target_tokens": ids[1:], "weights": weights})
 
     @classmethod
     def from_targets(
@@ -126,8 +127,8 @@ class Datum:
             per_token = {name: tensor.to_numpy() for name, tensor in inputs.items() if name in PER_TOKEN}
             length = min([len(ids), *(len(np.atleast_1d(array)) for array in per_token.values())])
             ids = ids[:length]
-            inputs |= {name: TensorData(np.atleast_1d(array)[:length]) for name, array in per_token.items()}
-        return cls(ModelInput.from_ints(ids), inputs)
+            inputs |= {name: TensorData.of_array(np.atleast_1d(array)[:length]) for name, array in per_token.items()}
+        return cls(ModelInput([EncodedTextChunk.of_array(ids)]), inputs)
 
     @classmethod
     def from_chat(

@@ -31,6 +31,13 @@ class EncodedTextChunk:
     def __init__(self, tokens: TensorLike) -> None:
         self.tokens = token_array(tokens)
 
+    @classmethod
+    def of_array(cls, tokens: npt.NDArray[np.int32]) -> EncodedTextChunk:
+        """Wraps what `token_array` has returned, or a slice of it, without a copy."""
+        chunk = cls.__new__(cls)
+        chunk.tokens = tokens
+        return chunk
+
     @property
     def length(self) -> int:
         """The number of tokens."""
@@ -138,8 +145,8 @@ class ModelInput:
         return f"ModelInput({', '.join(map(repr, self.chunks))})"
 
 
-def token_array(tokens: TensorLike) -> npt.NDArray[np.int32]:
-    """Returns token ids as a 1-D int32 array, without a copy if possible; raises if they are not valid ids."""
+def token_array(tokens: TensorLike, *, copy: bool = True) -> npt.NDArray[np.int32]:
+    """Returns token ids as a 1-D int32 array, which is new unless `copy` is False; raises if they are not valid ids."""
     if type(tokens) is list and tokens:
         # Packing takes less than half of numpy's time for a list. What it refuses, the checks below explain.
         with contextlib.suppress(struct.error, TypeError, ValueError, RuntimeError):
@@ -159,7 +166,7 @@ def token_array(tokens: TensorLike) -> npt.NDArray[np.int32]:
     low, high = int(array.min()), int(array.max())
     if low < 0 or high > INT32_MAX:
         raise InvalidDatum(f"token ids must be between 0 and {INT32_MAX}, got {low if low < 0 else high}")
-    return np.asarray(array, dtype=np.int32, order="C")
+    return array.astype(np.int32, order="C", copy=copy)
 
 
 def _check_image(image_format: str, expected_tokens: int | None) -> None:

@@ -25,10 +25,12 @@ MAX_DENSE_ELEMENTS = 1 << 28
 # The limit of numpy 1. It stops a malicious shape of a million dimensions before anything is computed from it.
 MAX_RANK = 32
 _NATIVE = (np.dtype("float32"), np.dtype("int64"))
+# Values that numpy always copies.
+_FRESH = list, tuple, int, float
 
 
 class TensorData:
-    """A tensor with a dtype of the protocol, backed by a numpy array that is copied only if necessary.
+    """A tensor with a dtype of the protocol, backed by a numpy array of its own.
 
     Args:
         data: The values, flat or shaped; for CSR, the stored values only.
@@ -36,6 +38,8 @@ class TensorData:
         shape: The dense shape; inferred from the data by default, required for CSR.
         sparse_crow_indices: CSR row pointers, one more than the number of rows.
         sparse_col_indices: CSR column index of each stored value.
+        copy: Whether to copy memory that already has the dtype, so that a buffer can be reused while a pass waits to be
+            sent. False shares it, which must not change any more.
     """
 
     __slots__ = ("_values", "dtype", "shape", "sparse_col_indices", "sparse_crow_indices")
@@ -52,10 +56,12 @@ class TensorData:
         shape: Sequence[int] | None = None,
         sparse_crow_indices: npt.ArrayLike | None = None,
         sparse_col_indices: npt.ArrayLike | None = None,
+        *,
+        copy: bool = True,
     ) -> None:
-        values = as_array(data)
-        self.dtype = _known_dtype(("float32" if values.dtype.kind == "f" else "int64") if dtype is None else dtype)
-        values = _convert(values, self.dtype)
+        given = as_array(data)
+        self.dtype = _known_dtype(("float32" if given.dtype.kind == "f" else "int64") if dtype is None else dtype)
+        values = _convert(given, self.dtype, copy and not isinstance(data, _FRESH))
         if (sparse_crow_indices is None) != (sparse_col_indices is None):
             raise InvalidTensor("a CSR tensor needs both sparse_crow_indices and sparse_col_indices")
         if sparse_crow_indices is None or sparse_col_indices is None:
@@ -69,21 +75,21 @@ class TensorData:
             if shape is None:
                 raise InvalidTensor("a CSR tensor needs its dense shape")
             self.shape = _known_shape(shape)
-            self.sparse_crow_indices = _convert(as_array(sparse_crow_indices), "int64")
-            self.sparse_col_indices = _convert(as_array(sparse_col_indices), "int64")
+            self.sparse_crow_indices = _convert(as_array(sparse_crow_indices), "int64", copy)
+            self.sparse_col_indices = _convert(as_array(sparse_col_indices), "int64", copy)
             values = values.reshape(-1)
             _check_csr(self.shape, values, self.sparse_crow_indices, self.sparse_col_indices)
         self._values = values
 
     @classmethod
     def from_numpy(cls, array: npt.NDArray[Any]) -> TensorData:
-        """Wraps a numpy array; floating dtypes become float32, integers int64."""
+        """Copies a numpy array; floating dtypes become float32, integers int64."""
         return cls(array)
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> TensorData:
-        """Wraps a torch tensor, detached and on the CPU; shares its memory if the dtype allows it."""
-        return cls(_from_torch(tensor))
+        """Copies a torch tensor, detached and to the CPU."""
+        return cls(tensor)
 
     @classmethod
     def of(cls, value: TensorLike) -> TensorData:
@@ -92,9 +98,9 @@ class TensorData:
 
     @classmethod
     def of_array(cls, values: npt.NDArray[Any]) -> TensorData:
-        """Wraps an array, without the constructor's checks if it already has a dtype of the protocol and C order."""
+        """Wraps an array that nothing else writes to; converts it if it lacks a dtype of the protocol or C order."""
         if values.dtype not in _NATIVE or not values.flags.c_contiguous or values.ndim > MAX_RANK:
-            return cls(values)
+            return cls(values, copy=False)
         tensor = cls.__new__(cls)
         tensor.dtype = "float32" if values.dtype.kind == "f" else "int64"
         tensor.shape = list(values.shape)
@@ -180,10 +186,10 @@ def _from_torch(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return array
 
 
-def _convert(array: npt.NDArray[Any], dtype: TensorDtype) -> npt.NDArray[Any]:
-    """Converts an array to C order and a dtype of the protocol; raises if a value does not fit."""
+def _convert(array: npt.NDArray[Any], dtype: TensorDtype, copy: bool) -> npt.NDArray[Any]:
+    """Converts an array to C order and a dtype of the protocol, which copies it; raises if a value does not fit."""
     if array.dtype == dtype and array.flags.c_contiguous:
-        return array
+        return array.copy() if copy else array
     if dtype == "int64" and array.size:
         if array.dtype.kind == "f":
             raise InvalidTensor("must be integers, got floats")

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from tinker_lightning.errors import InvalidInput, InvalidMessage
 from tinker_lightning.types.datum import Datum, ProvenanceSpan
-from tinker_lightning.types.model_input import DmelChunk, EncodedTextChunk, ImageChunk, ModelInput
+from tinker_lightning.types.model_input import DmelChunk, EncodedTextChunk, ImageChunk, ModelInput, token_array
 from tinker_lightning.types.requests import ForwardBackwardRequest
 from tinker_lightning.types.responses import ForwardBackwardOutput, PromptAltTokens, SampledSequence, SampleResponse
 from tinker_lightning.types.tensor import TensorData
@@ -278,7 +278,8 @@ def _read_datum(index: int, message: pb.Datum) -> Datum:
 def _read_chunk(message: pb.Chunk) -> ModelInputChunk:
     kind = message.WhichOneof("chunk")
     if kind == "encoded_text":
-        return EncodedTextChunk(_array(message.encoded_text.tokens, _INT32, "tokens"))
+        tokens = _array(message.encoded_text.tokens, _INT32, "tokens")
+        return EncodedTextChunk.of_array(token_array(tokens, copy=False))
     if kind == "image":
         image = message.image
         expected = image.expected_tokens if image.HasField("expected_tokens") else None
@@ -301,8 +302,9 @@ def _read_tensor(message: pb.Tensor) -> TensorData:
             shape=shape,
             sparse_crow_indices=_array(csr.crow_indices, _INT64, "crow_indices"),
             sparse_col_indices=_array(csr.col_indices, _INT64, "col_indices"),
+            copy=False,
         )
-    return TensorData(_array(message.dense, dtype, "dense"), shape=shape)
+    return TensorData(_array(message.dense, dtype, "dense"), shape=shape, copy=False)
 
 
 def _read_spans(messages: Iterable[pb.ProvenanceSpan]) -> list[ProvenanceSpan]:

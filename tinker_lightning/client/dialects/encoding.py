@@ -9,6 +9,7 @@ import numpy as np
 
 from tinker_lightning.client.connection import JSON, PROTOBUF
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.types import TensorData
 from tinker_lightning.wire import json as wire_json
 from tinker_lightning.wire import protobuf
 
@@ -72,4 +73,4 @@ def encode_json(dialect: Dialect, endpoint: str, request: Any) -> bytes:
 def weighted(datum: Datum, weight: float) -> Datum:
     """Returns a datum with the same weight on all its targets."""
     targets = datum.loss_fn_inputs["target_tokens"]
-    return datum.with_inputs(weights=np.full(targets.shape, weight, np.float32))
+    return datum.with_inputs(weights=TensorData.of_array(np.full(targets.shape, weight, np.float32)))

@@ -78,7 +78,7 @@ class Surrogate:
         for i, (datum, gradient) in enumerate(zip(data, gradients, strict=True)):
             targets = datum.loss_fn_inputs["target_tokens"]
             if self.loss == "cross_entropy":
-                inputs = {"weights": TensorData.from_torch(-gradient)}
+                inputs = {"weights": TensorData(-gradient, copy=False)}
             elif len(targets.shape) != 1:
                 raise InvalidInput(
                     f"datum {i}: target_tokens has the shape {targets.shape}, but custom losses on this server are "
@@ -88,7 +88,7 @@ class Surrogate:
                 known = torch.zeros_like(gradient) if logprobs is None else logprobs[i].detach()
                 inputs = {
                     "logprobs": TensorData.from_torch(known),
-                    "advantages": TensorData.from_torch(-gradient * self.length_factor(datum)),
+                    "advantages": TensorData(-gradient * self.length_factor(datum), copy=False),
                 }
             made.append(datum.with_only_inputs({"target_tokens": targets, **inputs}))
         return made
@@ -97,7 +97,9 @@ class Surrogate:
 def times(data: Sequence[Datum], factor: int) -> list[Datum]:
     """Returns the datums with their advantages multiplied, which undoes a division by the number of sequences."""
     return [
-        datum.with_inputs(advantages=datum.loss_fn_inputs["advantages"].to_numpy() * np.float32(factor))
+        datum.with_inputs(
+            advantages=TensorData.of_array(datum.loss_fn_inputs["advantages"].to_numpy() * np.float32(factor))
+        )
         for datum in data
     ]
 

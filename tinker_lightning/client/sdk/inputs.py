@@ -1,6 +1,7 @@
 """Converts the official SDK's objects to ours, without importing the SDK.
 
-Its datums, tensors and inputs are read by their public attributes; arrays are shared, not copied element by element.
+Its datums, tensors and inputs are read by their public attributes. Arrays are copied as a whole, because the SDK's
+tensors share the caller's memory, and a pass may be sent after the caller has reused it.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def to_tensor(tensor: Any) -> TensorData:
             tensor.data, tensor.dtype, tensor.shape, tensor.sparse_crow_indices, tensor.sparse_col_indices
         )
     array = tensor.to_numpy() if hasattr(tensor, "to_numpy") else tensor
-    return TensorData.of_array(array) if type(array) is np.ndarray else TensorData.of(array)
+    return TensorData.of_array(array.copy()) if type(array) is np.ndarray else TensorData.of(array)
 
 
 def to_model_input(model_input: Any) -> ModelInput:

@@ -22,7 +22,7 @@ from tinker_lightning.server.engine.batch_pass import RETURNED_BYTES, batch_pass
 from tinker_lightning.server.engine.bound_loss import BoundGraph
 from tinker_lightning.server.engine.passes import Activations, run_pass
 from tinker_lightning.server.engine.python_loss import PythonLoss
-from tinker_lightning.types import AdamParams, ForwardBackwardOutput, LoraConfig, OptimStepResponse
+from tinker_lightning.types import AdamParams, ForwardBackwardOutput, LoraConfig, OptimStepResponse, TensorData
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 
@@ -201,7 +201,7 @@ class Training:
         if len(request.data) != len(forward.data):
             raise InvalidInput(f"data: forward {number:g} has {len(forward.data)} datums, got {len(request.data)}")
         data = [
-            datum.with_inputs(weights=-_gradient(i, given))
+            datum.with_inputs(weights=TensorData.of_array(-_gradient(i, given)))
             for i, (datum, given) in enumerate(zip(forward.data, request.data, strict=True))
         ]
 
@@ -392,7 +392,7 @@ def _with_weights(datum: Datum) -> Datum:
     targets = datum.loss_fn_inputs.get("target_tokens")
     if targets is None or "weights" in datum.loss_fn_inputs:
         return datum
-    return datum.with_inputs(weights=np.zeros(targets.shape, np.float32))
+    return datum.with_inputs(weights=TensorData.of_array(np.zeros(targets.shape, np.float32)))
 
 
 def _gradient(index: int, datum: Datum) -> NDArray[Any]:

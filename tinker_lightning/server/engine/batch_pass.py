@@ -192,6 +192,6 @@ def _per_datum(logprobs: Any, lengths: Sequence[int], width: int = 1) -> list[di
     copied = logprobs.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
     by_token = logprobs.ndim > 1 and logprobs.shape[1] == max(lengths)
     return [
-        {"logprobs": TensorData.from_torch(row[:length] if by_token else row.reshape(-1))}
+        {"logprobs": TensorData(row[:length] if by_token else row.reshape(-1), copy=False)}
         for row, length in zip(copied, lengths, strict=True)
     ]

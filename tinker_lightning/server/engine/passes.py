@@ -115,7 +115,7 @@ def run_pass(
                     evaluated = loss.evaluate(logprobs, examples[i].arguments)
                 terms.append(evaluated.term if scale == 1 else evaluated.term * scale)
                 total += evaluated.value
-                outputs[i] = {"logprobs": TensorData.from_torch(_compact(logprobs.detach(), len(batch)))}
+                outputs[i] = {"logprobs": TensorData(_compact(logprobs.detach(), len(batch)), copy=False)}
                 metrics.update(evaluated.metrics)
             if not forward_only:
                 torch.autograd.backward(terms)

@@ -154,7 +154,7 @@ def score_prompt(
         shape = (rows, scoring.alt_tokens)
         drawn, logprobs = (_joined(part).reshape(shape) for part in (parts.drawn, parts.drawn_logprobs))
         scores.alt_tokens = PromptAltTokens(
-            TensorData.from_torch(drawn.long()), TensorData.from_torch(logprobs.float())
+            TensorData(drawn.long(), copy=False), TensorData(logprobs.float(), copy=False)
         )
     return scores
 
