@@ -145,8 +145,8 @@ def _json(text: str) -> Callable[[], httpx.Response]:
     return lambda: httpx.Response(200, content=text.encode(), headers={"content-type": "application/json"})
 
 
-def _output(logprobs: str, metrics: str = "{}") -> Callable[[], httpx.Response]:
-    outputs = ", ".join([f'{{"logprobs": {logprobs}}}'] * len(DATA))
+def _output(logprobs: str, metrics: str = "{}", name: str = "logprobs") -> Callable[[], httpx.Response]:
+    outputs = ", ".join([f'{{"{name}": {logprobs}}}'] * len(DATA))
     return _json(f'{{"loss_fn_output_type": "x", "loss_fn_outputs": [{outputs}], "metrics": {metrics}}}')
 
 
@@ -171,6 +171,8 @@ NUMBERS = '{"data": [-1.0], "dtype": "float32"}'
             r"loss_fn_outputs\[0\].logprobs: not an array",
         ),
         ("retrieve_future", _output('{"data": [1], "dtype": "bf16"}'), r"loss_fn_outputs\[0\].logprobs: dtype 'bf16'"),
+        ("retrieve_future", _output(NUMBERS), r"loss_fn_outputs\[0\].logprobs: has 1 values for 26 targets"),
+        ("retrieve_future", _output(NUMBERS, name="losses"), r"loss_fn_outputs\[0\].logprobs: missing; .* only losses"),
         ("retrieve_future", _output(NUMBERS, '{"loss": 1.0}'), "metrics: 'loss' has no colon"),
         ("retrieve_future", _output(NUMBERS, '{"loss:sum": null}'), "metrics.loss:sum: must be a number"),
         ("retrieve_future", _protobuf(pb.ForwardBackwardOutput(loss_fn_outputs=[RECORD])), "logprobs: dtype 0"),
@@ -179,6 +181,11 @@ NUMBERS = '{"data": [-1.0], "dtype": "float32"}'
             "forward_backward",
             lambda: httpx.Response(415, json={"detail": "no"}),
             "speak the dialect 'protobuf'",
+        ),
+        (
+            "forward_backward",
+            lambda: httpx.Response(422, json={"detail": [{"loc": ["body", "seq_id"], "msg": "too high"}]}),
+            "seq_id: too high",
         ),
         ("forward_backward", lambda: httpx.Response(404, json={"detail": "Not Found"}), "servers of several versions"),
         ("forward_backward", lambda: httpx.Response(200, html="<html>login</html>"), "returned HTTP 200 and text/html"),
@@ -198,4 +205,5 @@ def test_an_answer_of_a_stranger_is_one_error_that_names_server_endpoint_and_fie
         assert time.monotonic() - started < 10
         assert "http://embedded" in str(caught.value)
         assert f"/api/v1/{endpoint}" in str(caught.value)
+        assert ("Correct the URL" in str(caught.value)) == (type(caught.value) is NotAnApi)
         meddler.answers.clear()

@@ -175,7 +175,7 @@ def test_an_account_without_credit_has_its_own_retry_limit(
         script.answers.clear()
     shown = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(shown) == 3  # waiting, continuing, waiting
-    assert "waiting because of HTTP 402 (POST /ext/v1/optim_step: not now" in shown[0]
+    assert "waiting because of HTTP 402 (POST http://embedded/ext/v1/optim_step: not now" in shown[0]
     assert "continuing" in shown[1]
 
 

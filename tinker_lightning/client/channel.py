@@ -10,11 +10,10 @@ from concurrent.futures import CancelledError
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from tinker_lightning.client import recording
+from tinker_lightning.client import live_weights, recording
 from tinker_lightning.client.connection import Connection
 from tinker_lightning.client.credentials import Credentials
 from tinker_lightning.client.futures import UnreadFailures, raise_together
-from tinker_lightning.client.live_weights import LiveWeights
 from tinker_lightning.client.loop import BackgroundLoop
 from tinker_lightning.client.retry_policy import RetryPolicy
 from tinker_lightning.client.session import Session
@@ -69,7 +68,7 @@ class Channel:
         self._connection = Connection(target.url, Credentials(target.api_key), target.transport, retry_policy, headers)
         self._loop = BackgroundLoop(self._connection.close)
         self._session: Session | None = None
-        self.live = LiveWeights()
+        self.live = live_weights.on_server(target.url, target.transport)
         self._closed = False
         # The unread failures of each client, kept beyond the client itself. Changed in place: the finalizer holds it.
         self._unread: list[tuple[weakref.ref[Any], UnreadFailures]] = []

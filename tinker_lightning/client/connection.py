@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import os
+import textwrap
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,7 +54,10 @@ _TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
 # The user sees a warning about a request that fails for longer than this.
 _SILENT_SECONDS = 5.0
 _CLOSING_SECONDS = 0.05
+# What a stranger answers can be long, and its beginning shows what it is.
+_MAX_DETAIL = 500
 _FIX_URL = "Correct the URL (TINKER_BASE_URL or url=)."
+_FIX_VERSION = "Is its version one that this client knows? `tinker-lightning doctor {url}` shows what it speaks."
 _FIX_ADDRESS = "Use http://host:port, or 'embedded' for a trainer in this process."
 
 # Failures before the request left, and statuses by which a server says that it did not take it.
@@ -91,6 +95,7 @@ class Connection:
         self.credentials = credentials
         self.status_log = StatusLog()
         self.billing_pause_seconds = retry_policy.seconds
+        self.has_session = False  # whether the server has answered like a Tinker server
         self._retry_policy = retry_policy
         self._reached = False
         self._closed = False
@@ -233,8 +238,10 @@ class Connection:
             raise self.not_a_tinker_server(f"{response.url.path}: {error}") from error
 
     def not_a_tinker_server(self, detail: str) -> NotATinkerServer:
-        """Returns the error for a server that speaks another protocol."""
-        return NotATinkerServer(f"{self.url} answers, but not like a Tinker server: {detail[:200]}. {_FIX_URL}")
+        """Returns the error for a server that speaks another protocol, or another version of it."""
+        fix = _FIX_VERSION.format(url=self.url) if self.has_session else _FIX_URL
+        short = textwrap.shorten(detail, _MAX_DETAIL, placeholder=" ...").rstrip(".")
+        return NotATinkerServer(f"{self.url} answers, but not like a Tinker server: {short}. {fix}")
 
     def _limit(self, response: httpx.Response | None, seconds: float | None) -> float:
         if seconds is not None:
@@ -273,7 +280,7 @@ class Connection:
             return ServerUnreachable(
                 f"a proxy answers at {self.url}, but not the server behind it (HTTP {status}). Is that server running?"
             )
-        message = f"{method} {path}: {_detail(body) or response.text[:200] or 'no reason given'}"
+        message = f"{method} {self.url}{path}: {_detail(body) or response.text[:200] or 'no reason given'}"
         if status == 404:
             return NotFound(message)
         if status == 410 and (body or {}).get("error_class") == NotRetained.__name__:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tinker_lightning.client.dialects.surrogate import times
 from tinker_lightning.client.futures import TinkerFuture
+from tinker_lightning.errors import OperationFailed
 from tinker_lightning.types import ForwardBackwardOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tinker_lightning.client.futures import UnreadFailures
     from tinker_lightning.client.server_pass import ServerPass
@@ -34,7 +35,13 @@ class HeldPasses:
         self._unread = unread
         self._held: list[HeldFuture] = []
         self._sequences = 0
+        self._windows = 0
+        self._holds_all = False
         self._lock = threading.Lock()
+
+    def takes(self, request: ServerPass) -> bool:
+        """Returns whether a pass is to be held back."""
+        return request.per_batch == "window" or self._holds_all
 
     def add(self, request: ServerPass) -> HeldFuture:
         """Holds a pass back."""
@@ -43,20 +50,60 @@ class HeldPasses:
             self._held.append(future)
         return future
 
-    def count(self, sequences: int) -> None:
-        """Counts the sequences of a pass that was not held back."""
+    def count(self, sequences: int, passed: TinkerFuture[ForwardBackwardOutput]) -> None:
+        """Counts the sequences of a pass that was not held back, unless it fails before the step."""
         with self._lock:
             self._sequences += sequences
+            window = self._windows
+
+        def uncount(source: concurrent.futures.Future[ForwardBackwardOutput]) -> None:
+            if source.cancelled() or source.exception() is not None:
+                with self._lock:
+                    self._sequences -= sequences if self._windows == window else 0
+
+        passed._source.add_done_callback(uncount)
 
     def release(self) -> None:
-        """Sends the passes, in the order in which they were added, with the window's number of sequences undone."""
+        """Sends the passes, in the order in which they were added, with the window's number of sequences undone.
+
+        A pass whose forward has failed is neither sent nor counted. If a pass cannot be sent, those after it are not
+        sent either.
+        """
+        with self._lock:
+            held, self._held = [future for future in self._held if not future.failed], []
+            window = self._sequences + sum(len(future.request.data) for future in held)
+        for i, future in enumerate(held):
+            try:
+                late = future.send(window)
+            except BaseException:
+                for other in held[i:]:
+                    other.abandon("not sent, because another pass of the same step could not be sent. Call it again.")
+                raise
+            with self._lock:
+                self._sequences += len(future.request.data)
+            if late is not None:
+                self._unread.add(late)
+        with self._lock:
+            self._sequences = 0
+            self._windows += 1
+
+    @contextlib.contextmanager
+    def holding_all(self) -> Iterator[None]:
+        """Holds back all passes that are submitted in the `with` block."""
+        self._holds_all = True
+        try:
+            yield
+        finally:
+            self._holds_all = False
+
+    def drop(self, reason: str) -> tuple[int, int]:
+        """Drops the passes; returns their number of sequences, and that of the passes since the last step."""
         with self._lock:
             held, self._held = self._held, []
-            window = self._sequences + sum(len(future.request.data) for future in held)
-            self._sequences = 0
+            sent = self._sequences
         for future in held:
-            if (late := future.send(window)) is not None:
-                self._unread.add(late)
+            future.abandon(reason)
+        return sum(len(future.request.data) for future in held), sent
 
 
 class HeldFuture(TinkerFuture[ForwardBackwardOutput]):
@@ -90,6 +137,14 @@ class HeldFuture(TinkerFuture[ForwardBackwardOutput]):
                 return backward
         backward._source.add_done_callback(self._settle)
         return None
+
+    def abandon(self, reason: str) -> None:
+        """Settles a pass that is never sent; what was already read from a forward stays valid."""
+        with self._lock:
+            self._sent = True
+            self.was_read = True  # whoever waits for the result gets the reason
+            if self._forward is None:
+                self._settled.set_exception(OperationFailed(f"{self.operation}: {reason}"))
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits for the result: of the pass if it was sent, else of a forward."""

@@ -25,6 +25,7 @@ from tinker_lightning.errors import (
     TinkerLightningError,
     input_error,
 )
+from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.types import ForwardBackwardOutput, OptimStepResponse, SampleResponse
 from tinker_lightning.types.requests import (
     ForwardBackwardRequest,
@@ -75,6 +76,7 @@ class Operation(Generic[T]):
     request: Any = None  # kept where the number may change until the operation is posted
     whole: Callable[[], Operation[T]] | None = None  # the same with its datums, if the server does not retain them
     datums: int | None = None  # of a pass
+    targets: list[int] | None = None  # of each datum, where the result has the log-probability of each
     record: OperationRecord | None = None  # if it is measured
 
     def __str__(self) -> str:
@@ -90,7 +92,8 @@ def encode(dialect: Dialect, name: str, endpoint: str, request: Any, result: typ
     if isinstance(request, ForwardBackwardRequest):
         standard, body, content_type = encoding.encode_pass(dialect, request)
         endpoint = standard if endpoint == "forward_backward" else endpoint
-        operation = Operation(name, endpoint, body, content_type, result, datums=len(request.data))
+        count, targets = len(request.data), _targets(request)
+        operation = Operation(name, endpoint, body, content_type, result, datums=count, targets=targets)
     else:
         operation = Operation(name, endpoint, encoding.encode_json(dialect, endpoint, request), JSON, result)
     if dialect.numbers == "strict":
@@ -100,6 +103,14 @@ def encode(dialect: Dialect, name: str, endpoint: str, request: Any, result: typ
     if isinstance(request, SampleRequest):
         return replace(operation, model_id=request.sampling_session_id, seq_id=request.seq_id)
     return operation
+
+
+def _targets(request: ForwardBackwardRequest) -> list[int] | None:
+    """Returns the number of targets of each datum, whose log-probabilities a built-in loss returns."""
+    given = [datum.loss_fn_inputs.get("target_tokens") for datum in request.data]
+    if request.loss_fn not in LOSSES or any(targets is None for targets in given):
+        return None
+    return [targets.values.size for targets in given if targets is not None]
 
 
 def renumbered(dialect: Dialect, operation: Operation[T], seq_id: int) -> Operation[T]:
@@ -253,7 +264,9 @@ async def _fetch(session: Session, operation: Operation[Any], request_id: str) -
                 continue  # the server holds polls for longer than our read timeout
             raise
         if response.status_code == 410:
-            raise ResultExpired("the server no longer keeps its result. Resume from the last checkpoint.")
+            raise ResultExpired(
+                f"{session.connection.url} no longer keeps its result. Resume from the last checkpoint."
+            )
         if response.status_code == 500:
             broken += 1
             if broken > _BROKEN_POLLS:
@@ -304,6 +317,12 @@ def _defect(session: Session, operation: Operation[Any], output: ForwardBackward
             return (
                 f"metrics: {name!r} has no colon, so how to combine it is unknown; write it as {name}:sum, :mean, ..."
             )
+    for i, (targets, tensors) in enumerate(zip(operation.targets or (), output.loss_fn_outputs, strict=False)):
+        field = f"loss_fn_outputs[{i}].logprobs"
+        if "logprobs" not in tensors:
+            return f"{field}: missing; there is only {', '.join(tensors) or 'nothing'}"
+        if (found := tensors["logprobs"].values.size) != targets:
+            return f"{field}: has {found} values for {targets} targets"
     return None
 
 

@@ -13,8 +13,9 @@ from tinker_lightning.client import checkpoints, tokenizer
 from tinker_lightning.client.async_names import awaited, in_thread
 from tinker_lightning.client.channel import joined
 from tinker_lightning.client.dialects.dialect import Dialect
-from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
+from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.operations import Operation, encode, perform, recorded
+from tinker_lightning.client.sampling_base import BaseSamplingClient
 from tinker_lightning.client.sdk import inputs
 from tinker_lightning.errors import InvalidInput, InvalidMessage, ResultExpired, Unsupported
 from tinker_lightning.types import SampleResponse, SamplingParams
@@ -34,16 +35,16 @@ _RESAMPLINGS = 3
 _CLONES = 10**9
 
 
-class SamplingClient:
+class SamplingClient(BaseSamplingClient):
     """Samples from fixed weights. Sampling methods return a future at once. Created by a `ServiceClient`.
 
     It can be pickled, with the API key, for other processes, which may use it as long as the `ServiceClient` is open.
     """
 
     def __init__(self, channel: Channel, sampler_id: str, model_path: str | None = None, first_number: int = 0) -> None:
+        super().__init__()
         self.sampler_id = sampler_id
         self._model_path = model_path
-        self.unread = UnreadFailures()
         self._channel = channel
         self._lock = threading.Lock()
         self._next_number = first_number
@@ -104,45 +105,10 @@ class SamplingClient:
         first = secrets.randbelow(_CLONES) * _CLONES + _CLONES
         return channel.watch(cls(channel, state["sampler_id"], state["model_path"], first))
 
-    def sample(
-        self,
-        prompt: Any,
-        num_samples: int,
-        sampling_params: Any,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        topk_sample_logprobs: int = 0,
-        target_prompt_logprobs: Any = None,
-        prompt_alt_tokens_k: int = 0,
-        prompt_logprobs_last_n: int | None = None,
+    def _sample(
+        self, prompt: Any, num_samples: int, params: SamplingParams, options: dict[str, Any]
     ) -> TinkerFuture[SampleResponse]:
-        """Samples continuations of a prompt of T tokens.
-
-        Args:
-            prompt: The tokens.
-            num_samples: The number of independent continuations.
-            sampling_params: How tokens are chosen.
-            include_prompt_logprobs: Whether to return the log-probabilities of the prompt's tokens.
-            topk_prompt_logprobs: How many of the most likely tokens to return at each position of the prompt.
-            topk_sample_logprobs: How many of the most likely tokens to return at each sampled position.
-            target_prompt_logprobs: Token ids `[T - 1, K]` to score in place of the prompt's tokens from the second on;
-                -1 skips an entry.
-            prompt_alt_tokens_k: How many tokens to draw in place of each token of the prompt from the second on.
-            prompt_logprobs_last_n: Limits the log-probabilities and most likely tokens of the prompt to its last n.
-        """
-        targets = None if target_prompt_logprobs is None else inputs.to_tensor(target_prompt_logprobs)
-        options = {
-            "prompt_logprobs": include_prompt_logprobs,
-            "topk_prompt_logprobs": topk_prompt_logprobs,
-            "topk_sample_logprobs": topk_sample_logprobs,
-            "target_prompt_logprobs": targets,
-            "prompt_alt_tokens_k": prompt_alt_tokens_k,
-            "prompt_logprobs_last_n": prompt_logprobs_last_n,
-        }
-        params = inputs.to_sampling_params(sampling_params)
-        return self.unread.add(self._submit("sample", prompt, num_samples, params, options))
-
-    sample_async = awaited(sample)
+        return self._submit("sample", prompt, num_samples, params, options)
 
     def compute_logprobs(
         self, prompt: Any, prompt_logprobs_last_n: int | None = None

@@ -64,6 +64,7 @@ class Session:
         dialect: Dialect,
     ) -> None:
         self.connection = connection
+        connection.has_session = True
         self.session_id = session_id
         self.config = config
         self.dialect = dialect

@@ -39,7 +39,6 @@ from tinker_lightning.types.responses import CreateModelResponse, SaveWeightsExt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from concurrent.futures import Future
     from pathlib import Path
 
     from tinker_lightning.client.channel import Channel
@@ -255,7 +254,7 @@ class TrainingClient(BaseTrainingClient):
         super()._check()
 
     def _load(self, name: str, path: str, token: str | None) -> TinkerFuture[LoadWeightsResponse]:
-        self._flush()
+        self._before_load(name)
         self._channel.live.changed(self.model_id)
         with_optimizer = name == "load_state_with_optimizer"
         settings = path, with_optimizer, token
@@ -270,15 +269,9 @@ class TrainingClient(BaseTrainingClient):
 
     def _save_for_sampler(self, **settings: Any) -> TinkerFuture[SaveWeightsForSamplerResponse]:
         endpoint, request = "save_weights_for_sampler", rq.SaveWeightsForSamplerRequest
-        version, live = self._channel.live.version(self.model_id), self._channel.live
+        version = self._channel.live.version(self.model_id)
         future = self._submit(endpoint, endpoint, SaveWeightsForSamplerResponse, request, **settings)
-
-        def note(source: Future[SaveWeightsForSamplerResponse]) -> None:
-            if not source.cancelled() and source.exception() is None:
-                saved = source.result()
-                live.saved(saved.path or saved.sampling_session_id or "", version)
-
-        future._source.add_done_callback(note)  # not `then`, which would count a failure as read
+        self._channel.live.saving(version, future._source)
         return future
 
     @property

@@ -55,6 +55,7 @@ class BaseTrainingClient(ABC):
         self._custom = CustomLosses(model_id, self._forward, self._backward)
         self._held = HeldPasses(self._post_received, self.unread)
         self._warned_of_optimizer = False
+        self._warned_of_gradient = False
 
     def forward(
         self,
@@ -287,11 +288,13 @@ class BaseTrainingClient(ABC):
     def _submit_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
         if not forward_only and request.forward_only:
             raise Unsupported(request.forward_only)
-        if not forward_only and request.per_batch == "window":
+        if forward_only:
+            return self._post_received(request, forward_only)
+        if self._held.takes(request):
             return self._held.add(request)
-        if not forward_only:
-            self._held.count(len(request.data))
-        return self._post_received(request, forward_only)
+        future = self._post_received(request, forward_only)
+        self._held.count(len(request.data), future)
+        return future
 
     def _post_received(self, request: ServerPass, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
         return request.received(self._post_pass(request, forward_only=forward_only))
@@ -305,6 +308,25 @@ class BaseTrainingClient(ABC):
             )
         self._flush()
         self._held.release()
+
+    def _before_load(self, name: str) -> None:
+        """Evaluates pending losses. Gradients that the server would keep are not sent to it any more."""
+        if self.dialect.clears_gradient:
+            self._flush()
+            return
+        with self._held.holding_all():
+            self._flush()
+        dropped, sent = self._held.drop(f"dropped by {name}, before which no optim_step was called")
+        if (dropped or sent) and not self._warned_of_gradient:
+            self._warned_of_gradient = True
+            kept = f"{sent} sequences may stay on {self.server}, and the next step would apply it to the loaded weights"
+            lost = f"{dropped} sequences was computed with other weights, and is not sent to {self.server}"
+            logger.warning(
+                "%s in the middle of an accumulation window: the gradient of %s. Call optim_step first, or create "
+                "another model from the state, with create_training_client_from_state().",
+                name,
+                kept if sent else lost,
+            )
 
     def _check(self) -> None:
         """Raises the first failure that nobody has read."""

@@ -220,7 +220,7 @@ def test_what_could_lead_out_of_the_folder_is_no_name(shared_api: Api, model: st
         ({"lora_config": {"train_mlp": False, "train_attn": False, "train_unembed": False}}, "trains nothing"),
         ({"base_model": "nonsense"}, "base_model 'nonsense' is not served; available models: tiny"),
         ({"base_model": "../tiny"}, "is not served"),
-        ({"session_id": "nobody"}, "there is no session 'nobody'; call create_session first"),
+        ({"session_id": "nobody"}, "there is no session 'nobody': it has ended"),
         ({"model_seq_id": -1}, "model_seq_id must be at least 0"),
         ({"optimizer_config": {"type": "dimuon"}}, "only adamw is supported, not 'dimuon'"),
         ({"optimizer_config": {"type": ["x"]}}, "only adamw is supported"),

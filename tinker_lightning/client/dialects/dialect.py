@@ -60,6 +60,7 @@ class Dialect:
             for all.
         clips_gradients: Whether `grad_clip_norm` is honored.
         resets_optimizer: Whether `load_state` resets the optimizer state.
+        clears_gradient: Whether loading a state clears the gradient that was accumulated since the last step.
         deletes_checkpoints: Whether saved states can be deleted.
         samples_old_weights: Whether saved weights can be sampled while their model is trained further; False if that
             would replace the weights in training, or sample from those.
@@ -79,6 +80,7 @@ class Dialect:
     losses: frozenset[str] | None = None
     clips_gradients: bool = True
     resets_optimizer: bool = True
+    clears_gradient: bool = True
     deletes_checkpoints: bool = True
     samples_old_weights: bool = True
     unit_forward_weights: bool = False

@@ -20,6 +20,7 @@ PROTOBUF = Dialect(
     numbers="strict",
     concurrent=False,
     surrogate=None,
+    clears_gradient=False,
     unit_forward_weights=True,
 )
 JSON = PROTOBUF.but(name="json", encoding="json", forward="forward", numbers="ignored")

@@ -21,8 +21,8 @@ _PATIENCE = RetryPolicy(10.0)
 
 def detect_behind(client: Any) -> Dialect:
     """Returns the dialect of the server that a client of the official SDK talks to."""
-    url = _given(client, "base_url", "TINKER_BASE_URL")
-    if url is None:  # the SDK's default
+    url = server_url(client)
+    if url is None:
         return known.HOSTED
     connection = Connection(url, Credentials(_given(client, "api_key", "TINKER_API_KEY")), None, _PATIENCE)
     loop = BackgroundLoop(connection.close)
@@ -30,6 +30,11 @@ def detect_behind(client: Any) -> Dialect:
         return loop.run(_detect(connection)).result()
     finally:
         loop.close()
+
+
+def server_url(client: Any) -> str | None:
+    """Returns the URL that a client of the official SDK was given; None for the SDK's default."""
+    return _given(client, "base_url", "TINKER_BASE_URL")
 
 
 async def _detect(connection: Connection) -> Dialect:

@@ -6,6 +6,7 @@ Imported only after the user has passed such a client, so that `tinker` stays an
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import warnings
 import weakref
@@ -16,12 +17,13 @@ import httpx
 import tinker
 from tinker import types as sdk
 
-from tinker_lightning.client import checkpoints, download, server_pass
+from tinker_lightning.client import checkpoints, download, live_weights, server_pass
 from tinker_lightning.client.async_names import awaited
-from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
+from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.loop import BackgroundLoop
+from tinker_lightning.client.sampling_base import BaseSamplingClient
 from tinker_lightning.client.sdk import convert, inputs
-from tinker_lightning.client.sdk.behind import detect_behind
+from tinker_lightning.client.sdk.behind import detect_behind, server_url
 from tinker_lightning.client.sdk.requests import Calls
 from tinker_lightning.client.training_base import BaseTrainingClient
 from tinker_lightning.errors import InvalidInput, NotFound, Unsupported
@@ -37,13 +39,14 @@ from tinker_lightning.types import (
 from tinker_lightning.types.responses import ModelData, SaveWeightsExternalResponse
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from tinker_lightning.client.dialects.dialect import Dialect
+    from tinker_lightning.client.live_weights import LiveWeights
     from tinker_lightning.client.loss_uploads import Losses
     from tinker_lightning.client.server_pass import ServerPass
-    from tinker_lightning.types import Datum
+    from tinker_lightning.types import Datum, SamplingParams
 
 # How long a process that ends waits for requests in flight, in seconds.
 _EXIT_SECONDS = 5.0
@@ -85,6 +88,7 @@ class OfficialTrainingClient(BaseTrainingClient):
             "optim_step", lambda: self.client.optim_step(params), lambda r: OptimStepResponse(r.metrics)
         )
         self._custom.stepped()
+        self._changed()
         return future
 
     def save_state(
@@ -107,11 +111,15 @@ class OfficialTrainingClient(BaseTrainingClient):
     ) -> TinkerFuture[SaveWeightsForSamplerResponse]:
         """Saves weights for sampling under a name."""
         self._flush()
-        return self._calls.submit(
+        version = None if self.dialect.samples_old_weights else self._live.version(self.model_id)
+        future = self._calls.submit(
             "save_weights_for_sampler",
             partial(self._save, "save_weights_for_sampler", name, ttl_seconds, user_metadata=user_metadata),
             lambda r: SaveWeightsForSamplerResponse(path=r.path),
         )
+        if version is not None:
+            self._live.saving(version, future._source)
+        return future
 
     def save_weights_and_get_sampling_client(self, name: str | None = None) -> OfficialSamplingClient:
         """Returns a client that samples from the current weights."""
@@ -119,7 +127,11 @@ class OfficialTrainingClient(BaseTrainingClient):
             return self.create_sampling_client(self.save_weights_for_sampler(name).result().path or "")
         self._flush()
         save = self.client.save_weights_and_get_sampling_client
-        return OfficialSamplingClient(self._calls.translated("save_weights_for_sampler", save))
+        if self.dialect.samples_old_weights:
+            return OfficialSamplingClient(self._calls.translated("save_weights_for_sampler", save))
+        version = self._live.version(self.model_id)
+        check = partial(self._live.check_version, f"weights of {self.model_id} that were saved before", version)
+        return OfficialSamplingClient(self._calls.translated("save_weights_for_sampler", save), check)
 
     def submit_sampling_client(self) -> TinkerFuture[OfficialSamplingClient]:
         """Returns a client that samples from the current weights as a future; waits, because the SDK does."""
@@ -127,8 +139,11 @@ class OfficialTrainingClient(BaseTrainingClient):
 
     def create_sampling_client(self, model_path: str) -> OfficialSamplingClient:
         """Returns a client that samples from saved weights."""
-        create = self.client.create_sampling_client
-        return OfficialSamplingClient(self._calls.translated("create_sampling_client", lambda: create(model_path)))
+        create = partial(self.client.create_sampling_client, model_path)
+        if self.dialect.samples_old_weights:
+            return OfficialSamplingClient(self._calls.translated("create_sampling_client", create))
+        check = partial(self._live.check, model_path, checkpoints.parse(model_path)[0])
+        return OfficialSamplingClient(self._calls.translated("create_sampling_client", create), check)
 
     def create_base_sampling_client(self, base_model: str | None = None) -> OfficialSamplingClient:
         """Returns a client that samples from a base model; by default that of the trained one."""
@@ -221,6 +236,20 @@ class OfficialTrainingClient(BaseTrainingClient):
         return tinker.RestClient(self.client.holder)
 
     @property
+    def server(self) -> str:
+        """The URL of the server behind the SDK's client."""
+        return server_url(self.client) or super().server
+
+    @functools.cached_property
+    def _live(self) -> LiveWeights:
+        """What is trained on the server, by all clients of this process."""
+        return live_weights.on_server(self.server)
+
+    def _changed(self) -> None:
+        if not self.dialect.samples_old_weights:
+            self._live.changed(self.model_id)
+
+    @property
     def dialect(self) -> Dialect:
         """What the server behind the SDK's client speaks; detected at the first use."""
         if self._dialect is None:
@@ -246,7 +275,8 @@ class OfficialTrainingClient(BaseTrainingClient):
         return call(name, **given)
 
     def _load(self, name: str, path: str, token: str | None) -> TinkerFuture[LoadWeightsResponse]:
-        self._flush()
+        self._before_load(name)
+        self._changed()
         settings = {} if token is None else {"weights_access_token": token}
 
         def load() -> Any:
@@ -257,59 +287,46 @@ class OfficialTrainingClient(BaseTrainingClient):
         return self._calls.submit(name, load, lambda r: LoadWeightsResponse(r.path))
 
 
-class OfficialSamplingClient:
-    """The official SDK's `SamplingClient` with our methods and types."""
+class OfficialSamplingClient(BaseSamplingClient):
+    """The official SDK's `SamplingClient` with our methods and types.
 
-    def __init__(self, client: tinker.SamplingClient) -> None:
+    Args:
+        client: The SDK's client.
+        check: Raises if sampling would harm a model in training.
+    """
+
+    def __init__(self, client: tinker.SamplingClient, check: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
         self.client = client
-        self.unread = UnreadFailures()
+        self._check_weights = check
         self._calls = Calls(None, self.unread)
 
-    def sample(
-        self,
-        prompt: Any,
-        num_samples: int,
-        sampling_params: Any,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        topk_sample_logprobs: int = 0,
-        target_prompt_logprobs: Any = None,
-        prompt_alt_tokens_k: int = 0,
-        prompt_logprobs_last_n: int | None = None,
+    def _sample(
+        self, prompt: Any, num_samples: int, params: SamplingParams, options: dict[str, Any]
     ) -> TinkerFuture[SampleResponse]:
-        """Samples continuations of a prompt; the options are those of our `SamplingClient.sample`.
-
-        Raises:
-            Unsupported: If an option is given that the installed SDK does not have.
-        """
         self.unread.raise_first()
+        self._check_weights()
         if num_samples < 1:
             raise InvalidInput(f"num_samples must be at least 1, got {num_samples}")
-        ours = inputs.to_sampling_params(sampling_params)
-        params = convert.settings(sdk.SamplingParams, ours)
-        targets = None if target_prompt_logprobs is None else inputs.to_tensor(target_prompt_logprobs)
+        targets = options.pop("target_prompt_logprobs")
         send = partial(
             convert.build,
             self.client.sample,
             prompt=convert.model_input(prompt),
             num_samples=num_samples,
-            sampling_params=params,
-            include_prompt_logprobs=include_prompt_logprobs,
-            topk_prompt_logprobs=topk_prompt_logprobs,
-            topk_sample_logprobs=topk_sample_logprobs,
+            sampling_params=convert.settings(sdk.SamplingParams, params),
+            include_prompt_logprobs=options.pop("prompt_logprobs"),
             target_prompt_logprobs=None if targets is None else convert.tensor(targets),
-            prompt_alt_tokens_k=prompt_alt_tokens_k,
-            prompt_logprobs_last_n=prompt_logprobs_last_n,
+            **options,
         )
-        return self._calls.submit("sample", send, convert.sampled)
-
-    sample_async = awaited(sample)
+        return self._calls.future("sample", send, convert.sampled)
 
     def compute_logprobs(
         self, prompt: Any, prompt_logprobs_last_n: int | None = None
     ) -> TinkerFuture[list[float | None]]:
         """Returns the log-probability of each token of a prompt, or of its last n."""
         self.unread.raise_first()
+        self._check_weights()
         compute, text = self.client.compute_logprobs, convert.model_input(prompt)
         send = partial(convert.build, compute, prompt=text, prompt_logprobs_last_n=prompt_logprobs_last_n)
         return self._calls.submit("compute_logprobs", send, list)

@@ -46,6 +46,11 @@ class VendorTrainingClient(OfficialTrainingClient):
             unit_forward_weights=True,
         )
 
+    @property
+    def server(self) -> str:
+        """A name of the server for users."""
+        return f"the server of {type(self.client).__name__}"
+
     def get_info(self) -> GetInfoResponse:
         """Returns the base model and the LoRA rank; raises `Unsupported` if the client does not report them."""
         if getattr(self.client, "get_info", None) is None:

@@ -160,7 +160,10 @@ class Registry:
         """Returns the session with this id; raises `InvalidInput` if it must be open but is finished."""
         session = self._sessions.get(session_id)
         if session is None:
-            raise NotFound(f"session_id: there is no session {session_id!r}; call create_session first")
+            raise NotFound(
+                f"session_id: there is no session {session_id!r}: it has ended, or the server was restarted. Open "
+                "another with create_session, or create a new client"
+            )
         if must_be_open and session.finished:
             raise InvalidInput(f"session_id: {session_id} is finished; open a new one with create_session")
         return session

@@ -1,0 +1,66 @@
+"""Older weights of a model in training are not sampled where that would replace the weights in training (R5.4)."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tinker
+
+from tests.helpers.imitated_clients import BATCH, STEP, connected, model_on, preference
+from tinker_lightning import ServiceClient
+from tinker_lightning.client import as_backend
+from tinker_lightning.errors import Unsupported
+from tinker_lightning.testing import imitate
+
+if TYPE_CHECKING:
+    from tinker_lightning.server import EmbeddedTrainer
+
+PROMPT = BATCH[0].model_input
+
+
+def test_sampling_from_older_weights_does_not_replace_the_model(trainer: EmbeddedTrainer) -> None:
+    with imitate("skyrl", trainer=trainer) as server, connected(server) as service:
+        client = model_on(service)
+        old = client.save_weights_and_get_sampling_client()
+        assert len(old.compute_logprobs(PROMPT).result()) == 6  # the first one is added
+        client.forward_backward_custom(BATCH, preference)
+        client.optim_step(STEP).result()
+        with pytest.raises(Unsupported, match="would replace the weights"):
+            old.compute_logprobs(PROMPT)
+        client.save_weights_and_get_sampling_client().compute_logprobs(PROMPT).result()
+
+
+def test_other_clients_of_the_process_protect_the_model_too(trainer: EmbeddedTrainer) -> None:
+    """The server sees one model, whichever client trains it or samples from it."""
+    with imitate("skyrl", trainer=trainer, hold=1.0, encoding="protobuf") as server:  # as this SDK needs it
+        official = tinker.ServiceClient(base_url=server.url, api_key="tml-any")
+        wrapped: Any = as_backend(official.create_lora_training_client(base_model="tiny", rank=4))
+        named, unnamed = wrapped.save_weights_for_sampler("named"), wrapped.save_weights_and_get_sampling_client()
+        path = named.result().path
+        by_path = wrapped.create_sampling_client(path)
+        with ServiceClient(base_url=server.url) as other:
+            ours = other.create_sampling_client(path)
+            for sampler in (unnamed, by_path, ours):
+                sampler.compute_logprobs(PROMPT).exception()  # this SDK does not read the results of such servers
+            assert server.ran["asample"] == 3
+            wrapped.forward_backward_custom(BATCH, preference)
+            wrapped.optim_step(STEP).result()
+            for sampler in (unnamed, by_path, ours):
+                with pytest.raises(Unsupported, match=f"replace the weights of {wrapped.model_id} on {server.url}"):
+                    sampler.compute_logprobs(PROMPT)
+            wrapped.save_weights_and_get_sampling_client("new").compute_logprobs(PROMPT).exception()
+            assert server.ran["asample"] == 4
+        official.holder.close()
+
+
+def test_a_sampler_of_a_model_in_training_stays_in_its_process(trainer: EmbeddedTrainer) -> None:
+    """A copy on SkyRL would not know that its weights are no longer the present ones, and replace those."""
+    with imitate("skyrl", trainer=trainer) as server, ServiceClient(base_url=server.url) as service:
+        client = model_on(service)
+        sampler = client.save_weights_and_get_sampling_client()
+        for copy in (pickle.dumps, type(sampler).get_sampler_handle):
+            with pytest.raises(Unsupported, match=f"because {client.model_id} is trained in this one"):
+                copy(sampler)
+        pickle.dumps(service.create_sampling_client(base_model="tiny"))  # nobody trains these weights

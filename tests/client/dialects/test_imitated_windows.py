@@ -1,0 +1,139 @@
+"""Accumulation windows on servers of other kinds: what belongs to a step, and what does not any more (R5.4, R5.8)."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import tinker
+
+from tests.helpers.imitated_clients import BATCH, STEP, connected, logprobs_of, model_on, preference
+from tinker_lightning import AdamParams, Datum
+from tinker_lightning.client.dialects import encoding
+from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError
+from tinker_lightning.testing import embedded_service, imitate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tinker_lightning.client import TrainingClient
+    from tinker_lightning.server import EmbeddedTrainer
+    from tinker_lightning.testing.imitations.serving import Kind
+
+EXACT: dict[str, Any] = {"seed_ignored": False, "ignores_lora_flags": False}
+
+
+def change(client: TrainingClient, submit: Callable[[TrainingClient], None]) -> np.ndarray[Any, Any]:
+    """Returns what a step on the submitted passes does to the log-probabilities."""
+    before = logprobs_of(client)
+    submit(client)
+    client.optim_step(STEP).result()
+    changed: np.ndarray[Any, Any] = logprobs_of(client) - before
+    return changed
+
+
+@pytest.mark.parametrize("kind", ["skyrl", "tuft"])
+def test_loading_a_state_drops_what_was_not_stepped_on(
+    kind: Kind, trainer: EmbeddedTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Our trainer clears its gradient; other servers keep it, so it is not sent to them where that can be avoided."""
+
+    def loaded(client: TrainingClient) -> None:
+        path = client.save_state("state").result().path
+        client.forward_backward_custom(BATCH[1:], preference)  # evaluated, but its gradient is not sent
+        client.load_state(path).result()
+        client.load_state(path).result()
+        client.forward_backward_custom(BATCH, preference)
+
+    with embedded_service(trainer) as service:
+        expected = change(model_on(service), loaded)
+    assert "accumulation window" not in caplog.text
+    with imitate(kind, trainer=trainer, **EXACT) as server, connected(server) as service:
+        client = model_on(service)
+        np.testing.assert_allclose(change(client, loaded), expected, rtol=1e-3, atol=1e-6)
+        dropped = "load_state in the middle of .* gradient of 2 sequences was computed .* not sent to http://imitated"
+        assert len(re.findall(dropped, caplog.text)) == 1
+        if kind == "skyrl":
+            held = client.forward_backward(BATCH, "cross_entropy")
+            client.load_state(client.save_state("again").result().path).result()
+            with pytest.raises(OperationFailed, match="dropped by load_state, before which no optim_step was called"):
+                held.result()
+
+
+def test_a_gradient_that_stays_on_the_server_is_reported(
+    trainer: EmbeddedTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with imitate("tuft", trainer=trainer) as server, connected(server) as service:
+        client = model_on(service)
+        path = client.save_state("state").result().path
+        client.forward_backward(BATCH, "cross_entropy").result()
+        client.load_state_with_optimizer(path).result()
+    assert "the gradient of 3 sequences may stay on http://imitated" in caplog.text
+    assert "Call optim_step first" in caplog.text
+
+
+def test_a_failed_pass_is_not_part_of_the_window(trainer: EmbeddedTrainer) -> None:
+    """SkyRL divides by the sequences of the window, so that a wrong count is a wrong gradient."""
+    wrong = Datum.from_tokens([1, 2, 10_000])  # not a token of the model
+
+    def submit(client: TrainingClient) -> None:
+        if client.dialect.name == "skyrl":
+            for batch, loss in ((BATCH, "unknown_loss"), ([wrong, wrong], "cross_entropy")):
+                with pytest.raises(TinkerLightningError):
+                    client.forward_backward(batch, loss).result()
+        client.forward_backward_custom(BATCH, preference)
+
+    with embedded_service(trainer) as service:
+        expected = change(model_on(service), submit)
+    with imitate("skyrl", trainer=trainer, out_of_range="fails", **EXACT) as server, connected(server) as service:
+        client = model_on(service)
+        np.testing.assert_allclose(change(client, submit), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_a_window_that_cannot_be_sent_leaves_nothing_to_the_next(
+    trainer: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with imitate("skyrl", trainer=trainer) as server, connected(server) as service:
+        client = model_on(service)
+        held = [client.forward_backward(BATCH, "cross_entropy") for _ in range(2)]
+
+        def failing(*_: Any) -> Any:
+            raise InvalidInput("cannot be encoded")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(encoding, "encode_pass", failing)
+            with pytest.raises(InvalidInput, match="cannot be encoded"):
+                client.optim_step(STEP)
+        for future in held:
+            with pytest.raises(OperationFailed, match="not sent, because another pass"):
+                future.result()
+        client.optim_step(AdamParams()).result()
+        assert server.ran["forward_backward"] == 0
+
+
+@pytest.mark.parametrize("official", [False, True], ids=["our datums", "the SDK's datums"])
+@pytest.mark.parametrize("kind", ["skyrl", "tuft"])
+def test_a_buffer_may_be_filled_again_after_the_call(kind: Kind, official: bool, trainer: EmbeddedTrainer) -> None:
+    """A custom loss's gradient, and a pass that is held back, are sent long after the call."""
+    values = {name: np.array(kept) for name, kept in (("tokens", [5, 6, 7]), ("weights", [1.0, 0.5, 2.0]))}
+
+    def submit(client: TrainingClient, *, again: bool) -> None:
+        tokens, weights = values["tokens"].copy(), values["weights"].astype(np.float32)
+        inputs: dict[str, Any] = {"target_tokens": tokens, "weights": weights}
+        if official:
+            tensors = {name: tinker.TensorData.from_numpy(array) for name, array in inputs.items()}
+            datum: Any = tinker.Datum(model_input=tinker.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs=tensors)
+        else:
+            datum = Datum.from_targets([1, 2, 3], **inputs)
+        client.forward_backward_custom([datum, datum], preference)
+        client.forward_backward([datum], "cross_entropy")
+        if again:
+            tokens[:], weights[:] = 9, -1.0
+
+    def run(again: bool) -> np.ndarray[Any, Any]:
+        with imitate(kind, trainer=trainer, **EXACT) as server, connected(server) as service:
+            return change(model_on(service), lambda client: submit(client, again=again))
+
+    np.testing.assert_array_equal(run(True), run(False))
