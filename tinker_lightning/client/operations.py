@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -110,7 +111,7 @@ def _targets(request: ForwardBackwardRequest) -> list[int] | None:
     given = [datum.loss_fn_inputs.get("target_tokens") for datum in request.data]
     if request.loss_fn not in LOSSES or any(targets is None for targets in given):
         return None
-    return [targets.values.size for targets in given if targets is not None]
+    return [math.prod(targets.shape) for targets in given if targets is not None]
 
 
 def renumbered(dialect: Dialect, operation: Operation[T], seq_id: int) -> Operation[T]:
@@ -321,7 +322,7 @@ def _defect(session: Session, operation: Operation[Any], output: ForwardBackward
         field = f"loss_fn_outputs[{i}].logprobs"
         if "logprobs" not in tensors:
             return f"{field}: missing; there is only {', '.join(tensors) or 'nothing'}"
-        if (found := tensors["logprobs"].values.size) != targets:
+        if (found := math.prod(tensors["logprobs"].shape)) != targets:
             return f"{field}: has {found} values for {targets} targets"
     return None
 

@@ -78,6 +78,7 @@ DEFECTS: list[tuple[dict[str, Any], dict[str, str]]] = [
             "doubles_repeats": True,
             "lr_zero_moves": True,
             "ignores_optimizer_on_load": True,
+            "keeps_gradient_on_load": True,
             "ignores_lora_flags": True,
             "sampling_moves_weights": True,
         },
@@ -115,11 +116,14 @@ DEFECTS: list[tuple[dict[str, Any], dict[str, str]]] = [
 @pytest.mark.parametrize(("defects", "faults"), DEFECTS, ids=lambda given: ", ".join(given))
 def test_planted_defects_are_found(defects: dict[str, Any], faults: dict[str, str], trainer: EmbeddedTrainer) -> None:
     with imitate(CLEAN, trainer=trainer, **defects) as server:
-        results = examined(server, *faults).results
-    for result, fault in zip(results, faults.values(), strict=True):
+        report = examined(server, *faults)
+    for result, fault in zip(report.results, faults.values(), strict=True):
         assert result.status == "failed", result
         assert result.advice
         assert re.search(fault, result.detail), result.detail
+    if "ignores_optimizer_on_load" in defects:
+        measured = report.dialect
+        assert (measured.resets_optimizer, measured.clears_gradient) == (False, False)
 
 
 def test_a_defect_is_planted_for_every_check() -> None:

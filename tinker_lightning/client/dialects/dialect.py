@@ -80,7 +80,7 @@ class Dialect:
     losses: frozenset[str] | None = None
     clips_gradients: bool = True
     resets_optimizer: bool = True
-    clears_gradient: bool = True
+    clears_gradient: bool = False
     deletes_checkpoints: bool = True
     samples_old_weights: bool = True
     unit_forward_weights: bool = False

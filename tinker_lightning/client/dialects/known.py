@@ -10,8 +10,8 @@ from tinker_lightning.errors import InvalidInput
 
 _SAMPLING = frozenset({"asample.topk_prompt_logprobs"})
 
-HOSTED = Dialect(name="hosted")
-EMBEDDED = Dialect(name="embedded")
+HOSTED = Dialect(name="hosted", clears_gradient=True)
+EMBEDDED = Dialect(name="embedded", clears_gradient=True)
 # Servers of an unknown kind: what the protocol promises, except for what servers are seen to lack.
 PROTOBUF = Dialect(
     name="protobuf",
@@ -20,7 +20,6 @@ PROTOBUF = Dialect(
     numbers="strict",
     concurrent=False,
     surrogate=None,
-    clears_gradient=False,
     unit_forward_weights=True,
 )
 JSON = PROTOBUF.but(name="json", encoding="json", forward="forward", numbers="ignored")

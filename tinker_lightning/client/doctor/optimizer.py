@@ -65,12 +65,23 @@ def _restored(probe: Probe) -> Finding:
     if measure.differs(step(1, 1.0) - saved_at, continued):
         return Finding("the step after load_state_with_optimizer is another one than without saving and loading")
     client.load_state(path).result()
-    if not measure.differs(step(1, 1.0) - saved_at, continued):
-        return Finding(
-            "load_state restores the optimizer, although only the weights were asked for",
-            dialect={"resets_optimizer": False},
-        )
-    return Finding(dialect={"resets_optimizer": True})
+    resets = measure.differs(step(1, 1.0) - saved_at, continued)
+    found = {"resets_optimizer": resets, "clears_gradient": _clears_gradient(probe.scratch)}
+    fault = None if resets else "load_state restores the optimizer, although only the weights were asked for"
+    detail = "" if found["clears_gradient"] else "a gradient that was accumulated before is kept"
+    return Finding(fault, detail=detail, dialect=found)
+
+
+def _clears_gradient(scratch: measure.Scratch) -> bool:
+    """Returns whether a gradient that was accumulated before a state is loaded is no part of the next step."""
+    backend, call, other = scratch.backend, measure.at_token(0, 0), measure.at_token(1, measure.LENGTHS[1] - 1)
+
+    def accumulate() -> None:
+        backend.forward_backward(scratch.datums(other), other.loss).result()
+        backend.load_state_with_optimizer(scratch.start).result()
+        backend.forward_backward(scratch.datums(call), call.loss).result()
+
+    return not measure.differs(scratch.change(accumulate), scratch.response([call]))
 
 
 ZERO_RATE = Check(

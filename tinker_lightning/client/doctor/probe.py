@@ -55,6 +55,7 @@ class Probe:
             losses=None,
             clips_gradients=True,
             resets_optimizer=True,
+            clears_gradient=True,
             deletes_checkpoints=True,
             samples_old_weights=True,
         )
