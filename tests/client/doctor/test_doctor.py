@@ -157,10 +157,11 @@ def test_nothing_is_found_on_the_clean_trainer_and_nothing_is_left(tmp_path: Pat
 
 def test_what_a_server_lacks_is_not_a_failure(trainer: EmbeddedTrainer) -> None:
     with imitate(CLEAN, trainer=trainer, lacks={"delete", "save_weights_for_sampler"}) as server:
-        report = examined(server, "sampler", "weights in training", "deletion")
-    assert [result.status for result in report.results] == ["not offered"] * 3
+        report = examined(server, "sampler", "weights in training", "deletion", "optimizer state")
+    assert [result.status for result in report.results] == ["not offered"] * 3 + ["ok"]
     assert report.is_healthy
     assert not report.dialect.deletes_checkpoints
+    assert report.dialect.clears_gradient  # unlike what is assumed of an unknown server
     assert report.left  # nothing could be removed
 
 
