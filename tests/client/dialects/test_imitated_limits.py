@@ -62,11 +62,13 @@ def test_the_key_of_an_official_client_is_used_to_detect_its_server(
         official.holder.close()
 
 
-def test_clipping_that_a_server_ignores_raises(trainer: EmbeddedTrainer) -> None:
+def test_what_a_server_ignores_raises(trainer: EmbeddedTrainer) -> None:
     with imitate("skyrl", trainer=trainer) as server, connected(server) as service:
         client = model_on(service)
         with pytest.raises(Unsupported, match=r"grad_clip_norm=1\.0: servers of the dialect 'skyrl' ignore it"):
             client.optim_step(AdamParams(grad_clip_norm=1.0))
+        with pytest.raises(Unsupported, match="ttl_seconds: servers of the dialect 'skyrl' do not support it"):
+            client.save_state("short-lived", ttl_seconds=60)
 
 
 def test_states_that_cannot_be_deleted_are_reported(trainer: EmbeddedTrainer) -> None:

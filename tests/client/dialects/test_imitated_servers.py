@@ -43,7 +43,7 @@ def test_a_custom_loss_has_its_gradient(kind: Kind, calls: list[list[Datum]], tr
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("skyrl", "skyrl"), ("tuft", "tuft"), ("twinkle", "twinkle")])
+@pytest.mark.parametrize(("kind", "name"), [(kind, {"together": "json"}.get(kind, kind)) for kind in KINDS])
 def test_the_dialect_is_detected(kind: Kind, name: str, trainer: EmbeddedTrainer) -> None:
     with imitate(kind, trainer=trainer) as server, connected(server) as service:
         assert service.session.dialect.name == name

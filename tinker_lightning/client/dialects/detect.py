@@ -25,6 +25,7 @@ _FORWARD_BACKWARD = "/api/v1/forward_backward"
 _HOSTED = "thinkingmachines.dev"
 # The titles in the API descriptions of servers that have one.
 _TITLES = {"Tinker API Mock": known.SKYRL, "TuFT": known.TUFT}
+_OPEN_RL_TITLE = "Open-RL Server MVP"
 _TWINKLE_PATH = "/twinkle/"
 
 
@@ -41,6 +42,9 @@ async def detect(connection: Connection, capabilities: ServerCapabilities) -> Di
     (title, paths), (status, body) = await asyncio.gather(_description(connection), _empty_forward(connection))
     if title in _TITLES:
         return _TITLES[title]
+    if title == _OPEN_RL_TITLE:
+        # Its versions differ, and the title does not tell them apart, so its gradients are measured.
+        return known.OPEN_RL.but(surrogate=None, forward="zero_weights" if status == 404 else "forward")
     if any(_TWINKLE_PATH in path for path in paths):
         return known.TWINKLE
     if status == 404:

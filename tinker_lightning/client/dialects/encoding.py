@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinker_lightning.client.connection import JSON, PROTOBUF
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, Unsupported
 from tinker_lightning.types import TensorData
 from tinker_lightning.wire import json as wire_json
 from tinker_lightning.wire import protobuf
@@ -59,14 +59,14 @@ def encode_json(dialect: Dialect, endpoint: str, request: Any) -> bytes:
     """Returns the JSON body of a request, without the optional fields that the server does not know.
 
     Raises:
-        InvalidInput: If such a field has a value that matters.
+        Unsupported: If such a field has a value that matters.
     """
     unknown = [field for field in dataclasses.fields(request) if not dialect.knows(endpoint, field.name)]
     if not unknown:
         return wire_json.dumps(request)
     for field in unknown:
         if getattr(request, field.name) != field.default:
-            raise InvalidInput(f"{field.name}: servers of the dialect {dialect.name!r} do not support it; leave it out")
+            raise Unsupported(f"{field.name}: servers of the dialect {dialect.name!r} do not support it; leave it out")
     return wire_json.dumps(request, without={field.name for field in unknown})
 
 
