@@ -172,9 +172,10 @@ def test_a_file_that_is_missing_is_one_message(folder: Path, capsys: pytest.Capt
     assert "Traceback" not in said
 
 
-def test_the_configuration_is_printed_without_the_key(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_configuration_is_printed_without_keys(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [f"--model.api_key={KEY}", f"--model.teacher_api_key={KEY}"]
     with pytest.raises(SystemExit) as stop:
-        run("fit", config(), f"--model.api_key={KEY}", "--print_config")
+        run("fit", config("Distill", teacher="tiny"), *keys, "--print_config")
     assert stop.value.code == 0
     printed = capsys.readouterr().out
     assert yaml.safe_load(printed)["model"]["init_args"]["rank"] == 4

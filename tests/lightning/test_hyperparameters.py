@@ -10,6 +10,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from tests.helpers.trainers import SMALL, loader, quiet
 from tinker_lightning import RemoteModule
+from tinker_lightning.lightning.secret import Secret
+from tinker_lightning.recipes import Distill
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,17 +76,18 @@ def test_files_of_plain_save_hyperparameters_would_pass_fixed_arguments_twice(tm
 
 
 class TakesKeys(RemoteModule):
-    """Takes the API key in a dict, and under another name."""
+    """Takes the API key in a dict, and under another name, and keys of two other servers."""
 
-    def __init__(self, model: Any, server: dict[str, Any], token: str) -> None:
+    def __init__(self, model: Any, server: dict[str, Any], token: str, judge_api_key: str, other: Secret) -> None:
         self.save_hyperparameters()  # before the module knows its key
         super().__init__(model, api_key=server["api_key"], base_url=server["url"])
         assert token == server["api_key"]
+        assert {judge_api_key, other} == {"very-secret-judge", "very-secret-other"}
 
 
 def test_an_api_key_in_a_dict_or_under_another_name_reaches_no_file(tmp_path: Path) -> None:
     server = {"url": "embedded", "api_key": "tml-very-secret"}
-    with TakesKeys("tiny", server, "tml-very-secret") as module:
+    with TakesKeys("tiny", server, "tml-very-secret", "very-secret-judge", Secret("very-secret-other")) as module:
         trainer = quiet(max_steps=1, logger=CSVLogger(tmp_path))
         trainer.fit(module, loader())
         trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -93,6 +96,13 @@ def test_an_api_key_in_a_dict_or_under_another_name_reaches_no_file(tmp_path: Pa
     assert [file for file in files if b"very-secret" in file.read_bytes()] == []
     assert module.hparams["server"] == {"url": "embedded", "api_key": ""}
     assert module._session._api_key == server["api_key"] == "tml-very-secret"
+    assert not {"judge_api_key", "other"} & set(module.hparams)
+
+
+def test_the_key_of_a_teacher_is_no_hyperparameter() -> None:
+    module = Distill("tiny", teacher="tiny", teacher_url="embedded", teacher_api_key="very-secret")
+    assert module.hparams["teacher_url"] == "embedded"
+    assert "very-secret" not in repr(vars(module)) + repr(module.hparams)
 
 
 class Keyed(RemoteModule):

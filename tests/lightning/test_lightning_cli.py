@@ -62,11 +62,13 @@ def test_lightning_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class DeclaresKey(Typed):
-    """Declares the key as a plain string, and takes it a second time in a dict and in a list."""
+    """Declares keys as plain strings, and takes one a second time in a dict and in a list."""
 
-    def __init__(self, api_key: str, headers: dict[str, str], keys: list[str], **kwargs: Any) -> None:
+    def __init__(
+        self, api_key: str, judge_api_key: str, headers: dict[str, str], keys: list[str], **kwargs: Any
+    ) -> None:
         super().__init__(api_key=headers["X-API-Key"], **kwargs)
-        assert api_key == keys[0]
+        assert (api_key, judge_api_key) == (keys[0], "judge-very-secret")
         self.save_hyperparameters()
 
 
@@ -86,6 +88,7 @@ def test_no_file_of_a_command_line_has_the_api_key(
     key = "tml-very-secret"
     settings: dict[str, Any] = {"model": "tiny", "rank": 4, "base_url": "embedded", "api_key": key}
     if kind is DeclaresKey:
+        settings |= {"judge_api_key": "judge-very-secret"}
         settings |= {"headers": json.dumps({"X-API-Key": key}), "keys": json.dumps([key])}
     args = [f"--model={__name__}.{kind.__name__}"] if by_class else []
     args += [f"{prefix}.{name}={value}" for name, value in settings.items()]

@@ -21,7 +21,7 @@ from tinker_lightning.lightning import _compat, routes, wandb_runs
 from tinker_lightning.lightning.batches import count_datums, datums_of, except_datums
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.deferred_metrics import DeferredMetrics
-from tinker_lightning.lightning.hyperparameters import API_KEY, fixed, for_files, not_plain
+from tinker_lightning.lightning.hyperparameters import api_keys, fixed, for_files, left_out
 from tinker_lightning.lightning.lazy_client import LazyClient
 from tinker_lightning.lightning.metrics import Scores
 from tinker_lightning.lightning.predict import Samples
@@ -77,7 +77,7 @@ class RemoteBase(pl.LightningModule):
     """What was sampled for the last training batch, if a recipe trains on samples: `prompt`, `text`, `stop_reason` and
     `reward` of each."""
 
-    _api_key: Secret | None = None
+    _api_keys: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class RemoteBase(pl.LightningModule):
         super().__init__()
         if max_steps_in_flight < 1:
             raise InvalidInput(f"max_steps_in_flight must be at least 1, got {max_steps_in_flight}")
-        self._api_key = None if api_key is None else Secret(api_key)
+        api_key = None if api_key is None else Secret(api_key)
         self.save_hyperparameters()
         self._fixed = fixed(self)
         adapter = {
@@ -109,7 +109,7 @@ class RemoteBase(pl.LightningModule):
             "train_attn": train_attn,
             "train_unembed": train_unembed,
         }
-        self._session = LazyClient(model, adapter, base_url, self._api_key)
+        self._session = LazyClient(model, adapter, base_url, api_key)
         self.learning_rate = learning_rate  # set by Lightning's LearningRateFinder
         self._adam: dict[str, Any] = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         self.lm = RemoteLM(self._session.client if model is None or isinstance(model, str) else model)
@@ -160,10 +160,11 @@ class RemoteBase(pl.LightningModule):
         """Saves plain data only. Clients, callables and API keys must be passed again on load."""
         ignored = [ignore] if isinstance(ignore, str) else list(ignore or ())
         frame = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
-        super().save_hyperparameters(*args, ignore=[*ignored, API_KEY, *not_plain(self)], frame=frame, logger=logger)
+        super().save_hyperparameters(*args, ignore=[*ignored, *left_out(self)], frame=frame, logger=logger)
+        self._api_keys |= api_keys(self)
         for name in (_compat.HPARAMS, _compat.HPARAMS_INITIAL):
             hparams = name.get(self)
-            hparams.update(for_files(hparams, self._api_key))
+            hparams.update(for_files(hparams, self._api_keys))
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Logs a value as `LightningModule.log` does, with the number of datums as the default batch size."""

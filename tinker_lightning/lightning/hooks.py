@@ -13,7 +13,7 @@ from tinker_lightning.errors import LossWithoutGradient
 from tinker_lightning.lightning import _compat, checks, summary, wandb_runs
 from tinker_lightning.lightning.base import LAST_WAIT, RemoteBase
 from tinker_lightning.lightning.checkpoint import contents
-from tinker_lightning.lightning.secret import hide_in_configs
+from tinker_lightning.lightning.hyperparameters import hide_in_configs
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.regularizers.regularizer import as_regularizers
 from tinker_lightning.remote import group, interrupts
@@ -48,9 +48,9 @@ class RemoteHooks(pl.Callback):
         self._shows_tokens = False
 
     def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Checks the trainer with the callbacks of `configure_callbacks`, and hides the API key from them."""
+        """Checks the trainer with the callbacks of `configure_callbacks`, and hides API keys from them."""
         checks.check(trainer, self._module)
-        hide_in_configs(_compat.CALLBACKS.get(trainer), self._module._api_key)
+        hide_in_configs(_compat.CALLBACKS.get(trainer), self._module._api_keys)
         summary.hide_handle(trainer, self._module)
         self._connect()
 

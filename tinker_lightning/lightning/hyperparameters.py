@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from tinker_lightning.lightning.secret import Secret, is_secret
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
-API_KEY = "api_key"
+    import lightning.pytorch as pl
 
 
-def not_plain(module: Any) -> list[str]:
-    """Returns the names of the constructor arguments of a module that are not plain data."""
-    return [name for named, _ in _calls(module) for name, value in named.items() if not _is_plain(value)]
+def left_out(module: Any) -> list[str]:
+    """Returns the names of the constructor arguments of a module that are API keys or not plain data."""
+    arguments = _arguments(module)
+    return [name for name, value in arguments if is_secret(name, value) or not _is_plain(value)]
+
+
+def api_keys(module: Any) -> frozenset[str]:
+    """Returns the API keys among the constructor arguments of a module."""
+    return frozenset(Secret(value) for name, value in _arguments(module) if value and is_secret(name, value))
 
 
 def fixed(module: Any) -> frozenset[str]:
@@ -29,16 +38,34 @@ def fixed(module: Any) -> frozenset[str]:
     return frozenset(name for named, _ in inner for name in named) - given
 
 
-def for_files(value: Any, key: str | None) -> Any:
+def for_files(value: Any, keys: Collection[str]) -> Any:
     """Returns plain data with API keys emptied, and with lists in place of tuples, which `yaml.safe_load` rejects.
 
-    Every string that equals `key` and every value named `api_key` is an API key.
+    API keys are the strings in `keys`, and what `is_secret` names.
     """
     if isinstance(value, Mapping):
-        return {name: "" if name == API_KEY and item else for_files(item, key) for name, item in value.items()}
+        return {name: "" if item and is_secret(name, item) else for_files(item, keys) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [for_files(item, key) for item in value]
-    return "" if key and value == key else value
+        return [for_files(item, keys) for item in value]
+    return "" if isinstance(value, str) and (value in keys or is_secret("", value)) else value
+
+
+def hide_in_configs(callbacks: Iterable[pl.Callback], keys: Collection[str]) -> None:
+    """Removes API keys from the configurations that callbacks of `LightningCLI` are about to write.
+
+    A module may declare `api_key: str` itself, or take a key under another name.
+    """
+    cli: Any = sys.modules.get("lightning.pytorch.cli")  # not imported here, because only command lines need it
+    for callback in callbacks if cli is not None else ():
+        if isinstance(callback, cli.SaveConfigCallback):
+            callback.config = callback.config.clone()
+            for name, value in list(callback.config.items()):
+                leaf = name.rpartition(".")[2]
+                callback.config[name] = for_files({leaf: value}, keys)[leaf]
+
+
+def _arguments(module: Any) -> Iterator[tuple[str, Any]]:
+    return (pair for named, _ in _calls(module) for pair in named.items())
 
 
 def _calls(module: Any) -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:

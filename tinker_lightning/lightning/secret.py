@@ -1,17 +1,8 @@
-"""Keeps API keys out of the files of a command line."""
+"""What is an API key, which is not written to files."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
-from typing import TYPE_CHECKING, Any
-
-from tinker_lightning.lightning.hyperparameters import for_files
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import lightning.pytorch as pl
 
 
 class Secret(str):
@@ -30,15 +21,7 @@ with contextlib.suppress(ImportError):  # the extra "cli"
     register_type(Secret, serializer=lambda _: None, deserializer=Secret)
 
 
-def hide_in_configs(callbacks: Iterable[pl.Callback], key: str | None) -> None:
-    """Removes API keys from the configurations that callbacks of `LightningCLI` are about to write.
-
-    A module may declare `api_key: str` itself, or take the key under another name.
-    """
-    cli: Any = sys.modules.get("lightning.pytorch.cli")  # not imported here, because only command lines need it
-    for callback in callbacks if cli is not None else ():
-        if isinstance(callback, cli.SaveConfigCallback):
-            callback.config = callback.config.clone()
-            for name, value in list(callback.config.items()):
-                leaf = name.rpartition(".")[2]
-                callback.config[name] = for_files({leaf: value}, key)[leaf]
+def is_secret(name: object, value: object) -> bool:
+    """Whether a value is an API key: a `Secret`, or named `api_key` or `…_api_key` (`X-API-Key` in a header)."""
+    plain = str(name).lower().replace("-", "_")
+    return isinstance(value, Secret) or plain == "api_key" or plain.endswith("_api_key")

@@ -9,6 +9,7 @@ import numpy as np
 from tinker_lightning.client.sdk.inputs import to_datum
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.module import RemoteModule
+from tinker_lightning.lightning.secret import Secret
 from tinker_lightning.recipes.references import NAME
 from tinker_lightning.recipes.rollout_module import RolloutModule
 from tinker_lightning.recipes.teachers import Teacher
@@ -59,7 +60,7 @@ class Distill(RolloutModule):
         *,
         teacher: Any,
         teacher_url: str | None = None,
-        teacher_api_key: str | None = None,
+        teacher_api_key: Secret | str | None = None,
         top_k: int | None = None,
         loss: Any = None,
         loss_config: Mapping[str, float | str] | None = None,
@@ -77,7 +78,8 @@ class Distill(RolloutModule):
         self.top_k = top_k
         self.kl_coefficient = kl_coefficient
         self._gaps: list[float] = []
-        self._teacher = Teacher(self.lm, lambda: self.tokenizer, teacher, teacher_url, teacher_api_key)
+        key = None if teacher_api_key is None else Secret(teacher_api_key)
+        self._teacher = Teacher(self.lm, lambda: self.tokenizer, teacher, teacher_url, key)
 
     def on_fit_start(self) -> None:
         """Opens the teacher before the first step."""
