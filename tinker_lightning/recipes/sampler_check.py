@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinker_lightning.rl")
 
-TARGETS = "target_tokens"
+_TARGETS = "target_tokens"
 # How many tokens are sampled to see what comes back.
 _PROBED = 4
 # The largest mean difference between the log-probabilities of sampler and trainer that rounding explains.
@@ -108,7 +108,7 @@ class SamplerCheck:
 
     def _of_base(self, scored: Scored) -> torch.Tensor | None:
         """Returns the base model's log-probabilities of sampled tokens; None if the server does not compute them."""
-        plain = [datum.with_only_inputs({TARGETS: datum.loss_fn_inputs[TARGETS]}) for datum in scored.data]
+        plain = [datum.with_only_inputs({_TARGETS: datum.loss_fn_inputs[_TARGETS]}) for datum in scored.data]
         try:
             data = References(self._lm, "base", None, keep=False).add_to(plain)
         except TinkerLightningError:
