@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, Union
 
@@ -118,6 +119,8 @@ def test_the_configurations_of_the_examples_train(file: Path, folder: Path, monk
         ("model: {class_path: none.Thing}", "No module named 'none'"),
         ("model: [", "line 2"),
         ("seed_everything: 1", " is missing. Pass --"),
+        ("model: {class_path: SFT}\ndata: {class_path: ChatData, init_args: {train: no.jsonl}}", "no file no.jsonl"),
+        ("model: {class_path: SFT}\ndata: {class_path: ChatData}\ntrainer: {strategy: foo}", "invalid strategy name"),
         ("model: {class_path: SFT}\ndata: {class_path: ChatData}", "pass one, for example --model.model tiny"),
     ],
 )
@@ -126,7 +129,8 @@ def test_a_mistake_in_a_file_is_one_message(
 ) -> None:
     monkeypatch.delenv("TINKER_BASE_MODEL", raising=False)
     quiet = ["--trainer.max_steps=1", "--trainer.logger=false"] if "\n" in content else []
-    with pytest.warns() if quiet else pytest.MonkeyPatch.context():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Lightning, on options that are missing
         assert run("fit", content, *quiet) == 2
     said = capsys.readouterr().err
     (line,) = [each for each in said.splitlines() if each.startswith("tinker-lightning: ")]
@@ -165,10 +169,16 @@ def test_a_limit_of_one_is_one_batch_whichever_union_is_cached(
         assert [repr(printed[name]) for name in names] == [repr(value)] * len(names)
 
 
-def test_a_file_that_is_missing_is_one_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("fit", config(), "--ckpt_path=none.ckpt") == 2
+@pytest.mark.parametrize(
+    ("file", "message"), [("none.ckpt", "Checkpoint file not found: none.ckpt"), ("run.yaml", "checkpoint")]
+)
+def test_a_file_that_is_missing_or_no_checkpoint_is_one_message(
+    file: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("fit", config(), f"--ckpt_path={file}") == 2
     said = capsys.readouterr().err
-    assert "tinker-lightning: Checkpoint file not found: none.ckpt" in said
+    (line,) = [each for each in said.splitlines() if each.startswith("tinker-lightning: ")]
+    assert message in line
     assert "Traceback" not in said
 
 

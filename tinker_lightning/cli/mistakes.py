@@ -11,6 +11,8 @@ import lightning.pytorch as pl
 from jsonargparse import ArgumentParser
 from lightning.pytorch.loggers import Logger
 
+from tinker_lightning.errors import TinkerLightningError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -53,6 +55,22 @@ def explain(text: str) -> str:
         has_value = given is None or "Got value" in reason or "class_path" in reason
         return f"{key}: {reason}" + ("" if has_value else f", got {given[1].strip()}")  # type: ignore[index]
     return _plain(text)
+
+
+def of_library(error: BaseException | None) -> TinkerLightningError | None:
+    """Returns the error of this library that another one was raised for, such as that of a class from a YAML file."""
+    while error is not None and not isinstance(error, TinkerLightningError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def is_of_lightning(error: BaseException) -> bool:
+    """Returns whether Lightning or the parser has raised an error, rather than the user's code or torch."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    name = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
+    return name.partition(".")[0] in ("lightning", "jsonargparse")
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import pickle
 from typing import Any
 
 from tinker_lightning.cli import wording
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, TinkerLightningError
 
 _STAGES = {
     "fit": ("train a model", "Trains a model, and validates it if there is validation data."),
@@ -80,6 +81,15 @@ def run(options: argparse.Namespace) -> int:
             run_stage(options.stage, options.rest, stack)
         except jsonargparse.ArgumentError as error:
             raise InvalidInput(mistakes.explain(str(error))) from error
-        except MisconfigurationException as error:
-            raise InvalidInput(str(error)) from error
+        except TinkerLightningError:
+            raise
+        except pickle.UnpicklingError as error:
+            reason = str(error).partition("\n")[0]
+            raise InvalidInput(f"ckpt_path is not a checkpoint file of Lightning: {reason}") from error
+        except (ValueError, RuntimeError, TypeError) as error:
+            if own := mistakes.of_library(error):
+                raise own from error
+            if isinstance(error, MisconfigurationException) or mistakes.is_of_lightning(error):
+                raise InvalidInput(mistakes.explain(str(error))) from error
+            raise
     return 0

@@ -13,6 +13,7 @@ _SOURCES = "`tinker-lightning checkpoints list` lists the paths"
 _EVERYWHERE = {
     r"Pass save_state\(\.\.\.\)\.result\(\)\.path, which has the form (\S+)\.": rf"{_SOURCES}, which have the form \1.",
     r"(is not of the form tinker://\S+)$": rf"\1. {_SOURCES}.",
+    r"or pass api_key=\.": "or pass --api-key KEY.",
     r"(there is no such checkpoint)(?:; pass missing_ok=True to ignore this)?$": rf"\1. {_SOURCES}.",
 }
 
@@ -27,13 +28,18 @@ EXPORT: Mapping[str, str] = {
 """What messages about an export advise."""
 
 STAGES: Mapping[str, str] = {
+    r"or pass api_key=\.": "or pass --model.api_key KEY.",
+    r"use Trainer\(strategy='tinker', devices=1, num_nodes=1\)": "use --trainer.devices 1 --trainer.num_nodes 1",
+    r"Use gradient_clip_algorithm='norm'": "Use --trainer.gradient_clip_algorithm norm",
+    r"set overwrite=True to": "set the option overwrite of ExportAdapter to true to",
+    r"and overwrite=True would": "and its option overwrite would",
     r"for example SFT\('tiny'\)": "for example --model.model tiny",
     r"pass (\w+)=\.\.\. to \w+(?:Data|Loader)\b": r"pass --data.\1",
     r"Pass truncate='left' or 'right' to cut it": "Set --data.truncate to left or right to cut it, or to drop",
     r"pass bad_rows='skip' to a data module": "pass --data.bad_rows skip",
     r"Pass (\w+)='?(\w+)'? to (?:the )?RolloutLoader": r"Pass --data.\1 \2",
 }
-"""What messages about the data and the model of a stage advise."""
+"""What messages about a stage advise."""
 
 
 def reworded(text: str, advice: Mapping[str, str]) -> str:
