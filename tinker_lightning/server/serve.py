@@ -12,6 +12,7 @@ import uvicorn
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.app import create_app
 from tinker_lightning.server.connections import BACKLOG, QUEUE, Connections, OncePerMinute, most_connections
+from tinker_lightning.server.core.process_memory import return_large_blocks
 from tinker_lightning.server.core.trainer import EmbeddedTrainer
 from tinker_lightning.server.http import LocalHost, is_loopback
 
@@ -67,6 +68,7 @@ def serve(
     app = create_app(trainer, api_key=api_key)
     # The port is bound before the models are loaded, so that a port in use fails early.
     with _listen(host, port) as listener:
+        return_large_blocks()
         trainer.charge_process()
         for name in models:
             trainer.catalog.get(name)

@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded
-from tinker_lightning.server.core.memory import MemoryBudget, format_size, machine_memory, parse_size
+from tinker_lightning.server.core.memory import MemoryBudget, format_size, parse_size
+from tinker_lightning.server.core.process_memory import machine_memory
 
 MIB = 1 << 20
 

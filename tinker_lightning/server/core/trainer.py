@@ -16,7 +16,8 @@ from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.core.checkpoint_store import CheckpointStore
 from tinker_lightning.server.core.jobs import Job
 from tinker_lightning.server.core.loss_registry import LossRegistry
-from tinker_lightning.server.core.memory import MemoryBudget, resident_memory
+from tinker_lightning.server.core.memory import MemoryBudget
+from tinker_lightning.server.core.process_memory import resident_memory
 from tinker_lightning.server.core.registry import ClientSession, Registry
 from tinker_lightning.server.core.retained import RetainedForwards
 from tinker_lightning.server.core.samplers import Sampling
