@@ -67,7 +67,7 @@ def measure(length: int) -> dict[str, Any]:
 def main() -> None:
     options = report.arguments(__doc__)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    rows = []
+    rows: list[dict[str, Any]] = []
     for length in LENGTHS[:2] if options.quick else LENGTHS:
         row = measure(length)
         row["times the first"] = row["peak, MB"] / (rows[0] if rows else row)["peak, MB"]
