@@ -93,7 +93,7 @@ def encode(dialect: Dialect, name: str, endpoint: str, request: Any, result: typ
     if isinstance(request, ForwardBackwardRequest):
         standard, body, content_type = encoding.encode_pass(dialect, request)
         endpoint = standard if endpoint == "forward_backward" else endpoint
-        count, targets = len(request.data), _targets(request)
+        count, targets = len(request.data), _targets(dialect, request)
         operation = Operation(name, endpoint, body, content_type, result, datums=count, targets=targets)
     else:
         operation = Operation(name, endpoint, encoding.encode_json(dialect, endpoint, request), JSON, result)
@@ -106,10 +106,14 @@ def encode(dialect: Dialect, name: str, endpoint: str, request: Any, result: typ
     return operation
 
 
-def _targets(request: ForwardBackwardRequest) -> list[int] | None:
-    """Returns the number of targets of each datum, whose log-probabilities a built-in loss returns."""
+def _targets(dialect: Dialect, request: ForwardBackwardRequest) -> list[int] | None:
+    """Returns the number of targets of each datum if their log-probabilities are needed.
+
+    A backward needs them where the server's sum is that of other weights, and the loss is computed here.
+    """
+    is_needed = request.forward_only or dialect.unit_forward_weights or dialect.forward == "zero_weights"
     given = [datum.loss_fn_inputs.get("target_tokens") for datum in request.data]
-    if request.loss_fn not in LOSSES or any(targets is None for targets in given):
+    if not is_needed or request.loss_fn not in LOSSES or any(targets is None for targets in given):
         return None
     return [math.prod(targets.shape) for targets in given if targets is not None]
 
