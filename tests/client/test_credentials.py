@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 from starlette.responses import JSONResponse
 
 from tests.helpers.backends import recording
 from tests.helpers.client_data import DATA
+from tinker_lightning.client.connection import Connection
+from tinker_lightning.client.credentials import Credentials
+from tinker_lightning.client.retry_policy import RetryPolicy
 from tinker_lightning.errors import NotATinkerServer, Unauthorized
 from tinker_lightning.server import create_app
 from tinker_lightning.server.endpoints import handshake
@@ -105,3 +110,28 @@ def test_a_token_that_does_not_say_when_it_ends_is_used_once(shared: EmbeddedTra
         recorded.service.get_server_capabilities()
         recorded.service.create_sampling_client(base_model="tiny")
     assert len(tokens.made) >= 3
+
+
+def test_headers_of_the_user_reach_no_other_server() -> None:
+    seen: list[tuple[str, str | None]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append((request.url.host, request.headers.get("x-gateway")))
+        elsewhere = {"location": "https://storage.example/adapter"}
+        return (
+            httpx.Response(302, headers=elsewhere) if request.url.path == "/archive" else httpx.Response(200, json={})
+        )
+
+    async def download() -> None:
+        credentials = Credentials(None)
+        headers = {"X-Gateway": "secret"}
+        transport = httpx.MockTransport(answer)
+        connection = Connection("http://server.example", credentials, transport, RetryPolicy(1.0), headers)
+        await connection.send("GET", "/api/v1/healthz")
+        for url in ("http://server.example/archive", "https://storage.example/adapter"):
+            async with connection.stream(url):
+                pass
+        await connection.close()
+
+    asyncio.run(download())
+    assert seen == [("server.example", "secret")] * 2 + [("storage.example", None)] * 2

@@ -82,12 +82,14 @@ def _connect(options: argparse.Namespace) -> ServiceClient:
 def _found(service: ServiceClient, run_id: str | None) -> list[Checkpoint]:
     rest, found = service.create_rest_client(), list[Any]()
     if run_id is not None:
-        return rest.list_checkpoints(run_id).result().checkpoints
+        page = rest.list_checkpoints(run_id).result()
+        if page.cursor is None or len(page.checkpoints) >= page.cursor.total_count:
+            return page.checkpoints
     while True:  # page by page
         page = rest.list_user_checkpoints(offset=len(found)).result()
         found += page.checkpoints
         if not page.checkpoints or page.cursor is None or len(found) >= page.cursor.total_count:
-            return found
+            return [each for each in found if run_id is None or each.tinker_path.startswith(f"tinker://{run_id}/")]
 
 
 def _place(service: ServiceClient) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_ENDPOINT = re.compile(r"^(?:GET|POST|PUT|DELETE) /\S+: (?:path: )?")
+_ENDPOINT = re.compile(r"^(?:GET|POST|PUT|DELETE) (?:https?://[^/\s]+)?/\S+: (?:path: )?")
 _SOURCES = "`tinker-lightning checkpoints list` lists the paths"
 _EVERYWHERE = {
     r"Pass save_state\(\.\.\.\)\.result\(\)\.path, which has the form (\S+)\.": rf"{_SOURCES}, which have the form \1.",

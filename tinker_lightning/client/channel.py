@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import weakref
 from concurrent.futures import CancelledError
 from functools import partial
@@ -199,8 +200,9 @@ def _release(
 ) -> None:
     if os.getpid() != pid:
         return  # the threads exist only in the parent
+    deadline = time.monotonic() + _EXIT_SECONDS  # of all clients together
     for _, each in unread:
-        each.log_failures(_EXIT_SECONDS)
+        each.log_failures(max(0.0, deadline - time.monotonic()))
     loop.close()
     if on_close is not None:
         on_close()

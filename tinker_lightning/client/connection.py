@@ -109,8 +109,11 @@ class Connection:
             http2=True,
             limits=_LIMITS,
             timeout=_TIMEOUT,
-            headers={"User-Agent": OUR_SERVER, **(headers or {})},
+            headers={"User-Agent": OUR_SERVER},
+            event_hooks={"request": [self._add_headers]} if headers else None,
         )
+        self._headers = dict(headers or {})
+        self._origin = _origin(httpx.URL(self.url))
 
     async def close(self) -> None:
         """Closes the connections; requests in flight end with `ClientClosed`."""
@@ -211,8 +214,16 @@ class Connection:
         raise AssertionError("unreachable")
 
     def stream(self, url: str) -> AbstractAsyncContextManager[httpx.Response]:
-        """Streams any URL. The API key is not sent, because the URL may belong to another server."""
+        """Streams any URL. Neither the API key nor the user's headers are sent to other servers."""
         return self._client.stream("GET", url, headers={"Accept-Encoding": "identity"}, follow_redirects=True)
+
+    async def _add_headers(self, request: httpx.Request) -> None:
+        """Adds the user's headers to a request, or takes them off if a redirect leads to another server."""
+        if _origin(request.url) == self._origin:
+            request.headers.update(self._headers)
+        else:
+            for name in self._headers:
+                request.headers.pop(name, None)
 
     def parse(self, result: type[T], response: httpx.Response) -> T:
         """Parses the JSON of a response into a dataclass."""
@@ -298,6 +309,10 @@ class Connection:
             f"{self.url} is not a Tinker server: {response.request.method} {response.url.path} returned HTTP "
             f"{response.status_code} and {kind}: {response.text[:60]!r}. {_FIX_URL}"
         )
+
+
+def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
+    return url.scheme, url.host, url.port
 
 
 def _check_url(url: str) -> None:
