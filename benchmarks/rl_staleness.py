@@ -109,6 +109,7 @@ class Simulated:
 
     losses = None
     retains = True
+    can_expire = False
     server = "simulated"
     dialect = known("embedded")
 
@@ -155,7 +156,9 @@ class Simulated:
         raise NotImplementedError
 
     forward = forward_backward = forward_backward_custom = save_state = load_state_with_optimizer = _not_simulated
-    checkpoint_exists = delete_checkpoint = save_weights_external = download_checkpoint = _not_simulated
+    checkpoint_exists = delete_checkpoint = set_checkpoint_ttl = save_weights_external = download_checkpoint = (
+        _not_simulated
+    )
     save_weights_and_get_sampling_client = create_sampling_client = create_base_sampling_client = _not_simulated
 
 
