@@ -195,7 +195,7 @@ def test_as_backend_accepts_clients_with_all_methods(shared: EmbeddedTrainer) ->
     something: Any = "a model"
     with pytest.raises(
         InvalidInput,
-        match=r"str cannot be trained: it has no unread, losses, server, dialect, retains, can_expire, prepare, .*optim",
+        match=r"str cannot be trained: it has no unread, losses, .*, can_expire, prepare, .*optim",
     ):
         as_backend(something)
     with pytest.raises(InvalidInput, match=r"AdamParams cannot be trained: .*Pass a training client"):
