@@ -35,7 +35,7 @@ FETCHED_RETENTION = 300.0
 # For a client that finishes its session while a response is under way.
 FINISHED_RETENTION = 60.0
 # Fetched results of one session beyond this number are dropped, oldest first.
-MAX_FETCHED = 4096
+MAX_FETCHED = 1024
 
 
 class Scheduler:
