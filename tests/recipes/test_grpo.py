@@ -111,6 +111,9 @@ def test_an_episode_whose_reward_failed_is_left_out(service: ServiceClient) -> N
     assert advantages is not None
     assert np.isnan(advantages[1])
     assert TrainedGroup(group, advantages).episodes == [0, 2]
+    nothing = group_of((float("nan"), 2), (float("nan"), 2))
+    for baseline in ("mean", 0.0):
+        assert new(service, GRPO, baseline=baseline, scale_rewards=False).advantages(nothing) is None
 
 
 @pytest.mark.parametrize("kl_in", ["loss", "advantage"])

@@ -114,6 +114,8 @@ class GRPO(RolloutModule):
         """Returns how much better each episode is than the others; None if all rewards are equal. Override it."""
         scored = group.scored
         rewards = [each.reward - self.truncation_penalty * self._is_penalized(each) for each in scored]
+        if not rewards:
+            return None
         if len(rewards) < 2 and isinstance(self.baseline, str):
             if len(group.trajectories) < 2:
                 raise InvalidInput("a group of one has nothing to compare with: set group_size of the RolloutLoader")

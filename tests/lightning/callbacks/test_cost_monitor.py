@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
 
 from tests.helpers.trainers import DATA, SMALL, loader, new, quiet
-from tinker_lightning import RemoteModule, SamplingParams
+from tinker_lightning import Datum, RemoteModule, SamplingParams, collate
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.callbacks import CostMonitor, SampleTable
+from tinker_lightning.recipes import DPO
 from tinker_lightning.remote.token_count import TokenCount
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ def test_tokens_and_dollars_are_logged(service: ServiceClient, tmp_path: Path, s
     with open(f"{logger.log_dir}/metrics.csv") as file:
         rows = [row for row in csv.DictReader(file) if row["usd"]]
     assert [int(row["step"]) for row in rows] == [0, 1, 2]
-    assert [float(row["tokens/trained"]) for row in rows] == [PER_STEP, 2 * PER_STEP, 3 * PER_STEP]
+    assert [float(row["cost/tokens_trained"]) for row in rows] == [PER_STEP, 2 * PER_STEP, 3 * PER_STEP]
 
 
 def test_a_loss_on_the_server_takes_one_pass(service: ServiceClient) -> None:
@@ -53,6 +55,16 @@ def test_a_loss_on_the_server_takes_one_pass(service: ServiceClient) -> None:
     quiet(accumulate_grad_batches=2, max_steps=2, callbacks=[cost]).fit(new(service, RemoteModule), loader())
     assert cost.tokens == TokenCount(4 * PER_STEP, 0, 0)
     assert cost.estimate == pytest.approx(cost.usd) == 4 * PER_STEP
+
+
+def test_rows_that_belong_together_are_counted_together(service: ServiceClient) -> None:
+    cost = CostMonitor(PRICES)
+    pairs = [Datum.from_tokens([5, 6, 7 + i, 8], weights=[0, 0, 1, 1]) for i in range(6)]  # chosen, rejected, ...
+    data: Any = DataLoader(pairs, batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+    module = DPO(service.create_lora_training_client("tiny", rank=4))
+    quiet(max_epochs=1, callbacks=[cost]).fit(module, data)
+    assert cost.tokens.trained == 3 * 2 * 3
+    assert cost.estimate == pytest.approx(cost.tokens.trained * 1.1)
 
 
 def test_the_limit_stops_and_saves_and_a_resumed_run_continues_the_count(  # R4.3

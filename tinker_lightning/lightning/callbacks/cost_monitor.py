@@ -105,7 +105,7 @@ class CostMonitor(pl.Callback):
         self._step = trainer.global_step
         before = self.usd
         self._update(remote(self, pl_module))
-        names = {f"tokens/{name}": float(number) for name, number in asdict(self.tokens).items()}
+        names = {f"cost/tokens_{name}": float(number) for name, number in asdict(self.tokens).items()}
         pl_module.log_dict(names, batch_size=1)
         pl_module.log("usd", self.usd, prog_bar=True, batch_size=1)
         self._largest_step = max(self._largest_step, self.usd - before)
@@ -165,13 +165,15 @@ def _tokens_per_batch(trainer: pl.Trainer, module: RemoteBase) -> TokenCount | N
     total = 0.0
     for loader in CombinedLoader(trainer.train_dataloader).flattened:
         try:
-            rows, collate, size = loader.dataset, loader.collate_fn, loader.batch_size
-            chosen = range(0, len(rows), max(1, len(rows) // _ROWS))
+            rows, collate, size = loader.dataset, loader.collate_fn, min(loader.batch_size or 1, len(loader.dataset))
+            # Whole batches, because rows may belong together, such as those of a pair.
+            starts = range(0, len(rows) - size + 1, size * max(1, len(rows) // max(_ROWS, size)))
             with rng.kept():
-                counts = [tokens_of(to_datums(as_list(module.datums(collate([rows[i]]))))) for i in chosen]
-        except (AttributeError, TypeError, NotImplementedError):  # of streams and loaders of other kinds
+                batches = [collate([rows[i] for i in range(start, start + size)]) for start in starts]
+                counts = [tokens_of(to_datums(as_list(module.datums(batch)))) for batch in batches]
+        except (AttributeError, TypeError, NotImplementedError, InvalidInput):  # of streams and loaders of other kinds
             return None
-        total += sum(counts) / len(counts) * min(size or 1, len(rows))
+        total += sum(counts) / len(counts)
     tokens = TokenCount(trained=round(total))
     # A loss of log-probabilities takes a forward pass of its own.
     return replace(tokens, prefilled=tokens.trained) if module.chosen_route().needs_logprobs else tokens
