@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
+import importlib
+import inspect
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +16,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loops.optimization.automatic import Closure
-from lightning.pytorch.strategies import SingleDeviceStrategy, launchers
+from lightning.pytorch.strategies import launchers
 from packaging.version import Version
 from torchmetrics import MeanMetric
 
@@ -31,9 +35,11 @@ pytestmark = SMALL
 ROOT = Path(tinker_lightning.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.name not in ("_compat.py", "tinker_pb2.py"))
 NAMES = {name: value for name, value in vars(_compat).items() if isinstance(value, Private)}
-INHERITED = {name for kind in (pl.LightningModule, SingleDeviceStrategy, pl.Callback) for name in dir(kind())}
 FORBIDDEN = {name for name in (private.path.split(".")[-1] for private in NAMES.values()) if name.startswith("_")}
-# What torch.nn.Module defines, too.
+# Members of private classes of Lightning, but for the names that other objects have, too.
+MEMBERS = {part for each in NAMES.values() if each.owner.startswith("_Result") for part in each.path.split(".")}
+MEMBERS -= {"batch", "batch_size", "log", "name", "value", "is_tensor"}
+# What torch.nn.Module and argparse define, too.
 OTHERS = {"_modules", "_apply"}
 
 
@@ -47,7 +53,9 @@ def is_of_self(node: ast.Attribute) -> bool:
 
 def uses_of_private_names(path: Path) -> Iterator[str]:
     """Private attributes that this package does not define, and private names imported from Lightning."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    text = path.read_text()
+    knows_lightning = re.search(r"(from|import) (tinker_lightning\.)?lightning", text)
+    for node in ast.walk(ast.parse(text)):
         where = f"{path}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lightning":
             parts = [*(node.module or "").split("."), *(each.name for each in node.names)]
@@ -58,14 +66,31 @@ def uses_of_private_names(path: Path) -> Iterator[str]:
                 for each in node.names
                 if each.name.startswith("lightning.") and any(map(is_private, each.name.split(".")))
             )
-        if isinstance(node, ast.Attribute) and is_private(node.attr) and is_of_lightning(node, path):
+        if isinstance(node, ast.Attribute) and not is_of_self(node) and is_of_lightning(node, path):
             yield f"{where} {node.attr}"
+        if isinstance(node, ast.ClassDef) and knows_lightning:
+            names = inherited(path, node.name)
+            inner = [each for each in ast.walk(node) if isinstance(each, ast.Attribute) and is_of_self(each)]
+            yield from (f"{path}:{each.lineno} {each.attr}" for each in inner if each.attr in names)
 
 
 def is_of_lightning(node: ast.Attribute, path: Path) -> bool:
     if "lightning" not in path.relative_to(ROOT).parts:
-        return node.attr in FORBIDDEN and not is_of_self(node)
-    return node.attr in INHERITED - OTHERS if is_of_self(node) else node.attr in FORBIDDEN or node.attr not in defined()
+        return node.attr in FORBIDDEN
+    return node.attr in MEMBERS or (is_private(node.attr) and (node.attr in FORBIDDEN or node.attr not in defined()))
+
+
+def inherited(path: Path, name: str) -> set[str]:
+    """The private names that a class of this package has from classes of Lightning: methods and attributes."""
+    module = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
+    kind = getattr(importlib.import_module(module), name, object)  # a class inside a function has none
+    bases = [each for each in kind.__mro__ if each.__module__.startswith("lightning.")]
+    return {each for base in bases for each in members(base) - OTHERS if is_private(each)}
+
+
+@functools.cache
+def members(base: type) -> set[str]:
+    return {*vars(base), *re.findall(r"self\.(_\w+)", inspect.getsource(base))}
 
 
 def defined() -> set[str]:
@@ -97,8 +122,10 @@ def found() -> set[str]:
     class Looks(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
             pl_module.log("logged", 1.0, on_epoch=True)
-            logged = next(iter(_compat.TRAIN_RESULTS.get(trainer).values()))
-            objects = (trainer, pl_module, ModelCheckpoint(), ModelSummary(), WandbLogger(), logged, MeanMetric())
+            results = _compat.TRAIN_RESULTS.get(trainer)
+            logged = next(iter(results.values()))
+            objects: list[Any] = [trainer, pl_module, ModelCheckpoint(), ModelSummary(), WandbLogger(), MeanMetric()]
+            objects += [results, logged]
             own = {"launchers": launchers, "Closure": Closure}
             owners = {kind.__name__: each for each in objects for kind in type(each).__mro__} | own
             names.update(name for name, private in NAMES.items() if has(owners[private.owner], private))
@@ -119,6 +146,21 @@ def has(owner: Any, private: Private) -> bool:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_installed_lightning_has_every_private_name(name: str, found: set[str]) -> None:
     assert (name in found) == (Version(lightning.__version__) >= Version(NAMES[name].since))
+
+
+def test_uses_of_private_names_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "probed" / "lightning" / "uses.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "from lightning.pytorch.cli import LightningCLI\n"
+        "class Own(LightningCLI):\n"
+        "    def output(self, results):\n"
+        "        self._own = results.dataloader_idx\n"
+        "        return self._get(self.config, 'output')\n"
+    )
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path / "probed")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert sorted(use.split()[-1] for use in uses_of_private_names(file)) == ["_get", "dataloader_idx"]
 
 
 def test_a_name_that_lightning_has_renamed_is_reported() -> None:

@@ -111,7 +111,7 @@ class _CommandLine(LightningCLI):
     def instantiate_trainer(self, **options: Any) -> pl.Trainer:
         trainer = super().instantiate_trainer(**options)
         if self.subcommand == "predict":
-            trainer.callbacks.append(PredictionWriter(self._get(self.config, "output")))  # type: ignore[attr-defined]
+            trainer.callbacks.append(PredictionWriter(self.config[self.subcommand].output))  # type: ignore[attr-defined]
         return trainer
 
     def instantiate_classes(self) -> None:

@@ -21,7 +21,7 @@ from packaging.version import Version
 from tinker_lightning.errors import IncompatibleLightning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import lightning.pytorch as pl
 
@@ -111,8 +111,26 @@ SUMMARY_DEPTH = Private("ModelSummary", "_max_depth")
 
 EVERY_N_TRAIN_STEPS = Private("ModelCheckpoint", "_every_n_train_steps")
 TRAIN_TIME_INTERVAL = Private("ModelCheckpoint", "_train_time_interval")
-FORWARD_CACHE = Private("_ResultMetric", "_forward_cache")
 UPDATE_COUNT = Private("Metric", "_update_count")
+
+# The logged values of a loop, and one of them. The names look public, but the classes are private.
+RESULTS_BATCH = Private("_ResultCollection", "batch")
+RESULTS_BATCH_SIZE = Private("_ResultCollection", "batch_size")
+RESULTS_LOADER = Private("_ResultCollection", "dataloader_idx")
+RESULTS_LOG = Private("_ResultCollection", "log")
+LOGGED_HOOK = Private("_ResultMetric", "meta.fx")
+LOGGED_NAME = Private("_ResultMetric", "meta.name")
+LOGGED_LOADER = Private("_ResultMetric", "meta.dataloader_idx")
+LOGGED_ATTRIBUTE = Private("_ResultMetric", "meta.metric_attribute")
+LOGGED_REDUCTION = Private("_ResultMetric", "meta.reduce_fx")
+LOGGED_BY_EPOCH = Private("_ResultMetric", "meta.on_epoch")
+FORKED_NAME = Private("_ResultMetric", "meta.forked_name")
+IS_MEAN = Private("_ResultMetric", "meta.is_mean_reduction")
+IS_TENSOR = Private("_ResultMetric", "is_tensor")
+HAS_RESET = Private("_ResultMetric", "has_reset")
+LOGGED_VALUE = Private("_ResultMetric", "value")
+CUMULATED_BATCH_SIZE = Private("_ResultMetric", "cumulated_batch_size")
+FORWARD_CACHE = Private("_ResultMetric", "_forward_cache")
 
 PRINTED_WARNINGS = Private("Closure", "warning_cache")
 
@@ -121,7 +139,7 @@ LAUNCH_FUNCTION = Private("launchers", "_MultiProcessingLauncher.launch")
 
 
 def ignore_own_warnings() -> None:
-    """Hides what Lightning's use of a name that torch calls deprecated prints in every fit; users cannot change it."""
+    """Silences the deprecation warning that Lightning's own use of torch's `LeafSpec` causes in every fit."""
     warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", module=r"lightning\.pytorch\.utilities\._pytree")
 
 
@@ -142,6 +160,51 @@ def show_warning_of_none() -> None:
     PRINTED_WARNINGS.get(Closure).discard(_RETURNED_NONE)
 
 
+def set_default_batch_size(trainer: pl.Trainer, count: Callable[[Any], int]) -> None:
+    """Makes Lightning weight what is logged for the current batch by `count(batch)`, unless `log` gets a batch size."""
+    results = CURRENT_RESULTS.get(trainer)
+    if results is not None and RESULTS_BATCH_SIZE.get(results) is None:
+        RESULTS_BATCH_SIZE.set(results, count(RESULTS_BATCH.get(results)) or None)
+
+
+def drop_logged(trainer: pl.Trainer, hook: str, names: Iterable[str], loader: int | None = None) -> bool:
+    """Removes values that a hook has logged, which Lightning would reduce or repeat.
+
+    Returns whether the values are logged by loader; then only those of one loader are removed.
+    """
+    results = CURRENT_RESULTS.get(trainer)
+    by_loader = RESULTS_LOADER.get(results) is not None
+    given = set(names)
+    for key, item in list(results.items()):
+        is_of_hook = LOGGED_HOOK.get(item).partition(".")[0] == hook
+        if is_of_hook and LOGGED_NAME.get(item) in given and LOGGED_LOADER.get(item) in (None, loader):
+            del results[key]
+    return by_loader
+
+
+# The arguments of `self.log` that Lightning stores with a value and compares with those of the next call.
+_LOG_ARGUMENTS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+
+
+def log_arguments(item: Any) -> dict[str, Any]:
+    """Returns the arguments of `self.log` that a logged value was given, as plain data."""
+    return {name: Private("_ResultMetric", f"meta.{name}").get(item) for name in _LOG_ARGUMENTS}
+
+
+def log_again(trainer: pl.Trainer, arguments: dict[str, Any], value: Any, reduce: Any, attribute: str | None) -> Any:
+    """Logs a value of the training epoch with the result of `log_arguments`, and returns what Lightning keeps of it."""
+    results = TRAIN_RESULTS.get(trainer)
+    RESULTS_LOG.get(results)(
+        **{name: arguments[name] for name in _LOG_ARGUMENTS},
+        value=value,
+        reduce_fx=reduce,
+        sync_dist_fn=trainer.strategy.reduce,
+        metric_attribute=attribute,
+        batch_size=1,
+    )
+    return results[f"{arguments['fx']}.{arguments['name']}"]
+
+
 def when_selected(trainer: pl.Trainer, call: Callable[[Any], None]) -> None:
     """Calls `call(path)` when a trainer has chosen its checkpoint, which is before the runs of its loggers start."""
     select = SELECT_CHECKPOINT.get(trainer)
@@ -159,6 +222,9 @@ def when_selected(trainer: pl.Trainer, call: Callable[[Any], None]) -> None:
     SELECT_CHECKPOINT.set(trainer, wrapper)
 
 
+_IS_CHECKED = "_checked_by_tinker_lightning"
+
+
 def before_launch(check: Callable[[pl.Trainer, Any], None]) -> None:
     """Calls `check(trainer, module)` before Lightning starts processes, where it has no hook."""
 
@@ -172,4 +238,9 @@ def before_launch(check: Callable[[pl.Trainer, Any], None]) -> None:
         return wrapper
 
     for private in (LAUNCH_SCRIPT, LAUNCH_FUNCTION):
-        private.set(launchers, checked(private.get(launchers)))
+        launch = private.get(launchers)
+        if getattr(launch, _IS_CHECKED, False):
+            continue  # this package was imported again, for example by `importlib.reload`
+        wrapper = checked(launch)
+        setattr(wrapper, _IS_CHECKED, True)
+        private.set(launchers, wrapper)

@@ -168,9 +168,8 @@ class RemoteBase(pl.LightningModule):
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Logs a value as `LightningModule.log` does, with the number of datums as the default batch size."""
-        results = _compat.CURRENT_RESULTS.get(self.trainer) if self.has_trainer else None
-        if results is not None and results.batch_size is None:
-            results.batch_size = count_datums(results.batch) or None
+        if self.has_trainer:
+            _compat.set_default_batch_size(self.trainer, count_datums)
         super().log(*args, **kwargs)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:

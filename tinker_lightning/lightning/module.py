@@ -175,8 +175,8 @@ class RemoteModule(RemoteBase):
 
     def _log_present(self, metrics: Mapping[str, float], batch_size: int) -> None:
         """Logs the metrics of a step and drops those it lacks, whose last values Lightning would repeat."""
-        for name in self._logged - metrics.keys():
-            _compat.CURRENT_RESULTS.get(self.trainer).pop(f"training_step.{name}", None)
+        if dropped := self._logged - metrics.keys():
+            _compat.drop_logged(self.trainer, "training_step", dropped)
         self._logged = set(metrics)
         for name, value in metrics.items():
             self.log(name, value, prog_bar=name == LOSS, batch_size=batch_size)
@@ -207,14 +207,11 @@ class RemoteModule(RemoteBase):
     def _drop_loss(self, stage: str, loader: int, logged: set[str], reason: str) -> None:
         """Removes the loss from the scores of a loader, because a mean of the other batches would be misleading."""
         self._evaluated[stage, loader] = None
-        results = _compat.CURRENT_RESULTS.get(self.trainer)
-        several = results.dataloader_idx is not None
         step = "validation_step" if stage == "val" else "test_step"
-        for name in {"loss", *logged}:
-            results.pop(f"{step}.{stage}_{name}" + (f".{loader}" if several else ""), None)
-            self.trainer.callback_metrics.pop(
-                f"{stage}_{name}" + (f"/dataloader_idx_{loader}" if several else ""), None
-            )
+        names = [f"{stage}_{name}" for name in {"loss", *logged}]
+        by_loader = _compat.drop_logged(self.trainer, step, names, loader)
+        for name in names:
+            self.trainer.callback_metrics.pop(name + (f"/dataloader_idx_{loader}" if by_loader else ""), None)
         if stage not in self._warned:
             self._warned.add(stage)
             warnings.warn(

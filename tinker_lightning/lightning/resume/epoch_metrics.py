@@ -13,16 +13,15 @@ from tinker_lightning.lightning import _compat
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-# The arguments of `self.log` that Lightning stores with a value and compares with those of the next call.
-_ARGUMENTS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
-
 
 def capture(trainer: pl.Trainer) -> dict[str, Any]:
     """Returns the logged values and the states of the module's metrics, as tensors and plain data."""
-    of_validation = {item.meta.metric_attribute for item in _compat.VAL_RESULTS.get(trainer).values()}
+    of_validation = {_compat.LOGGED_ATTRIBUTE.get(item) for item in _compat.VAL_RESULTS.get(trainer).values()}
     logged = _compat.TRAIN_RESULTS.get(trainer).values()
     return {
-        "logged": [_logged(item) for item in logged if item.meta.on_epoch and not item.has_reset],
+        "logged": [
+            _logged(item) for item in logged if _compat.LOGGED_BY_EPOCH.get(item) and not _compat.HAS_RESET.get(item)
+        ],
         "metrics": {
             name: _state(metric)
             for name, metric in _metrics(trainer).items()
@@ -39,26 +38,17 @@ def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
             for key, part in saved["states"].items():
                 setattr(metrics[name], key, part)
             _compat.UPDATE_COUNT.set(metrics[name], saved["count"])
-    results = _compat.TRAIN_RESULTS.get(trainer)
     for entry in state["logged"]:
         attribute = entry["metric_attribute"]
         value: Any = metrics.get(attribute) if entry["value"] is None else entry["value"]
         if value is None:
             continue
-        results.log(
-            **{name: entry[name] for name in _ARGUMENTS},
-            value=value,
-            reduce_fx=getattr(torch, entry["reduce_fx"]),
-            sync_dist_fn=trainer.strategy.reduce,
-            metric_attribute=attribute,
-            batch_size=1,
-        )
-        item = results[f"{entry['fx']}.{entry['name']}"]
+        item = _compat.log_again(trainer, entry, value, getattr(torch, entry["reduce_fx"]), attribute)
         _compat.FORWARD_CACHE.set(item, entry["last"])
         if entry["value"] is not None:
-            item.value = value
+            _compat.LOGGED_VALUE.set(item, value)
         if entry["weight"] is not None:
-            item.cumulated_batch_size = entry["weight"]
+            _compat.CUMULATED_BATCH_SIZE.set(item, entry["weight"])
 
 
 def _metrics(trainer: pl.Trainer) -> dict[str, Metric]:
@@ -67,14 +57,14 @@ def _metrics(trainer: pl.Trainer) -> dict[str, Metric]:
 
 
 def _logged(item: Any) -> dict[str, Any]:
-    arguments = {name: getattr(item.meta, name) for name in _ARGUMENTS}
     last = _compat.FORWARD_CACHE.get(item)
+    is_tensor = _compat.IS_TENSOR.get(item)
     return {
-        **arguments,
-        "reduce_fx": item.meta.reduce_fx.__name__,
-        "metric_attribute": item.meta.metric_attribute,
-        "value": item.value.clone() if item.is_tensor else None,
-        "weight": getattr(item, "cumulated_batch_size", None),
+        **_compat.log_arguments(item),
+        "reduce_fx": _compat.LOGGED_REDUCTION.get(item).__name__,
+        "metric_attribute": _compat.LOGGED_ATTRIBUTE.get(item),
+        "value": _compat.LOGGED_VALUE.get(item).clone() if is_tensor else None,
+        "weight": _compat.CUMULATED_BATCH_SIZE.get(item) if is_tensor and _compat.IS_MEAN.get(item) else None,
         "last": last if isinstance(last, Tensor) else None,
     }
 

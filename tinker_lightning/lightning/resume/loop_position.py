@@ -211,8 +211,8 @@ def _row(trainer: pl.Trainer, where: str) -> dict[str, Any] | None:
     row = dict(_compat.LOGGED_METRICS.get(trainer)["log"])
     if where == BATCH_END:
         for item in _compat.TRAIN_RESULTS.get(trainer).values():
-            if item.meta.fx == "on_train_batch_end":
-                row.pop(item.meta.forked_name(on_step=True), None)
+            if _compat.LOGGED_HOOK.get(item) == "on_train_batch_end":
+                row.pop(_compat.FORKED_NAME.get(item)(on_step=True), None)
     return row
 
 
