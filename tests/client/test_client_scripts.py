@@ -83,7 +83,7 @@ def test_scripts_are_interrupted_fork_and_end_without_close() -> None:
     assert forked.stdout.splitlines() == ["True"] * 6 + ["0 True"], forked
     # A script that ends without close() prints the failures that it did not read.
     assert (failed.returncode, never_evaluated.returncode, read.returncode) == (0, 0, 0)
-    message = "a failure that nobody has read: InvalidInput: forward: .*no_such_loss.*forward 1 of"
+    message = "unhandled failure: InvalidInput: forward: .*no_such_loss.*forward 1 of"
     assert len(re.findall(message, failed.stderr)) == 1, failed.stderr
     assert len(failed.stderr.splitlines()) == 1, failed.stderr  # not also as a request without a result
     message = "custom of .* was never evaluated, so nothing"

@@ -355,7 +355,7 @@ def test_the_log_says_what_was_asked_for_and_what_is_taken(
     assert [record.message.partition("route ")[2] for record in caplog.records if "route " in record.message] == [
         "builtin (the server knows it by name)",
         "builtin (requested)",
-        "builtin (the requested server knows it by name)",
+        "builtin (requested; the server knows it by name)",
     ]
 
 

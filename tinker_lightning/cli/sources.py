@@ -13,8 +13,6 @@ from tinker_lightning.errors import InvalidInput
 if TYPE_CHECKING:
     from tinker_lightning.client import ServiceClient, TrainingClient
 
-_RECORD = "_extra_state"
-
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -34,7 +32,7 @@ class Source:
 
     @classmethod
     def parse(cls, text: str) -> Source:
-        """Tells what a text names; a text that is no file and no path is the name of a base model.
+        """Parses a source. Anything that is neither a file nor a `tinker://` path is the name of a base model.
 
         The folder of a run stands for its newest checkpoint file.
         """
@@ -62,21 +60,16 @@ class Source:
     def _of_file(cls, file: Path) -> Source:
         import torch
 
-        from tinker_lightning.remote.saved_state import SavedState
+        from tinker_lightning.lightning.checkpoint import contents
 
         try:
             content: Any = torch.load(file, map_location="cpu", weights_only=True)
-            records = {name: record for name, record in content["state_dict"].items() if name.endswith(_RECORD)}
-        except (RuntimeError, EOFError, pickle.UnpicklingError, KeyError, TypeError, AttributeError) as error:
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise InvalidInput(
                 f"{file} is not a checkpoint file of Lightning: {str(error).partition(chr(10))[0]}"
             ) from error
-        record = records.get(f"lm.{_RECORD}", next(iter(records.values()), None))
-        if record is None or not record.numel():
-            raise InvalidInput(f"{file} names no remote model: it was not written by a RemoteModule")
-        return cls(
-            path=SavedState.from_tensor(record).path, base_url=content.get("hyper_parameters", {}).get("base_url")
-        )
+        path = contents.state_in(content, file).path
+        return cls(path=path, base_url=content.get("hyper_parameters", {}).get("base_url"))
 
     def training_client(self, service: ServiceClient) -> TrainingClient:
         """Returns a client of a new model with the weights, for sources other than base models."""

@@ -27,7 +27,7 @@ class TrainingBackend(Protocol):
 
     @property
     def unread(self) -> UnreadFailures:
-        """The futures of this backend whose failure nobody has read yet."""
+        """The futures of this backend with unhandled failures."""
 
     @property
     def losses(self) -> Losses | None:
@@ -47,7 +47,7 @@ class TrainingBackend(Protocol):
 
     @property
     def can_expire(self) -> bool:
-        """Whether the server deletes a saved state after `ttl_seconds`, and can be told to keep it after all."""
+        """Whether the server supports `ttl_seconds` on saved states and lets clients change it later."""
 
     def prepare(
         self,

@@ -44,7 +44,7 @@ class Channel:
     """The way to one server, shared by the `ServiceClient` and the clients that it creates.
 
     The session is opened at the first use. A channel that is never closed ends with its last client, or with the
-    process; failures that nobody has read are then logged.
+    process; unhandled failures are then logged.
 
     Args:
         target: The server.
@@ -158,7 +158,7 @@ class Channel:
 
         Args:
             status: What the session ends with: `success`, `errored` or `interrupted`.
-            read_failures: Whether failures that nobody has read are raised, with `success` after waiting for
+            read_failures: Whether unhandled failures are raised, with `success` after waiting for
                 everything in flight and evaluating custom losses that are still pending.
             detail: What the server records about the end.
         """

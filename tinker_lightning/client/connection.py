@@ -30,7 +30,7 @@ from tinker_lightning.errors import (
     Unauthorized,
     input_error,
 )
-from tinker_lightning.types.responses import OUR_SERVER
+from tinker_lightning.types.responses import PRODUCT
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ _parsed = functools.lru_cache(maxsize=256)(httpx.URL)
 
 @functools.cache
 def _tls_context(*_certificates: str | None) -> ssl.SSLContext:
-    """Returns the TLS settings of all clients, because to read the certificates takes longer than the other setup."""
+    """Caches the TLS settings, because reading the certificates takes longer than the rest of the setup."""
     return httpx.create_ssl_context()
 
 
@@ -109,7 +109,7 @@ class Connection:
             http2=True,
             limits=_LIMITS,
             timeout=_TIMEOUT,
-            headers={"User-Agent": OUR_SERVER},
+            headers={"User-Agent": PRODUCT},
             event_hooks={"request": [self._add_headers]} if headers else None,
         )
         self._headers = dict(headers or {})

@@ -167,7 +167,7 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
                 self._fail(error)
                 return
             self._sent = True  # not earlier: if an interrupt prevented the sending, the next step sends it
-            # A future may be kept for long; it needs neither the datums nor the client any more.
+            # A future may be kept for long; it no longer needs the datums or the client.
             self._data, self._datums, self._leaves, self._send_backward = [], [], [], None
         if not backward.is_sent:
             # It is sent with the step, which raises its failure; the loss and the log-probabilities are known now.

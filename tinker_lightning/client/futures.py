@@ -85,7 +85,7 @@ class TinkerFuture(Generic[T]):
         return True
 
     async def sent_async(self) -> None:
-        """Waits until everything was sent; this is a moment later than the call for custom losses only."""
+        """Waits until everything is sent; only custom losses are sent later than the call."""
 
     @property
     def failed(self) -> bool:
@@ -148,7 +148,7 @@ class TinkerFuture(Generic[T]):
 
 
 class UnreadFailures:
-    """The futures of a client whose failures nobody has read yet; they are raised at the client's next use.
+    """The futures of a client with unhandled failures, which are raised at the client's next use.
 
     Args:
         settle_seconds: How long to wait for other requests before a failure is raised: more may have failed with it.
@@ -190,7 +190,7 @@ class UnreadFailures:
                 logger.error("%s %s when its client ended. Call close() or use a with block.", future.operation, reason)
             elif future.failed and not future.was_read:
                 error = future.exception()
-                logger.error("a failure that nobody has read: %s: %s", type(error).__name__, error)
+                logger.error("unhandled failure: %s: %s", type(error).__name__, error)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -206,7 +206,7 @@ class UnreadFailures:
             self._held -= 1
 
     def raise_first(self) -> None:
-        """Raises the first failure that nobody has read, with the others as its notes."""
+        """Raises the first unhandled failure, with the others as its notes."""
         if self._held:
             return
         with self._lock:
@@ -216,7 +216,7 @@ class UnreadFailures:
             raise_together(self.take_failures())
 
     def take_failures(self) -> list[BaseException]:
-        """Returns all failures that nobody has read, and marks them as read."""
+        """Returns all unhandled failures, and marks them as read."""
         with self._lock:
             return [error for future in self._forget_settled() if (error := future.exception()) is not None]
 
@@ -241,7 +241,7 @@ def raise_together(failures: Sequence[BaseException]) -> None:
 
 
 def note_failures(error: BaseException, failures: Iterable[BaseException]) -> None:
-    """Adds failures that nobody has read as notes to an error that is raised instead."""
+    """Adds unhandled failures as notes to an error that is raised instead."""
     for other in failures:
         if other is not error:
-            error.add_note(f"Another failure that nobody has read: {type(other).__name__}: {other}")
+            error.add_note(f"Another unhandled failure: {type(other).__name__}: {other}")

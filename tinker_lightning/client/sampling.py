@@ -62,7 +62,7 @@ class SamplingClient(BaseSamplingClient):
         return self._from_state, (self._state(), self._channel.target.api_key)
 
     def get_sampler_handle(self) -> str:
-        """Returns a text from which `from_sampler_handle` creates this client in another process; it has no API key."""
+        """Returns a string that `from_sampler_handle` turns back into this client. It does not contain the API key."""
         return base64.urlsafe_b64encode(wire_json.dumps(self._state())).decode()
 
     @classmethod

@@ -252,7 +252,7 @@ class ServiceClient:
     def close(
         self, status: Literal["success", "errored", "interrupted"] = "success", detail: str | None = None
     ) -> TinkerFuture[None]:
-        """Ends the session and raises the first failure that nobody has read. Closing again does nothing.
+        """Ends the session and raises the first unhandled failure. Closing again does nothing.
 
         With `success` it first waits for everything in flight, and evaluates custom losses that are still pending. All
         of that has happened when it returns; the future is there for code that was written for the official SDK.

@@ -20,12 +20,12 @@ T = TypeVar("T")
 class SubmitOrder:
     """Posts requests one after another, for servers that do not order them by number.
 
-    Where numbers are strict, a refused request leaves its number to the next one. After a lost answer nothing that
-    would change the model is posted any more, because its gradient is unknown.
+    Where numbers are strict, the next request reuses the number of a rejected one. Nothing that changes the model is
+    sent after a lost answer, because its gradient is unknown.
     """
 
     def __init__(self) -> None:
-        self.refused = 0
+        self.rejected = 0
         self.saved: str | None = None  # the last state that was saved
         self.lost: AnswerLost | None = None
         self._last: asyncio.Event | None = None
@@ -38,43 +38,43 @@ class SubmitOrder:
 
 # Not a method: the traceback of a failure that is kept for the user would also keep the client alive.
 async def perform_all(
-    session: Session, turns: SubmitOrder, operations: list[Operation[T]], combine: Callable[[list[T]], T]
+    session: Session, order: SubmitOrder, operations: list[Operation[T]], combine: Callable[[list[T]], T]
 ) -> T:
     """Runs operations, in parallel or one after another as the server requires; returns the combined result."""
     if session.is_concurrent:
         return combine(list(await asyncio.gather(*(perform(session, operation) for operation in operations))))
     # There is no await before this line, so that operations queue up in the order of submission.
-    results = [asyncio.create_task(_in_turn(session, turns, operation, *turns.next())) for operation in operations]
+    results = [asyncio.create_task(_in_turn(session, order, operation, *order.next())) for operation in operations]
     return combine(list(await asyncio.gather(*results)))
 
 
 async def _in_turn(
     session: Session,
-    turns: SubmitOrder,
+    order: SubmitOrder,
     operation: Operation[T],
     previous: asyncio.Event | None,
     posted: asyncio.Event,
 ) -> T:
     if previous is not None:
         await previous.wait()
-    if turns.lost is not None and operation.name != "forward":
+    if order.lost is not None and operation.name != "forward":
         posted.set()
-        reason = f"{operation.name}: not sent, because of an earlier failure: {turns.lost}"
-        raise with_ids(AnswerLost(reason), operation) from turns.lost
-    if turns.refused and operation.seq_id is not None:
-        operation = renumbered(session.dialect, operation, operation.seq_id - turns.refused)
+        reason = f"{operation.name}: not sent, because of an earlier failure: {order.lost}"
+        raise with_ids(AnswerLost(reason), operation) from order.lost
+    if order.rejected and operation.seq_id is not None:
+        operation = renumbered(session.dialect, operation, operation.seq_id - order.rejected)
 
     def submitted(taken: bool) -> None:
         if not taken and session.dialect.numbers == "strict":
-            turns.refused += 1
+            order.rejected += 1
         posted.set()
 
     try:
         result = await perform(session, operation, on_submitted=submitted)
     except AnswerLost as error:
-        resume = f"Resume from {turns.saved}, in a new client." if turns.saved else "No state was saved before it."
-        turns.lost = with_ids(AnswerLost(f"{error} {resume}"), operation, error.request_id)
-        raise turns.lost from error
+        resume = f"Resume from {order.saved}, in a new client." if order.saved else "No state was saved before it."
+        order.lost = with_ids(AnswerLost(f"{error} {resume}"), operation, error.request_id)
+        raise order.lost from error
     if isinstance(result, SaveWeightsResponse):
-        turns.saved = result.path
+        order.saved = result.path
     return result

@@ -207,7 +207,7 @@ class TrainingClient(BaseTrainingClient):
 
         Args:
             name: The name.
-            ttl_seconds: How long the server keeps them; None for ever.
+            ttl_seconds: How long the server keeps them; None keeps them forever.
             age_encryption_recipients: Public keys for which hosted Tinker encrypts the files.
         """
         self._check()
@@ -238,7 +238,7 @@ class TrainingClient(BaseTrainingClient):
 
     @property
     def can_expire(self) -> bool:
-        """Whether the server deletes a saved state after `ttl_seconds`, and can be told to keep it after all."""
+        """Whether the server supports `ttl_seconds` on saved states and lets clients change it later."""
         return self.dialect.knows("save_weights", "ttl_seconds") and self.dialect.knows("ttl", "ttl_seconds")
 
     def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:

@@ -310,7 +310,7 @@ class BaseTrainingClient(ABC):
         self._held.release()
 
     def _before_load(self, name: str) -> None:
-        """Evaluates pending losses. Gradients that the server would keep are not sent to it any more."""
+        """Evaluates pending losses. Gradients that the server would keep are no longer sent."""
         if self.dialect.clears_gradient:
             self._flush()
             return
@@ -329,7 +329,7 @@ class BaseTrainingClient(ABC):
             )
 
     def _check(self) -> None:
-        """Raises the first failure that nobody has read."""
+        """Raises the first unhandled failure."""
         self.unread.raise_first()
 
     def _flush(self) -> None:

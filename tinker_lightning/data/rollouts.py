@@ -30,7 +30,7 @@ class RolloutData(pl.LightningDataModule):
         weights: The factor of each reward.
         batch_size: The number of prompts of a batch.
         group_size: The number of answers to each prompt.
-        staleness: How many optimizer steps old the weights may be that a batch was sampled from.
+        staleness: The maximum age, in optimizer steps, of the weights that sample a batch.
         epochs: How often a batch is trained.
         minibatches: Into how many optimizer steps each pass over a batch is split.
         refill: How many times at most the groups that a recipe dropped are replaced by further prompts.

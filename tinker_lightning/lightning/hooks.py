@@ -153,8 +153,9 @@ class RemoteHooks(pl.Callback):
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Reads the window, in case the module overrides `on_load_checkpoint` without calling `super()`."""
         del pl_module
-        self._module._loaded_window = contents.read_window(checkpoint, self._module.checkpoint_file)
-        wandb_runs.warn_if_other(trainer, checkpoint.get(contents.SECTION, {}))
+        file = self._module.checkpoint_file
+        self._module._loaded_window = contents.read_window(checkpoint, file)
+        wandb_runs.warn_if_other(trainer, checkpoint.get(contents.SECTION, {}), file)
 
     def teardown(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Waits for everything in flight; the session stays, so that the next stage sees the same model."""

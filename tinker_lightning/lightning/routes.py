@@ -195,7 +195,7 @@ def _choose(
         if runs_locally:
             return Chosen("two-pass", local, {}, local), requested or because
         if route == "server":
-            return Chosen("builtin", loss, config, local), "the requested server knows it by name"
+            return Chosen("builtin", loss, config, local), "requested; the server knows it by name"
         return Chosen("builtin", loss, config, local), requested or "the server knows it by name"
     if route == "builtin":
         raise InvalidInput(f"{loss_name(loss)} is not built into servers, which know {', '.join(BUILT_IN)}")

@@ -125,7 +125,10 @@ class RowFormat:
         return self._different(chosen_datum, rejected_datum)
 
     def prompt(self, row: Any) -> ModelInput:
-        """Returns the prompt of a text, a chat, or a dict with `prompt` or `messages`; left out is a last answer."""
+        """Returns the prompt of a text, a chat, or a dict with `prompt` or `messages`.
+
+        A trailing assistant message is dropped.
+        """
         if isinstance(row, PromptLike):
             return to_model_input(row)
         tools, value = None, row

@@ -52,7 +52,7 @@ class TinkerStrategy(SingleDeviceStrategy):
     Args:
         look_ahead: Whether to send the forward passes of an accumulation window together.
         release_states: Whether to delete a remote state when no checkpoint file names it anymore.
-            New states expire on servers that can, until their file has been written.
+            On servers that support expiry, a new state expires unless its file is written.
         checkpoint_io: The plugin that writes files, as for any strategy.
         precision_plugin: The precision of local parameters, as for any strategy.
     """
@@ -183,7 +183,7 @@ class TinkerStrategy(SingleDeviceStrategy):
                 checkpoint["loops"]["fit_loop"]["state_dict"].setdefault("combined_loader", self._loader_states)
             for each in trainer.loggers:
                 each.save()  # rows before the checkpoint are not logged again after a resume
-            new = contents.states_in(checkpoint, module)
+            new = frozenset(state.path for state in contents.states_in(checkpoint, filepath).values())
         old = self._retention.states_of(filepath) if self.release_states else frozenset()
         try:
             super().save_checkpoint(checkpoint, filepath, storage_options)

@@ -10,7 +10,8 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from tinker_lightning.lightning import _compat
-from tinker_lightning.lightning.checkpoint.contents import SECTION
+from tinker_lightning.lightning.checkpoint.contents import read_section
+from tinker_lightning.remote.saved_state import check_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -34,32 +35,32 @@ def adopt(trainer: pl.Trainer, file: Any) -> None:
     if not loggers or trainer.state.fn != TrainerFn.FITTING:
         return
     try:
-        section = trainer.strategy.checkpoint_io.load_checkpoint(file).get(SECTION, {})
+        runs = _runs(read_section(trainer.strategy.checkpoint_io.load_checkpoint(file), file), file)
     except Exception:  # raised again when Lightning loads the file
         return
-    for each, saved in zip(loggers, section.get(KEY, ()), strict=False):
+    for each, (project, run) in zip(loggers, runs, strict=False):
         # Known if a run is under way, or if the user has chosen one.
         is_chosen = each.version is not None or bool(os.environ.get("WANDB_RUN_ID"))
-        if not is_chosen and each.name == saved["project"]:
-            _compat.WANDB_INIT.get(each)["id"] = saved["id"]
+        if not is_chosen and each.name == project:
+            _compat.WANDB_INIT.get(each)["id"] = run
 
 
-def warn_if_other(trainer: pl.Trainer, section: Mapping[str, Any]) -> None:
+def warn_if_other(trainer: pl.Trainer, section: Mapping[str, Any], file: object) -> None:
     """Warns if a resumed fit logs to other runs than the one that it resumes."""
     if trainer.state.fn != TrainerFn.FITTING:
         return
-    for each, saved in zip(_loggers(trainer), section.get(KEY, ()), strict=False):
-        if (str(each.name), str(each.version)) != (saved["project"], saved["id"]):
+    for each, (project, run) in zip(_loggers(trainer), _runs(section, file), strict=False):
+        if (str(each.name), str(each.version)) != (project, run):
             logger.warning(
                 "the fit resumes at step %d, but the steps before are in the W&B run %s of project %s, and this one "
                 "logs to %s of %s. To continue that run, pass WandbLogger(id=%r, project=%r).",
                 trainer.global_step,
-                saved["id"],
-                saved["project"],
+                run,
+                project,
                 each.version,
                 each.name,
-                saved["id"],
-                saved["project"],
+                run,
+                project,
             )
 
 
@@ -77,6 +78,14 @@ def log_file(trainer: pl.Trainer, file: object, states: Iterable[str]) -> None:
         if named := sorted(states):
             known[str(file)] = ", ".join(named)
         each.experiment.summary["checkpoints"] = known
+
+
+def _runs(section: Mapping[str, Any], file: object) -> list[tuple[str, str]]:
+    """Returns the project and id of each run that a checkpoint names."""
+    runs = section.get(KEY, ())
+    for run in runs:
+        check_keys(run, f"a W&B run in {file}", ("project", "id"))
+    return [(run["project"], run["id"]) for run in runs]
 
 
 def _loggers(trainer: pl.Trainer) -> list[WandbLogger]:

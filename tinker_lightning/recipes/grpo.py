@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class GRPO(RolloutModule):
-    """Makes answers more likely that have a higher reward than the other answers to the same prompt.
+    """Raises the likelihood of answers that score higher than the other answers to the same prompt.
 
     Group relative policy optimization (Shao et al. 2024, arXiv:2402.03300) and its relatives. Takes batches of a
     `RolloutLoader`, which has the prompts, the rewards and the size of a group. A group whose rewards are all equal
@@ -86,8 +86,8 @@ class GRPO(RolloutModule):
         check_estimator(kl_estimator)
         if scale_rewards and not isinstance(baseline, str):
             raise InvalidInput(
-                f"baseline={baseline} does not go with scale_rewards: the standard deviation of equal rewards, or of a "
-                "single one, is no scale. Pass scale_rewards=False."
+                f"a numeric baseline ({baseline}) cannot be combined with scale_rewards=True, because equal or single "
+                "rewards have no standard deviation. Pass scale_rewards=False."
             )
         _check_choice("kl_in", kl_in, ("loss", "advantage"))
         _check_choice("truncated", truncated, ("train", "mask", "penalize"))

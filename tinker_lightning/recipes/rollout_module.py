@@ -153,7 +153,7 @@ class RolloutModule(GroupLossModule):
                 "no other loader with it."
             )
         if not self.automatic_optimization:
-            raise InvalidInput(f"{name} cannot tell what a sample trains with manual optimization")
+            raise InvalidInput(f"{name} does not support manual optimization, because it counts optimizer steps")
         if batch.loader.staleness and not self.lm.backend.dialect.samples_old_weights:
             raise Unsupported(
                 f"staleness={batch.loader.staleness} samples from weights that are no longer in training, which this "

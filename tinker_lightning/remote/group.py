@@ -62,7 +62,7 @@ def settle(module: nn.Module, timeout: float, error: BaseException) -> None:
 def fresh_states(module: nn.Module, ttl_seconds: int | None = None) -> Iterator[None]:
     """Makes saves inside the `with` block create new states, which no state dict outside of it names.
 
-    On servers that can, they expire after `ttl_seconds`, unless `keep_state` keeps them.
+    Where the server supports it, they expire after `ttl_seconds`, unless `keep_state` keeps them.
     """
     shared = [(remote, remote.saved) for remote in remotes_of(module)]
     for remote, _ in shared:

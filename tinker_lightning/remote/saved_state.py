@@ -61,6 +61,13 @@ class SavedState:
         return cls(**{name: value for name, value in content.items() if name != _VERSION_KEY})
 
 
+def is_record(value: object) -> bool:
+    """Whether an entry of a state dict is the record of a saved state, of any format version."""
+    if not isinstance(value, Tensor) or value.dtype != torch.uint8:
+        return False
+    return value[: len(RECORD_PREFIX)].numpy(force=True).tobytes() == RECORD_PREFIX
+
+
 def check_format(found: Any, what: str, version_key: str, keys: Iterable[str]) -> dict[str, Any]:
     """Returns a part of a file, called `what` in errors; raises if it lacks a key or has another format version."""
     version = found.get(version_key) if isinstance(found, dict) else None

@@ -19,7 +19,7 @@ def check_settings(
     timeout: float | None,
     on_error: str,
 ) -> None:
-    """Raises `InvalidInput` for a setting that is out of range, or does not go with another.
+    """Raises `InvalidInput` for a setting that is out of range, or conflicts with another.
 
     Args:
         counts: Settings of at least 1, by name: `group_size`, `batch_size`, `epochs` and `minibatches`.

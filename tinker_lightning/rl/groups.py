@@ -20,7 +20,7 @@ class Group:
     Args:
         task: The task.
         trajectories: Its episodes, one per sample.
-        version: How many optimizer steps the weights had taken that it was sampled from.
+        version: The number of optimizer steps taken by the weights that sampled it.
         seconds: How long sampling and scoring took.
         failed: Why there are no episodes; empty if there are.
     """

@@ -22,8 +22,8 @@ class SamplerPolicy:
     Args:
         sampler: A sampling client.
         tokenizer: The tokenizer of the model; by default the client's.
-        version: How many optimizer steps its weights have taken.
-        params: How tokens are chosen where a call does not say; by default from the unmodified distribution.
+        version: The number of optimizer steps that its weights have taken.
+        params: Default sampling parameters; without them, tokens are drawn from the unmodified distribution.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class RolloutLoader(TrainedPosition):
         rewards: A reward, several, or `Rewards`, for prompts. Environments have their own.
         group_size: The number of episodes of each prompt.
         batch_size: The number of prompts of a batch.
-        staleness: How many optimizer steps old the weights may be that a batch was sampled from.
+        staleness: The maximum age, in optimizer steps, of the weights that sample a batch.
         sampling_params: How tokens are chosen; without a seed.
         epochs: How often a batch is trained.
         minibatches: Into how many optimizer steps each pass over a batch is split.

@@ -1,7 +1,7 @@
 """Bounds on the connections of a server: how many there are, and how long they may do nothing.
 
-Without them, connections that send nothing, or half of a request, use up the descriptors of the process. Then nobody
-can connect any more, and asyncio retries and logs each refused connection without a pause.
+Without them, connections that send nothing, or half of a request, use up the descriptors of the process. Then no client
+can connect, and asyncio retries and logs each refused connection without a pause.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from tinker_lightning.errors import (
     UnsupportedMediaType,
 )
 from tinker_lightning.server.connections import BODY_SECONDS
-from tinker_lightning.types.responses import OUR_SERVER
+from tinker_lightning.types.responses import PRODUCT
 from tinker_lightning.wire import compression, protobuf
 from tinker_lightning.wire import json as wire_json
 
@@ -157,7 +157,7 @@ async def read(request: Request, cls: type[T], limit: int | None = None) -> T:
 
 def submits_in_turn(request: Request) -> bool:
     """Returns whether a client sends a request only after the one before: every client but ours."""
-    return not request.headers.get("user-agent", "").startswith(OUR_SERVER)
+    return not request.headers.get("user-agent", "").startswith(PRODUCT)
 
 
 def error_fields(error: BaseException) -> dict[str, str]:

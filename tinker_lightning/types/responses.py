@@ -69,8 +69,8 @@ class SupportedModel:
     sampleable: bool | None = None
 
 
-# How our own server calls itself.
-OUR_SERVER = "tinker-lightning"
+# The name that the server reports, and that the client sends as its user agent.
+PRODUCT = "tinker-lightning"
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class TensorData:
         sparse_crow_indices: CSR row pointers, one more than the number of rows.
         sparse_col_indices: CSR column index of each stored value.
         copy: Whether to copy memory that already has the dtype, so that a buffer can be reused while a pass waits to be
-            sent. False shares it, which must not change any more.
+            sent. False shares it, which must then not change.
     """
 
     __slots__ = ("_values", "dtype", "shape", "sparse_col_indices", "sparse_crow_indices")

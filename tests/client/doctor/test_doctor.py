@@ -96,7 +96,7 @@ DEFECTS: list[tuple[dict[str, Any], dict[str, str]]] = [
             "order": "arrival",
             "client_config": {"parallel_fwdbwd_chunks": True},
             "doubles_repeats": True,
-            "spends_refused": True,
+            "spends_rejected": True,
             "ignores_grad_clip": True,
             "saves_optimizer": False,
             "keeps_deleted": True,

@@ -10,8 +10,9 @@ import torch
 
 from tinker_lightning.client import LossHandle
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning.checkpoint.contents import window_from, window_state
+from tinker_lightning.lightning.checkpoint.contents import read_window, state_in, window_from, window_state
 from tinker_lightning.remote.calls import Call, ServerCall
+from tinker_lightning.remote.saved_state import FORMAT_VERSION, SavedState
 from tinker_lightning.types import Datum, ImageChunk, ModelInput, ProvenanceSpan, TensorData
 
 if TYPE_CHECKING:
@@ -67,3 +68,23 @@ def test_a_loss_that_ends_with_its_session_cannot_be_kept() -> None:
     handle = LossHandle("clipped", "session", loss, "session:loss:0")
     with pytest.raises(InvalidInput, match=r"cannot keep the loss 'clipped'.*after an optimizer step.*custom_loss"):
         window_state([ServerCall([DATUMS["plain"]], handle, {}, [torch.tensor(1.0)])])
+
+
+@pytest.mark.parametrize("key", ["loss", "datums", "gradients", "config", "added", "inputs"])
+def test_a_window_without_a_key_is_rejected(key: str) -> None:
+    window = window_state([ServerCall([DATUMS["plain"]], "ppo", {}, [torch.tensor(0.25)])])
+    del window[0][key]
+    section = {"windows": {"lm.handle": window}, "local_gradients": {}, "window_metrics": []}
+    with pytest.raises(InvalidInput, match=rf"the accumulation window of 'lm\.handle' in a\.ckpt lacks '{key}'"):
+        read_window({"tinker": {"version": FORMAT_VERSION, **section}}, "a.ckpt")
+
+
+def test_the_state_that_a_file_names_is_told_from_the_state_of_other_modules() -> None:
+    state = SavedState("tinker://x", "tiny", 4, 7)
+    others = {"head._extra_state": torch.zeros(3), "other._extra_state": None}
+    entries = {**others, "student._extra_state": state.to_tensor()}
+    assert state_in({"state_dict": entries}, "a.ckpt") == state
+    with pytest.raises(InvalidInput, match=r"a\.ckpt is not a checkpoint file of Lightning"):
+        state_in({"model": entries}, "a.ckpt")
+    with pytest.raises(InvalidInput, match=r"a\.ckpt names no remote model"):
+        state_in({"state_dict": others}, "a.ckpt")

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from tinker_lightning.client.connection import JSON
 from tinker_lightning.client.dialects import known
 from tinker_lightning.errors import InvalidMessage, TinkerLightningError
-from tinker_lightning.types.responses import OUR_SERVER
+from tinker_lightning.types.responses import PRODUCT
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ async def detect(connection: Connection, capabilities: ServerCapabilities) -> Di
     An empty `forward` tells the encodings apart: servers with JSON passes have this endpoint and reject the body,
     servers with protobuf passes do not have it. The API's description, where it is published, names the server.
     """
-    if capabilities.server == OUR_SERVER:
+    if capabilities.server == PRODUCT:
         return known.EMBEDDED
     if _is_hosted(connection.url):
         return known.HOSTED  # never probed: requests there may cost money

@@ -16,7 +16,7 @@ from tinker_lightning.client.session import fetch_capabilities
 if TYPE_CHECKING:
     from tinker_lightning.client.dialects.dialect import Dialect
 
-_PATIENCE = RetryPolicy(10.0)
+_RETRY_POLICY = RetryPolicy(10.0)
 
 
 def detect_behind(client: Any) -> Dialect:
@@ -24,7 +24,7 @@ def detect_behind(client: Any) -> Dialect:
     url = server_url(client)
     if url is None:
         return known.HOSTED
-    connection = Connection(url, Credentials(_given(client, "api_key", "TINKER_API_KEY")), None, _PATIENCE)
+    connection = Connection(url, Credentials(_given(client, "api_key", "TINKER_API_KEY")), None, _RETRY_POLICY)
     loop = BackgroundLoop(connection.close)
     try:
         return loop.run(_detect(connection)).result()

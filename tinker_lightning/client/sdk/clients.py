@@ -221,7 +221,7 @@ class OfficialTrainingClient(BaseTrainingClient):
 
     @property
     def can_expire(self) -> bool:
-        """Whether the server deletes a saved state after `ttl_seconds`, and can be told to keep it after all."""
+        """Whether the server supports `ttl_seconds` on saved states and lets clients change it later."""
         known = inspect.signature(self.client.save_state).parameters
         fields = (self.dialect.knows(each, "ttl_seconds") for each in ("save_weights", "ttl"))
         return "ttl_seconds" in known and _SET_TTL in dir(tinker.RestClient) and all(fields)

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 from tinker_lightning.client.export import CONFIG, check_target, export_adapter
 from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError
 from tinker_lightning.lightning.callbacks.generating import remote
-from tinker_lightning.remote.saved_state import SavedState
+from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.wire import folders
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from tinker_lightning.lightning.base import RemoteBase
+    from tinker_lightning.remote.saved_state import SavedState
 
 logger = logging.getLogger("tinker_lightning")
 
@@ -89,8 +90,7 @@ class ExportAdapter(pl.Callback):
         file = _monitoring(trainer)[0].best_model_path
         if not file:
             raise InvalidInput("there is no best checkpoint to export, because no checkpoint was saved in this fit")
-        record = trainer.strategy.checkpoint_io.load_checkpoint(file)["state_dict"]["lm._extra_state"]
-        with _loaded(module, SavedState.from_tensor(record)):
+        with _loaded(module, contents.state_in(trainer.strategy.checkpoint_io.load_checkpoint(file), file)):
             self.export(module)
 
     @property

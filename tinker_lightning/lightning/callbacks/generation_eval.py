@@ -53,7 +53,7 @@ class GenerationEval(GeneratingCallback):
 
     @property
     def state_key(self) -> str:
-        """Tells evaluations with different names apart in checkpoints."""
+        """Distinguishes evaluations by name in checkpoints."""
         return f"{type(self).__qualname__}({self.name!r})"
 
     def on_samples(

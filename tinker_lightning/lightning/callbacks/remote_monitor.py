@@ -61,7 +61,7 @@ class RemoteMonitor(pl.Callback):
         self._step, self._start, self._tokens = 0, 0.0, 0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Says before training if there will be no picture."""
+        """Warns before training if matplotlib is missing."""
         del trainer
         remote(self, pl_module)
         if self.trace_steps is not None and importlib.util.find_spec("matplotlib") is None:

@@ -62,7 +62,7 @@ class SampleTable(GeneratingCallback):
 
     @property
     def state_key(self) -> str:
-        """Tells tables with different names apart in checkpoints."""
+        """Distinguishes tables by name in checkpoints."""
         return f"{type(self).__qualname__}({self.name!r})"
 
     def on_fit_start(self, *_: Any) -> None:

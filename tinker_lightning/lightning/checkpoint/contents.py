@@ -17,7 +17,7 @@ from tinker_lightning.remote.calls import Call, ServerCall
 from tinker_lightning.remote.group import handles_of
 from tinker_lightning.remote.handle import RemoteHandle
 from tinker_lightning.remote.lm import RemoteLM
-from tinker_lightning.remote.saved_state import FORMAT_VERSION, SavedState, check_format, check_keys
+from tinker_lightning.remote.saved_state import FORMAT_VERSION, SavedState, check_format, check_keys, is_record
 from tinker_lightning.types import Datum, TensorData
 from tinker_lightning.wire import json as wire_json
 
@@ -30,7 +30,11 @@ SECTION = "tinker"
 OPTIMIZERS = "optimizer_states"
 """A key that files saved with `save_weights_only=True` lack."""
 
+_RECORD = "_extra_state"  # the end of the keys of records in a state dict
 _WINDOW_KEYS = ("windows", "local_gradients", "window_metrics")
+_CALL_KEYS = ("loss", "datums", "gradients")
+_SERVER_CALL_KEYS = ("config", "added", "inputs")
+_DATUM_KEYS = ("rest", "inputs")
 
 
 def section_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +57,15 @@ def read_window(checkpoint: Mapping[str, Any], file: object) -> dict[str, Any] |
     """Returns the accumulation window of a checkpoint; None for a file of weights that has none."""
     if SECTION not in checkpoint and OPTIMIZERS not in checkpoint:
         return None
-    return read_section(checkpoint, file, *_WINDOW_KEYS)
+    section = read_section(checkpoint, file, *_WINDOW_KEYS)
+    for name, window in section["windows"].items():
+        for call in window:
+            what = f"the accumulation window of {name!r} in {file}"
+            check_keys(call, what, _CALL_KEYS)
+            check_keys(call, what, () if call["loss"] is None else _SERVER_CALL_KEYS)
+            for datum in call["datums"]:
+                check_keys(datum, f"a datum in {what}", _DATUM_KEYS)
+    return section
 
 
 def check_entry(checkpoint: Mapping[str, Any], file: object, path: str) -> None:
@@ -80,10 +92,24 @@ def load_states(checkpoint: dict[str, Any], module: nn.Module) -> None:
         entries[key] = None
 
 
-def states_in(checkpoint: Mapping[str, Any], module: nn.Module) -> frozenset[str]:
-    """Returns the paths of the remote states that a checkpoint names."""
-    records = [checkpoint["state_dict"].get(key) for key in _keys(module)]
-    return frozenset(SavedState.from_tensor(each).path for each in records if each is not None and each.numel())
+def states_in(checkpoint: Any, file: object) -> dict[str, SavedState]:
+    """Returns the remote states that a checkpoint names, by the names of their models in the module."""
+    entries = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
+    if not isinstance(entries, dict):
+        raise InvalidInput(f"{file} is not a checkpoint file of Lightning: it has no state_dict")
+    return {
+        key.removesuffix(_RECORD).removesuffix("."): SavedState.from_tensor(record)
+        for key, record in entries.items()
+        if key.endswith(_RECORD) and is_record(record)
+    }
+
+
+def state_in(checkpoint: Any, file: object) -> SavedState:
+    """Returns the state of the model `lm`, or of the first one if a module calls its models differently."""
+    states = states_in(checkpoint, file)
+    if not states:
+        raise InvalidInput(f"{file} names no remote model: it was not written by a RemoteModule")
+    return states.get("lm", next(iter(states.values())))
 
 
 def windows(module: nn.Module) -> dict[str, list[dict[str, Any]]]:
@@ -109,7 +135,7 @@ def restore_gradients(section: Mapping[str, Any], module: nn.Module) -> None:
 def _keys(module: nn.Module) -> dict[str, RemoteLM]:
     """Returns the remote models of a module by the keys of their records in its state dict."""
     models = module.named_modules(remove_duplicate=False)
-    return {f"{name}._extra_state": model for name, model in models if isinstance(model, RemoteLM)}
+    return {f"{name}.{_RECORD}": model for name, model in models if isinstance(model, RemoteLM)}
 
 
 def window_state(window: Sequence[Call | ServerCall]) -> list[dict[str, Any]]:
@@ -125,7 +151,7 @@ def window_state(window: Sequence[Call | ServerCall]) -> list[dict[str, Any]]:
 
 
 def window_from(state: Sequence[dict[str, Any]]) -> list[Call | ServerCall]:
-    """Converts the result of `window_state` back to a window."""
+    """Converts the result of `window_state`, which `read_window` has checked, back to a window."""
     window: list[Call | ServerCall] = []
     for entry in state:
         datums = [_datum_from(datum) for datum in entry["datums"]]

@@ -24,7 +24,7 @@ _NONE: frozenset[str] = frozenset()
 _UNREADABLE = "?"
 
 TTL_DAYS = 7
-"""After how many days a state expires, on servers that can, if its run is killed before the file is written."""
+"""The days after which a state expires, where the server supports it, if its file is never written."""
 
 
 class StateRetention:
@@ -61,8 +61,8 @@ class StateRetention:
                 self._keep(state)
             except Exception as error:
                 logger.warning(
-                    "%s is named by a checkpoint file, but expires %d days after it was saved, because the server "
-                    "could not be told to keep it. This is tried again at the next checkpoint and at the end of the "
+                    "%s is named by a checkpoint file, but expires %d days after it was saved, because the request "
+                    "to keep it failed. This is tried again at the next checkpoint and at the end of the "
                     "fit. %s",
                     state,
                     TTL_DAYS,

@@ -10,7 +10,7 @@ from starlette.routing import Route
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.http import MAX_BODY_BYTES, MAX_JSON_BYTES, answer, read, submits_in_turn
 from tinker_lightning.types import requests as rq
-from tinker_lightning.types.responses import OUR_SERVER, ServerCapabilities, SupportedModel
+from tinker_lightning.types.responses import PRODUCT, ServerCapabilities, SupportedModel
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -95,7 +95,7 @@ async def capabilities(request: Request) -> Response:
         base = catalog.loaded(name)
         length = None if base is None else base.max_context_length
         models.append(SupportedModel(name, length, trainable=True, sampleable=True))
-    return answer(ServerCapabilities(models, request.app.state.extensions, OUR_SERVER))
+    return answer(ServerCapabilities(models, request.app.state.extensions, PRODUCT))
 
 
 routes = [

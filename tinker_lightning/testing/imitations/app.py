@@ -135,10 +135,10 @@ class _Endpoints:
             try:
                 content = call(body)  # not on another thread, because requests run in order of arrival
             except InvalidInput as error:
-                self.submissions.refuse(body.get("model_id"), body.get("seq_id"))
+                self.submissions.reject(body.get("model_id"), body.get("seq_id"))
                 raise _invalid(error) from error
             except Refusal as error:
-                self.submissions.refuse(body.get("model_id"), body.get("seq_id"))
+                self.submissions.reject(body.get("model_id"), body.get("seq_id"))
                 content = self._late(name, error)
             return self._answer(name, content)
 
@@ -163,7 +163,7 @@ class _Endpoints:
         except InvalidMessage as error:
             raise _invalid(error) from error
         if wrong := faults(self._behaviour, name, body):
-            self.submissions.refuse(body.get("model_id"), body.get("seq_id"))
+            self.submissions.reject(body.get("model_id"), body.get("seq_id"))
             raise Refusal(422, wrong)
         return body
 
@@ -193,7 +193,7 @@ class _Endpoints:
             self._check_loss(message)
             return self._answer(name, self._models.run_pass(message, number))
         except Refusal as error:
-            self.submissions.refuse(message.model_id, number)
+            self.submissions.reject(message.model_id, number)
             return self._answer(name, self._late(name, error))
 
     async def _protobuf(self, request: Request) -> tuple[rq.ForwardBackwardRequest, int | None]:

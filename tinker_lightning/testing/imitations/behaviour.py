@@ -38,7 +38,7 @@ class Behaviour:
         order: Whether requests of a model run in order of arrival, in order of their numbers (waiting for missing
             ones), or `strict`ly: a number other than the next one fails with 409, where a number may be skipped only
             after its operation has failed, and a rejected request does not count.
-        spends_refused: Whether the number of a rejected request cannot be used again.
+        spends_rejected: Whether the number of a rejected request cannot be used again.
         doubles_repeats: Whether a repeated submission runs again; otherwise it gets the answer of the first one.
         delay: How many seconds an operation takes at least.
         hold: How many seconds a poll waits for a result that is not ready.
@@ -129,7 +129,7 @@ class Behaviour:
     rejects_colons: bool = False
 
     order: Literal["arrival", "number", "strict"] = "arrival"
-    spends_refused: bool = False
+    spends_rejected: bool = False
     doubles_repeats: bool = True
     delay: float = 0.0
     hold: float = 30.0

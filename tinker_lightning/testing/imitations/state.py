@@ -51,7 +51,7 @@ class Model:
     has_gradient: bool = False
     next_number: int = 1
     failed_number: int | None = None
-    refused: set[int] = field(default_factory=set)  # numbers of rejected requests
+    rejected: set[int] = field(default_factory=set)  # numbers of rejected requests
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))  # of the trainer's requests
     waiting: dict[int, Callable[[], None]] = field(default_factory=dict)
     adam: AdamParams | None = None

@@ -38,12 +38,12 @@ class Submissions:
         self._pool.shutdown(cancel_futures=True)
         self._state.trainer.finish_session(self._state.session)
 
-    def refuse(self, model_id: Any, number: Any) -> None:
+    def reject(self, model_id: Any, number: Any) -> None:
         """Frees the number of a request that was rejected, where others wait for it."""
         model = self._state.models.get(model_id)
         if model is None or not isinstance(number, int):
             return
-        model.refused.add(number)
+        model.rejected.add(number)
         if self._behaviour.order == "number":
             self._take_turn(model, number, lambda: None)
 
@@ -57,7 +57,7 @@ class Submissions:
     ) -> dict[str, Any]:
         """Queues a numbered operation of a model, with a check before its number counts; returns the answer."""
         b = self._behaviour
-        if b.spends_refused and number in model.refused:
+        if b.spends_rejected and number in model.rejected:
             raise Refusal(409, f"Sequence conflict: the number {number} was used.")
 
         def in_turn() -> Any:
