@@ -64,7 +64,8 @@ def test_a_mean_over_tokens_is_one_over_all_tokens(service: ServiceClient, loss:
 @pytest.mark.parametrize("route", ["auto", "two-pass"])
 def test_action_tokens_weigh_the_batches_of_a_policy_loss(service: ServiceClient, route: str) -> None:
     module = made(service, loss="ppo", route=route)
-    scores = validated(module, DATA)
+    silent = [datum.with_inputs(advantages=torch.zeros(datum.model_input.length)) for datum in DATA[:2]]
+    scores = validated(module, [*DATA, *silent])  # whose batch does not count
     total, metrics = losses.ppo(DATA, logprobs_of(module, DATA))
     assert scores["val_loss"] == pytest.approx(total.item() / int(metrics["action_tokens"]), rel=1e-4)
     for name in ("ratio", "kl_old_new", "clip_fraction", "action_tokens"):
@@ -143,6 +144,10 @@ def of_batch(_: Any, batch: Any) -> Any:
     return {"advantages": torch.stack([datum.advantages for datum in batch])}
 
 
+def of_rows(_: Any, batch: Any) -> Any:
+    return {"advantages": torch.stack([datum.loss_fn_inputs["advantages"].to_torch() for datum in batch])}
+
+
 MISSING: dict[str, dict[str, Any]] = {
     "by name": {"loss": "ppo"},
     "library": {"loss": losses.dpo},
@@ -151,6 +156,7 @@ MISSING: dict[str, dict[str, Any]] = {
     "attribute": {"loss": by_attribute},
     "regularizer": {"regularizers": (Regularizer(lambda data, lp: by_key(None, data, lp), 0.1, "kl"),)},
     "batch": {"loss": "ppo", "loss_fn_inputs": of_batch},
+    "rows of the batch": {"loss": "ppo", "loss_fn_inputs": of_rows},
     "unknown to the server": {"loss": "unknown_loss"},
 }
 
@@ -187,6 +193,16 @@ def test_a_bug_of_the_loss_raises(service: ServiceClient, name: str, optional: b
     with pytest.raises(Exception) as caught:  # noqa: PT011
         validated(made(service, loss=loss), TEXTS)
     assert type(caught.value).__name__ == name
+
+
+@pytest.mark.parametrize("bug", [KeyError(), KeyError("advantages")])
+def test_a_bug_of_the_inputs_raises(service: ServiceClient, bug: KeyError) -> None:
+    def inputs(_: Any, batch: Any) -> Any:
+        raise bug  # of a dict of the user's, not of the batch
+
+    with pytest.raises(KeyError) as caught:
+        validated(made(service, loss="ppo", loss_fn_inputs=inputs), TEXTS)
+    assert caught.value is bug
 
 
 def test_a_bug_of_a_loss_on_the_server_raises(service: ServiceClient) -> None:

@@ -34,6 +34,12 @@ def test_cross_entropy_tells_the_perplexity_of_what_is_weighted() -> None:
     assert metrics["tokens"].item() == len(responses)
 
 
+def test_nll_is_a_mean_by_weight_of_either_sign() -> None:
+    data = [Datum.from_targets([5, 6], [6, 7], weights=[1.0, -0.5])]
+    metrics = cross_entropy(data, [torch.tensor([-3.0, -2.0])])[1]
+    assert metrics["nll"].item() == pytest.approx((3.0 - 0.5 * 2.0) / 0.5)
+
+
 def test_cross_entropy_without_any_weight_is_zero_and_has_no_nll() -> None:
     data = [Datum.from_targets([1], [2], weights=[0.0])]
     loss, metrics = cross_entropy(data, [torch.tensor([-3.0])])

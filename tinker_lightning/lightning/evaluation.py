@@ -11,9 +11,12 @@ from tinker_lightning.errors import InvalidInput, InvalidLoss, MissingInput, Ope
 from tinker_lightning.lightning import metric_names
 from tinker_lightning.lightning.deferred_metrics import of_pass
 from tinker_lightning.lightning.metric_names import TOTAL, VALUE
+from tinker_lightning.lightning.rows import DatumLike
 from tinker_lightning.losses.regularizers import composition
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from tinker_lightning.lightning.base import RemoteBase
@@ -34,7 +37,7 @@ def own_loss(
     try:
         inputs = module.loss_fn_inputs(batch)
     except (KeyError, AttributeError) as error:
-        if _is_missing(error, batch, data):
+        if _is_missing(error, batch, data, module.loss_fn_inputs):
             raise LossUnavailable(_reason(error)) from error
         raise
     data = chosen.with_inputs(data, inputs)
@@ -83,12 +86,26 @@ def _evaluate(
     return value, metric_names.of_loss(flat, is_of_library=chosen.is_of_library)
 
 
-def _is_missing(error: KeyError | AttributeError, batch: Any, data: list[Any]) -> bool:
-    """Returns whether the batch or one of its datums lacks the key or attribute that an error names."""
+def _is_missing(error: KeyError | AttributeError, batch: Any, data: list[Any], inputs: Callable[[Any], Any]) -> bool:
+    """Returns whether the batch or one of its rows lacks the key or attribute that `inputs(batch)` reads.
+
+    A `KeyError` may also be a bug, so `inputs` is called again with a batch whose missing keys raise `MissingInput`.
+    """
     if isinstance(error, AttributeError):
         return any(error.obj is each for each in (batch, *data))
-    holders = [batch] if isinstance(batch, Mapping) else [datum.loss_fn_inputs for datum in data]
-    return any(error.args[0] not in holder for holder in holders)
+    try:
+        inputs([_tracked_row(row) for row in batch] if isinstance(batch, list | tuple) else _tracked_row(batch))
+    except MissingInput:
+        return True
+    except Exception:  # the first error is raised
+        return False
+    return False
+
+
+def _tracked_row(row: Any) -> Any:
+    if isinstance(row, Mapping):
+        return _TrackedInputs(row, also_get=False)
+    return _tracked(row, also_get=False) if isinstance(row, DatumLike) else row
 
 
 def _missing_input(error: Exception, data: list[Any], evaluate: Any) -> Exception | None:

@@ -200,8 +200,10 @@ class RemoteModule(RemoteBase):
             self._drop_loss(stage, loader, logged, str(error))
             return
         for name, number in {"loss": value, **metrics}.items():
-            logged.add(name)
             reduce = metric_names.reduction(name)
+            if not weight and reduce == "mean":
+                continue  # a policy loss on a batch without actions
+            logged.add(name)
             self.log(f"{stage}_{name}", number, prog_bar=name == "loss", batch_size=weight, reduce_fx=reduce)
 
     def _drop_loss(self, stage: str, loader: int, logged: set[str], reason: str) -> None:

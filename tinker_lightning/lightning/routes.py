@@ -19,7 +19,7 @@ from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
 from tinker_lightning.losses.library import TOKEN_COUNTS, check_settings, is_of_library, known_settings, unwrapped
-from tinker_lightning.losses.reduction import weighted_tokens
+from tinker_lightning.losses.reduction import action_tokens, action_weight, weighted_tokens
 from tinker_lightning.losses.surrogate import LossFn, function_name
 from tinker_lightning.lossgraph.graph_loss import OF_LIBRARY, OF_OWN
 from tinker_lightning.lossgraph.server_loss import ServerLoss
@@ -163,7 +163,8 @@ def _reduced(chosen: Chosen, loss: Any, reduction: Reduction) -> Chosen:
         return replace(chosen, weight=once, is_of_library=True)
     local = _mean(chosen.local, count)
     loss = local if chosen.runs_locally else chosen.loss
-    return replace(chosen, loss=loss, local=local, tokens=count, weight=count, is_of_library=True)
+    weight = action_weight if count is action_tokens else count  # a batch without actions does not count in a mean
+    return replace(chosen, loss=loss, local=local, tokens=count, weight=weight, is_of_library=True)
 
 
 def _mean(loss: Any, count: Callable[[Sequence[Any]], float]) -> LossFn:

@@ -135,6 +135,47 @@ def _clip(ratio: Tensor, low: Threshold, high: Threshold) -> Tensor:
     return ratio.clamp(min=low).clamp(max=high)
 
 
+def ratio_totals(
+    log_ratio: Tensor, counted: Tensor, low: Threshold | None = None, high: Threshold | None = None
+) -> dict[str, Tensor]:
+    """Returns sums over the tokens that count: their number, their ratios, and how many are outside the thresholds.
+
+    Prompt tokens do not count: they have no log-probabilities of the sampling policy.
+    """
+    ratio = log_ratio.exp()
+
+    def total(values: Tensor) -> Tensor:
+        return torch.where(counted, values, 0.0).sum()
+
+    totals = {"ratio": total(ratio), "kl_old_new": total(-log_ratio), "action_tokens": counted.sum()}
+    if low is not None and high is not None:
+        totals["clipped_tokens"] = total((ratio < low) | (ratio > high))
+    return totals
+
+
+def _weight_metrics(_: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    return {"weights:sum": weights.sum()}
+
+
+def _policy_metrics(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *_: Any) -> dict[str, Tensor]:
+    totals = ratio_totals(logprobs - old_logprobs, advantages != 0)
+    return {f"{name}:sum": totals[name] for name in ("action_tokens", "kl_old_new")}
+
+
+def _clip_metrics(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: Threshold, high: Threshold
+) -> dict[str, Tensor]:
+    totals = ratio_totals(logprobs - old_logprobs, advantages != 0, low, high)
+    return {f"{name}:sum": totals[name] for name in ("action_tokens", "kl_old_new", "clipped_tokens")}
+
+
+_DIVERGED = "a learning rate so high that training has diverged"
+_RATIOS = (
+    "Look for tokens whose logprobs are far below the model's, so that their ratio overflows (also where the "
+    f"advantage is 0), for huge advantages, or {_DIVERGED}"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
     """The description of a loss.
@@ -149,6 +190,8 @@ class BuiltIn:
         masked_by: Inputs that are all zero where the loss ignores the log-probability; none if it ignores no position.
         is_of_sequence: Whether a datum is one sequence, so that `[T, K]` targets are not supported.
         token_count: Returns the number of tokens by which `reduction="mean"` divides the loss.
+        metrics: Returns sums to add up over datums, named as in the protocol, from the arguments of the formula.
+        overflow: What to look for if the loss is not finite.
     """
 
     formula: Callable[..., Tensor]
@@ -160,6 +203,8 @@ class BuiltIn:
     masked_by: tuple[str, ...] = ("advantages",)
     is_of_sequence: bool = False
     token_count: TokenCount = action_tokens
+    metrics: Callable[..., dict[str, Tensor]] = _policy_metrics
+    overflow: str = _RATIOS
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -208,12 +253,27 @@ LOSSES: Mapping[str, BuiltIn] = {
         scaled_by=("weights",),
         masked_by=("weights",),
         token_count=total_weight,
+        metrics=_weight_metrics,
+        overflow=f"Look for huge weights, or {_DIVERGED}",
     ),
     "importance_sampling": BuiltIn(
         importance_sampling, "-Σ r·A: the policy gradient, corrected for the policy that sampled", _POLICY
     ),
-    "ppo": BuiltIn(ppo, "-Σ min(r·A, clip(r)·A): clipped policy gradient", _POLICY, _CLIP, has_negative=False),
-    "cispo": BuiltIn(cispo, "-Σ sg(clip(r))·p·A: clipped weights, every token keeps its gradient", _POLICY, _CLIP),
+    "ppo": BuiltIn(
+        ppo,
+        "-Σ min(r·A, clip(r)·A): clipped policy gradient",
+        _POLICY,
+        _CLIP,
+        has_negative=False,
+        metrics=_clip_metrics,
+    ),
+    "cispo": BuiltIn(
+        cispo,
+        "-Σ sg(clip(r))·p·A: clipped weights, every token keeps its gradient",
+        _POLICY,
+        _CLIP,
+        metrics=_clip_metrics,
+    ),
     "dro": BuiltIn(
         dro,
         "-Σ (p·A - β/2·(p - q)²): held close to the sampling policy",

@@ -39,8 +39,11 @@ def likelihood_metrics(logprobs: Tensor, weights: Tensor) -> dict[str, Tensor]:
 
 
 def likelihood_scores(loss: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """Returns `nll`, `perplexity` and `tokens`, given the sum of the loss over the weighted targets."""
-    nll = loss / weights.abs().sum()  # NaN if no token has a weight
+    """Returns `nll`, `perplexity` and `tokens`, given the sum of the loss over the weighted targets.
+
+    The mean is by weight: it divides by the sum of the weights, as `reduction="mean"` and `val_nll` do.
+    """
+    nll = loss / weights.sum()  # NaN if no token has a weight
     return with_value({"nll": nll, "perplexity": nll.exp(), "tokens": (weights != 0).sum()})
 
 

@@ -244,13 +244,9 @@ def _thresholds(
 def _metrics(
     log_ratio: Tensor, counted: Tensor, low: Tensor | float | None = None, high: Tensor | float | None = None
 ) -> dict[str, Tensor]:
-    log_ratio = log_ratio.detach()
-    ratio, tokens = log_ratio.exp(), counted.sum()
-
-    def mean(values: Tensor) -> Tensor:
-        return torch.where(counted, values, 0.0).sum() / tokens  # NaN if no token counts
-
-    metrics = {"ratio": mean(ratio), "kl_old_new": mean(-log_ratio), "action_tokens": tokens}
-    if low is not None and high is not None:
-        metrics["clip_fraction"] = mean((ratio < low) | (ratio > high))
-    return with_value(metrics)
+    totals = builtin.ratio_totals(log_ratio.detach(), counted, low, high)
+    tokens = totals["action_tokens"]
+    metrics = {"ratio": totals["ratio"] / tokens, "kl_old_new": totals["kl_old_new"] / tokens, "action_tokens": tokens}
+    if "clipped_tokens" in totals:
+        metrics["clip_fraction"] = totals["clipped_tokens"] / tokens
+    return with_value(metrics)  # NaN if no token counts

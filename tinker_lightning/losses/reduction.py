@@ -40,8 +40,13 @@ def weighted_positions(data: Sequence[Any]) -> float:
 
 def action_tokens(data: Sequence[Any]) -> float:
     """Returns the number of tokens with an advantage; 1 if there are none, because equal rewards are not an error."""
+    return max(action_weight(data), 1.0)
+
+
+def action_weight(data: Sequence[Any]) -> float:
+    """Returns how much a batch counts in a mean over action tokens: their number, which may be 0."""
     advantages = [datum.loss_fn_inputs.get("advantages") for datum in data]
-    return max(_sum(each.to_torch() != 0 for each in advantages if each is not None), 1.0)
+    return _sum(each.to_torch() != 0 for each in advantages if each is not None)
 
 
 def _sum(tensors: Any) -> float:

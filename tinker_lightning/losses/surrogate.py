@@ -199,22 +199,41 @@ def check_differentiable(loss: Tensor, inputs: str = "log-probabilities") -> Non
         raise LossWithoutGradient(without_gradient(inputs))
 
 
-def check_finite(loss: Tensor, logprobs: Sequence[Tensor] = (), hint: str = "") -> None:
-    """Raises `LossNotFinite`, naming the responsible datums, if a loss is NaN or infinite; `hint` adds a cause."""
+_CAUSES = "Look for a division by zero, the log of zero, or an exp that overflows"
+_GRADIENT_CAUSES = (
+    "Look for a square root or a norm of zero, or 0 * inf behind a torch.where; no gradient was accumulated."
+)
+
+
+def check_finite(
+    loss: Tensor, logprobs: Sequence[Tensor] = (), *, what: str = "the loss", fix: str = _CAUSES, hint: str = ""
+) -> None:
+    """Raises `LossNotFinite`, naming the responsible datums, if a loss is NaN or infinite.
+
+    Args:
+        loss: The loss.
+        logprobs: What it was computed from.
+        what: The subject of the message.
+        fix: What the user can do.
+        hint: A further cause.
+    """
     if not torch.isfinite(loss).all():
-        raise LossNotFinite(
-            f"the loss is {loss.item()}{_culprits(loss, logprobs)}. Look for a division by zero, the log of zero, or "
-            f"an exp that overflows{hint}; no gradient was accumulated."
-        )
+        culprits = _culprits(loss, logprobs)
+        raise LossNotFinite(f"{what} is {loss.item()}{culprits}. {fix}{hint}; no gradient was accumulated.")
 
 
-def check_gradient(loss: Tensor, gradient: Tensor, where: str = "") -> None:
-    """Raises `LossNotFinite` if a gradient has NaN or infinite entries; `where` starts the message."""
+def check_gradient(loss: Tensor | None, gradient: Tensor, where: str = "", fix: str = _GRADIENT_CAUSES) -> None:
+    """Raises `LossNotFinite` if a gradient has NaN or infinite entries.
+
+    Args:
+        loss: The loss, if its value is known.
+        gradient: The gradient.
+        where: The start of the message.
+        fix: What the user can do.
+    """
     if not torch.isfinite(gradient).all():
-        raise LossNotFinite(
-            f"{where}the loss is {loss.item()}, but its gradient has NaN or infinite entries. Look for a square root "
-            "or a norm of zero, or 0 * inf behind a torch.where; no gradient was accumulated."
-        )
+        subject = "the gradient of the loss" if loss is None else f"the loss is {loss.item()}, but its gradient"
+        raise LossNotFinite(f"{where}{subject} has NaN or infinite entries. {fix}")
 
 
 def warn_if_zero(gradients: Sequence[Tensor], name: str) -> None:

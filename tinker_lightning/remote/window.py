@@ -10,8 +10,6 @@ import uuid
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from tinker_lightning.client.adapters import as_backend
 from tinker_lightning.client.backend import TrainingBackend
 from tinker_lightning.client.futures import UnreadFailures
@@ -38,6 +36,11 @@ _CALLBACK_SECONDS = 0.5
 
 # How long to wait for related failures before one is raised, in seconds.
 _SETTLE_SECONDS = 5.0
+
+_DROPPED = (
+    "Nothing was sent, the accumulated gradients were dropped, and the model is unchanged. Local parameters may have "
+    "received such a gradient: call zero_grad() before you continue."
+)
 
 
 class Remote:
@@ -141,16 +144,14 @@ class Remote:
         """Adds the gradient of a call to the window; drops the window and raises if it is not finite."""
         if isinstance(call, Call):
             self.check_version(call.version)
-        for i, gradient in enumerate(gradients):
-            if not torch.isfinite(gradient).all():
-                self.drop()
-                where = f"the server-side loss {call.name!r}" if isinstance(call, ServerCall) else f"datum {i}"
-                raise LossNotFinite(
-                    f"{where}: the gradient of the loss has NaN or infinite entries. Nothing was sent, the accumulated "
-                    "gradients were dropped, and the model is unchanged. Local parameters may have received such a "
-                    "gradient: call zero_grad() before you continue."
-                    + (f" {LINEAR_ONLY}" if isinstance(call, ServerCall) else "")
-                )
+        of_server = isinstance(call, ServerCall)
+        try:
+            for i, gradient in enumerate(gradients):
+                where = f"the server-side loss {call.name!r}: " if of_server else f"datum {i}: "
+                surrogate.check_gradient(None, gradient, where, f"{_DROPPED} {LINEAR_ONLY}" if of_server else _DROPPED)
+        except LossNotFinite:
+            self.drop()
+            raise
         if call.gradients is None:
             self.window.append(call)
         call.add(gradients)

@@ -187,7 +187,7 @@ REFUSED: dict[str, tuple[list[Datum], str, dict[str, float | str], type[TinkerLi
         "importance_sampling",
         {},
         LossNotFinite,
-        "datum 2: importance_sampling: the loss is -inf; no gradient was accumulated. Look for tokens",
+        "datum 2: importance_sampling: the loss is -inf. Look for tokens",
     ),
     "overflowing ratio without advantage": (
         [policy_datum(logprobs=[-1e30, -1.0], advantages=[0.0, 1.0])],

@@ -13,7 +13,6 @@ import torch
 from tinker_lightning.errors import (
     InvalidInput,
     InvalidLoss,
-    LossNotFinite,
     LossWithoutGradient,
     ResultTimeout,
     TinkerLightningError,
@@ -215,11 +214,8 @@ def _grad_norm(value: Tensor, logprobs: list[Tensor]) -> float:
 
 
 def _check_total(total: Tensor, terms: Sequence[Regularizer]) -> None:
-    if not torch.isfinite(total):
-        raise LossNotFinite(
-            f"the total of the loss and its regularizers is {total.item()}, although each of them is finite. Lower the "
-            "weights; nothing was sent."
-        )
+    what = "the total of the loss and its regularizers"
+    surrogate.check_finite(total, what=what, fix="Each of them is finite, so lower the weights")
     if torch.is_grad_enabled() and not total.requires_grad:
         raise LossWithoutGradient(
             f"none of the regularizers ({', '.join(term.name for term in terms)}) depends on the log-probabilities, so "

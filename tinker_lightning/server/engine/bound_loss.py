@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss, LossNotFinite
+from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES, threshold_fault
 from tinker_lightning.losses.surrogate import check_differentiable, check_finite, check_gradient, check_scalar
@@ -77,7 +77,8 @@ class BoundLoss:
             per_token = name in datum.loss_fn_inputs
             arguments.append(self._tensor(datum, name, shape, dtype) if per_token else value)
         if self.spec.has_thresholds and any(name in datum.loss_fn_inputs for name in self.config):
-            _, advantages, *_, low, high = arguments
+            *_, low, high = arguments
+            advantages = arguments[self.spec.inputs.index("advantages")]
             if fault := threshold_fault(low, high, advantages != 0):
                 raise InvalidDatum(fault)
         return arguments
@@ -107,33 +108,9 @@ class BoundLoss:
     def evaluate(self, logprobs: Tensor, arguments: list[Any]) -> Evaluated:
         """Computes the loss of a datum; raises `LossNotFinite` if it is NaN or infinite."""
         value = self.spec.formula(logprobs, *arguments).sum()
-        if not math.isfinite(value.item()):
-            raise LossNotFinite(f"the loss is {value.item()}; no gradient was accumulated. {self._hint}")
-        return Evaluated(value.item(), value, self._metrics(logprobs.detach(), arguments))
-
-    @property
-    def _hint(self) -> str:
-        diverged = "a learning rate so high that training has diverged."
-        if self.name == "cross_entropy":
-            return f"Look for huge weights, or {diverged}"
-        return (
-            "Look for tokens whose logprobs are far below the model's, so that their ratio overflows (also where the "
-            f"advantage is 0), for huge advantages, or {diverged}"
-        )
-
-    def _metrics(self, logprobs: Tensor, arguments: list[Any]) -> dict[str, float]:
-        if self.name == "cross_entropy":
-            return {"weights:sum": float(arguments[0].sum())}
-        old_logprobs, advantages = arguments[:2]
-        # Prompt tokens are masked with zero advantages and have no log-probabilities of the sampling policy.
-        counted = advantages != 0
-        log_ratio = torch.where(counted, logprobs - old_logprobs, 0.0)
-        metrics = {"action_tokens:sum": float(counted.sum()), "kl_old_new:sum": float(-log_ratio.sum())}
-        if "clip_low_threshold" in self.config and self.name != "gspo":
-            ratio = log_ratio.exp()
-            low, high = (torch.as_tensor(bound, dtype=ratio.dtype) for bound in arguments[-2:])
-            metrics["clipped_tokens:sum"] = float((counted & ((ratio < low) | (ratio > high))).sum())
-        return metrics
+        check_finite(value, fix=self.spec.overflow)
+        metrics = self.spec.metrics(logprobs.detach(), *arguments)
+        return Evaluated(value.item(), value, {name: float(number) for name, number in metrics.items()})
 
 
 class BoundGraph:
