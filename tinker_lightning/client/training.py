@@ -23,6 +23,7 @@ from tinker_lightning.client.training_base import BaseTrainingClient
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, Unsupported
 from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.types import (
+    AdamParams,
     Datum,
     ForwardBackwardOutput,
     GetInfoResponse,
@@ -71,7 +72,7 @@ class TrainingClient(BaseTrainingClient):
     ) -> Self:
         """Creates a model on the server and waits until it exists."""
         session = channel.session
-        optimizer = {"type": "adamw"} if session.dialect.knows("create_model", "optimizer_config") else None
+        optimizer = {"type": AdamParams.kind} if session.dialect.knows("create_model", "optimizer_config") else None
         request = rq.CreateModelRequest(
             session.session_id, channel.count("model"), base_model, lora, user_metadata, optimizer
         )

@@ -292,7 +292,10 @@ class RemoteBase(pl.LightningModule):
         return contents.local_gradients(self)
 
     def chosen_route(self) -> Chosen:
-        """Returns where the loss runs and how it is averaged, decided once per loss."""
+        """Returns where the loss runs and how it is averaged.
+
+        The first call decides, and the first one after a change of the loss or its settings.
+        """
         loss: Any = self._modules.get("loss", self.loss)  # a loss that is an nn.Module
         regularized = bool(self.regularizers)
         if routes.is_plain_function(getattr(loss, "__func__", None)):
@@ -315,9 +318,13 @@ class RemoteBase(pl.LightningModule):
                 count = None if self.reduction == "sum" else total_weight
                 chosen = replace(chosen, tokens=count, weight=count or routes.once, is_of_library=True)
             self._chosen = (key, chosen)
-            self.lm.handle.remote.loss_name = routes.loss_name(loss)
-            self.lm.retain = chosen.route != "two-pass"
+            self._prepare_model(loss, chosen)
         return self._chosen[1]
+
+    def _prepare_model(self, loss: Any, chosen: Chosen) -> None:
+        """Makes forward passes ask the server to keep their activations if the route needs it."""
+        self.lm.handle.remote.loss_name = routes.loss_name(loss)
+        self.lm.retain = chosen.route != "two-pass"
 
     def used_route(self) -> Route:
         """Returns the route of the next training step."""

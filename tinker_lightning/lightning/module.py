@@ -18,7 +18,7 @@ from tinker_lightning.lightning.metric_names import LOSS, TOTAL
 from tinker_lightning.lightning.resume import rng
 from tinker_lightning.losses.reduction import weights_of
 from tinker_lightning.losses.regularizers import composition
-from tinker_lightning.remote.adamw import RemoteAdamW
+from tinker_lightning.remote.adamw import RemoteAdamW, RemoteOptimizer
 from tinker_lightning.remote.handle import RemoteHandle
 from tinker_lightning.types import SamplingParams
 
@@ -147,8 +147,11 @@ class RemoteModule(RemoteBase):
                 "which only clips by norm. Use gradient_clip_algorithm='norm'."
             )
         inner = getattr(optimizer, "optimizer", optimizer)
-        if not isinstance(inner, RemoteAdamW):
-            raise InvalidInput(f"gradient_clip_val requires RemoteAdamW, but the optimizer is {type(inner).__name__}")
+        if not isinstance(inner, RemoteOptimizer):
+            raise InvalidInput(
+                "gradient_clip_val requires an optimizer that steps on the server, such as RemoteAdamW, but this one "
+                f"is {type(inner).__name__}"
+            )
         inner.clip(float(gradient_clip_val))
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 
     from tinker_lightning.remote.calls import PendingBackward, Step
     from tinker_lightning.remote.window import Remote
+
+
+@runtime_checkable
+class RemoteOptimizer(Protocol):
+    """An optimizer that steps on the server, where gradients are clipped."""
+
+    def clip(self, norm: float) -> None:
+        """Makes the server clip the gradient of the next step."""
 
 
 class RemoteAdamW(torch.optim.AdamW):

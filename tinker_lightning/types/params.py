@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tinker_lightning.errors import InvalidInput
 
@@ -11,6 +12,8 @@ from tinker_lightning.errors import InvalidInput
 @dataclass(frozen=True, slots=True)
 class AdamParams:
     """AdamW hyperparameters for one step; a `grad_clip_norm` of 0 disables clipping."""
+
+    kind: ClassVar[str] = "adamw"  # the protocol's name of the optimizer
 
     learning_rate: float = 1e-4
     beta1: float = 0.9

@@ -392,11 +392,11 @@ def test_what_a_loader_has_is_reached_through_it(wrapper: Callable[[Any], Any]) 
         len(wrapper(iter(())))
 
 
-def test_a_secluded_loader_survives_pickling() -> None:
+def test_an_isolated_loader_survives_pickling() -> None:
     assert list(pickle.loads(pickle.dumps(IsolatedRngLoader([1, 2])))) == [1, 2]  # noqa: S301
 
 
-def test_a_secluded_loader_gives_all_and_disturbs_nothing() -> None:
+def test_an_isolated_loader_gives_all_and_disturbs_nothing() -> None:
     rng_before = rng.digest(rng.capture())
     for inner in (shuffled(), DataLoader(Stream(9), batch_size=2)):
         texts = [text for batch in IsolatedRngLoader(inner) for text in batch]
@@ -404,7 +404,7 @@ def test_a_secluded_loader_gives_all_and_disturbs_nothing() -> None:
     assert rng.digest(rng.capture()) == rng_before
 
 
-def test_a_secluded_loader_gives_the_same_where_the_random_numbers_are_the_same() -> None:
+def test_an_isolated_loader_gives_the_same_where_the_random_numbers_are_the_same() -> None:
     torch.manual_seed(1)
     first = list(IsolatedRngLoader(shuffled()))
     assert list(IsolatedRngLoader(shuffled())) == first

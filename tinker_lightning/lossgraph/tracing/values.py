@@ -78,7 +78,11 @@ class Value(fx.Proxy):
 
     @property  # type: ignore[misc]  # read-only
     def __class__(self) -> type:
-        """Raises for `isinstance` in the user's code, whose result is unknown; torch gets the class."""
+        """Raises for `isinstance` in the user's code, whose result is unknown; torch gets the class.
+
+        Without it, `isinstance(x.shape[0], int)` would be False while tracing, and the other branch would be taken
+        silently: see `test_the_type_of_anything_else_raises`.
+        """
         if is_outside(sys._getframe(1).f_code.co_filename):
             needs_value(
                 self,
@@ -146,6 +150,7 @@ class TensorValue(Value, Tensor):  # type: ignore[misc]  # their operators diffe
 
     @property  # type: ignore[misc]  # read-only
     def __class__(self) -> type:
+        """Returns the class: unlike that of other values, the type of a tensor is known."""
         return type(self)
 
     def __getattribute__(self, k: str) -> Any:
