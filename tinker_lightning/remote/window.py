@@ -144,11 +144,13 @@ class Remote:
         """Adds the gradient of a call to the window; drops the window and raises if it is not finite."""
         if isinstance(call, Call):
             self.check_version(call.version)
-        of_server = isinstance(call, ServerCall)
         try:
             for i, gradient in enumerate(gradients):
-                where = f"the server-side loss {call.name!r}: " if of_server else f"datum {i}: "
-                surrogate.check_gradient(None, gradient, where, f"{_DROPPED} {LINEAR_ONLY}" if of_server else _DROPPED)
+                if isinstance(call, ServerCall):
+                    where = f"the server-side loss {call.name!r}: "
+                    surrogate.check_gradient(None, gradient, where, f"{_DROPPED} {LINEAR_ONLY}")
+                else:
+                    surrogate.check_gradient(None, gradient, f"datum {i}: ", _DROPPED)
         except LossNotFinite:
             self.drop()
             raise
