@@ -163,6 +163,12 @@ def test_uses_of_private_names_are_found(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(use.split()[-1] for use in uses_of_private_names(file)) == ["_get", "dataloader_idx"]
 
 
+def test_launchers_are_wrapped_once() -> None:
+    wrapped = _compat.LAUNCH_SCRIPT.get(launchers)
+    _compat.before_launch(lambda *_: None)
+    assert _compat.LAUNCH_SCRIPT.get(launchers) is wrapped
+
+
 def test_a_name_that_lightning_has_renamed_is_reported() -> None:
     trainer = quiet()
     renamed = Private("Trainer", "fit_loop._renamed")
