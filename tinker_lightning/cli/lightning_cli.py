@@ -58,7 +58,7 @@ class SaveConfig(SaveConfigCallback):
     """Saves the configuration next to the logs of a run, but never over a file that is there."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Writes `config.yaml`, without API keys; not without a logger, where it would be the working directory's."""
+        """Writes `config.yaml` without API keys, unless there is no logger: it would go to the working directory."""
         folder = trainer.log_dir
         if trainer.logger is not None and folder is not None and not Path(folder, self.config_filename).exists():
             super().setup(trainer, pl_module, stage)

@@ -138,14 +138,14 @@ class Channel:
         return os.getpid() != self._pid
 
     def watch(self, client: C) -> C:
-        """Keeps track of the failures that a client leaves unread; returns the client."""
+        """Keeps track of unhandled failures of a client; returns the client."""
         with self._lock:
             self._forget_collected()  # a run that creates a sampler at each step creates many
             self._unread.append((weakref.ref(client), client.unread))
         return client
 
     def raise_left_over(self) -> None:
-        """Raises what clients that no longer exist have left unread."""
+        """Raises unhandled failures of clients that no longer exist."""
         self.check_usable()
         with self._lock:
             self._forget_collected()

@@ -180,7 +180,7 @@ class UnreadFailures:
             future.wait()
 
     def log_failures(self, timeout: float) -> None:
-        """Waits for requests in flight, and logs the unread failures of a client that ends without `close()`."""
+        """Waits for requests in flight, and logs the unhandled failures of a client that ends without `close()`."""
         self.wait(timeout)
         with self._lock:
             futures, self._futures = self._futures, []

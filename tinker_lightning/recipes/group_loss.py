@@ -13,6 +13,7 @@ from tinker_lightning.lightning.deferred_metrics import combined
 from tinker_lightning.lightning.metric_names import LOSS
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.losses import dro, surrogate
+from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.losses.library import TOKEN_COUNTS, is_of_library, unwrapped
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.recipes import policy_scores, rollout_metrics
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from tinker_lightning.types import Datum
 
 Normalize: TypeAlias = Literal["token", "sequence", "sum"]
-
-# The inputs of built-in policy losses; some servers reject others.
-_INPUTS = ("target_tokens", "logprobs", "advantages")
 
 
 class GroupLossModule(RemoteModule):
@@ -197,8 +195,9 @@ class GroupLossModule(RemoteModule):
 
 
 def _inputs_of(loss: str, datum: Datum) -> dict[str, Any]:
-    names = (*_INPUTS, "sequence_ratio_mask") if loss == "gspo" else _INPUTS
-    return {name: datum.loss_fn_inputs[name] for name in names}
+    """Returns the inputs of a built-in loss; some servers reject others."""
+    names = ("target_tokens", *LOSSES[loss].inputs)
+    return {name: datum.loss_fn_inputs[name] for name in names if name in datum.loss_fn_inputs}
 
 
 def _with_own_logprobs(datum: Datum, logprobs: Tensor) -> Datum:
