@@ -326,10 +326,6 @@ class RemoteBase(pl.LightningModule):
         self.lm.handle.remote.loss_name = routes.loss_name(loss)
         self.lm.retain = chosen.route != "two-pass"
 
-    def used_route(self) -> Route:
-        """Returns the route of the next training step."""
-        return self.chosen_route().route
-
     @property
     def _may_defer(self) -> bool:
         """Whether nobody reads the value of a loss before its step is sent."""

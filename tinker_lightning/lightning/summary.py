@@ -38,7 +38,7 @@ def settings_of(module: RemoteBase) -> dict[str, Any]:
         found["lora_rank"] = info.lora_rank
         found["lora_parameters"] = info.lora_parameters
     with contextlib.suppress(TinkerLightningError):  # raised by the step, if it uses the loss
-        found["route"] = module.used_route()
+        found["route"] = module.chosen_route().route
     return {name: value for name, value in found.items() if value is not None}
 
 

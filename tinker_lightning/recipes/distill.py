@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinker_lightning.lightning.routes import Route
+    from tinker_lightning.lightning.routes import Chosen
     from tinker_lightning.recipes.trained_group import TrainedGroup
     from tinker_lightning.rl.groups import Group
     from tinker_lightning.types import Datum
@@ -123,9 +123,9 @@ class Distill(RolloutModule):
 
     # Off-policy.
 
-    def used_route(self) -> Route:
-        """Returns the route of the next training step."""
-        return super().used_route() if self.top_k is None else RemoteModule.used_route(self)
+    def chosen_route(self) -> Chosen:
+        """Returns where the loss runs: that of groups on-policy, `loss` alone off-policy."""
+        return super().chosen_route() if self.top_k is None else RemoteModule.chosen_route(self)
 
     def datums(self, batch: Any) -> list[Any]:
         """Returns the datums of a batch; with `top_k`, their targets are the teacher's most likely tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinker_lightning.lightning.deferred_metrics import Ran
-    from tinker_lightning.lightning.routes import Route
+    from tinker_lightning.lightning.routes import Chosen
     from tinker_lightning.recipes.trained_group import TrainedGroup
     from tinker_lightning.types import Datum
 
@@ -100,24 +101,28 @@ class GroupLossModule(RemoteModule):
         """Returns the metrics that compare the log-probabilities of sampled tokens."""
         return policy_scores.metrics_of(scores)
 
-    @property
-    def _needs_logprobs(self) -> bool:
-        """Whether the loss runs here; a server that keeps forward passes needs no second one for the gradient."""
-        chosen = self.chosen_route()
+    def chosen_route(self) -> Chosen:
+        """Returns where the loss of a group runs: here, where that is as cheap, or where it is more than `loss`.
+
+        A server that keeps forward passes needs no second one for the gradient.
+        """
+        chosen = super().chosen_route()
         if chosen.needs_logprobs:
-            return True
-        if self.can_defer:
-            return self.route == "auto" and chosen.local is not None and self.lm.backend.retains
-        if self.route != "auto" or chosen.local is None:
+            return chosen
+        has_local = self.route == "auto" and chosen.local is not None
+        retains = self.lm.backend.retains
+        if self.can_defer and not (has_local and retains):
+            return chosen
+        if not has_local:
             raise InvalidInput(
                 f"{type(self).__name__} adds to its loss, or divides it, in ways that the server-side loss "
                 f"{routes.loss_name(self.loss)} does not know. Leave route at 'auto', with a loss of the library."
             )
-        return True
+        return replace(chosen, route="retained" if retains else "two-pass", loss=chosen.local, config={})
 
     def _loss(self, trained: list[TrainedGroup], planned: int) -> Tensor:
         """Returns the mean loss over the planned groups."""
-        if not self._needs_logprobs:
+        if not self.chosen_route().needs_logprobs:
             return self._deferred_loss(trained, planned)
         # Autograd runs backward passes in the reverse order of the forward ones: those of the first prompt come first.
         for one in reversed(trained):
@@ -174,24 +179,20 @@ class GroupLossModule(RemoteModule):
                 scores.append(self._scored(trained, data, [each.detach() for each in logprobs]))
         return self.policy_metrics(scores)
 
-    def used_route(self) -> Route:
-        """Returns the route of the next training step: losses of groups run here where that is as cheap."""
-        chosen = self.chosen_route()
-        if chosen.needs_logprobs or not self._needs_logprobs:
-            return chosen.route
-        return "retained" if self.lm.backend.retains else "two-pass"
-
     @property
     def _holds_all_tokens(self) -> bool:
         """Whether the loss holds tokens of the prompt close to their `logprobs`, too, of which the sampler has none."""
-        function, _ = unwrapped(self.chosen_route().local)
-        return function is dro
+        return self._function is dro
 
     @property
     def _sums_tokens(self) -> bool:
         """Whether the loss is one of the library that sums over tokens."""
-        function, _ = unwrapped(self.chosen_route().local)
-        return is_of_library(function) and function.__name__ in TOKEN_COUNTS
+        return is_of_library(self._function) and self._function.__name__ in TOKEN_COUNTS
+
+    @property
+    def _function(self) -> Any:
+        """The loss as a function, without its settings."""
+        return unwrapped(super().chosen_route().local)[0]
 
 
 def _inputs_of(loss: str, datum: Datum) -> dict[str, Any]:

@@ -204,7 +204,7 @@ class RolloutModule(GroupLossModule):
             one = found[order] = TrainedGroup(group, advantages, reason, remote.steps)
             if not one.dropped:
                 self.request(group, one.data)
-                if self._needs_logprobs:
+                if self.chosen_route().needs_logprobs:
                     one.sent = self.lm.send(one.data)
         return found
 
