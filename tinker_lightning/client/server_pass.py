@@ -282,7 +282,7 @@ def _with_sum(
         data: The datums before scaling.
         loss: The built-in loss.
         config: Its settings before scaling.
-        scale: The factor of the server's `loss:sum`; 0 if it is another one's.
+        scale: What the `loss:sum` in the result is multiplied by; 0 if that sum belongs to another loss.
     """
     if scale and "loss:sum" in output.metrics:
         return _unscaled(output, scale=scale)
