@@ -70,6 +70,12 @@ def test_a_metric_called_value_is_logged_next_to_the_value() -> None:
     assert (found["base_loss/value"], found["base_loss/custom/value"]) == (5.0, 2.0)
 
 
+@pytest.mark.parametrize("added", [None, 1.0])
+def test_a_loss_without_a_value_is_absent(added: float | None) -> None:
+    window = [ran({"value": 2.0}, 3, added=added), ran({"loss:sum": 10.0}, 1, added=added)]
+    assert not {"train_loss", "loss_total"} & of_losses(window).keys()
+
+
 TOLD: dict[str, Any] = {"loss:sum": 10.0, "kl": 2.0}
 
 

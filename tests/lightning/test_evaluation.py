@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -172,6 +173,28 @@ def test_data_without_an_input_of_the_loss_have_no_val_loss_and_one_warning(serv
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         quiet().validate(module, loader, verbose=False)
+
+
+def test_a_server_that_returns_no_value_has_no_val_loss(
+    service: ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @custom_loss(service, name="valueless")
+    def valueless(model_outputs: Any, loss_fn_inputs: Any, attention_mask: Any) -> LossFnOutput:
+        logprobs = model_outputs.log_softmax(-1).gather(-1, loss_fn_inputs["target_tokens"].unsqueeze(-1)).squeeze(-1)
+        return LossFnOutput(-(logprobs * attention_mask).sum(), logprobs, {})
+
+    module = made(service, loss=valueless)
+    send = type(module.lm.backend).send
+
+    def without_value(*args: Any, **kwargs: Any) -> Any:
+        return send(*args, **kwargs).then(lambda output: replace(output, metrics={}))
+
+    monkeypatch.setattr(type(module.lm.backend), "send", without_value)
+    loader: Any = DataLoader(TEXTS, batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="val_loss is not logged, because .*: .* does not return its value") as caught:
+        (scores,) = quiet().validate(module, loader, verbose=False)
+    assert len([each for each in caught if "val_loss" in str(each.message)]) == 1
+    assert scores.keys() == {"val_nll", "val_perplexity"}
 
 
 BUGS: dict[str, Any] = {

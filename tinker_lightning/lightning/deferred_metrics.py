@@ -144,7 +144,8 @@ def of_losses(ran: Sequence[Ran], share: float = 1.0) -> dict[str, float]:
     """Returns the values of a window's losses, scaled like their gradients and by `share`, and their metrics.
 
     The metrics of a loss with regularizers are prefixed with `base_loss/`, as for a loss that runs locally; those of
-    several different losses with the names of the losses.
+    several different losses with the names of the losses. A sum with a loss whose value the server does not return is
+    absent.
     """
     different: dict[tuple[bool, str, str], list[Ran]] = {}
     for output, call in ran:
@@ -152,6 +153,7 @@ def of_losses(ran: Sequence[Ran], share: float = 1.0) -> dict[str, float]:
         different.setdefault(key, []).append((output, call))
     found: dict[str, float] = {LOSS: 0.0}
     names: Counter[str] = Counter()
+    unknown: set[str] = set()
     for (is_base, name, _), alike in sorted(different.items()):  # the order of backwards must not change numbers
         prefix = "base_loss/" if is_base else ""
         if len(different) > 1:
@@ -163,14 +165,17 @@ def of_losses(ran: Sequence[Ran], share: float = 1.0) -> dict[str, float]:
             found |= metric_names.of_part(metrics, prefix)
         else:
             found |= metric_names.of_loss(metrics, is_of_library=_is_of_library(alike[0][1].loss))
-        value = share * sum(call.scale * float(output.metrics.get(_SUM, 0.0)) for output, call in alike)
+        if any(_SUM not in output.metrics for output, _ in alike):
+            unknown |= {LOSS, TOTAL} if is_base else {LOSS}
+            continue
+        value = share * sum(call.scale * float(output.metrics[_SUM]) for output, call in alike)
         total = value + share * sum(call.scale * (call.added or 0.0) for _, call in alike)
         if prefix:
             found[f"{prefix}{VALUE}"] = value
         if is_base:
             found[TOTAL] = found.get(TOTAL, 0.0) + total
         found[LOSS] += total
-    return found
+    return {name: number for name, number in found.items() if name not in unknown}
 
 
 def of_pass(

@@ -64,6 +64,8 @@ def _evaluate(
             raise
         except (InvalidInput, OperationFailed) as error:
             raise LossUnavailable(_reason(error)) from error
+        if "loss:sum" not in output.metrics:
+            raise LossUnavailable(f"{backend.server} does not return its value")
         value, flat = float(output.metrics["loss:sum"]), of_pass(output, chosen.loss, data, chosen.config)
         if not chosen.regularized:
             return value, metric_names.of_loss(flat, is_of_library=False)
