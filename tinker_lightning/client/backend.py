@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
     from tinker_lightning.client.loss_uploads import Losses
     from tinker_lightning.client.recording import Recording
-    from tinker_lightning.types import Datum, ForwardBackwardOutput, GetInfoResponse
+    from tinker_lightning.types import AdamParams, Datum, ForwardBackwardOutput, GetInfoResponse
 
 
 @runtime_checkable
@@ -85,6 +85,12 @@ class TrainingBackend(Protocol):
 
     def forward_backward_custom(self, data: list[Any], loss_fn: Any = None) -> Any:
         """Runs a pass with a custom loss; the result is a `ForwardBackwardOutput`."""
+
+    def prepare_step(self, params: AdamParams) -> None:
+        """Checks the settings of a step and waits for what must precede it, before anything of the step is sent."""
+
+    def drop_unsent(self, reason: str) -> int:
+        """Drops passes that were not sent yet; returns the number of sequences sent since the last step."""
 
     def optim_step(self, optim_params: Any = None) -> Any:
         """Takes a step on the accumulated gradient; the result is an `OptimStepResponse`."""

@@ -87,15 +87,20 @@ class CustomLosses:
             for future in self._pending:
                 future.evaluate()
                 if future.failed:
-                    abandoned, self._pending = self._pending, []
-                    for other in abandoned:
-                        other.abandon()
+                    self.drop()
                     future.result()
             for future in self._pending:
                 future.send()
                 if future.failed:
                     future.result()  # no step without this backward
             self._pending = []
+
+    def drop(self) -> None:
+        """Abandons the pending losses, because another pass of the same step failed."""
+        with self._lock:
+            abandoned, self._pending = self._pending, []
+            for future in abandoned:
+                future.abandon()
 
 
 class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):

@@ -14,30 +14,35 @@ from tinker_lightning.errors import OperationFailed
 from tinker_lightning.types import ForwardBackwardOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from tinker_lightning.client.futures import UnreadFailures
     from tinker_lightning.client.server_pass import ServerPass
 
-    Submit: TypeAlias = Callable[[ServerPass, bool], TinkerFuture[ForwardBackwardOutput]]
+    Forward: TypeAlias = Callable[[ServerPass], TinkerFuture[ForwardBackwardOutput]]
+    Backwards: TypeAlias = Callable[[list[ServerPass]], Iterable[TinkerFuture[ForwardBackwardOutput]]]
 
 
 class HeldPasses:
     """The passes of one model that are held back, and the number of sequences that were sent since the last step.
 
     Args:
-        submit: Sends a pass, or only its forward.
+        forward: Sends only the forward of a pass.
+        backwards: Sends passes, and returns the future of each when it is sent.
         unread: Receives the futures of passes whose result was needed before they were sent.
     """
 
-    def __init__(self, submit: Submit, unread: UnreadFailures) -> None:
-        self._submit = submit
+    def __init__(self, forward: Forward, backwards: Backwards, unread: UnreadFailures) -> None:
+        self._forward = forward
+        self._backwards = backwards
         self._unread = unread
         self._held: list[HeldFuture] = []
         self._sequences = 0
         self._windows = 0
         self._holds_all = False
         self._lock = threading.Lock()
+        self._stepping = threading.Lock()
+        self._is_incomplete = False
 
     def takes(self, request: ServerPass) -> bool:
         """Returns whether a pass is to be held back."""
@@ -45,7 +50,7 @@ class HeldPasses:
 
     def add(self, request: ServerPass) -> HeldFuture:
         """Holds a pass back."""
-        future = HeldFuture(request, self._submit)
+        future = HeldFuture(request, self._forward)
         with self._lock:
             self._held.append(future)
         return future
@@ -63,29 +68,57 @@ class HeldPasses:
 
         passed._source.add_done_callback(uncount)
 
-    def release(self) -> None:
+    def check(self) -> None:
+        """Raises `OperationFailed` if passes were sent whose step was not: they are scaled for that step only."""
+        with self._stepping:
+            self._check()
+
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
         """Sends the passes, in the order in which they were added, with the window's number of sequences undone.
 
-        A pass whose forward has failed is neither sent nor counted. If a pass cannot be sent, those after it are not
-        sent either.
+        Their step is to be sent in the `with` block. A pass whose forward has failed is neither sent nor counted. If a
+        pass cannot be sent, those after it are not sent either.
         """
+        with self._stepping:
+            self._check()
+            self._release()
+            yield
+            self._is_incomplete = False
+            with self._lock:
+                self._sequences = 0
+                self._windows += 1
+
+    def _check(self) -> None:
+        if self._is_incomplete:
+            raise OperationFailed(
+                "optim_step: an earlier step failed or was interrupted while its backward passes were being sent. The "
+                "server keeps their gradient, which would distort this step, so the step is not sent. The weights are "
+                "intact: call save_state, and continue with a new model that "
+                "create_training_client_from_state_with_optimizer() creates from it."
+            )
+
+    def _release(self) -> None:
         with self._lock:
             held, self._held = [future for future in self._held if not future.failed], []
             window = self._sequences + sum(len(future.request.data) for future in held)
-        for i, future in enumerate(held):
-            try:
-                late = future.send(window)
-            except BaseException:
-                for other in held[i:]:
-                    other.abandon("not sent, because another pass of the same step could not be sent. Call it again.")
-                raise
-            with self._lock:
-                self._sequences += len(future.request.data)
-            if late is not None:
-                self._unread.add(late)
-        with self._lock:
-            self._sequences = 0
-            self._windows += 1
+        if not held:
+            return
+        sent = 0
+        try:
+            for future, backward in zip(held, self._backwards([each.claim(window) for each in held]), strict=True):
+                sent += 1
+                self._is_incomplete = True
+                with self._lock:
+                    self._sequences += len(future.request.data)
+                if future.follow(backward):
+                    self._unread.add(backward)
+        except BaseException as error:
+            # An interrupt may come between the sending and the return of the futures.
+            self._is_incomplete |= not isinstance(error, Exception)
+            for other in held[sent:]:
+                other.abandon("not sent, because another pass of the same step could not be sent. Call it again.")
+            raise
 
     @contextlib.contextmanager
     def holding_all(self) -> Iterator[None]:
@@ -109,12 +142,12 @@ class HeldPasses:
 class HeldFuture(TinkerFuture[ForwardBackwardOutput]):
     """The result of a pass that is held back. Waiting for it before the step costs a forward of its own."""
 
-    def __init__(self, request: ServerPass, submit: Submit) -> None:
+    def __init__(self, request: ServerPass, forward: Forward) -> None:
         self._settled: concurrent.futures.Future[ForwardBackwardOutput] = concurrent.futures.Future()
         self._settled.set_running_or_notify_cancel()
         super().__init__(self._settled, "forward_backward")
         self.request = request
-        self._submit = submit
+        self._send_forward = forward
         self._sent = False
         self._forward: TinkerFuture[ForwardBackwardOutput] | None = None
         self._lock = threading.RLock()
@@ -124,19 +157,23 @@ class HeldFuture(TinkerFuture[ForwardBackwardOutput]):
         """Whether the pass was sent."""
         return self._sent
 
-    def send(self, window: int) -> TinkerFuture[ForwardBackwardOutput] | None:
-        """Sends the pass; returns its future if the result was already read from a forward.
+    def claim(self, window: int) -> ServerPass:
+        """Returns the pass that is sent now; from here on, waiting sends no forward.
 
         Args:
             window: The number of sequences by which the server divides.
         """
         with self._lock:
-            backward = self._submit(replace(self.request, data=times(self.request.data, window)), False)
+            request = replace(self.request, data=times(self.request.data, window))
             self._sent = True
-            if self._forward is not None:
-                return backward
+        return request
+
+    def follow(self, backward: TinkerFuture[ForwardBackwardOutput]) -> bool:
+        """Takes the result of the pass that was sent; returns whether it was already read from a forward."""
+        if self._forward is not None:
+            return True
         backward._source.add_done_callback(self._settle)
-        return None
+        return False
 
     def abandon(self, reason: str) -> None:
         """Settles a pass that is never sent; what was already read from a forward stays valid."""
@@ -144,7 +181,8 @@ class HeldFuture(TinkerFuture[ForwardBackwardOutput]):
             self._sent = True
             self.was_read = True  # whoever waits for the result gets the reason
             if self._forward is None:
-                self._settled.set_exception(OperationFailed(f"{self.operation}: {reason}"))
+                with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was abandoned before
+                    self._settled.set_exception(OperationFailed(f"{self.operation}: {reason}"))
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits for the result: of the pass if it was sent, else of a forward."""
@@ -160,7 +198,7 @@ class HeldFuture(TinkerFuture[ForwardBackwardOutput]):
         with self._lock:
             if self._sent or self._forward is not None:
                 return
-            self._forward = self._submit(self.request, True)
+            self._forward = self._send_forward(self.request)
         self._forward._source.add_done_callback(self._settle)
 
     def _settle(self, source: concurrent.futures.Future[ForwardBackwardOutput]) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
 
+from tinker_lightning.client import recording
+from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.errors import Unsupported
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
+    from collections.abc import Callable, Iterator
 
     from tinker_lightning.types import SaveWeightsForSamplerResponse
+
+T = TypeVar("T")
 
 
 class LiveWeights:
@@ -22,9 +28,35 @@ class LiveWeights:
         self._lock = threading.Lock()
         self._versions: dict[str, int] = {}
         self._samplers: dict[str, tuple[str, int]] = {}
+        self._in_flight: dict[str, set[Future[None]]] = {}  # the samples from each model
 
-    def changed(self, model_id: str) -> None:
-        """Notes that the weights of a model have changed."""
+    @contextlib.contextmanager
+    def changing(self, model_id: str) -> Iterator[None]:
+        """Waits for samples in flight from a model; its weights change by a request that the `with` block sends.
+
+        What is saved by another thread in the meantime may have the weights before or after, and counts as older.
+        """
+        self._count(model_id)  # from here on, nobody samples from the present weights
+        try:
+            self.wait(model_id)
+            yield
+        finally:
+            self._count(model_id)
+
+    def wait(self, model_id: str) -> None:
+        """Waits for samples in flight from a model, which the server might otherwise run after a step."""
+        recording.wait(self._samples(model_id))
+
+    async def wait_async(self, model_id: str) -> None:
+        """Waits like `wait`."""
+        for ended in self._samples(model_id):
+            await TinkerFuture(ended, "sample").wait_async()
+
+    def _samples(self, model_id: str) -> list[Future[None]]:
+        with self._lock:
+            return list(self._in_flight.get(model_id, ()))
+
+    def _count(self, model_id: str) -> None:
         with self._lock:
             self._versions[model_id] = self._versions.get(model_id, 0) + 1
 
@@ -45,37 +77,53 @@ class LiveWeights:
         saved.add_done_callback(note)
 
     def model_of(self, sampler: str, run: str | None) -> str | None:
-        """Returns the model in training that a sampler's weights belong to, if there is one; see `check`."""
+        """Returns the model in training that a sampler's weights belong to, if there is one; see `sample`."""
         with self._lock:
             model_id, _ = self._samplers.get(sampler, (run, 0))
             return model_id if model_id in self._versions else None
 
-    def check(self, sampler: str, run: str | None) -> None:
-        """Checks that sampling does not replace the weights of a model in training.
+    def sample(self, sampler: str, run: str | None, send: Callable[[], TinkerFuture[T]]) -> TinkerFuture[T]:
+        """Samples, unless that would replace the weights of a model in training.
 
         Args:
             sampler: The sampler or path of weights.
             run: The model that the weights belong to, if their path names it.
+            send: Sends the request.
 
         Raises:
             Unsupported: If it would.
         """
         with self._lock:
             model_id, version = self._samplers.get(sampler, (run, -1))
-        if model_id is not None:
-            self.check_version(sampler, (model_id, version))
+        return send() if model_id is None else self.sample_version(sampler, (model_id, version), send)
 
-    def check_version(self, sampler: str, version: tuple[str, int]) -> None:
-        """Checks that a sampler whose version is known has the present weights of its model; see `check`."""
+    def sample_version(
+        self, sampler: str, version: tuple[str, int], send: Callable[[], TinkerFuture[T]]
+    ) -> TinkerFuture[T]:
+        """Samples from a sampler whose version is known; see `sample`."""
         model_id, number = version
-        with self._lock:
-            if self._versions.get(model_id, number) == number:
-                return
-        raise Unsupported(
-            f"sampling from {sampler} would replace the weights of {model_id} on {self._server} by older ones, or "
-            "sample from the present ones in their place, while it is being trained. Sample from the present weights: "
-            "save_weights_and_get_sampling_client()."
-        )
+        ended: Future[None] = Future()
+        with self._lock:  # one block, so that a step either waits for this sample or comes before the check
+            if self._versions.get(model_id, number) != number:
+                raise Unsupported(
+                    f"sampling from {sampler} would replace the weights of {model_id} on {self._server} by older ones, "
+                    "or sample from the present ones in their place, while it is being trained. Sample from the "
+                    "present weights: save_weights_and_get_sampling_client()."
+                )
+            self._in_flight.setdefault(model_id, set()).add(ended)
+
+        def end(_: object) -> None:
+            with self._lock:
+                self._in_flight[model_id].remove(ended)
+            ended.set_result(None)
+
+        try:
+            future = send()
+        except BaseException:
+            end(None)
+            raise
+        future._source.add_done_callback(end)
+        return future
 
 
 _servers: weakref.WeakValueDictionary[tuple[str, int], LiveWeights] = weakref.WeakValueDictionary()

@@ -141,8 +141,6 @@ class SamplingClient(BaseSamplingClient):
         self._channel.check_usable()
         self.unread.raise_first()
         session = self._channel.session
-        if not session.dialect.samples_old_weights:
-            self._channel.live.check(*self._weights())
         model_input = inputs.to_model_input(prompt)
 
         def operation() -> Operation[SampleResponse]:
@@ -153,8 +151,12 @@ class SamplingClient(BaseSamplingClient):
                 self._next_number += 1
             return recorded(session, encoded)
 
-        first = operation()
-        future = TinkerFuture(self._channel.run(_sample(session, first, operation)), str(first))
+        def send() -> TinkerFuture[SampleResponse]:
+            first = operation()
+            return TinkerFuture(self._channel.run(_sample(session, first, operation)), str(first))
+
+        is_free = session.dialect.samples_old_weights
+        future = send() if is_free else self._channel.live.sample(*self._weights(), send)
         if not options["prompt_logprobs"]:
             return future
         return future.then(lambda response: _aligned(response, model_input.length))

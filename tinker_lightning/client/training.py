@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from tinker_lightning.client import checkpoints, chunking, download, server_pass, tokenizer
 from tinker_lightning.client.async_names import in_thread, submitted
@@ -39,11 +40,12 @@ from tinker_lightning.types import requests as rq
 from tinker_lightning.types.responses import CreateModelResponse, SaveWeightsExternalResponse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from tinker_lightning.client.channel import Channel
     from tinker_lightning.client.dialects.dialect import Dialect
+    from tinker_lightning.client.live_weights import LiveWeights
     from tinker_lightning.client.loss_handle import LossHandle
     from tinker_lightning.client.loss_uploads import Losses
     from tinker_lightning.client.recording import Recording
@@ -51,6 +53,9 @@ if TYPE_CHECKING:
     from tinker_lightning.lossgraph.server_loss import ServerLoss
 
 T = TypeVar("T")
+
+# A request: what encodes it, in one or more operations from a number on, and what combines their results.
+_Parts: TypeAlias = tuple[Callable[[int], list[Operation[T]]], Callable[[list[T]], T]]
 
 logger = logging.getLogger("tinker_lightning.client")
 
@@ -110,13 +115,10 @@ class TrainingClient(BaseTrainingClient):
             adam_params: Their name in older versions of the official SDK.
         """
         params = inputs.to_adam_params(adam_params if optim_params is None else optim_params)
-        self._before_step(params)
-        future = self._submit("optim_step", "optim_step", OptimStepResponse, rq.OptimStepRequest, params)
-        self._custom.stepped()
-        self._channel.live.changed(self.model_id)
-        return future
+        with self._step(params):
+            return self._submit("optim_step", "optim_step", OptimStepResponse, rq.OptimStepRequest, params)
 
-    optim_step_async = submitted(optim_step, before=BaseTrainingClient.forwards_async)
+    optim_step_async = submitted(optim_step, before=BaseTrainingClient.changeable_async)
 
     def save_state(
         self,
@@ -256,10 +258,10 @@ class TrainingClient(BaseTrainingClient):
 
     def _load(self, name: str, path: str, token: str | None) -> TinkerFuture[LoadWeightsResponse]:
         self._before_load(name)
-        self._channel.live.changed(self.model_id)
         with_optimizer = name == "load_state_with_optimizer"
         settings = path, with_optimizer, token
-        return self._submit(name, "load_weights", LoadWeightsResponse, rq.LoadWeightsRequest, *settings)
+        with self._changing():
+            return self._submit(name, "load_weights", LoadWeightsResponse, rq.LoadWeightsRequest, *settings)
 
     def _save_unnamed(self) -> TinkerFuture[SaveWeightsForSamplerResponse]:
         self._flush()
@@ -270,9 +272,10 @@ class TrainingClient(BaseTrainingClient):
 
     def _save_for_sampler(self, **settings: Any) -> TinkerFuture[SaveWeightsForSamplerResponse]:
         endpoint, request = "save_weights_for_sampler", rq.SaveWeightsForSamplerRequest
-        version = self._channel.live.version(self.model_id)
+        version = None if self.dialect.samples_old_weights else self._live.version(self.model_id)
         future = self._submit(endpoint, endpoint, SaveWeightsForSamplerResponse, request, **settings)
-        self._channel.live.saving(version, future._source)
+        if version is not None:
+            self._live.saving(version, future._source)
         return future
 
     @property
@@ -289,6 +292,10 @@ class TrainingClient(BaseTrainingClient):
     def dialect(self) -> Dialect:
         """What the server speaks."""
         return self._channel.session.dialect
+
+    @property
+    def _live(self) -> LiveWeights:
+        return self._channel.live
 
     def _measured(self) -> Surrogate:
         session = self._channel.session
@@ -311,8 +318,16 @@ class TrainingClient(BaseTrainingClient):
         return session.dialect.surrogate or Surrogate()
 
     def _post_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
+        (future,) = self._start([self._pass(request, forward_only=forward_only)])
+        return future
+
+    def _post_passes(self, requests: list[ServerPass]) -> list[TinkerFuture[ForwardBackwardOutput]]:
+        """Sends the backward passes of a step: all of them, or none if one cannot be encoded."""
+        return self._start([self._pass(request, forward_only=False) for request in requests])
+
+    def _pass(self, request: ServerPass, *, forward_only: bool) -> _Parts[ForwardBackwardOutput]:
         if request.retained is not None and not forward_only:
-            return self._post_retained(request, request.retained)
+            return self._retained_pass(request, request.retained)
         session = self._channel.session
         retain = request.retain and self.retains
         name = "forward" if forward_only else "forward_backward"
@@ -344,12 +359,12 @@ class TrainingClient(BaseTrainingClient):
             retained = tuple(zip(numbers, map(len, chunks), strict=True))
             return replace(combined, retained=retained) if retain else combined
 
-        return self._start(operations, combine)
+        return operations, combine
 
-    def _post_retained(
+    def _retained_pass(
         self, request: ServerPass, retained: tuple[tuple[int, int], ...]
-    ) -> TinkerFuture[ForwardBackwardOutput]:
-        """Sends the gradients of retained forwards without their datums, which follow only if the server needs them."""
+    ) -> _Parts[ForwardBackwardOutput]:
+        """Has the gradients of retained forwards without their datums, which follow only if the server needs them."""
         session = self._channel.session
         data = iter(request.data)
         chunks = [(forward, list(itertools.islice(data, count))) for forward, count in retained]
@@ -367,7 +382,7 @@ class TrainingClient(BaseTrainingClient):
         def operations(first: int) -> list[Operation[ForwardBackwardOutput]]:
             return [operation(number, *each) for number, each in enumerate(chunks, first)]
 
-        return self._start(operations, chunking.combine)
+        return operations, chunking.combine
 
     def _split(self, data: list[Datum]) -> list[list[Datum]]:
         config = self._channel.session.config
@@ -382,18 +397,26 @@ class TrainingClient(BaseTrainingClient):
         def operations(number: int) -> list[Operation[T]]:
             return [encode(dialect, name, endpoint, request(self.model_id, number, *args, **kw), result)]
 
-        return self.unread.add(self._start(operations, lambda results: results[0]))
+        (future,) = self._start([(operations, lambda results: results[0])])
+        return self.unread.add(future)
 
-    def _start(
-        self, operations: Callable[[int], list[Operation[T]]], combine: Callable[[list[T]], T]
-    ) -> TinkerFuture[T]:
-        """Numbers, encodes and starts operations under the lock, so that none is lost or overtaken."""
+    def _start(self, requests: list[_Parts[T]]) -> list[TinkerFuture[T]]:
+        """Numbers, encodes and starts requests under the lock, so that none is lost or overtaken.
+
+        Nothing is sent if one of them cannot be encoded.
+        """
         session = self._channel.session  # not looked up later: what was submitted before close() is still sent
         with self._lock:
-            numbered = [recorded(session, each) for each in operations(self._last_number + 1)]
-            self._last_number += len(numbered)
-            running = self._channel.run(perform_all(session, self._order, numbered, combine))
-        return TinkerFuture(running, str(numbered[0]))
+            encoded: list[list[Operation[T]]] = []
+            last = self._last_number
+            for operations, _ in requests:
+                encoded.append([recorded(session, each) for each in operations(last + 1)])
+                last += len(encoded[-1])
+            self._last_number = last
+            return [
+                TinkerFuture(self._channel.run(perform_all(session, self._order, each, combine)), str(each[0]))
+                for each, (_, combine) in zip(encoded, requests, strict=True)
+            ]
 
 
 def _without_weights(datum: Datum) -> Datum:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -21,7 +22,7 @@ from tinker_lightning.losses import surrogate
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.dialects.surrogate import Surrogate
     from tinker_lightning.client.futures import TinkerFuture
+    from tinker_lightning.client.live_weights import LiveWeights
     from tinker_lightning.client.recording import Recording
     from tinker_lightning.losses.regularizers.regularizer import Regularizer
     from tinker_lightning.losses.surrogate import LossFn
@@ -53,7 +55,7 @@ class BaseTrainingClient(ABC):
         self.model_id = model_id
         self.unread = UnreadFailures()
         self._custom = CustomLosses(model_id, self._forward, self._backward)
-        self._held = HeldPasses(self._post_received, self.unread)
+        self._held = HeldPasses(self._post_forward, self._post_backwards, self.unread)
         self._warned_of_optimizer = False
         self._warned_of_gradient = False
 
@@ -166,6 +168,12 @@ class BaseTrainingClient(ABC):
         """Waits for the log-probabilities of pending custom losses, which a step or a save evaluates."""
         await self._custom.forwards_async()
 
+    async def changeable_async(self) -> None:
+        """Waits for everything that `optim_step` or a load would otherwise block an event loop for."""
+        await self.forwards_async()
+        if not self.dialect.samples_old_weights:
+            await self._live.wait_async(self.model_id)
+
     def load_state(self, path: str, weights_access_token: str | None = None) -> TinkerFuture[LoadWeightsResponse]:
         """Loads saved weights into this model and resets the optimizer state.
 
@@ -182,7 +190,7 @@ class BaseTrainingClient(ABC):
             )
         return self._load("load_state", path, weights_access_token)
 
-    load_state_async = submitted(load_state, before=forwards_async)
+    load_state_async = submitted(load_state, before=changeable_async)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
@@ -190,7 +198,7 @@ class BaseTrainingClient(ABC):
         """Loads saved weights and optimizer state into this model; the arguments are those of `load_state`."""
         return self._load("load_state_with_optimizer", path, weights_access_token)
 
-    load_state_with_optimizer_async = submitted(load_state_with_optimizer, before=forwards_async)
+    load_state_with_optimizer_async = submitted(load_state_with_optimizer, before=changeable_async)
 
     def export_adapter(self: TrainingBackend, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Saves the current adapter as a local folder that peft and transformers load."""
@@ -205,6 +213,11 @@ class BaseTrainingClient(ABC):
     @abstractmethod
     def dialect(self) -> Dialect:
         """What the server speaks."""
+
+    @property
+    @abstractmethod
+    def _live(self) -> LiveWeights:
+        """What is trained on the server, by all clients of this process."""
 
     @abstractmethod
     def _post_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
@@ -289,25 +302,64 @@ class BaseTrainingClient(ABC):
         if not forward_only and request.forward_only:
             raise Unsupported(request.forward_only)
         if forward_only:
-            return self._post_received(request, forward_only)
+            return self._post_forward(request)
         if self._held.takes(request):
             return self._held.add(request)
-        future = self._post_received(request, forward_only)
+        (future,) = self._post_backwards([request])
         self._held.count(len(request.data), future)
         return future
 
-    def _post_received(self, request: ServerPass, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
-        return request.received(self._post_pass(request, forward_only=forward_only))
+    def _post_forward(self, request: ServerPass) -> TinkerFuture[ForwardBackwardOutput]:
+        return request.received(self._post_pass(request, forward_only=True))
 
-    def _before_step(self, params: AdamParams) -> None:
-        """Sends what belongs to a step and was not sent yet."""
+    def _post_backwards(self, requests: list[ServerPass]) -> Iterator[TinkerFuture[ForwardBackwardOutput]]:
+        for request, future in zip(requests, self._post_passes(requests), strict=True):
+            yield request.received(future)
+
+    def _post_passes(self, requests: list[ServerPass]) -> Iterable[TinkerFuture[ForwardBackwardOutput]]:
+        """Sends the backward passes of a step, and returns the future of each when it is sent."""
+        return (self._post_pass(request, forward_only=False) for request in requests)
+
+    def prepare_step(self, params: AdamParams) -> None:
+        """Checks the settings of a step and waits for samples that it must not overtake, before anything is sent.
+
+        Raises:
+            Unsupported: If the server would ignore a setting.
+            OperationFailed: If the gradient on the server is incomplete.
+        """
+        self._check_step(params)
+        if not self.dialect.samples_old_weights:
+            self._live.wait(self.model_id)
+
+    def drop_unsent(self, reason: str) -> int:
+        """Drops passes that were not sent yet; returns the number of sequences sent since the last step."""
+        self._custom.drop()
+        _, sent = self._held.drop(reason)
+        return sent
+
+    def _check_step(self, params: AdamParams) -> None:
         if params.grad_clip_norm and params.grad_clip_norm < _NO_CLIPPING and not self.dialect.clips_gradients:
             raise Unsupported(
                 f"grad_clip_norm={params.grad_clip_norm}: servers of the dialect {self.dialect.name!r} ignore it, and "
                 "would train with the whole gradient. Set it to 0 (Trainer(gradient_clip_val=None))."
             )
+        self._held.check()
+
+    @contextlib.contextmanager
+    def _step(self, params: AdamParams) -> Iterator[None]:
+        """Sends what belongs to a step and was not sent yet; the step is to be sent in the `with` block."""
+        self._check_step(params)
         self._flush()
-        self._held.release()
+        with self._changing(), self._held.released():
+            yield
+        self._custom.stepped()
+
+    def _changing(self) -> contextlib.AbstractContextManager[None]:
+        """Surrounds the sending of a request that changes the weights.
+
+        Samples in flight are waited for where they could put the weights before it back into the model.
+        """
+        return contextlib.nullcontext() if self.dialect.samples_old_weights else self._live.changing(self.model_id)
 
     def _before_load(self, name: str) -> None:
         """Evaluates pending losses. Gradients that the server would keep are no longer sent."""

@@ -69,11 +69,10 @@ class RemoteAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             group = group if clip is None else {**group, "grad_clip_norm": clip}
             remotes = [parameter.remote for parameter in group["params"] if isinstance(parameter, RemoteHandle)]
-            ready += [
-                (remote, prepared, _adam_params({**group, "grad_clip_norm": _clip_norm(remote, group)}))
-                for remote in remotes
-                if (prepared := remote.prepare())
-            ]
+            for remote in remotes:
+                params = _adam_params({**group, "grad_clip_norm": _clip_norm(remote, group)})
+                if prepared := remote.prepare(params):
+                    ready.append((remote, prepared, params))
         # Everything that may wait or fail was done above: from here on the step is taken by all models or by none.
         with contextlib.ExitStack() as held:
             held.enter_context(interrupts.held())

@@ -189,12 +189,16 @@ class Remote:
                 "window. Clip once, right before optimizer.step(): in Accelerate, `if accelerator.sync_gradients:`."
             )
 
-    def prepare(self) -> list[PendingBackward]:
-        """Validates and converts the window, or drops it if a call is invalid; waits while too many steps run."""
+    def prepare(self, params: AdamParams) -> list[PendingBackward]:
+        """Validates and converts the window, or drops it if a call is invalid; waits while too many steps run.
+
+        Settings of the step that the server does not support raise before that, and keep the window.
+        """
         self.unread.raise_first()
         if not self.window:
             return []
         self._check_clip()
+        self.backend.prepare_step(params)
         try:
             prepared = [call.prepare(self.backend) for call in self.window]
             for call in self.window:
@@ -245,16 +249,16 @@ class Remote:
         try:
             for each in prepared:
                 backwards.append(self.backend.send(each.request))
-                self.tokens.trained += tokens_of(each.datums)
             optim = self.backend.optim_step(params)
         except Exception as error:
-            if backwards:
+            if sent := self.backend.drop_unsent("dropped, because its step could not be sent"):
                 self.drop()
                 error.add_note(
-                    f"{len(backwards)} of the window's {len(prepared)} backward passes were sent before this error, "
-                    "but no step, so they would become part of the next step. Load a state that was saved before."
+                    f"The gradient of {sent} sequences was sent before this error, but no step, so it would become "
+                    "part of the next one. Continue with a new model from a state that was saved before."
                 )
             raise
+        self.tokens.trained += sum(tokens_of(each.datums) for each in prepared)
         pairs = zip(backwards, prepared, strict=True)
         losses = [(backward, each) for backward, each in pairs if each.by_server]
         return Step(backwards, optim, losses)

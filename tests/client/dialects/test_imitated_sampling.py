@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import pickle
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 import tinker
 
@@ -15,6 +18,9 @@ from tinker_lightning.errors import Unsupported
 from tinker_lightning.testing import imitate
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tinker_lightning.client import TrainingClient
     from tinker_lightning.server import EmbeddedTrainer
 
 PROMPT = BATCH[0].model_input
@@ -30,6 +36,51 @@ def test_sampling_from_older_weights_does_not_replace_the_model(trainer: Embedde
         with pytest.raises(Unsupported, match="would replace the weights"):
             old.compute_logprobs(PROMPT)
         client.save_weights_and_get_sampling_client().compute_logprobs(PROMPT).result()
+
+
+class Overtaking(httpx.AsyncBaseTransport):
+    """Holds samples back until the weights have changed or may be waiting for them, and loses the first result."""
+
+    def __init__(self, inner: httpx.AsyncBaseTransport) -> None:
+        self.inner = inner
+        self.ran: list[str] = []
+        self.changed = asyncio.Event()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        name = request.url.path.rsplit("/", 1)[1]
+        if name == "asample":
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), 0.05)
+        if name in ("asample", "optim_step", "load_weights"):
+            self.ran.append(name)
+        if name == "retrieve_future" and self.ran == ["asample"]:
+            return httpx.Response(410)
+        response = await self.inner.handle_async_request(request)
+        if self.ran and self.ran[-1] != "asample":
+            self.changed.set()
+        return response
+
+
+CHANGES: dict[str, Callable[[TrainingClient, str], Any]] = {
+    "optim_step": lambda client, _: client.optim_step(STEP),
+    "optim_step_async": lambda client, _: asyncio.run(client.optim_step_async(STEP)),
+    "load_state": lambda client, path: client.load_state(path),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_change_after_the_samples_in_flight(change: str, trainer: EmbeddedTrainer) -> None:
+    """A sample that the server ran after the step would put the weights before it back into the model."""
+    with imitate("skyrl", trainer=trainer) as server:
+        transport = Overtaking(server.transport)
+        with ServiceClient(base_url="http://imitated", transport=transport, dialect="skyrl") as service:
+            client = model_on(service)
+            path = client.save_state("state").result().path
+            sampled = client.save_weights_and_get_sampling_client().compute_logprobs(PROMPT)
+            CHANGES[change](client, path).result()
+            assert len(sampled.result()) == 6
+        assert transport.ran[:2] == ["asample", "asample"]  # again, since the first result was lost
+        assert transport.ran[2] in ("optim_step", "load_weights")
 
 
 def test_other_clients_of_the_process_protect_the_model_too(trainer: EmbeddedTrainer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,13 @@ import pytest
 import tinker
 
 from tests.helpers.imitated_clients import BATCH, STEP, connected, logprobs_of, model_on, preference
-from tinker_lightning import AdamParams, Datum
+from tinker_lightning import AdamParams, Datum, RemoteAdamW, RemoteLM
+from tinker_lightning.client import as_backend
 from tinker_lightning.client.dialects import encoding
-from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError
+from tinker_lightning.client.dialects.known import known
+from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError, Unsupported
 from tinker_lightning.testing import embedded_service, imitate
+from tinker_lightning.types import requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,18 +96,27 @@ def test_a_failed_pass_is_not_part_of_the_window(trainer: EmbeddedTrainer) -> No
         np.testing.assert_allclose(change(client, submit), expected, rtol=1e-3, atol=1e-6)
 
 
+def failing_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function whose nth call fails."""
+    calls = itertools.count(1)
+
+    def failing(*args: Any) -> Any:
+        if next(calls) == call:
+            raise InvalidInput("cannot be encoded")
+        return function(*args)
+
+    return failing
+
+
+@pytest.mark.parametrize("call", [1, 2])
 def test_a_window_that_cannot_be_sent_leaves_nothing_to_the_next(
-    trainer: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch
+    call: int, trainer: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with imitate("skyrl", trainer=trainer) as server, connected(server) as service:
         client = model_on(service)
         held = [client.forward_backward(BATCH, "cross_entropy") for _ in range(2)]
-
-        def failing(*_: Any) -> Any:
-            raise InvalidInput("cannot be encoded")
-
         with monkeypatch.context() as patch:
-            patch.setattr(encoding, "encode_pass", failing)
+            patch.setattr(encoding, "encode_pass", failing_at(call, encoding.encode_pass))
             with pytest.raises(InvalidInput, match="cannot be encoded"):
                 client.optim_step(STEP)
         for future in held:
@@ -111,6 +124,64 @@ def test_a_window_that_cannot_be_sent_leaves_nothing_to_the_next(
                 future.result()
         client.optim_step(AdamParams()).result()
         assert server.ran["forward_backward"] == 0
+
+
+def test_no_step_follows_a_window_without_its_own(trainer: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SkyRL divides by all sequences since the last step; those that were sent are scaled for the step that failed."""
+    with imitate("skyrl", trainer=trainer) as server, connected(server) as service:
+        model = RemoteLM(model_on(service))
+        optimizer = RemoteAdamW(model.parameters())
+        model.server_loss(BATCH, "cross_entropy").backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(requests, "OptimStepRequest", failing_at(1, requests.OptimStepRequest))
+            with pytest.raises(InvalidInput, match="cannot be encoded") as raised:
+                optimizer.step()
+        assert "The gradient of 3 sequences was sent before this error" in raised.value.__notes__[0]
+        model.server_loss(BATCH, "cross_entropy").backward()
+        with pytest.raises(OperationFailed, match=r"an earlier step failed .* call save_state, and continue"):
+            optimizer.step()
+        model.backend.save_state("kept").result()
+        assert (server.ran["forward_backward"], server.ran["optim_step"]) == (1, 0)
+
+
+def test_no_step_follows_a_part_of_a_window(trainer: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The official SDK sends pass by pass."""
+    with imitate("skyrl", trainer=trainer, hold=1.0, encoding="protobuf") as server:
+        official = tinker.ServiceClient(base_url=server.url, api_key="tml-any")
+        wrapped: Any = as_backend(official.create_lora_training_client(base_model="tiny", rank=4))
+        held = [wrapped.forward_backward(BATCH, "cross_entropy") for _ in range(3)]
+        call = wrapped.client.forward_backward
+        monkeypatch.setattr(wrapped.client, "forward_backward", failing_at(2, call))
+        with pytest.raises(InvalidInput, match="cannot be encoded"):
+            wrapped.optim_step(STEP)
+        held[0].exception()  # this SDK may not read the results of such servers
+        for future in held[1:]:
+            with pytest.raises(OperationFailed, match="not sent, because another pass"):
+                future.result()
+        with pytest.raises(OperationFailed, match="an earlier step failed"):
+            wrapped.optim_step(STEP)
+        assert (server.ran["forward_backward"], server.ran["optim_step"]) == (1, 0)
+        official.holder.close()
+
+
+@pytest.mark.parametrize("kind", ["skyrl", "together"])
+def test_a_step_whose_settings_are_not_supported_leaves_nothing_behind(kind: Kind, trainer: EmbeddedTrainer) -> None:
+    dialect = known(kind).but(clips_gradients=False)
+    with imitate(kind, trainer=trainer) as server, connected(server, dialect) as service:
+        model = RemoteLM(model_on(service))
+        optimizer = RemoteAdamW(model.parameters(), grad_clip_norm=1.0)
+        for supported in (False, True):
+            optimizer.zero_grad()
+            preference(BATCH, model(BATCH))[0].backward()
+            if supported:
+                optimizer.param_groups[0]["grad_clip_norm"] = 0.0
+                optimizer.step()
+                optimizer.sent[0].optim.result()
+            else:
+                with pytest.raises(Unsupported, match="grad_clip_norm=1") as raised:
+                    optimizer.step()
+                assert not hasattr(raised.value, "__notes__")
+        assert (server.ran["forward_backward"], server.ran["optim_step"]) == (1, 1)
 
 
 @pytest.mark.parametrize("official", [False, True], ids=["our datums", "the SDK's datums"])

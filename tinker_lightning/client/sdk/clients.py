@@ -82,14 +82,11 @@ class OfficialTrainingClient(BaseTrainingClient):
     def optim_step(self, optim_params: Any = None) -> TinkerFuture[OptimStepResponse]:
         """Takes an AdamW step on the accumulated gradient."""
         ours = inputs.to_adam_params(optim_params)
-        self._before_step(ours)
         params = convert.settings(self._types.AdamParams, ours)
-        future = self._calls.submit(
-            "optim_step", lambda: self.client.optim_step(params), lambda r: OptimStepResponse(r.metrics)
-        )
-        self._custom.stepped()
-        self._changed()
-        return future
+        with self._step(ours):
+            return self._calls.submit(
+                "optim_step", lambda: self.client.optim_step(params), lambda r: OptimStepResponse(r.metrics)
+            )
 
     def save_state(
         self,
@@ -130,8 +127,8 @@ class OfficialTrainingClient(BaseTrainingClient):
         if self.dialect.samples_old_weights:
             return OfficialSamplingClient(self._calls.translated("save_weights_for_sampler", save))
         version = self._live.version(self.model_id)
-        check = partial(self._live.check_version, f"weights of {self.model_id} that were saved before", version)
-        return OfficialSamplingClient(self._calls.translated("save_weights_for_sampler", save), check)
+        guard = partial(self._live.sample_version, f"weights of {self.model_id} that were saved before", version)
+        return OfficialSamplingClient(self._calls.translated("save_weights_for_sampler", save), guard)
 
     def submit_sampling_client(self) -> TinkerFuture[OfficialSamplingClient]:
         """Returns a client that samples from the current weights as a future; waits, because the SDK does."""
@@ -142,8 +139,8 @@ class OfficialTrainingClient(BaseTrainingClient):
         create = partial(self.client.create_sampling_client, model_path)
         if self.dialect.samples_old_weights:
             return OfficialSamplingClient(self._calls.translated("create_sampling_client", create))
-        check = partial(self._live.check, model_path, checkpoints.parse(model_path)[0])
-        return OfficialSamplingClient(self._calls.translated("create_sampling_client", create), check)
+        guard = partial(self._live.sample, model_path, checkpoints.parse(model_path)[0])
+        return OfficialSamplingClient(self._calls.translated("create_sampling_client", create), guard)
 
     def create_base_sampling_client(self, base_model: str | None = None) -> OfficialSamplingClient:
         """Returns a client that samples from a base model; by default that of the trained one."""
@@ -245,10 +242,6 @@ class OfficialTrainingClient(BaseTrainingClient):
         """What is trained on the server, by all clients of this process."""
         return live_weights.on_server(self.server)
 
-    def _changed(self) -> None:
-        if not self.dialect.samples_old_weights:
-            self._live.changed(self.model_id)
-
     @property
     def dialect(self) -> Dialect:
         """What the server behind the SDK's client speaks; detected at the first use."""
@@ -276,7 +269,6 @@ class OfficialTrainingClient(BaseTrainingClient):
 
     def _load(self, name: str, path: str, token: str | None) -> TinkerFuture[LoadWeightsResponse]:
         self._before_load(name)
-        self._changed()
         settings = {} if token is None else {"weights_access_token": token}
 
         def load() -> Any:
@@ -284,7 +276,8 @@ class OfficialTrainingClient(BaseTrainingClient):
                 warnings.simplefilter("ignore", FutureWarning)
                 return getattr(self.client, name)(path, **settings)
 
-        return self._calls.submit(name, load, lambda r: LoadWeightsResponse(r.path))
+        with self._changing():
+            return self._calls.submit(name, load, lambda r: LoadWeightsResponse(r.path))
 
 
 class OfficialSamplingClient(BaseSamplingClient):
@@ -292,20 +285,19 @@ class OfficialSamplingClient(BaseSamplingClient):
 
     Args:
         client: The SDK's client.
-        check: Raises if sampling would harm a model in training.
+        guard: Sends a sample, or raises if sampling would harm a model in training.
     """
 
-    def __init__(self, client: tinker.SamplingClient, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, client: tinker.SamplingClient, guard: Callable[..., Any] = lambda send: send()) -> None:
         super().__init__()
         self.client = client
-        self._check_weights = check
+        self._guard = guard
         self._calls = Calls(None, self.unread)
 
     def _sample(
         self, prompt: Any, num_samples: int, params: SamplingParams, options: dict[str, Any]
     ) -> TinkerFuture[SampleResponse]:
         self.unread.raise_first()
-        self._check_weights()
         if num_samples < 1:
             raise InvalidInput(f"num_samples must be at least 1, got {num_samples}")
         targets = options.pop("target_prompt_logprobs")
@@ -319,17 +311,20 @@ class OfficialSamplingClient(BaseSamplingClient):
             target_prompt_logprobs=None if targets is None else convert.tensor(targets),
             **options,
         )
-        return self._calls.future("sample", send, convert.sampled)
+        sent: TinkerFuture[SampleResponse] = self._guard(partial(self._calls.future, "sample", send, convert.sampled))
+        return sent
 
     def compute_logprobs(
         self, prompt: Any, prompt_logprobs_last_n: int | None = None
     ) -> TinkerFuture[list[float | None]]:
         """Returns the log-probability of each token of a prompt, or of its last n."""
         self.unread.raise_first()
-        self._check_weights()
         compute, text = self.client.compute_logprobs, convert.model_input(prompt)
         send = partial(convert.build, compute, prompt=text, prompt_logprobs_last_n=prompt_logprobs_last_n)
-        return self._calls.submit("compute_logprobs", send, list)
+        sent: TinkerFuture[list[float | None]] = self._guard(
+            partial(self._calls.submit, "compute_logprobs", send, list)
+        )
+        return sent
 
     compute_logprobs_async = awaited(compute_logprobs)
 
