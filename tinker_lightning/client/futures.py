@@ -87,6 +87,11 @@ class TinkerFuture(Generic[T]):
     async def sent_async(self) -> None:
         """Waits until everything is sent; only custom losses are sent later than the call."""
 
+    def finish(self) -> bool:
+        """Waits for the result or a failure; returns False if there is none, because only a step would send it."""
+        self.wait()
+        return True
+
     @property
     def failed(self) -> bool:
         """Whether the operation has failed."""
@@ -173,11 +178,21 @@ class UnreadFailures:
         return not recording.wait(sources, timeout).not_done
 
     def finish(self) -> None:
-        """Waits until everything is done, evaluating custom losses that are still pending on this thread."""
+        """Waits until everything is done, evaluating custom losses that are still pending on this thread.
+
+        Passes that are held back for a step are dropped, since no step follows.
+        """
+        dropped = 0
+        while futures := self._unfinished():  # evaluating a custom loss may add a pass that is held back
+            dropped += sum(not future.finish() for future in futures)
+        if dropped:
+            logger.warning(
+                "%d backward passes were dropped by close(), because no optim_step was called after them", dropped
+            )
+
+    def _unfinished(self) -> list[TinkerFuture[Any]]:
         with self._lock:
-            futures = list(self._futures)
-        for future in futures:
-            future.wait()
+            return [future for future in self._futures if not future.done()]
 
     def log_failures(self, timeout: float) -> None:
         """Waits for requests in flight, and logs the unhandled failures of a client that ends without `close()`."""

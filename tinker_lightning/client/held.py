@@ -175,6 +175,13 @@ class HeldFuture(TinkerFuture[ForwardBackwardOutput]):
         backward._source.add_done_callback(self._settle)
         return False
 
+    def finish(self) -> bool:
+        """Waits if the pass was sent, and drops it otherwise; returns whether it was sent."""
+        if not self._sent and self._forward is None:
+            self.abandon("dropped by close(), before which no optim_step was called")
+            return False
+        return super().finish()
+
     def abandon(self, reason: str) -> None:
         """Settles a pass that is never sent; what was already read from a forward stays valid."""
         with self._lock:

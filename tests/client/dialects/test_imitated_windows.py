@@ -184,6 +184,30 @@ def test_a_step_whose_settings_are_not_supported_leaves_nothing_behind(kind: Kin
         assert (server.ran["forward_backward"], server.ran["optim_step"]) == (1, 1)
 
 
+def test_close_drops_passes_without_a_step_and_evaluates_custom_losses(
+    trainer: EmbeddedTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    evaluated = []
+
+    def loss(data: list[Any], logprobs: list[Any]) -> Any:
+        evaluated.append(len(data))
+        return preference(data, logprobs)
+
+    with imitate("skyrl", trainer=trainer) as server:
+        with connected(server) as service:
+            client = model_on(service)
+            held = client.forward_backward(BATCH, "cross_entropy")
+            custom = client.forward_backward_custom(BATCH, loss)
+        assert evaluated == [3]
+        assert (server.ran["forward"], server.ran["forward_backward"]) == (1, 0)  # that of the custom loss
+    assert custom.result().metrics["margin"]
+    assert [record.message for record in caplog.records if "dropped" in record.message] == [
+        "2 backward passes were dropped by close(), because no optim_step was called after them"
+    ]
+    with pytest.raises(OperationFailed, match="dropped by close"):
+        held.result()
+
+
 @pytest.mark.parametrize("official", [False, True], ids=["our datums", "the SDK's datums"])
 @pytest.mark.parametrize("kind", ["skyrl", "tuft"])
 def test_a_buffer_may_be_filled_again_after_the_call(kind: Kind, official: bool, trainer: EmbeddedTrainer) -> None:
