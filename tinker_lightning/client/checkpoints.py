@@ -34,6 +34,12 @@ def parse(path: str) -> tuple[str, str]:
     return match[1], match[2]
 
 
+def run_of(path: str) -> str | None:
+    """Returns the run that a path names; None if it has a form that does not tell, such as open-rl's sampler paths."""
+    match = _PATH.fullmatch(path)
+    return None if match is None else match[1]
+
+
 def url(path: str) -> str:
     """Returns the URL path of a checkpoint."""
     run, checkpoint = parse(path)

@@ -131,6 +131,8 @@ def test_the_whole_path(kind: Kind, trainer: EmbeddedTrainer) -> None:
         np.testing.assert_allclose(np.array(scores[1:], float), current[: len(scores) - 1], rtol=1e-3, atol=1e-4)
         drawn = sampler.sample(BATCH[0].model_input, 2, SamplingParams(max_tokens=3, seed=1)).result()
         assert len(drawn.sequences) == 2
+        named = client.save_weights_and_get_sampling_client("named")
+        assert named.compute_logprobs(BATCH[0].model_input).result() == scores
         try:
             client.delete_checkpoint(saved)
         except Unsupported:

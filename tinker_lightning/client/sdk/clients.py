@@ -142,7 +142,7 @@ class OfficialTrainingClient(BaseTrainingClient):
         create = partial(self.client.create_sampling_client, model_path)
         if self.dialect.samples_old_weights:
             return OfficialSamplingClient(self._calls.translated("create_sampling_client", create))
-        check = partial(self._live.check, model_path, checkpoints.parse(model_path)[0])
+        check = partial(self._live.check, model_path, checkpoints.run_of(model_path))
         return OfficialSamplingClient(self._calls.translated("create_sampling_client", create), check)
 
     def create_base_sampling_client(self, base_model: str | None = None) -> OfficialSamplingClient:
