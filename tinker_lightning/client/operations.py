@@ -251,7 +251,13 @@ async def _fetch(session: Session, operation: Operation[Any], request_id: str) -
         asked = time.monotonic()
         try:
             response = await session.connection.send(
-                "POST", "/api/v1/retrieve_future", body, headers=headers, accept=accept, record=operation.record
+                "POST",
+                "/api/v1/retrieve_future",
+                body,
+                headers=headers,
+                accept=accept,
+                is_poll=True,
+                record=operation.record,
             )
         except NotFound as error:
             if operation.endpoint == "load_weights" and not session.dialect.deduplicates:
