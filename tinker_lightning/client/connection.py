@@ -194,12 +194,12 @@ class Connection:
                     raise NotAnApi(f"{reason} {_FIX_URL}") from cause
                 else:
                     self._reached = self._reached or response.is_success or _is_json(response)
-                    if response.is_success or (accept is not None and accept(response)):
-                        return response
                     if response.status_code == 500:
                         # A server that crashes closes the connection after its answer. If the next request were sent on
                         # it before the end is noticed, that request would look as if its answer were lost.
                         await asyncio.sleep(_CLOSING_SECONDS)
+                    if response.is_success or (accept is not None and accept(response)):
+                        return response
                     error = self._status_error(method, path, response)
                     if not _may_succeed_later(response):
                         raise error

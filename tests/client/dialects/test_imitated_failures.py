@@ -14,7 +14,7 @@ from tests.helpers.imitated_clients import BATCH, KINDS, STEP, connected, logpro
 from tinker_lightning import ServiceClient
 from tinker_lightning.client.dialects.known import known
 from tinker_lightning.client.retry_policy import RetryPolicy
-from tinker_lightning.errors import AnswerLost, NotFound, OperationFailed, TinkerLightningError
+from tinker_lightning.errors import AnswerLost, NotFound, TinkerLightningError
 from tinker_lightning.server import create_app
 from tinker_lightning.testing import imitate
 
@@ -126,6 +126,16 @@ def test_a_missing_checkpoint_is_not_found(kind: Kind, trainer: EmbeddedTrainer)
             client.load_state(f"tinker://{client.model_id}/weights/nothing").result()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_an_unknown_run_is_not_found(kind: Kind, trainer: EmbeddedTrainer) -> None:
+    path = "tinker://gone/weights/nothing"
+    with imitate(kind, trainer=trainer) as server, connected(server) as service:
+        client = model_on(service)
+        with pytest.raises(NotFound):
+            service.create_training_client_from_state(path)
+        assert not client.checkpoint_exists(path)
+
+
 def test_a_crash_does_not_lose_the_answer_to_the_next_request(trainer: EmbeddedTrainer) -> None:
     with (
         imitate("tuft", trainer=trainer) as server,
@@ -135,7 +145,7 @@ def test_a_crash_does_not_lose_the_answer_to_the_next_request(trainer: EmbeddedT
     ):
         client = model_on(service)
         for _ in range(5):
-            with pytest.raises(OperationFailed, match="HTTP 500"):
+            with pytest.raises(NotFound, match="tinker://unknown/weights/x: there is no such checkpoint on http"):
                 service.weights_info("tinker://unknown/weights/x")  # after which the connection is closed
             client.forward_backward(BATCH, "cross_entropy").result()
 

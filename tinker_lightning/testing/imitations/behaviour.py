@@ -47,7 +47,7 @@ class Behaviour:
             `error_message`.
         knows_futures: Whether the poll of an unknown result is 404; otherwise it is pending.
         unknown_id: The status of `session_heartbeat`, `get_info`, `weights_info` and deletion for unknown ids; 500 is
-            a crash.
+            a crash, also of the listing of an unknown model, which is otherwise empty.
         late_errors: Whether unknown models and samplers are reported by the result, and not at submission.
         needs_created_model: Whether a pass that is sent before the model exists fails, instead of waiting for it.
 
