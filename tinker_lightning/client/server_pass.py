@@ -277,6 +277,8 @@ def _with_sum(
 ) -> ForwardBackwardOutput:
     """Returns a result with the `loss:sum` of the given datums, computed here if the server does not return it.
 
+    It has none if the server does not return the log-probabilities of a backward either.
+
     Args:
         output: The server's result.
         data: The datums before scaling.
@@ -287,7 +289,7 @@ def _with_sum(
     if scale and "loss:sum" in output.metrics:
         return _unscaled(output, scale=scale)
     metrics = {name: value for name, value in output.metrics.items() if name != "loss:sum"}
-    if loss in LOSSES and len(output.loss_fn_outputs) == len(data):
+    if loss in LOSSES and len(output.loss_fn_outputs) == len(data) and surrogate.has_logprobs(output):
         logprobs = surrogate.logprobs_of(output, data)
         metrics["loss:sum"] = LOSSES[loss].total(logprobs, [datum.loss_fn_inputs for datum in data], config)
     return replace(output, metrics=metrics)

@@ -65,6 +65,7 @@ class Behaviour:
         metrics: The metrics of a pass: `loss:sum`, `loss:mean` over sequences, or `loss:avg`, the loss itself.
         output_type: The `loss_fn_output_type` of a pass; `{loss_fn}` is filled in.
         elementwise_loss: Whether passes also return the loss of each token.
+        lacks_backward_logprobs: Whether `forward_backward` returns no log-probabilities.
         masks_forward: Whether `forward` returns 0.0 for tokens whose weight is 0.
         missing_inputs: Whether the weights, log-probabilities and advantages that a datum lacks are zeros (weights
             are ones), fail as in our trainer (where weights are ones, too), or are all `rejected`.
@@ -152,6 +153,7 @@ class Behaviour:
     metrics: Collection[str] = ("loss:sum",)
     output_type: str = "ArrayRecord"
     elementwise_loss: bool = False
+    lacks_backward_logprobs: bool = False
     masks_forward: bool = False
     missing_inputs: Literal["zeros", "fail", "rejected"] = "fail"
     out_of_range: Literal["fails", "nan"] = "fails"
