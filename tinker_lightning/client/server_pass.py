@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch import Tensor
 
-from tinker_lightning.client.dialects.encoding import check_targets
+from tinker_lightning.client.dialects.encoding import check_targets, weighted
 from tinker_lightning.client.dialects.surrogate import completed, times
 from tinker_lightning.client.loss_handle import LossHandle, located
 from tinker_lightning.client.sdk.inputs import loss_name
@@ -167,6 +167,16 @@ def built_in(
         for datum in datums
     ]
     return ServerPass(datums, loss, settings, finish=finish, per_batch=carrier.per_batch, even_batch=carrier.even_batch)
+
+
+def as_forward(dialect: Dialect, request: ServerPass) -> ServerPass:
+    """Returns a pass with the weights at which a server computes no gradient and all log-probabilities."""
+    if dialect.forward == "zero_weights":
+        data = [weighted(datum, 0.0) for datum in request.data]
+        return replace(request, data=data, loss=surrogate.SURROGATE, config={})
+    if dialect.unit_forward_weights:
+        return replace(request, data=[weighted(datum, 1.0) for datum in request.data])
+    return request
 
 
 def gap(dialect: Dialect, loss: str) -> str:

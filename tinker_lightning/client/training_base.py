@@ -297,7 +297,8 @@ class BaseTrainingClient(ABC):
         return future
 
     def _post_received(self, request: ServerPass, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
-        return request.received(self._post_pass(request, forward_only=forward_only))
+        sent = server_pass.as_forward(self.dialect, request) if forward_only else request
+        return request.received(self._post_pass(sent, forward_only=forward_only))
 
     def _before_step(self, params: AdamParams) -> None:
         """Sends what belongs to a step and was not sent yet."""

@@ -17,7 +17,7 @@ import httpx
 import tinker
 from tinker import types as sdk
 
-from tinker_lightning.client import checkpoints, download, live_weights, server_pass
+from tinker_lightning.client import checkpoints, chunking, download, live_weights, server_pass
 from tinker_lightning.client.async_names import awaited
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.loop import BackgroundLoop
@@ -48,6 +48,10 @@ if TYPE_CHECKING:
     from tinker_lightning.client.server_pass import ServerPass
     from tinker_lightning.types import Datum, SamplingParams
 
+# A batch below both limits is sent in one request by every version of the SDK. Some split it at 5,000,000 bytes by an
+# estimate that is up to 2.5 times ours.
+_CALL_DATUMS = 128
+_CALL_BYTES = 2_000_000
 # How long a process that ends waits for requests in flight, in seconds.
 _EXIT_SECONDS = 5.0
 _SET_TTL = "set_checkpoint_ttl_from_tinker_path"  # of newer versions of the SDK
@@ -257,13 +261,42 @@ class OfficialTrainingClient(BaseTrainingClient):
         return self._dialect
 
     def _post_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
-        datums = [convert.datum(datum, self._types) for datum in request.for_call(request.data)]
-        name, config = "forward" if forward_only else "forward_backward", request.config or None
-        call = self.client.forward if forward_only else self.client.forward_backward
+        chunks = self._split(request)
+        calls = [[convert.datum(datum, self._types) for datum in request.for_call(chunk)] for chunk in chunks]
+        is_forward = forward_only and self.dialect.forward != "zero_weights"
+        call = self.client.forward if is_forward else self.client.forward_backward
         loss: Any = request.loss
+        config = request.config or None
+
+        def combined(results: list[Any]) -> ForwardBackwardOutput:
+            pairs = zip(results, chunks, strict=True)
+            return chunking.combine([request.of_call(convert.output(result), chunk) for result, chunk in pairs])
+
         return self._calls.future(
-            name, lambda: call(datums, loss, config), lambda r: request.of_call(convert.output(r), request.data)
+            "forward" if forward_only else "forward_backward",
+            lambda: [call(datums, loss, config) for datums in calls],
+            combined,
         )
+
+    def _split(self, request: ServerPass) -> list[list[Datum]]:
+        """Splits a batch where the server divides by the sequences of a request, so that each call is one request.
+
+        Raises:
+            Unsupported: If the SDK would split a call.
+        """
+        if request.per_batch != "call" and not request.even_batch:
+            return [request.data]
+        config = getattr(self.client.holder, "_client_config", None)
+        max_datums = min(_CALL_DATUMS, getattr(config, "fwdbwd_max_chunk_len", _CALL_DATUMS)) // 2 * 2
+        # Half of it, because the last datum may be sent twice to make the number even.
+        max_bytes = min(_CALL_BYTES, getattr(config, "fwdbwd_max_chunk_bytes_count", _CALL_BYTES)) // 2
+        chunks = chunking.split(request.data, max_datums, max_bytes)
+        if request.even_batch and (max_datums == 0 or any(chunking.size(chunk) > max_bytes for chunk in chunks)):
+            raise Unsupported(
+                f"servers of the dialect {self.dialect.name!r} need an even number of sequences in a request, but the "
+                "SDK sends the longest sequence of this batch alone. Use shorter ones, or tinker_lightning.connect()."
+            )
+        return chunks
 
     def _save(self, method: str, name: str, ttl_seconds: int | None, **optional: Any) -> Any:
         """Calls a save with those of its arguments that are given; versions of the SDK differ in what they know."""

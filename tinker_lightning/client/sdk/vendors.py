@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from tinker import types as sdk
 
 from tinker_lightning.client.dialects import known
-from tinker_lightning.client.dialects.encoding import weighted
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.client.sdk import convert
 from tinker_lightning.client.sdk.clients import OfficialTrainingClient
@@ -43,6 +42,7 @@ class VendorTrainingClient(OfficialTrainingClient):
             # This carries gradients to `_post_pass` only, which hands them to the vendor's own call.
             surrogate=Surrogate(),
             losses=frozenset(),
+            # Elsewhere than on weights of one, log-probabilities may come back as 0.
             unit_forward_weights=True,
         )
 
@@ -75,13 +75,11 @@ class VendorTrainingClient(OfficialTrainingClient):
         raise Unsupported(f"{path}: {type(self.client).__name__} does not change when a checkpoint expires")
 
     def _post_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
+        datums = [convert.datum(datum, self._types) for datum in request.data]
         if forward_only:
-            # Elsewhere than on weights of one, log-probabilities may come back as 0.
-            datums = [convert.datum(weighted(datum, 1.0), self._types) for datum in request.data]
             loss: Any = request.loss
             config = request.config or None
             return self._calls.future("forward", lambda: self.client.forward(datums, loss, config), convert.output)
-        datums = [convert.datum(datum, self._types) for datum in request.data]
         linear = partial(_linear, given=request.data)
         return self._calls.future(
             "forward_backward_custom", lambda: self.client.forward_backward_custom(datums, linear), convert.output
