@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,11 +44,18 @@ def official(kind: Kind, trainer: EmbeddedTrainer, **changes: Any) -> Iterator[t
             service.holder.close()
 
 
+def wrapped(client: Any) -> Any:
+    """An object with the methods that training needs, around the SDK's client."""
+    names = "forward", "forward_backward", "forward_backward_custom", "optim_step", "save_state"
+    return SimpleNamespace(inner=client, **{name: getattr(client, name) for name in names})
+
+
 def changed(client: Any) -> np.ndarray[Any, Any]:
     before = logprobs_of(client)
     client.forward_backward_custom(LARGE, preference)
     client.optim_step(STEP).result()
-    return logprobs_of(client) - before
+    change: np.ndarray[Any, Any] = logprobs_of(client) - before
+    return change
 
 
 @pytest.mark.parametrize("limit", [{"fwdbwd_max_chunk_len": 3}, {"fwdbwd_max_chunk_bytes_count": 500}], ids="".join)
@@ -59,6 +67,14 @@ def test_a_batch_that_the_sdk_would_split_has_its_gradient(limit: dict[str, int]
         assert client.dialect.name == "twinkle"
         found = changed(client)
         assert server.ran["forward_backward"] > 1
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_a_wrapper_of_the_sdks_client_has_the_gradient_too(trainer: EmbeddedTrainer) -> None:
+    with embedded_service(trainer) as service:
+        expected = changed(model_on(service))
+    with official("skyrl", trainer) as (client, _):
+        found = changed(as_backend(wrapped(client.client)))
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
 
 

@@ -58,16 +58,23 @@ _SET_TTL = "set_checkpoint_ttl_from_tinker_path"  # of newer versions of the SDK
 
 
 class OfficialTrainingClient(BaseTrainingClient):
-    """The official SDK's `TrainingClient` as a `TrainingBackend`; takes the SDK's types and ours, returns ours."""
+    """The official SDK's `TrainingClient` as a `TrainingBackend`; takes the SDK's types and ours, returns ours.
+
+    Args:
+        client: The client that is called.
+        inner: The SDK's client, if that is another one, which the first wraps.
+        dialect: What the server speaks; detected at the first use if it is not given.
+    """
 
     losses: Losses | None = None  # the SDK has no call to upload losses
     _types: Any = sdk
 
-    def __init__(self, client: tinker.TrainingClient) -> None:
-        super().__init__(str(getattr(client, "model_id", type(client).__name__)))
+    def __init__(self, client: Any, inner: Any = None, dialect: Dialect | None = None) -> None:
+        self._inner = client if inner is None else inner
+        super().__init__(str(getattr(self._inner, "model_id", type(client).__name__)))
         self.client = client
         self._calls = Calls(self.model_id, self.unread)
-        self._dialect: Dialect | None = None
+        self._dialect = dialect
         weakref.finalize(self, self.unread.log_failures, _EXIT_SECONDS)
 
     def prepare(
@@ -154,7 +161,7 @@ class OfficialTrainingClient(BaseTrainingClient):
         name = base_model or self.get_info().model_data.model_name
 
         def create() -> Any:
-            return tinker.SamplingClient.create(self.client.holder, base_model=name).result()
+            return tinker.SamplingClient.create(self._inner.holder, base_model=name).result()
 
         return OfficialSamplingClient(self._calls.translated("create_sampling_client", create))
 
@@ -237,12 +244,12 @@ class OfficialTrainingClient(BaseTrainingClient):
 
     @property
     def _rest(self) -> tinker.RestClient:
-        return tinker.RestClient(self.client.holder)
+        return tinker.RestClient(self._inner.holder)
 
     @property
     def server(self) -> str:
         """The URL of the server behind the SDK's client."""
-        return server_url(self.client) or super().server
+        return server_url(self._inner) or super().server
 
     @functools.cached_property
     def _live(self) -> LiveWeights:
@@ -257,7 +264,7 @@ class OfficialTrainingClient(BaseTrainingClient):
     def dialect(self) -> Dialect:
         """What the server behind the SDK's client speaks; detected at the first use."""
         if self._dialect is None:
-            self._dialect = detect_behind(self.client)
+            self._dialect = detect_behind(self._inner)
         return self._dialect
 
     def _post_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
@@ -286,7 +293,7 @@ class OfficialTrainingClient(BaseTrainingClient):
         """
         if request.per_batch != "call" and not request.even_batch:
             return [request.data]
-        config = getattr(self.client.holder, "_client_config", None)
+        config = getattr(getattr(self._inner, "holder", None), "_client_config", None)
         max_datums = min(_CALL_DATUMS, getattr(config, "fwdbwd_max_chunk_len", _CALL_DATUMS)) // 2 * 2
         # Half of it, because the last datum may be sent twice to make the number even.
         max_bytes = min(_CALL_BYTES, getattr(config, "fwdbwd_max_chunk_bytes_count", _CALL_BYTES)) // 2
