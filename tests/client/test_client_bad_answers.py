@@ -201,7 +201,7 @@ def test_an_answer_of_a_stranger_is_one_error_that_names_server_endpoint_and_fie
         meddler.answers[endpoint] = answer
         started = time.monotonic()
         with pytest.raises(TinkerLightningError, match=field) as caught:
-            model.forward_backward(DATA, "cross_entropy").result()
+            model.forward(DATA, "cross_entropy").result()
         assert time.monotonic() - started < 10
         assert "http://embedded" in str(caught.value)
         assert f"/api/v1/{endpoint}" in str(caught.value)

@@ -157,6 +157,23 @@ def test_retries_end_after_the_limit(trainer: EmbeddedTrainer) -> None:
         model.optim_step().result()
 
 
+def test_every_outage_is_shown_also_after_one_that_failed(
+    shared: EmbeddedTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = Script(httpx.ASGITransport(create_app(shared)))
+    with ServiceClient(
+        base_url="http://embedded", transport=script, retry_policy=replace(QUICK, seconds=0.2)
+    ) as service:
+        for _ in range(2):
+            script.answers["create_model"] = [again(500)] * 1000
+            with pytest.raises(OperationFailed, match="HTTP 500"):
+                service.create_lora_training_client("tiny", rank=4)
+            script.answers.clear()
+            service.create_lora_training_client("tiny", rank=4)
+    shown = [record.getMessage() for record in caplog.records if "waiting because of HTTP 500" in record.getMessage()]
+    assert len(shown) == 2
+
+
 def test_an_account_without_credit_has_its_own_retry_limit(
     shared: EmbeddedTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -219,8 +236,12 @@ def test_queue_states_are_shown_once_per_change(plain: Scripted, status: int, ca
 
 @pytest.mark.parametrize("reading", [httpx.ReadTimeout("slow"), httpx.Response(408), httpx.Response(408, html="<p>")])
 def test_a_poll_that_times_out_is_repeated(
-    plain: Scripted, reading: httpx.Response | Exception, caplog: pytest.LogCaptureFixture
+    plain: Scripted,
+    reading: httpx.Response | Exception,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("tinker_lightning.client.connection._SILENT_SECONDS", 0.0)
     plain.script.answers["retrieve_future"] = [reading] * 3
     assert plain.model.forward(DATA, "cross_entropy").result().metrics["loss:sum"] > 0
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

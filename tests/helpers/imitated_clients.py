@@ -12,6 +12,8 @@ from tinker_lightning.client.retry_policy import RetryPolicy
 from tinker_lightning.testing.imitations.serving import Kind
 
 if TYPE_CHECKING:
+    import httpx
+
     from tinker_lightning.client import TrainingClient
     from tinker_lightning.client.dialects import Dialect
     from tinker_lightning.testing import Imitation
@@ -36,10 +38,12 @@ def preference(data: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Ten
     return -torch.nn.functional.logsigmoid(margin) + 0.3 * within, {"margin": margin.item()}
 
 
-def connected(server: Imitation, dialect: Dialect | str = "auto") -> ServiceClient:
-    key, policy = server.behaviour.api_key, RetryPolicy(2.0, 0.05)
+def connected(
+    server: Imitation, dialect: Dialect | str = "auto", transport: httpx.AsyncBaseTransport | None = None
+) -> ServiceClient:
+    settings: dict[str, Any] = {"api_key": server.behaviour.api_key, "retry_policy": RetryPolicy(2.0, 0.05)}
     return ServiceClient(
-        base_url="http://imitated", api_key=key, transport=server.transport, retry_policy=policy, dialect=dialect
+        base_url="http://imitated", transport=transport or server.transport, dialect=dialect, **settings
     )
 
 

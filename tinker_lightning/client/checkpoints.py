@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from tinker_lightning.errors import InvalidInput, NotFound, Unsupported
-from tinker_lightning.types.requests import TtlRequest
+from tinker_lightning.types import WeightsInfoResponse
+from tinker_lightning.types.requests import TtlRequest, WeightsInfoRequest
 from tinker_lightning.types.responses import CheckpointsList
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
+    import httpx
+
     from tinker_lightning.client.connection import Connection
     from tinker_lightning.client.session import Session
 
@@ -34,6 +38,12 @@ def parse(path: str) -> tuple[str, str]:
     return match[1], match[2]
 
 
+def run_of(path: str) -> str | None:
+    """Returns the run that a path names; None if it has a form that does not tell, such as open-rl's sampler paths."""
+    match = _PATH.fullmatch(path)
+    return None if match is None else match[1]
+
+
 def url(path: str) -> str:
     """Returns the URL path of a checkpoint."""
     run, checkpoint = parse(path)
@@ -41,20 +51,42 @@ def url(path: str) -> str:
 
 
 async def exists(connection: Connection, path: str) -> bool:
-    """Returns whether a checkpoint exists: whether the listing of its run, which may have several pages, has it."""
+    """Returns whether a checkpoint exists: whether the listing of its run has it.
+
+    The listing of all runs decides where the server crashes, as TuFT does on a run that it does not know.
+    """
     run, _ = parse(path)
-    listings = f"/api/v1/training_runs/{quote(run, safe=':')}/checkpoints"
-    seen = 0
-    while True:
-        try:
-            listing = await connection.get(f"{listings}?offset={seen}" if seen else listings, CheckpointsList)
-        except NotFound:
-            return False
-        if any(found.tinker_path == path for found in listing.checkpoints):
-            return True
-        seen += len(listing.checkpoints)
-        if not listing.checkpoints or listing.cursor is None or seen >= listing.cursor.total_count:
-            return False
+    listings, seen = f"/api/v1/training_runs/{quote(run, safe=':')}/checkpoints", 0
+    try:
+        response = await connection.send("GET", listings, accept=_is_crash)
+        if _is_crash(response):
+            listings = "/api/v1/checkpoints"
+            response = await connection.send("GET", listings)
+        while True:  # a listing may have several pages
+            listing = connection.parse(CheckpointsList, response)
+            if any(found.tinker_path == path for found in listing.checkpoints):
+                return True
+            seen += len(listing.checkpoints)
+            if not listing.checkpoints or listing.cursor is None or seen >= listing.cursor.total_count:
+                return False
+            response = await connection.send("GET", f"{listings}?offset={seen}")
+    except NotFound:
+        return False
+
+
+async def weights_info(connection: Connection, path: str) -> WeightsInfoResponse:
+    """Returns which base model and adapter a checkpoint belongs to.
+
+    Raises:
+        NotFound: If there is no such checkpoint, also if the server crashes on an unknown run.
+    """
+    send = partial(connection.send, "POST", "/api/v1/weights_info", wire_json.dumps(WeightsInfoRequest(path)))
+    response = await send(accept=_is_crash)
+    if _is_crash(response):
+        if run_of(path) is not None and not await exists(connection, path):
+            raise NotFound(f"{path}: there is no such checkpoint on {connection.url}")
+        response = await send()
+    return connection.parse(WeightsInfoResponse, response)
 
 
 async def can_be_external(connection: Connection) -> bool:
@@ -100,3 +132,7 @@ async def set_ttl(session: Session, path: str, ttl_seconds: int | None) -> None:
 def missing(path: str) -> NotFound:
     """Returns the error for a checkpoint that does not exist."""
     return NotFound(f"{path}: there is no such checkpoint; pass missing_ok=True to ignore this")
+
+
+def _is_crash(response: httpx.Response) -> bool:
+    return response.status_code == 500

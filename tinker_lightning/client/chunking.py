@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 def split(data: Sequence[Datum], max_datums: int, max_bytes: int) -> list[list[Datum]]:
     """Splits datums into consecutive runs within both limits; a datum above the limit is sent alone."""
     chunks: list[list[Datum]] = []
-    size = 0
+    filled = 0
     for datum in data:
         own = _size(datum)
-        if not chunks or len(chunks[-1]) >= max_datums or size + own > max_bytes:
+        if not chunks or len(chunks[-1]) >= max_datums or filled + own > max_bytes:
             chunks.append([])
-            size = 0
+            filled = 0
         chunks[-1].append(datum)
-        size += own
+        filled += own
     return chunks
 
 
@@ -59,6 +59,11 @@ def reduced(name: str, values: list[float], counts: list[int]) -> dict[str, floa
         "hash2": float(sum(int(value) % 2**64 for value in values) % 2**64) if kind == "hash2" else 0.0,
     }
     return {name: reduced[kind]} if kind in reduced else {}
+
+
+def size(data: Sequence[Datum]) -> int:
+    """Estimates the size of datums on the wire, in bytes."""
+    return sum(map(_size, data))
 
 
 def _size(datum: Datum) -> int:

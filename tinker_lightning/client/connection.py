@@ -49,7 +49,7 @@ JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-# Servers hold a poll for up to half a minute. If one holds it longer, the client polls again.
+# Servers hold a poll for up to five minutes. The client polls again earlier, because the connection may have died.
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
 # The user sees a warning about a request that fails for longer than this.
 _SILENT_SECONDS = 5.0
@@ -60,7 +60,8 @@ _FIX_URL = "Correct the URL (TINKER_BASE_URL or url=)."
 _FIX_VERSION = "Is its version one that this client knows? `tinker-lightning doctor {url}` shows what it speaks."
 _FIX_ADDRESS = "Use http://host:port, or 'embedded' for a trainer in this process."
 
-# Failures before the request left, and statuses by which a server says that it did not take it.
+# Failures before the request left, and statuses by which a server says that it did not take it. A 503 may also come
+# from a proxy that has lost the connection to the server.
 _NOT_SENT = httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol
 _NOT_ACCEPTED = frozenset({402, 429, 503})
 _SHOWN_AT_ONCE = frozenset({402, 429, 500})
@@ -139,6 +140,7 @@ class Connection:
         accept: Callable[[httpx.Response], bool] | None = None,
         seconds: float | None = None,
         repeatable: bool = True,
+        is_poll: bool = False,
         record: OperationRecord | None = None,
     ) -> httpx.Response:
         """Sends a request, retrying where that may help, and returns a response that is not an error.
@@ -152,6 +154,7 @@ class Connection:
             accept: Returns whether the caller handles a response with an error status.
             seconds: How long to retry; by default as the retry policy says.
             repeatable: Whether the request may be sent again after the server may have received it.
+            is_poll: Whether the server may hold the request longer than the read timeout, which is raised at once then.
             record: Counts the request and its bytes.
 
         Raises:
@@ -160,57 +163,59 @@ class Connection:
         """
         content = {"Content-Type": JSON} if body is not None else {}
         started = time.monotonic()
-        shown = False
-        for attempt in itertools.count():
-            if self._closed:
-                raise ClientClosed("the client was closed before the result arrived")
-            credentials = self.credentials.key_header() if raw_key else await self.credentials.header()
-            response: httpx.Response | None = None
-            try:
-                response = await self._client.request(
-                    method,
-                    _parsed(self.url + path),
-                    content=body,
-                    headers={"Accept": JSON, **content, **credentials, **(headers or {})},
-                )
-                if record is not None:
-                    record.add(body, response)
-            except httpx.TransportError as cause:
-                if record is not None:
-                    record.add(body, None)
-                error: TinkerLightningError = self._transport_error(method, path, cause)
-                error.__cause__ = cause
-                if not repeatable and not isinstance(cause, _NOT_SENT):
-                    raise AnswerLost(f"{error} {_MAY_HAVE_RUN}") from cause
-            except httpx.RequestError as cause:
-                raise NotAnApi(
-                    f"{self.url}{path} sent a response that cannot be decoded: {cause}. {_FIX_URL}"
-                ) from cause
-            else:
-                self._reached = self._reached or response.is_success or _is_json(response)
-                if response.is_success or (accept is not None and accept(response)):
-                    if shown:
-                        self.status_log.show(self.url, "active")
-                    return response
-                if response.status_code == 500:
-                    # A server that crashes closes the connection after its answer. If the next request were sent on
-                    # it before the end is noticed, that request would look as if its answer were lost.
-                    await asyncio.sleep(_CLOSING_SECONDS)
-                error = self._status_error(method, path, response)
-                if not _may_succeed_later(response):
+        with self.status_log.waiting(self.url) as show:
+            for attempt in itertools.count():
+                if self._closed:
+                    raise ClientClosed("the client was closed before the result arrived")
+                credentials = self.credentials.key_header() if raw_key else await self.credentials.header()
+                response: httpx.Response | None = None
+                try:
+                    response = await self._client.request(
+                        method,
+                        _parsed(self.url + path),
+                        content=body,
+                        headers={"Accept": JSON, **content, **credentials, **(headers or {})},
+                    )
+                    if record is not None:
+                        record.add(body, response)
+                except httpx.TransportError as cause:
+                    if record is not None:
+                        record.add(body, None)
+                    error: TinkerLightningError = self._transport_error(method, path, cause)
+                    error.__cause__ = cause
+                    if is_poll and isinstance(cause, httpx.ReadTimeout):
+                        raise error from cause
+                    if not repeatable and not isinstance(cause, _NOT_SENT):
+                        raise AnswerLost(f"{error} {_MAY_HAVE_RUN}") from cause
+                except httpx.RequestError as cause:
+                    reason = f"{self.url}{path} sent a response that cannot be decoded: {cause}."
+                    if not repeatable:
+                        raise AnswerLost(f"{reason} {_MAY_HAVE_RUN}") from cause
+                    raise NotAnApi(f"{reason} {_FIX_URL}") from cause
+                else:
+                    self._reached = self._reached or response.is_success or _is_json(response)
+                    if response.status_code == 500:
+                        # A server that crashes closes the connection after its answer. If the next request were sent on
+                        # it before the end is noticed, that request would look as if its answer were lost.
+                        await asyncio.sleep(_CLOSING_SECONDS)
+                    if response.is_success or (accept is not None and accept(response)):
+                        return response
+                    error = self._status_error(method, path, response)
+                    if not _may_succeed_later(response):
+                        raise error
+                    if not repeatable and not _is_turned_away(response):
+                        raise AnswerLost(f"{error} {_MAY_HAVE_RUN}")
+                delay = self._retry_policy.delay(attempt, response)
+                waited = time.monotonic() - started
+                if waited + delay > self._limit(response, seconds):
                     raise error
-                if not repeatable and response.status_code not in _NOT_ACCEPTED:
-                    raise AnswerLost(f"{error} {_MAY_HAVE_RUN}")
-            delay = self._retry_policy.delay(attempt, response)
-            waited = time.monotonic() - started
-            if waited + delay > self._limit(response, seconds):
-                raise error
-            if waited + delay > _SILENT_SECONDS or (response is not None and response.status_code in _SHOWN_AT_ONCE):
-                state = type(error).__name__ if response is None else f"HTTP {response.status_code}"
-                self.status_log.show(self.url, f"waiting because of {state}", str(error))
-                shown = True
-            logger.debug("%s; trying again in %.1f s", error, delay)
-            await asyncio.sleep(delay)
+                if waited + delay > _SILENT_SECONDS or (
+                    response is not None and response.status_code in _SHOWN_AT_ONCE
+                ):
+                    state = type(error).__name__ if response is None else f"HTTP {response.status_code}"
+                    show(f"waiting because of {state}", str(error))
+                logger.debug("%s; trying again in %.1f s", error, delay)
+                await asyncio.sleep(delay)
         raise AssertionError("unreachable")
 
     def stream(self, url: str) -> AbstractAsyncContextManager[httpx.Response]:
@@ -278,10 +283,7 @@ class Connection:
 
     def _status_error(self, method: str, path: str, response: httpx.Response) -> TinkerLightningError:
         status = response.status_code
-        try:
-            body = wire_json.loads(response.content)
-        except InvalidMessage:
-            body = None
+        body = _json_body(response)
         if status in (401, 403):
             detail = _detail(body) or "no reason given"
             return Unauthorized(f"{self.url} rejected the API key ({detail}). Set TINKER_API_KEY, or pass api_key=.")
@@ -327,6 +329,18 @@ def _check_url(url: str) -> None:
 def _is_json(response: httpx.Response) -> bool:
     kind: str = response.headers.get("content-type", "")
     return kind.split(";")[0].strip().endswith("json")
+
+
+def _json_body(response: httpx.Response) -> dict[str, Any] | None:
+    try:
+        return wire_json.loads(response.content)
+    except InvalidMessage:
+        return None
+
+
+def _is_turned_away(response: httpx.Response) -> bool:
+    """Returns whether the server did not take a request; a proxy that answers may have passed it on."""
+    return response.status_code in _NOT_ACCEPTED and (response.status_code != 503 or _json_body(response) is not None)
 
 
 def _may_succeed_later(response: httpx.Response) -> bool:

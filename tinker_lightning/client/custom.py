@@ -234,8 +234,8 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
 
 
 def _with_logprobs(output: ForwardBackwardOutput, forward: ForwardBackwardOutput) -> ForwardBackwardOutput:
-    """Returns the result of a backward; that of a retained forward has no log-probabilities of its own."""
-    return output if forward.retained is None else replace(output, loss_fn_outputs=forward.loss_fn_outputs)
+    """Returns the result of a backward; that of a retained forward, or of some servers, has no log-probabilities."""
+    return output if surrogate.has_logprobs(output) else replace(output, loss_fn_outputs=forward.loss_fn_outputs)
 
 
 def evaluation_of(

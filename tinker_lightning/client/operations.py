@@ -107,13 +107,13 @@ def encode(dialect: Dialect, name: str, endpoint: str, request: Any, result: typ
 
 
 def _targets(dialect: Dialect, request: ForwardBackwardRequest) -> list[int] | None:
-    """Returns the number of targets of each datum if their log-probabilities are needed.
+    """Returns the number of targets of each datum if their log-probabilities are read.
 
-    A backward needs them where the server's sum is that of other weights, and the loss is computed here.
+    Those of a backward are read where the server's sum is that of other weights, and the loss is computed here.
     """
-    is_needed = request.forward_only or dialect.unit_forward_weights or dialect.forward == "zero_weights"
+    is_read = request.forward_only or dialect.unit_forward_weights or dialect.forward == "zero_weights"
     given = [datum.loss_fn_inputs.get("target_tokens") for datum in request.data]
-    if not is_needed or request.loss_fn not in LOSSES or any(targets is None for targets in given):
+    if not is_read or request.loss_fn not in LOSSES or any(targets is None for targets in given):
         return None
     return [math.prod(targets.shape) for targets in given if targets is not None]
 
@@ -251,7 +251,13 @@ async def _fetch(session: Session, operation: Operation[Any], request_id: str) -
         asked = time.monotonic()
         try:
             response = await session.connection.send(
-                "POST", "/api/v1/retrieve_future", body, headers=headers, accept=accept, record=operation.record
+                "POST",
+                "/api/v1/retrieve_future",
+                body,
+                headers=headers,
+                accept=accept,
+                is_poll=True,
+                record=operation.record,
             )
         except NotFound as error:
             if operation.endpoint == "load_weights" and not session.dialect.deduplicates:
@@ -314,8 +320,13 @@ def _decode(session: Session, operation: Operation[T], response: httpx.Response)
 
 
 def _defect(session: Session, operation: Operation[Any], output: ForwardBackwardOutput) -> str | None:
-    """Returns what is wrong with the result of a pass, such as that of another operation in its place."""
-    if operation.datums and len(output.loss_fn_outputs) != operation.datums:
+    """Returns what is wrong with the result of a pass, such as that of another operation in its place.
+
+    A backward may come without log-probabilities: its gradient is accumulated, and only its loss is not known.
+    """
+    is_forward = operation.name == "forward"
+    is_bare = not is_forward and not output.loss_fn_outputs and bool(output.metrics)
+    if operation.datums and len(output.loss_fn_outputs) != operation.datums and not is_bare:
         return f"loss_fn_outputs has {len(output.loss_fn_outputs)} entries for {operation.datums} datums"
     for name in output.metrics if not session.dialect.deduplicates else ():
         if ":" not in name:
@@ -325,6 +336,8 @@ def _defect(session: Session, operation: Operation[Any], output: ForwardBackward
     for i, (targets, tensors) in enumerate(zip(operation.targets or (), output.loss_fn_outputs, strict=False)):
         field = f"loss_fn_outputs[{i}].logprobs"
         if "logprobs" not in tensors:
+            if not is_forward:
+                continue
             return f"{field}: missing; there is only {', '.join(tensors) or 'nothing'}"
         if (found := math.prod(tensors["logprobs"].shape)) != targets:
             return f"{field}: has {found} values for {targets} targets"

@@ -9,7 +9,6 @@ from tinker_lightning.client import checkpoints
 from tinker_lightning.client.async_names import awaited
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.types import WeightsInfoResponse
-from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 
 if TYPE_CHECKING:
@@ -72,8 +71,7 @@ class RestClient:
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> TinkerFuture[WeightsInfoResponse]:
         """Returns the base model and adapter of a checkpoint."""
-        session, request = self._channel.session, rq.WeightsInfoRequest(tinker_path)
-        return self._run("weights_info", session.connection.post("/api/v1/weights_info", request, WeightsInfoResponse))
+        return self._run("weights_info", checkpoints.weights_info(self._channel.session.connection, tinker_path))
 
     def get_external_weights_urls(self, tinker_path: str) -> TinkerFuture[rs.ExternalWeightsUrlsResponse]:
         """Returns URLs of the files that `save_weights_external` saved."""

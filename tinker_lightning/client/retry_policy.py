@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     import httpx
 
 logger = logging.getLogger("tinker_lightning.client")
@@ -57,3 +60,25 @@ class StatusLog:
         else:
             self._states[subject] = state
             logger.warning("%s: %s (%s)", subject, state, reason or "no reason given")
+
+    @contextlib.contextmanager
+    def waiting(self, subject: str) -> Iterator[Callable[[str, str], None]]:
+        """Shows the states in which one request waits for a subject. Afterwards the subject is active.
+
+        If the request fails, that is not logged, because the error is raised; but the next outage is shown again.
+        """
+        shown = False
+
+        def show(state: str, reason: str) -> None:
+            nonlocal shown
+            shown = True
+            self.show(subject, state, reason)
+
+        try:
+            yield show
+        except BaseException:
+            if shown:
+                self._states.pop(subject, None)
+            raise
+        if shown:
+            self.show(subject, "active")

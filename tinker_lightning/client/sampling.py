@@ -162,10 +162,10 @@ class SamplingClient(BaseSamplingClient):
         return future.then(lambda response: _aligned(response, model_input.length))
 
     def _weights(self) -> tuple[str, str | None]:
-        """Returns the path of the weights, or the sampler's id, and the model that the path names."""
+        """Returns the path of the weights, or the sampler's id, and the model that the path names, if it names one."""
         if self._model_path is None:
             return self.sampler_id, None
-        return self._model_path, checkpoints.parse(self._model_path)[0]
+        return self._model_path, checkpoints.run_of(self._model_path)
 
     def _sampler(self) -> GetSamplerResponse:
         return self._channel.fetch(f"/api/v1/samplers/{self.sampler_id}", GetSamplerResponse)

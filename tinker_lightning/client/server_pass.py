@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch import Tensor
 
-from tinker_lightning.client.dialects.encoding import check_targets
+from tinker_lightning.client.dialects.encoding import check_targets, weighted
 from tinker_lightning.client.dialects.surrogate import completed, times
 from tinker_lightning.client.loss_handle import LossHandle, located
 from tinker_lightning.client.sdk.inputs import loss_name
@@ -169,6 +169,16 @@ def built_in(
     return ServerPass(datums, loss, settings, finish=finish, per_batch=carrier.per_batch, even_batch=carrier.even_batch)
 
 
+def as_forward(dialect: Dialect, request: ServerPass) -> ServerPass:
+    """Returns a pass with the weights at which a server computes no gradient and all log-probabilities."""
+    if dialect.forward == "zero_weights":
+        data = [weighted(datum, 0.0) for datum in request.data]
+        return replace(request, data=data, loss=surrogate.SURROGATE, config={})
+    if dialect.unit_forward_weights:
+        return replace(request, data=[weighted(datum, 1.0) for datum in request.data])
+    return request
+
+
 def gap(dialect: Dialect, loss: str) -> str:
     """Returns why a server does not train with a built-in loss as the protocol defines it; empty if it does."""
     carrier = dialect.surrogate
@@ -277,6 +287,8 @@ def _with_sum(
 ) -> ForwardBackwardOutput:
     """Returns a result with the `loss:sum` of the given datums, computed here if the server does not return it.
 
+    It has none if the server does not return the log-probabilities of a backward either.
+
     Args:
         output: The server's result.
         data: The datums before scaling.
@@ -287,7 +299,7 @@ def _with_sum(
     if scale and "loss:sum" in output.metrics:
         return _unscaled(output, scale=scale)
     metrics = {name: value for name, value in output.metrics.items() if name != "loss:sum"}
-    if loss in LOSSES and len(output.loss_fn_outputs) == len(data):
+    if loss in LOSSES and len(output.loss_fn_outputs) == len(data) and surrogate.has_logprobs(output):
         logprobs = surrogate.logprobs_of(output, data)
         metrics["loss:sum"] = LOSSES[loss].total(logprobs, [datum.loss_fn_inputs for datum in data], config)
     return replace(output, metrics=metrics)

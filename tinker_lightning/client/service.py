@@ -20,7 +20,6 @@ from tinker_lightning.client.session import Session, SessionInfo, fetch_capabili
 from tinker_lightning.client.training import TrainingClient
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.types import LoraConfig, WeightsInfoResponse
-from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 
 if TYPE_CHECKING:
@@ -226,7 +225,7 @@ class ServiceClient:
 
     def weights_info(self, path: str) -> WeightsInfoResponse:
         """Returns which base model and adapter the checkpoint at a `tinker://` path belongs to."""
-        return self._channel.call("/api/v1/weights_info", rq.WeightsInfoRequest(path), WeightsInfoResponse)
+        return self._channel.wait(checkpoints.weights_info(self.session.connection, path))
 
     def create_custom_loss(self, fn: Callable[..., Any], input_ranks: Mapping[str, int]) -> TinkerFuture[LossHandle]:
         """Traces and uploads a per-datum loss, `fn(logprobs, *inputs) -> (loss, metrics)`.

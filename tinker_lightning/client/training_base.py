@@ -310,7 +310,8 @@ class BaseTrainingClient(ABC):
         return future
 
     def _post_forward(self, request: ServerPass) -> TinkerFuture[ForwardBackwardOutput]:
-        return request.received(self._post_pass(request, forward_only=True))
+        sent = server_pass.as_forward(self.dialect, request)
+        return request.received(self._post_pass(sent, forward_only=True))
 
     def _post_backwards(self, requests: list[ServerPass]) -> Iterator[TinkerFuture[ForwardBackwardOutput]]:
         for request, future in zip(requests, self._post_passes(requests), strict=True):

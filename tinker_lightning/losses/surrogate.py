@@ -77,6 +77,11 @@ def leaves(output: ForwardBackwardOutput, data: Sequence[Datum]) -> list[Tensor]
         ]
 
 
+def has_logprobs(output: ForwardBackwardOutput) -> bool:
+    """Returns whether a pass returned log-probabilities, which some servers leave out of a backward."""
+    return bool(output.loss_fn_outputs) and all("logprobs" in tensors for tensors in output.loss_fn_outputs)
+
+
 def logprobs_of(output: ForwardBackwardOutput, data: Sequence[Datum]) -> list[TensorData]:
     """Returns the log-probabilities of a pass, one tensor per datum; raises `OperationFailed` if one is missing."""
     if len(output.loss_fn_outputs) != len(data):

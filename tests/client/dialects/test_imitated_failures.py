@@ -14,7 +14,7 @@ from tests.helpers.imitated_clients import BATCH, KINDS, STEP, connected, logpro
 from tinker_lightning import ServiceClient
 from tinker_lightning.client.dialects.known import known
 from tinker_lightning.client.retry_policy import RetryPolicy
-from tinker_lightning.errors import AnswerLost, NotFound, OperationFailed, TinkerLightningError
+from tinker_lightning.errors import AnswerLost, NotFound, TinkerLightningError
 from tinker_lightning.server import create_app
 from tinker_lightning.testing import imitate
 
@@ -47,6 +47,61 @@ def test_a_lost_answer_never_doubles_a_gradient(kind: Kind, trainer: EmbeddedTra
             client.get_info()
 
 
+class Proxy(httpx.AsyncBaseTransport):
+    """Passes requests on, and answers the next `forward_backward` itself: before it passes it on, or afterwards."""
+
+    def __init__(self, inner: httpx.AsyncBaseTransport) -> None:
+        self._inner = inner
+        self.answer: httpx.Response | Exception | None = None
+        self.passes_on = True
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        answer = self.answer if request.url.path.endswith("/forward_backward") else None
+        if answer is None:
+            return await self._inner.handle_async_request(request)
+        self.answer = None
+        if self.passes_on:
+            await self._inner.handle_async_request(request)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.mark.parametrize(
+    "answer", [httpx.Response(503, text="reset before headers"), httpx.DecodingError("bad gzip")], ids=["503", "gzip"]
+)
+@pytest.mark.parametrize("kind", ["skyrl", "tuft"])
+def test_what_a_proxy_answers_never_doubles_a_gradient(
+    kind: Kind, answer: httpx.Response | Exception, trainer: EmbeddedTrainer
+) -> None:
+    with imitate(kind, trainer=trainer) as server:
+        proxy = Proxy(server.transport)
+        with connected(server, known(kind), proxy) as service:
+            client = model_on(service)
+            proxy.answer = answer
+
+            def step() -> None:
+                client.forward_backward(BATCH, "cross_entropy")
+                client.optim_step(STEP).result()
+
+            with pytest.raises(AnswerLost, match="may have executed it"):
+                step()
+            assert server.ran["forward_backward"] <= 1
+            assert server.ran["optim_step"] == 0
+            with contextlib.suppress(AnswerLost):
+                client.get_info()
+
+
+def test_a_server_that_turns_a_pass_away_gets_it_again(trainer: EmbeddedTrainer) -> None:
+    with imitate("tuft", trainer=trainer) as server:
+        proxy = Proxy(server.transport)
+        with connected(server, known("tuft"), proxy) as service:
+            client = model_on(service)
+            proxy.answer, proxy.passes_on = httpx.Response(503, json={"detail": "starting"}), False
+            client.forward_backward(BATCH, "cross_entropy").result()
+            assert server.ran["forward_backward"] == 1
+
+
 def test_a_rejected_request_leaves_its_number_to_the_next(trainer: EmbeddedTrainer) -> None:
     with imitate("tuft", trainer=trainer) as server, connected(server) as service:
         client = model_on(service)
@@ -71,6 +126,16 @@ def test_a_missing_checkpoint_is_not_found(kind: Kind, trainer: EmbeddedTrainer)
             client.load_state(f"tinker://{client.model_id}/weights/nothing").result()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_an_unknown_run_is_not_found(kind: Kind, trainer: EmbeddedTrainer) -> None:
+    path = "tinker://gone/weights/nothing"
+    with imitate(kind, trainer=trainer) as server, connected(server) as service:
+        client = model_on(service)
+        with pytest.raises(NotFound):
+            service.create_training_client_from_state(path)
+        assert not client.checkpoint_exists(path)
+
+
 def test_a_crash_does_not_lose_the_answer_to_the_next_request(trainer: EmbeddedTrainer) -> None:
     with (
         imitate("tuft", trainer=trainer) as server,
@@ -80,7 +145,7 @@ def test_a_crash_does_not_lose_the_answer_to_the_next_request(trainer: EmbeddedT
     ):
         client = model_on(service)
         for _ in range(5):
-            with pytest.raises(OperationFailed, match="HTTP 500"):
+            with pytest.raises(NotFound, match="tinker://unknown/weights/x: there is no such checkpoint on http"):
                 service.weights_info("tinker://unknown/weights/x")  # after which the connection is closed
             client.forward_backward(BATCH, "cross_entropy").result()
 

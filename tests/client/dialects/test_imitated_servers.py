@@ -93,6 +93,23 @@ def test_the_sum_of_a_forward_is_that_of_the_callers_weights(kind: Kind, trainer
     assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["skyrl", "tuft", "together"])
+def test_a_backward_without_logprobs_trains_and_has_no_sum(kind: Kind, trainer: EmbeddedTrainer) -> None:
+    with (
+        imitate(kind, trainer=trainer, lacks_backward_logprobs=True, metrics=()) as server,
+        connected(server, known(kind)) as service,
+    ):
+        client = model_on(service)
+        before = logprobs_of(client)
+        weighted = [each.with_inputs(weights=np.ones(each.model_input.length, np.float32)) for each in BATCH]
+        passed = client.forward_backward(weighted, "cross_entropy")
+        custom = client.forward_backward_custom(BATCH, preference)
+        client.optim_step(STEP).result()
+        assert np.abs(logprobs_of(client) - before).max() > 1e-3
+        assert "loss:sum" not in passed.result().metrics
+        assert np.concatenate([each["logprobs"].to_numpy() for each in custom.result().loss_fn_outputs]).size == 19
+
+
 @pytest.mark.parametrize("kind", ["skyrl", "open-rl"])
 def test_a_step_reports_the_norm_of_its_gradient_under_one_name(kind: Kind, trainer: EmbeddedTrainer) -> None:
     with imitate(kind, trainer=trainer) as server, connected(server) as service:
@@ -131,6 +148,8 @@ def test_the_whole_path(kind: Kind, trainer: EmbeddedTrainer) -> None:
         np.testing.assert_allclose(np.array(scores[1:], float), current[: len(scores) - 1], rtol=1e-3, atol=1e-4)
         drawn = sampler.sample(BATCH[0].model_input, 2, SamplingParams(max_tokens=3, seed=1)).result()
         assert len(drawn.sequences) == 2
+        named = client.save_weights_and_get_sampling_client("named")
+        assert named.compute_logprobs(BATCH[0].model_input).result() == scores
         try:
             client.delete_checkpoint(saved)
         except Unsupported:

@@ -141,6 +141,9 @@ class Fireworks(Together):
         return super().save_state(name, ttl_seconds, overwrite)
 
 
+Together.__module__, Fireworks.__module__ = "together.post_training.tinker", "fireworks.training.sdk"
+
+
 class Newer:
     """A client of the SDK whose every method, `_async` or not, returns one awaitable future."""
 
@@ -229,9 +232,57 @@ def test_fields_that_a_version_does_not_know_are_left_out_or_raise() -> None:
         convert.settings(OldParams, AdamParams(weight_decay=0.1))
 
 
+class Logging:
+    """A wrapper of a user, which hands on what it knows."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.calls: list[str] = []
+
+    def forward(self, *args: Any) -> Any:
+        return self._inner.forward(*args)
+
+    def forward_backward(self, *args: Any) -> Any:
+        self.calls.append("forward_backward")
+        return self._inner.forward_backward(*args)
+
+    def forward_backward_custom(self, *args: Any) -> Any:
+        return self._inner.forward_backward_custom(*args)
+
+    def optim_step(self, *args: Any) -> Any:
+        return self._inner.optim_step(*args)
+
+    def save_state(self, name: str) -> Any:
+        return self._inner.save_state(name)
+
+
+def test_the_server_behind_a_wrapped_client_is_detected(ways: Callable[[BackendName], Backend]) -> None:  # R5.4
+    way = ways("official SDK")
+    clients = [way.service.create_lora_training_client("tiny", 4, 1) for _ in range(2)]
+    logged = Logging(clients[0])
+    wrapped = as_backend(Logging(logged))
+    assert wrapped.dialect.name == "embedded"
+    assert train(wrapped) == train(as_backend(clients[1]))
+    assert logged.calls == ["forward_backward"] * 2
+    assert wrapped.checkpoint_exists(wrapped.save_state("wrapped").result().path)
+
+
+def test_an_unknown_client_needs_the_dialect_of_its_server(way: Backend) -> None:  # R5.4
+    ours, inner = way.model(), way.model()
+    with pytest.raises(Unsupported, match=r"Logging has the methods .* as_backend\(client, dialect=...\)"):
+        as_backend(Logging(inner))
+    assert train(as_backend(Logging(inner), dialect="together")) == train(ours)
+    assert way.bits(inner) == way.bits(ours)
+
+
 def test_something_else_is_no_client() -> None:
     with pytest.raises(InvalidInput, match="object cannot be trained: it has no"):
         as_backend(object())
+
+
+def test_our_clients_know_their_dialect(way: Backend) -> None:
+    with pytest.raises(InvalidInput, match=r"dialect: not supported for a TrainingClient\. Pass it to connect"):
+        as_backend(way.model(), dialect="together")
 
 
 class Prefers(RemoteModule):

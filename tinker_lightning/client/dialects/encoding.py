@@ -22,20 +22,14 @@ if TYPE_CHECKING:
 
 
 def encode_pass(dialect: Dialect, request: ForwardBackwardRequest) -> tuple[str, bytes, str]:
-    """Returns the endpoint, the body and the content type of a pass.
+    """Returns the endpoint, the body and the content type of a pass; a forward has the weights that it needs.
 
     Raises:
         InvalidInput: If the server would misunderstand a datum.
     """
     check_targets(dialect, request.data)
-    if request.forward_only:
-        if dialect.forward == "zero_weights":
-            data = [weighted(datum, 0.0) for datum in request.data]
-            request = dataclasses.replace(
-                request, data=data, loss_fn="cross_entropy", loss_fn_config={}, forward_only=False
-            )
-        elif dialect.unit_forward_weights:
-            request = dataclasses.replace(request, data=[weighted(datum, 1.0) for datum in request.data])
+    if request.forward_only and dialect.forward == "zero_weights":
+        request = dataclasses.replace(request, forward_only=False)
     endpoint = "forward" if request.forward_only and dialect.forward == "forward" else "forward_backward"
     if dialect.encoding == "json":
         return endpoint, wire_json.forward_backward_body(request), JSON

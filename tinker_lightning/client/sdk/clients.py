@@ -17,7 +17,7 @@ import httpx
 import tinker
 from tinker import types as sdk
 
-from tinker_lightning.client import checkpoints, download, live_weights, server_pass
+from tinker_lightning.client import checkpoints, chunking, download, live_weights, server_pass
 from tinker_lightning.client.async_names import awaited
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.loop import BackgroundLoop
@@ -48,22 +48,33 @@ if TYPE_CHECKING:
     from tinker_lightning.client.server_pass import ServerPass
     from tinker_lightning.types import Datum, SamplingParams
 
+# A batch below both limits is sent in one request by every version of the SDK. Some split it at 5,000,000 bytes by an
+# estimate that is up to 2.5 times ours.
+_CALL_DATUMS = 128
+_CALL_BYTES = 2_000_000
 # How long a process that ends waits for requests in flight, in seconds.
 _EXIT_SECONDS = 5.0
 _SET_TTL = "set_checkpoint_ttl_from_tinker_path"  # of newer versions of the SDK
 
 
 class OfficialTrainingClient(BaseTrainingClient):
-    """The official SDK's `TrainingClient` as a `TrainingBackend`; takes the SDK's types and ours, returns ours."""
+    """The official SDK's `TrainingClient` as a `TrainingBackend`; takes the SDK's types and ours, returns ours.
+
+    Args:
+        client: The client that is called.
+        inner: The SDK's client, if that is another one, which the first wraps.
+        dialect: What the server speaks; detected at the first use if it is not given.
+    """
 
     losses: Losses | None = None  # the SDK has no call to upload losses
     _types: Any = sdk
 
-    def __init__(self, client: tinker.TrainingClient) -> None:
-        super().__init__(str(getattr(client, "model_id", type(client).__name__)))
+    def __init__(self, client: Any, inner: Any = None, dialect: Dialect | None = None) -> None:
+        self._inner = client if inner is None else inner
+        super().__init__(str(getattr(self._inner, "model_id", type(client).__name__)))
         self.client = client
         self._calls = Calls(self.model_id, self.unread)
-        self._dialect: Dialect | None = None
+        self._dialect = dialect
         weakref.finalize(self, self.unread.log_failures, _EXIT_SECONDS)
 
     def prepare(
@@ -139,7 +150,7 @@ class OfficialTrainingClient(BaseTrainingClient):
         create = partial(self.client.create_sampling_client, model_path)
         if self.dialect.samples_old_weights:
             return OfficialSamplingClient(self._calls.translated("create_sampling_client", create))
-        guard = partial(self._live.sample, model_path, checkpoints.parse(model_path)[0])
+        guard = partial(self._live.sample, model_path, checkpoints.run_of(model_path))
         return OfficialSamplingClient(self._calls.translated("create_sampling_client", create), guard)
 
     def create_base_sampling_client(self, base_model: str | None = None) -> OfficialSamplingClient:
@@ -147,7 +158,7 @@ class OfficialTrainingClient(BaseTrainingClient):
         name = base_model or self.get_info().model_data.model_name
 
         def create() -> Any:
-            return tinker.SamplingClient.create(self.client.holder, base_model=name).result()
+            return tinker.SamplingClient.create(self._inner.holder, base_model=name).result()
 
         return OfficialSamplingClient(self._calls.translated("create_sampling_client", create))
 
@@ -230,12 +241,12 @@ class OfficialTrainingClient(BaseTrainingClient):
 
     @property
     def _rest(self) -> tinker.RestClient:
-        return tinker.RestClient(self.client.holder)
+        return tinker.RestClient(self._inner.holder)
 
     @property
     def server(self) -> str:
         """The URL of the server behind the SDK's client."""
-        return server_url(self.client) or super().server
+        return server_url(self._inner) or super().server
 
     @functools.cached_property
     def _live(self) -> LiveWeights:
@@ -246,17 +257,46 @@ class OfficialTrainingClient(BaseTrainingClient):
     def dialect(self) -> Dialect:
         """What the server behind the SDK's client speaks; detected at the first use."""
         if self._dialect is None:
-            self._dialect = detect_behind(self.client)
+            self._dialect = detect_behind(self._inner)
         return self._dialect
 
     def _post_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
-        datums = [convert.datum(datum, self._types) for datum in request.for_call(request.data)]
-        name, config = "forward" if forward_only else "forward_backward", request.config or None
-        call = self.client.forward if forward_only else self.client.forward_backward
+        chunks = self._split(request)
+        calls = [[convert.datum(datum, self._types) for datum in request.for_call(chunk)] for chunk in chunks]
+        is_forward = forward_only and self.dialect.forward != "zero_weights"
+        call = self.client.forward if is_forward else self.client.forward_backward
         loss: Any = request.loss
+        config = request.config or None
+
+        def combined(results: list[Any]) -> ForwardBackwardOutput:
+            pairs = zip(results, chunks, strict=True)
+            return chunking.combine([request.of_call(convert.output(result), chunk) for result, chunk in pairs])
+
         return self._calls.future(
-            name, lambda: call(datums, loss, config), lambda r: request.of_call(convert.output(r), request.data)
+            "forward" if forward_only else "forward_backward",
+            lambda: [call(datums, loss, config) for datums in calls],
+            combined,
         )
+
+    def _split(self, request: ServerPass) -> list[list[Datum]]:
+        """Splits a batch where the server divides by the sequences of a request, so that each call is one request.
+
+        Raises:
+            Unsupported: If the SDK would split a call.
+        """
+        if request.per_batch != "call" and not request.even_batch:
+            return [request.data]
+        config = getattr(getattr(self._inner, "holder", None), "_client_config", None)
+        max_datums = min(_CALL_DATUMS, getattr(config, "fwdbwd_max_chunk_len", _CALL_DATUMS)) // 2 * 2
+        # Half of it, because the last datum may be sent twice to make the number even.
+        max_bytes = min(_CALL_BYTES, getattr(config, "fwdbwd_max_chunk_bytes_count", _CALL_BYTES)) // 2
+        chunks = chunking.split(request.data, max_datums, max_bytes)
+        if request.even_batch and (max_datums == 0 or any(chunking.size(chunk) > max_bytes for chunk in chunks)):
+            raise Unsupported(
+                f"servers of the dialect {self.dialect.name!r} need an even number of sequences in a request, but the "
+                "SDK sends the longest sequence of this batch alone. Use shorter ones, or tinker_lightning.connect()."
+            )
+        return chunks
 
     def _save(self, method: str, name: str, ttl_seconds: int | None, **optional: Any) -> Any:
         """Calls a save with those of its arguments that are given; versions of the SDK differ in what they know."""

@@ -5,6 +5,7 @@ Imported only after the user has passed such a client, so that `tinker` stays an
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,7 +42,7 @@ class Calls:
         return self._unread.add(self.future(operation, send, convert))
 
     def future(self, operation: str, send: Callable[[], Any], convert: Callable[[Any], T]) -> TinkerFuture[T]:
-        """Sends with the SDK; returns a future of the converted result that is not tracked."""
+        """Sends with the SDK; returns a future of the converted result, or list of results, that is not tracked."""
         source = _source(self._sent(operation, send))
         converted: Future[T] = Future()
         converted.set_running_or_notify_cancel()
@@ -83,12 +84,32 @@ _waiting = ThreadPoolExecutor(max_workers=64, thread_name_prefix="tinker-lightni
 
 def _source(sent: Any) -> Future[Any]:
     """Returns the future of a call, whichever kind the client returns: the SDK has changed it, and vendors differ."""
+    if isinstance(sent, list):
+        return _all([_source(each) for each in sent])
     if isinstance(sent, Future):
         return sent
     if callable(wrapped := getattr(sent, "future", None)):
         source: Future[Any] = wrapped()
         return source
     return _waiting.submit(sent.result)
+
+
+def _all(sources: list[Future[Any]]) -> Future[list[Any]]:
+    """Returns a future of the results of several calls."""
+    gathered: Future[list[Any]] = Future()
+    gathered.set_running_or_notify_cancel()
+    left = itertools.count(len(sources) - 1, -1)
+
+    def settle(_: object) -> None:
+        if next(left) == 0:
+            try:
+                gathered.set_result([source.result() for source in sources])
+            except Exception as error:
+                gathered.set_exception(error)
+
+    for source in sources:
+        source.add_done_callback(settle)
+    return gathered
 
 
 def _value(returned: Any) -> Any:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from tinker import types as sdk
 
 from tinker_lightning.client.dialects import known
-from tinker_lightning.client.dialects.encoding import weighted
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.client.sdk import convert
 from tinker_lightning.client.sdk.clients import OfficialTrainingClient
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.client.server_pass import ServerPass
     from tinker_lightning.types import Datum, ForwardBackwardOutput, GetInfoResponse
@@ -31,18 +31,24 @@ if TYPE_CHECKING:
 class VendorTrainingClient(OfficialTrainingClient):
     """A vendor's training client as a `TrainingBackend`.
 
-    What the vendor's built-in losses compute is not known, so gradients are sent by its own `forward_backward_custom`,
-    which runs another forward; built-in losses run locally.
+    Without a dialect, what the vendor's built-in losses compute is not known, so gradients are sent by its own
+    `forward_backward_custom`, which runs another forward; built-in losses run locally.
+
+    Args:
+        client: The vendor's client.
+        dialect: What its server speaks, if that is known.
     """
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, dialect: Dialect | None = None) -> None:
         super().__init__(client)
         self._types = _types_of(client)
-        self._dialect = known.JSON.but(
+        self._has_own_call = dialect is None
+        self._dialect = dialect or known.JSON.but(
             name=type(client).__module__.split(".")[0],
             # This carries gradients to `_post_pass` only, which hands them to the vendor's own call.
             surrogate=Surrogate(),
             losses=frozenset(),
+            # Elsewhere than on weights of one, log-probabilities may come back as 0.
             unit_forward_weights=True,
         )
 
@@ -75,12 +81,8 @@ class VendorTrainingClient(OfficialTrainingClient):
         raise Unsupported(f"{path}: {type(self.client).__name__} does not change when a checkpoint expires")
 
     def _post_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
-        if forward_only:
-            # Elsewhere than on weights of one, log-probabilities may come back as 0.
-            datums = [convert.datum(weighted(datum, 1.0), self._types) for datum in request.data]
-            loss: Any = request.loss
-            config = request.config or None
-            return self._calls.future("forward", lambda: self.client.forward(datums, loss, config), convert.output)
+        if forward_only or not self._has_own_call:
+            return super()._post_pass(request, forward_only=forward_only)
         datums = [convert.datum(datum, self._types) for datum in request.data]
         linear = partial(_linear, given=request.data)
         return self._calls.future(
@@ -103,7 +105,7 @@ def _linear(_: Sequence[Any], logprobs: Sequence[Tensor], *, given: Sequence[Dat
 def _types_of(client: Any) -> Any:
     """Returns the module with the vendor's datums: the one that its client's module calls `types`."""
     for base in type(client).__mro__:
-        types = vars(sys.modules[base.__module__]).get("types")
+        types = getattr(sys.modules.get(base.__module__), "types", None)
         if hasattr(types, "Datum"):
             return types
     return sdk

@@ -38,6 +38,7 @@ _PATHS = {
     "finish": "sessions/{session_id}/finish",
     "samplers": "samplers/{sampler_id}",
     "checkpoints": "training_runs/{model_id}/checkpoints",
+    "all_checkpoints": "checkpoints",
     "delete": "training_runs/{model_id}/checkpoints/{checkpoint_id:path}",
 }
 # Submissions for which servers may look up the model or sampler later.
@@ -102,6 +103,7 @@ class _Endpoints:
             "get_server_capabilities": ("GET", self.capabilities),
             "samplers": ("GET", self.sampler),
             "checkpoints": ("GET", self.checkpoints),
+            "all_checkpoints": ("GET", self.checkpoints),
             "delete": ("DELETE", self.delete),
         }
         routes = [
@@ -273,7 +275,7 @@ class _Endpoints:
         return JSONResponse(self._samplers.describe(request.path_params["sampler_id"]))
 
     async def checkpoints(self, request: Request) -> Response:
-        return JSONResponse(self._saving.listing(request.path_params["model_id"]))
+        return JSONResponse(self._saving.listing(request.path_params.get("model_id")))
 
     async def delete(self, request: Request) -> Response:
         self._saving.delete(request.path_params["model_id"], request.path_params["checkpoint_id"])

@@ -47,7 +47,7 @@ class Behaviour:
             `error_message`.
         knows_futures: Whether the poll of an unknown result is 404; otherwise it is pending.
         unknown_id: The status of `session_heartbeat`, `get_info`, `weights_info` and deletion for unknown ids; 500 is
-            a crash.
+            a crash, also of the listing of an unknown model, which is otherwise empty.
         late_errors: Whether unknown models and samplers are reported by the result, and not at submission.
         needs_created_model: Whether a pass that is sent before the model exists fails, instead of waiting for it.
 
@@ -65,6 +65,7 @@ class Behaviour:
         metrics: The metrics of a pass: `loss:sum`, `loss:mean` over sequences, or `loss:avg`, the loss itself.
         output_type: The `loss_fn_output_type` of a pass; `{loss_fn}` is filled in.
         elementwise_loss: Whether passes also return the loss of each token.
+        lacks_backward_logprobs: Whether `forward_backward` returns no log-probabilities.
         masks_forward: Whether `forward` returns 0.0 for tokens whose weight is 0.
         missing_inputs: Whether the weights, log-probabilities and advantages that a datum lacks are zeros (weights
             are ones), fail as in our trainer (where weights are ones, too), or are all `rejected`.
@@ -152,6 +153,7 @@ class Behaviour:
     metrics: Collection[str] = ("loss:sum",)
     output_type: str = "ArrayRecord"
     elementwise_loss: bool = False
+    lacks_backward_logprobs: bool = False
     masks_forward: bool = False
     missing_inputs: Literal["zeros", "fail", "rejected"] = "fail"
     out_of_range: Literal["fails", "nan"] = "fails"

@@ -19,7 +19,7 @@ SKYRL = Behaviour(  # 0.3.0 with its JAX backend
     name="skyrl",
     title="Tinker API Mock",
     version="0.0.1",
-    lacks={"delete", "finish"},
+    lacks={"all_checkpoints", "delete", "finish"},
     client_config={"pjwt_auth_enabled": False},
     wrong_encoding=500,
     required={"create_session": "tags sdk_version", "create_model": "lora_config", "save_weights": "path"},
@@ -131,7 +131,16 @@ TWINKLE = Behaviour(  # 0.5.1
 OPEN_RL = Behaviour(
     name="open-rl",
     title="Open-RL Server MVP",
-    lacks={"forward", "weights_info", "unload_model", "samplers", "checkpoints", "delete", "finish"},
+    lacks={
+        "forward",
+        "weights_info",
+        "unload_model",
+        "samplers",
+        "checkpoints",
+        "all_checkpoints",
+        "delete",
+        "finish",
+    },
     client_config={
         "pjwt_auth_enabled": False,
         "credential_default_source": "api_key",

@@ -151,6 +151,8 @@ class Models:
             logprobs = tensors["logprobs"].to_numpy()
             if b.masks_forward and request.forward_only:
                 tensors = {"logprobs": TensorData(logprobs * (weights_of(datum) != 0), "float32")}
+            if b.lacks_backward_logprobs and not request.forward_only:
+                tensors = {}
             if b.elementwise_loss:
                 tensors = {**tensors, "elementwise_loss": elementwise_loss(datum, request.loss_fn, logprobs)}
             outputs.append(tensors)

@@ -95,10 +95,12 @@ class Saving:
                 raise Refusal(error.status if status == 404 else status, error.detail) from error
         return {"base_model": model.base_model, "is_lora": True, "lora_rank": model.lora.rank}
 
-    def listing(self, model_id: str) -> dict[str, Any]:
-        """Lists the checkpoints of a model."""
+    def listing(self, model_id: str | None) -> dict[str, Any]:
+        """Lists the checkpoints of a model, or of all models."""
+        if model_id is not None and model_id not in self._state.models and self._behaviour.unknown_id == 500:
+            raise Refusal(500, "Model not found")
         types = {"weights": "training", "sampler_weights": "sampler"}
-        found = [each for each in self._state.written() if each.model.model_id == model_id]
+        found = [each for each in self._state.written() if model_id in (None, each.model.model_id)]
         return {
             "checkpoints": [
                 {

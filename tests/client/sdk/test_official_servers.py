@@ -1,0 +1,96 @@
+"""The official SDK's client in our wrapper, on servers of other kinds (R3.3, R5.4)."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import tinker
+
+from tests.helpers.imitated_clients import BATCH, STEP, logprobs_of, model_on, pair, preference
+from tinker_lightning.client import as_backend
+from tinker_lightning.errors import Unsupported
+from tinker_lightning.server import EmbeddedTrainer
+from tinker_lightning.testing import embedded_service, imitate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tinker_lightning.testing import Imitation
+    from tinker_lightning.testing.imitations.serving import Kind
+
+LARGE = [*BATCH, pair(5, 4), pair(7, 5)]
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTrainer]:
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path_factory.mktemp("servers"))
+    yield trainer
+    trainer.close()
+
+
+@contextlib.contextmanager
+def official(kind: Kind, trainer: EmbeddedTrainer, **changes: Any) -> Iterator[tuple[Any, Imitation]]:
+    """A model of the SDK on an imitated server, with the encoding and the fields that this version of the SDK sends."""
+    needed = {"encoding": "protobuf", "newest_fields": None, "seed_ignored": False, "ignores_lora_flags": False}
+    with imitate(kind, trainer=trainer, hold=1.0, **needed, **changes) as server:
+        service = tinker.ServiceClient(base_url=server.url, api_key="tml-any")
+        try:
+            yield as_backend(service.create_lora_training_client(base_model="tiny", rank=4, seed=1)), server
+        finally:
+            service.holder.close()
+
+
+def wrapped(client: Any) -> Any:
+    """An object with the methods that training needs, around the SDK's client."""
+    names = "forward", "forward_backward", "forward_backward_custom", "optim_step", "save_state"
+    return SimpleNamespace(inner=client, **{name: getattr(client, name) for name in names})
+
+
+def changed(client: Any) -> np.ndarray[Any, Any]:
+    before = logprobs_of(client)
+    client.forward_backward_custom(LARGE, preference)
+    client.optim_step(STEP).result()
+    change: np.ndarray[Any, Any] = logprobs_of(client) - before
+    return change
+
+
+@pytest.mark.parametrize("limit", [{"fwdbwd_max_chunk_len": 3}, {"fwdbwd_max_chunk_bytes_count": 500}], ids="".join)
+def test_a_batch_that_the_sdk_would_split_has_its_gradient(limit: dict[str, int], trainer: EmbeddedTrainer) -> None:
+    with embedded_service(trainer) as service:
+        expected = changed(model_on(service))
+    config = {"pjwt_auth_enabled": False, **limit}
+    with official("twinkle", trainer, lacks={"samplers", "finish"}, client_config=config) as (client, server):
+        assert client.dialect.name == "twinkle"
+        found = changed(client)
+        assert server.ran["forward_backward"] > 1
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_a_wrapper_of_the_sdks_client_has_the_gradient_too(trainer: EmbeddedTrainer) -> None:
+    with embedded_service(trainer) as service:
+        expected = changed(model_on(service))
+    with official("skyrl", trainer) as (client, _):
+        found = changed(as_backend(wrapped(client.client)))
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_a_sequence_that_the_sdk_would_send_alone_raises(trainer: EmbeddedTrainer) -> None:
+    config = {"pjwt_auth_enabled": False, "fwdbwd_max_chunk_bytes_count": 200}
+    with official("twinkle", trainer, lacks={"samplers", "finish"}, client_config=config) as (client, _):
+        with pytest.raises(Unsupported, match="need an even number of sequences"):
+            changed(client)
+        client.unread.take_failures()
+
+
+@pytest.mark.parametrize("kind", ["together", "open-rl"])
+def test_a_forward_has_the_weights_that_the_server_needs(kind: Kind, trainer: EmbeddedTrainer) -> None:
+    data = [each.with_inputs(weights=np.zeros(each.model_input.length, np.float32)) for each in BATCH]
+    with official(kind, trainer) as (client, server):
+        output = client.forward(data, "cross_entropy").result()
+        assert output.metrics["loss:sum"] == 0
+        assert all((each["logprobs"].to_numpy() < 0).all() for each in output.loss_fn_outputs)
+        assert server.ran["forward"] == (1 if kind == "together" else 0)  # open-rl has no such pass
