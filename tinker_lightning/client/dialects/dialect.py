@@ -59,6 +59,8 @@ class Dialect:
             loss is trained.
         losses: The built-in losses whose value and gradient are the protocol's up to the surrogate's factors; None
             for all.
+        sends_other_losses: Whether another built-in loss that is asked for by name is trained as the server computes
+            it; otherwise, it raises `Unsupported`.
         clips_gradients: Whether `grad_clip_norm` is honored.
         resets_optimizer: Whether `load_state` resets the optimizer state.
         clears_gradient: Whether loading a state clears the gradient that was accumulated since the last step.
@@ -79,6 +81,7 @@ class Dialect:
     deduplicates: bool = True
     surrogate: Surrogate | None = field(default_factory=Surrogate)
     losses: frozenset[str] | None = None
+    sends_other_losses: bool = False
     clips_gradients: bool = True
     resets_optimizer: bool = True
     clears_gradient: bool = False

@@ -49,7 +49,7 @@ def _advantages(probe: Probe) -> Finding:
     dialect: dict[str, Any] = {}
     if (is_plain := _entropy_is_plain(probe)) is not None:
         carrier = Surrogate() if is_plain else next(iter(linear), None)
-        dialect = {"surrogate": carrier, "losses": _losses(probe, carrier, found)}
+        dialect = {"surrogate": carrier, "losses": _losses(probe, carrier, found), "sends_other_losses": False}
     what = found["importance_sampling"]
     if isinstance(what, str):
         if what.startswith(FAILS):
@@ -74,12 +74,12 @@ def _losses(probe: Probe, carrier: Surrogate | None, found: dict[str, Surrogate 
         for loss, each in found.items()
         if isinstance(each, Surrogate) and (each.per_length, each.per_batch) == factors
     }
+    if carrier.loss == "cross_entropy":
+        good.add("cross_entropy")
     known = probe.dialect.losses
     if known is not None:
-        return known - (found.keys() - good)
-    if carrier.loss != "cross_entropy":
-        return frozenset(good)
-    return None if "importance_sampling" in good else frozenset({"cross_entropy"})
+        return frozenset(good | (known - {"cross_entropy", *found}))
+    return None if {"cross_entropy", "importance_sampling"} <= good else frozenset(good)
 
 
 def _custom(probe: Probe) -> Finding:

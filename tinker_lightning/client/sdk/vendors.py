@@ -43,6 +43,7 @@ class VendorTrainingClient(OfficialTrainingClient):
             # This carries gradients to `_post_pass` only, which hands them to the vendor's own call.
             surrogate=Surrogate(),
             losses=frozenset(),
+            sends_other_losses=False,
             unit_forward_weights=True,
         )
 
