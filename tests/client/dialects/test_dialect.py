@@ -71,8 +71,9 @@ def test_an_invalid_file_names_the_field(plain: dict[str, object], message: str)
 
 def test_names_may_be_any_collection() -> None:
     listed = known("json").but(losses=["ppo"], newer_fields=["save_weights.overwrite"])
-    assert (listed.losses, listed.newer_fields) == ({"ppo"}, {"save_weights.overwrite"})
-    assert hash(listed) == hash(known("json").but(losses={"ppo"}, newer_fields={"save_weights.overwrite"}))
+    frozen = known("json").but(losses=frozenset({"ppo"}), newer_fields=frozenset({"save_weights.overwrite"}))
+    assert listed == frozen
+    assert hash(listed) == hash(frozen)
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
