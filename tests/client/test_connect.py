@@ -16,6 +16,7 @@ import tinker_lightning
 from tests.helpers.backends import recording
 from tests.helpers.client_data import DATA
 from tinker_lightning.client import ServiceClient, TrainingBackend, as_backend, connect
+from tinker_lightning.client.dialects.known import known
 from tinker_lightning.client.discovery import HOSTED_URL
 from tinker_lightning.errors import ClientClosed, InvalidInput
 from tinker_lightning.server import create_app
@@ -61,6 +62,15 @@ def test_where_it_leads(case: str, monkeypatch: pytest.MonkeyPatch, caplog: pyte
 def test_an_unknown_dialect_raises() -> None:
     with pytest.raises(InvalidInput, match="dialect: 'old' is unknown; choose from auto"):
         connect("http://a", dialect="old")
+
+
+def test_the_embedded_trainer_has_its_own_dialect() -> None:
+    with pytest.raises(InvalidInput, match="dialect: the embedded trainer does not speak 'skyrl'"):
+        connect("embedded", dialect="skyrl")
+    with pytest.raises(InvalidInput, match="does not speak 'mine'"):
+        connect(dialect=known("json").but(name="mine"))
+    with connect("embedded", dialect="embedded") as service:
+        assert service.session.dialect == known("embedded")
 
 
 def test_the_key_comes_from_the_argument_or_the_environment(

@@ -187,6 +187,10 @@ def test_a_server_of_an_unknown_kind_is_measured_first(server: EmbeddedTrainer) 
                 module.trainer = quiet()
                 if is_exact:
                     assert module.chosen_route().route == "builtin"
+                    module.loss = losses.importance_sampling  # type: ignore[method-assign]  # is not measured
+                    assert module.chosen_route().route == "two-pass"
+                    module.route = "builtin"
+                    assert module.chosen_route().route == "builtin"
                 else:
                     with pytest.raises(Unsupported, match="would train wrong"):
                         module.chosen_route()

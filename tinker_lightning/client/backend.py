@@ -70,7 +70,7 @@ class TrainingBackend(Protocol):
         """Converts the gradient of a loss with respect to log-probabilities into the request that `send` takes."""
 
     def computes(self, loss: str) -> bool:
-        """Returns whether the server trains with a built-in loss as the protocol defines it."""
+        """Returns whether the server is known to train with a built-in loss as the protocol defines it."""
 
     def send(
         self, request: Any, *, forward_only: bool = False, retain: bool = False

@@ -10,6 +10,7 @@ from tinker_lightning.client import embedded
 from tinker_lightning.client.dialects.dialect import Dialect
 from tinker_lightning.client.dialects.known import known
 from tinker_lightning.client.target import Target
+from tinker_lightning.errors import InvalidInput
 
 logger = logging.getLogger("tinker_lightning.client")
 
@@ -24,7 +25,14 @@ def find(url: str | None, api_key: str | None, dialect: str | os.PathLike[str] |
     if url is None:
         url, why = _default(key)
         logger.info("connecting to %s (%s)", url, why)
-    return embedded.start() if url == EMBEDDED else Target(url, key, dialect=speaks)
+    if url != EMBEDDED:
+        return Target(url, key, dialect=speaks)
+    if speaks is not None and speaks != known(EMBEDDED):
+        raise InvalidInput(
+            f"dialect: the embedded trainer does not speak {speaks.name!r}. Pass the URL of the server that does, or "
+            "leave dialect out."
+        )
+    return embedded.start()
 
 
 def _dialect(given: str | os.PathLike[str] | Dialect | None) -> Dialect | None:

@@ -155,7 +155,7 @@ def built_in(
     datums, settings = scaled(data, loss, config, scale)
     carrier = dialect.surrogate
     if why := gap(dialect, loss):
-        return ServerPass(datums, loss, settings, finish=finish, forward_only=why)
+        return ServerPass(datums, loss, settings, finish=finish, forward_only="" if dialect.sends_other_losses else why)
     if carrier is None or carrier.loss == "cross_entropy" or loss not in LOSSES:
         return ServerPass(datums, loss, settings, finish=finish)
     finish = functools.partial(finish, scale=0.0)
@@ -180,14 +180,14 @@ def as_forward(dialect: Dialect, request: ServerPass) -> ServerPass:
 
 
 def gap(dialect: Dialect, loss: str) -> str:
-    """Returns why a server does not train with a built-in loss as the protocol defines it; empty if it does."""
+    """Returns why a server is not known to train with a built-in loss as the protocol defines it; empty if it is."""
     carrier = dialect.surrogate
     by_carrier = loss == "cross_entropy" and carrier is not None and carrier.loss == "cispo"
     if dialect.losses is None or loss not in LOSSES or loss in dialect.losses or by_carrier:
         return ""
     return (
-        f"{loss}: servers of the dialect {dialect.name!r} do not train with this loss as the protocol defines it. Use "
-        f"a custom loss: tinker_lightning.losses.{loss}."
+        f"{loss}: servers of the dialect {dialect.name!r} are not known to train with this loss as the protocol "
+        f"defines it. Use a custom loss: tinker_lightning.losses.{loss}."
     )
 
 

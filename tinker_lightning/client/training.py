@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from tinker_lightning.client.dialects import measure
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.operations import Operation, encode, perform, recorded
+from tinker_lightning.client.removal import remove
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.sdk import inputs
 from tinker_lightning.client.session import fetch_capabilities
@@ -300,22 +302,31 @@ class TrainingClient(BaseTrainingClient):
     def _measured(self) -> Surrogate:
         session = self._channel.session
         if session.dialect.surrogate is None:
-            name = self.get_info().model_data.model_name or ""
-            logger.info(
-                "measuring on a second model whether %s computes cross_entropy as a plain sum", self._channel.url
-            )
-            scratch = self.create(self._channel, self.losses, name, LoraConfig(rank=8, seed=0), None)
-            try:
-                fault = measure.cross_entropy_fault(measure.Scratch(scratch))
-            except (InvalidInput, OperationFailed, NotFound) as error:
-                fault = f"it could not be measured: {error}"
-            if fault is not None:
+            if (fault := self._cross_entropy_fault()) is not None:
                 raise Unsupported(
                     f"custom losses would train wrong on {self._channel.url}: {fault}. Run `tinker-lightning doctor "
                     f"{self._channel.url}` for the details, and pass what it saves to connect(dialect=...)."
                 )
             session.dialect = session.dialect.but(surrogate=Surrogate())
         return session.dialect.surrogate or Surrogate()
+
+    def _cross_entropy_fault(self) -> str | None:
+        """Returns why `cross_entropy` is not a plain sum, measured on a second model, which is removed afterwards."""
+        channel, name = self._channel, self.get_info().model_data.model_name or ""
+        logger.info("measuring on a second model whether %s computes cross_entropy as a plain sum", channel.url)
+        models: list[TrainingClient] = []
+        paths: list[str] = []
+        try:
+            models.append(self.create(channel, self.losses, name, LoraConfig(rank=8, seed=0), None))
+            paths.append(models[0].save_state(f"measured-{uuid.uuid4().hex[:8]}").result().path)
+            return measure.cross_entropy_fault(measure.Scratch(models[0], paths[0]))
+        except (InvalidInput, OperationFailed, NotFound) as error:
+            return f"it could not be measured: {error}"
+        finally:
+            for path in remove(channel, models, paths):
+                logger.warning(
+                    "%s was saved to measure gradients, and stays on %s, which did not delete it", path, channel.url
+                )
 
     def _post_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
         (future,) = self._start([self._pass(request, forward_only=forward_only)])

@@ -263,7 +263,7 @@ class BaseTrainingClient(ABC):
         return False
 
     def computes(self, loss: str) -> bool:
-        """Returns whether the server trains with a built-in loss as the protocol defines it.
+        """Returns whether the server is known to train with a built-in loss as the protocol defines it.
 
         Raises:
             Unsupported: If the server is of an unknown kind, and its `cross_entropy` is not known to be a plain sum.
@@ -281,7 +281,7 @@ class BaseTrainingClient(ABC):
         raise Unsupported(
             "custom losses need a built-in loss that carries their gradient exactly, and none is known for a server of "
             f"the dialect {self.dialect.name!r}. Connect with tinker_lightning.connect(), which measures it; or set "
-            "route = 'builtin' to train with cross_entropy as this server computes it."
+            "route = 'builtin' to train with a built-in loss as this server computes it."
         )
 
     def _forward(self, data: list[Datum], *, retain: bool = False) -> TinkerFuture[ForwardBackwardOutput]:

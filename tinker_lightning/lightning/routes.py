@@ -189,7 +189,7 @@ def _choose(
     because = "its regularizers need the log-probabilities" if regularized and not requested else ""
     if isinstance(loss, str) and loss in BUILT_IN:
         if not because and route == "auto" and not backend().computes(loss):
-            because = "the server does not train with it as the protocol defines it"
+            because = "the server is not known to train with it as the protocol defines it"
         function, runs_locally = getattr(losses, loss), bool(because) or route == "two-pass"
         check_settings(function, config, may_have_others=not runs_locally)
         local = functools.partial(function, **known_settings(function, config))

@@ -6,6 +6,7 @@ import pytest
 
 from tinker_lightning.client.dialects.dialect import NEWER_FIELDS, Dialect
 from tinker_lightning.client.dialects.known import KNOWN, known
+from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.errors import InvalidInput
 
 
@@ -35,6 +36,16 @@ def test_every_known_surrogate_is_exact_or_absent() -> None:
         ({"encoding": "xml"}, "dialect json: encoding: 'xml' is unknown; choose from 'protobuf', 'json'"),
         ({"concurrent": "no"}, "concurrent: 'no' is unknown; choose from True, False, None"),
         ({"deduplicates": 1}, "deduplicates: 1 is unknown; choose from True, False"),
+        ({"newer_fields": None}, "dialect json: newer_fields: None is not a list of names; list some of asample"),
+        ({"newer_fields": "create_model.optimizer_config"}, "newer_fields: 'create.*' is not a list of names"),
+        ({"losses": "importance_sampling"}, "losses: 'importance_sampling' is not a list of names; list some of cispo"),
+        ({"losses": [["ppo"]]}, r"losses: \[\['ppo'\]\] is not a list of names"),
+        ({"losses": {"ppo", "sft"}}, "dialect json: losses: sft: unknown; choose from cispo, cross_entropy"),
+        ({"surrogate": "cispo"}, r"dialect json: surrogate: 'cispo' is not a Surrogate. Pass Surrogate\('cispo'"),
+        (
+            {"forward": "zero_weights", "surrogate": Surrogate("cispo", per_batch="window")},
+            "dialect json: forward: 'zero_weights' is not supported with a surrogate of per_batch='window'",
+        ),
     ],
 )
 def test_an_invalid_dialect_names_the_field(changes: dict[str, object], message: str) -> None:
@@ -48,12 +59,21 @@ def test_an_invalid_dialect_names_the_field(changes: dict[str, object], message:
         ({}, "dialect: name: missing"),
         ({"name": "mine", "colour": "red"}, "dialect mine: colour: unknown; choose from name, encoding"),
         ({"name": "mine", "surrogate": {"los": "cispo"}}, "dialect mine: surrogate: los: unknown; choose from loss"),
+        ({"name": "mine", "surrogate": "cispo"}, 'dialect mine: surrogate: .* such as {"loss": "cispo"}'),
+        ({"name": "mine", "newer_fields": None}, "dialect mine: newer_fields: None is not a list of names"),
         ({"name": "mine", "surrogate": {"loss": "dro"}}, "surrogate: loss: 'dro' is unknown; choose from 'cross_"),
     ],
 )
 def test_an_invalid_file_names_the_field(plain: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         Dialect.from_dict(plain)
+
+
+def test_names_may_be_any_collection() -> None:
+    listed = known("json").but(losses=["ppo"], newer_fields=["save_weights.overwrite"])
+    frozen = known("json").but(losses=frozenset({"ppo"}), newer_fields=frozenset({"save_weights.overwrite"}))
+    assert listed == frozen
+    assert hash(listed) == hash(frozen)
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

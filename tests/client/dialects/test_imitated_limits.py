@@ -71,6 +71,20 @@ def test_what_a_server_ignores_raises(trainer: EmbeddedTrainer) -> None:
             client.save_state("short-lived", ttl_seconds=60)
 
 
+def test_losses_of_an_unknown_server_are_sent_by_name_only(trainer: EmbeddedTrainer) -> None:
+    """Nothing is known about them, so they are not relied on; known differences raise."""
+    zeros = {"logprobs": np.zeros(4, np.float32), "advantages": np.ones(4, np.float32)}
+    with imitate("together", trainer=trainer) as server, connected(server) as service:
+        client = model_on(service)
+        assert not client.computes("importance_sampling")
+        assert client.forward_backward([pair(4, 1).with_inputs(zeros)], "importance_sampling").result().metrics
+        service.session.dialect = service.session.dialect.but(sends_other_losses=False)
+        with pytest.raises(
+            Unsupported, match=r"dialect 'json' are not known to .* Use a custom loss: tinker_lightning"
+        ):
+            client.forward_backward([pair(4, 1).with_inputs(zeros)], "importance_sampling")
+
+
 def test_states_that_cannot_be_deleted_are_reported(trainer: EmbeddedTrainer) -> None:
     with imitate("skyrl", trainer=trainer) as server, connected(server) as service:
         client = model_on(service)

@@ -77,6 +77,12 @@ def test_completed_batches_are_not_counted_in_a_window() -> None:
         Surrogate("importance_sampling", per_batch="window", even_batch=True)
 
 
+@pytest.mark.parametrize("factor", [{"per_length": True}, {"per_batch": "call"}, {"even_batch": True}])
+def test_cross_entropy_has_no_factors_to_undo(factor: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match="surrogate: cross_entropy carries gradients only as a plain sum"):
+        Surrogate("cross_entropy", **factor)
+
+
 def test_several_targets_per_position_need_cross_entropy() -> None:
     gradients, known = [torch.ones(3, 2)], [torch.zeros(3, 2)]
     with pytest.raises(InvalidInput, match=r"datum 0: target_tokens has the shape \[3, 2\]"):

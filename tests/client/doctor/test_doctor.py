@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
+from tests.helpers.imitated_clients import connected
 from tinker_lightning import AdamParams, Datum, ServiceClient, cli, connect
 from tinker_lightning.client.dialects.dialect import Dialect
 from tinker_lightning.client.dialects.known import EMBEDDED, known
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.client.doctor import CHECKS, TOKENS, examine
-from tinker_lightning.client.doctor.check import Check
-from tinker_lightning.client.retry_policy import RetryPolicy
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.client.doctor.check import Check, Finding
+from tinker_lightning.errors import InvalidInput, OperationFailed
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import Behaviour, RecordingTransport, embedded_service, imitate
+from tinker_lightning.testing.imitations.behaviour import Normalisation
 from tinker_lightning.types.requests import ForwardBackwardRequest
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTraine
 
 
 def examined(server: Imitation, *names: str) -> Report:
-    with ServiceClient(base_url="http://x", transport=server.transport, retry_policy=RetryPolicy(1.0, 0.05)) as service:
+    with connected(server) as service:
         return examine(service, checks=[BY_NAME[name] for name in names])
 
 
@@ -62,8 +64,27 @@ DEFECTS: list[tuple[dict[str, Any], dict[str, str]]] = [
             "sampler": "log-probabilities of a prompt differ",
         },
     ),
-    ({"cross_entropy": "masked_mean"}, {"linear": "weights twice as large"}),
-    ({"cross_entropy": "mean"}, {"batch": "two datums in one call is not a multiple"}),
+    (
+        {"cross_entropy": "masked_mean", "importance_sampling": "masked_mean"},
+        {
+            "linear": "weights twice as large",
+            "advantages": "by the length of each sequence and by the number of sequences of a call",
+        },
+    ),
+    (
+        {"cross_entropy": "mean", "importance_sampling": "mean"},
+        {
+            "batch": "two datums in one call is not a multiple",
+            "advantages": r"twice as many sequences, the gradient is 0\.38\d times as large in one call",
+        },
+    ),
+    (
+        {"cross_entropy": "length", "importance_sampling": "length"},
+        {
+            "length": r"in a sequence of 8 tokens is 0\.62\d times that of the same token in a sequence of 5",
+            "advantages": "divided by the length of each sequence$",
+        },
+    ),
     (
         {"importance_sampling": "sequence_mean", "seed_ignored": True, "samples_live": True},
         {
@@ -128,6 +149,9 @@ def test_planted_defects_are_found(defects: dict[str, Any], faults: dict[str, st
 
 def test_a_defect_is_planted_for_every_check() -> None:
     assert {name for _, faults in DEFECTS for name in faults} == BY_NAME.keys() - {"custom losses"}  # see below
+    for loss in "cross_entropy", "importance_sampling":
+        planted = {defects[loss] for defects, _ in DEFECTS if loss in defects}
+        assert planted == {*get_args(Normalisation)} - {"sum", "weighted_sum"}, loss  # which are plain sums here
 
 
 def test_nothing_is_found_on_the_clean_trainer_and_nothing_is_left(tmp_path: Path) -> None:
@@ -189,6 +213,34 @@ def test_a_server_without_an_exact_loss_trains_no_custom_losses(trainer: Embedde
     assert report.dialect.losses == frozenset()
 
 
+def test_what_was_not_measured_is_left_as_it_was_detected(trainer: EmbeddedTrainer) -> None:
+    """Without all checks of cross_entropy, or if one of them crashes, it is not known to be a plain sum."""
+
+    def crash(_: Any) -> Finding:
+        raise OperationFailed("out of memory")
+
+    with imitate("skyrl", trainer=trainer, losses=("cross_entropy",)) as server:
+        report = examined(server, "advantages")
+    assert (report.dialect.surrogate, report.dialect.losses) == (known("skyrl").surrogate, known("skyrl").losses)
+    checks = [replace(BY_NAME[name], run=lambda _: Finding()) for name in ("linear", "length", "calls")]
+    checks += [replace(BY_NAME["batch"], run=crash), BY_NAME["advantages"]]
+    with imitate(CLEAN, trainer=trainer, losses=("cross_entropy",)) as server, connected(server) as service:
+        report = examine(service, checks=checks)
+    assert [result.status for result in report.results] == ["ok", "ok", "ok", "crashed", "not offered"]
+    assert report.dialect.surrogate is None
+
+
+@pytest.mark.parametrize(("surrogate", "status"), [(Surrogate(), "failed"), (Surrogate("cispo"), "ok")])
+def test_custom_losses_are_not_compared_with_a_divided_cross_entropy(
+    surrogate: Surrogate, status: str, trainer: EmbeddedTrainer
+) -> None:
+    assumed = known("json").but(surrogate=surrogate)
+    with imitate(CLEAN, trainer=trainer, cross_entropy="length") as server, connected(server, assumed) as service:
+        report = examine(service, checks=[BY_NAME["custom losses"]])
+    assert [result.status for result in report.results] == [status], report.results
+    assert report.dialect.surrogate == (surrogate if status == "ok" else None)
+
+
 def moved(service: ServiceClient) -> np.ndarray[Any, Any]:
     """The change of log-probabilities by a custom loss with gradients of both signs, in two calls."""
     data = [Datum.from_tokens([5, 7, 9, 11, 13]), Datum.from_tokens([6, 8, 10])]
@@ -243,7 +295,7 @@ def test_a_healthy_server_exits_with_0(trainer: EmbeddedTrainer, capsys: pytest.
     [
         (["https://tinker.thinkingmachines.dev/services/tinker-prod"], f"up to {TOKENS:,} tokens. Pass --yes"),
         (["https://api.example.com"], "may be a hosted service"),
-        (["http://127.0.0.1:1", "--check", "colour"], "there is no check colour; there are linear, batch"),
+        (["http://127.0.0.1:1", "--check", "colour"], "there is no check colour; there are linear, length"),
         (["http://127.0.0.1:1", "--dialect", "sky"], "'sky' is unknown"),
     ],
 )

@@ -44,7 +44,7 @@ async def detect(connection: Connection, capabilities: ServerCapabilities) -> Di
         return _TITLES[title]
     if title == _OPEN_RL_TITLE:
         # Its versions differ, and the title does not tell them apart, so its gradients are measured.
-        return known.OPEN_RL.but(surrogate=None, forward="zero_weights" if status == 404 else "forward")
+        return known.unmeasured(known.OPEN_RL).but(forward="zero_weights" if status == 404 else "forward")
     if any(_TWINKLE_PATH in path for path in paths):
         return known.TWINKLE
     if status == 404:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tinker_lightning.client.dialects.surrogate import Surrogate
-from tinker_lightning.client.dialects.values import check_names, check_values
+from tinker_lightning.client.dialects.values import check_names, check_values, checked_names
 from tinker_lightning.errors import InvalidInput, InvalidMessage
+from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class Dialect:
             loss is trained.
         losses: The built-in losses whose value and gradient are the protocol's up to the surrogate's factors; None
             for all.
+        sends_other_losses: Whether another built-in loss that is asked for by name is trained as the server computes
+            it; otherwise, it raises `Unsupported`.
         clips_gradients: Whether `grad_clip_norm` is honored.
         resets_optimizer: Whether `load_state` resets the optimizer state.
         clears_gradient: Whether loading a state clears the gradient that was accumulated since the last step.
@@ -78,6 +81,7 @@ class Dialect:
     deduplicates: bool = True
     surrogate: Surrogate | None = field(default_factory=Surrogate)
     losses: frozenset[str] | None = None
+    sends_other_losses: bool = False
     clips_gradients: bool = True
     resets_optimizer: bool = True
     clears_gradient: bool = False
@@ -87,12 +91,21 @@ class Dialect:
     multiple_targets: bool = True
 
     def __post_init__(self) -> None:
-        check_values(f"dialect {self.name}", self)
-        unknown = self.newer_fields - NEWER_FIELDS
-        if unknown:
+        what = f"dialect {self.name}"
+        check_values(what, self)
+        newer_fields = checked_names(f"{what}: newer_fields", self.newer_fields, NEWER_FIELDS)
+        object.__setattr__(self, "newer_fields", newer_fields)
+        if self.losses is not None:
+            object.__setattr__(self, "losses", checked_names(f"{what}: losses", self.losses, LOSSES))
+        if not isinstance(self.surrogate, Surrogate | None):
             raise InvalidInput(
-                f"dialect {self.name}: newer_fields: {', '.join(sorted(unknown))}: unknown; choose from "
-                f"{', '.join(sorted(NEWER_FIELDS))}"
+                f"{what}: surrogate: {self.surrogate!r} is not a Surrogate. Pass Surrogate('cispo', ...), or in a "
+                'file an object with its fields, such as {"loss": "cispo"}.'
+            )
+        if self.forward == "zero_weights" and self.surrogate is not None and self.surrogate.per_batch == "window":
+            raise InvalidInput(
+                f"{what}: forward: 'zero_weights' is not supported with a surrogate of per_batch='window', because the "
+                "server would count the sequences of forwards too. Use 'forward' or 'forward_only' if it has that."
             )
 
     def but(self, **changes: Any) -> Self:
@@ -136,9 +149,6 @@ class Dialect:
             raise InvalidInput("dialect: name: missing; give it one, by which logs and errors call it")
         what = f"dialect {values['name']}"
         check_names(what, cls, values)
-        for name in ("newer_fields", "losses"):
-            if isinstance(values.get(name), list):
-                values[name] = frozenset(values[name])
         if isinstance(values.get("surrogate"), dict):
             check_names(f"{what}: surrogate", Surrogate, values["surrogate"])
             values["surrogate"] = Surrogate(**values["surrogate"])

@@ -54,8 +54,10 @@ def _measured(scratch: Scratch, loss: Carrier, unit: int) -> Surrogate | str:
     if not base[0] > 0 or differs(scratch.response([call(one, -2.0)]), -2 * base):
         return "its gradient is not linear in the advantages"
     long = scratch.response([call([1, *one[1:]], 1.0)])
-    wide = scratch.response([call(one * 2, 1.0)])
-    split = scratch.response([call(one, 1.0), call(one, 0.0)])
+    # The other sequences have another length, so that a mean over the tokens is not taken for one over the sequences.
+    others = [1] * unit
+    wide = scratch.response([call([*one, *others], 1.0)])
+    split = scratch.response([call(one, 1.0), call(others, 0.0)])
     of_length = not differs(long, base * LENGTHS[0] / LENGTHS[1])
     if not of_length and differs(long, base):
         return (

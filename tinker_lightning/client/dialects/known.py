@@ -12,20 +12,28 @@ _SAMPLING = frozenset({"asample.topk_prompt_logprobs"})
 
 HOSTED = Dialect(name="hosted", clears_gradient=True)
 EMBEDDED = Dialect(name="embedded", clears_gradient=True)
-# Servers of an unknown kind: what the protocol promises, except for what servers are seen to lack.
-PROTOBUF = Dialect(
+# What servers of other projects have in common: what the protocol promises, except for what they are seen to lack.
+_PROTOBUF = Dialect(
     name="protobuf",
     newer_fields=_SAMPLING,
     deduplicates=False,
     numbers="strict",
     concurrent=False,
-    surrogate=None,
     unit_forward_weights=True,
 )
-JSON = PROTOBUF.but(name="json", encoding="json", forward="forward", numbers="ignored")
+_JSON = _PROTOBUF.but(name="json", encoding="json", forward="forward", numbers="ignored")
+
+
+def unmeasured(dialect: Dialect) -> Dialect:
+    """Returns a dialect of servers whose losses are not known: only `cross_entropy` is relied on, once measured."""
+    return dialect.but(surrogate=None, losses=frozenset({"cross_entropy"}), sends_other_losses=True)
+
+
+# Servers of an unknown kind.
+PROTOBUF, JSON = unmeasured(_PROTOBUF), unmeasured(_JSON)
 
 # The factors and properties below were measured on running servers, or read in their code (Twinkle, open-rl).
-SKYRL = JSON.but(
+SKYRL = _JSON.but(
     name="skyrl",
     surrogate=Surrogate("cispo", per_length=True, per_batch="window"),
     losses=frozenset({"importance_sampling", "ppo", "cispo"}),
@@ -35,9 +43,8 @@ SKYRL = JSON.but(
     samples_old_weights=False,
     multiple_targets=False,
 )
-TUFT = PROTOBUF.but(
+TUFT = _PROTOBUF.but(
     name="tuft",
-    surrogate=Surrogate(),
     newer_fields=frozenset(
         {
             "asample.topk_prompt_logprobs",
@@ -51,20 +58,19 @@ TUFT = PROTOBUF.but(
     ),
     losses=frozenset({"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"}),
 )
-TWINKLE = JSON.but(
+TWINKLE = _JSON.but(
     name="twinkle",
     surrogate=Surrogate("importance_sampling", per_length=True, per_batch="call", even_batch=True),
     losses=frozenset({"importance_sampling"}),
     multiple_targets=False,
 )
-OPEN_RL = JSON.but(
+OPEN_RL = _JSON.but(
     name="open-rl",
     forward="zero_weights",
-    surrogate=Surrogate(),
     deletes_checkpoints=False,
     samples_old_weights=False,
 )
-TOGETHER = JSON.but(name="together", surrogate=Surrogate())
+TOGETHER = _JSON.but(name="together")
 
 KNOWN = MappingProxyType(
     {each.name: each for each in (HOSTED, EMBEDDED, SKYRL, TUFT, TWINKLE, OPEN_RL, TOGETHER, JSON, PROTOBUF)}

@@ -7,7 +7,6 @@ step changes the log-probabilities linearly in the gradient that the server has 
 from __future__ import annotations
 
 import functools
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ CHANGE = 0.01
 _EPSILON = 1e9
 _TOLERANCE = 0.03
 _TRIALS = 5
-# The first datum is a prefix of the second: the gradients of their common tokens are equal.
+# Each datum is a prefix of the longer ones: the gradients of their common tokens are equal.
 LENGTHS = (5, 8)
 
 
@@ -44,17 +43,19 @@ class Scratch:
 
     Args:
         backend: A new model.
+        start: The path of its saved state.
         rate: The learning rate of a response; by default, it is found by trials.
     """
 
-    def __init__(self, backend: TrainingBackend, rate: float | None = None) -> None:
+    def __init__(self, backend: TrainingBackend, start: str, rate: float | None = None) -> None:
         self.backend = backend
+        self.start = start
         tokens = np.random.default_rng(0).integers(1, 100, max(LENGTHS) + 1)
         self.tokens: list[int] = tokens.tolist()
         self.data = [
-            Datum(ModelInput.from_ints(tokens[:n].tolist()), {"target_tokens": tokens[1 : n + 1]}) for n in LENGTHS
+            Datum(ModelInput.from_ints(tokens[:n].tolist()), {"target_tokens": tokens[1 : n + 1]})
+            for n in (*LENGTHS, 1)
         ]
-        self.start = str(backend.save_state(f"measured-{uuid.uuid4().hex[:8]}").result().path)
         self.start_logprobs = self.logprobs()
         self.rate = rate or 1e-4
         ones = [weighted(i, np.ones(n, np.float32)) for i, n in enumerate(LENGTHS)]
@@ -68,18 +69,18 @@ class Scratch:
             self.rate *= CHANGE / change if change else 1e3
 
     def logprobs(self) -> list[NDArray[np.float32]]:
-        """Returns the log-probabilities of the datums."""
-        data = [datum.with_inputs(weights=np.ones(datum.model_input.length, np.float32)) for datum in self.data]
+        """Returns the log-probabilities of the first two datums."""
+        data = [self.data[i].with_inputs(weights=np.ones(n, np.float32)) for i, n in enumerate(LENGTHS)]
         output = self.backend.forward(data, "cross_entropy").result()
         return [each["logprobs"].to_numpy().reshape(-1) for each in output.loss_fn_outputs]
 
     def flat(self) -> NDArray[np.float64]:
-        """Returns the log-probabilities of all datums, one after another."""
+        """Returns these log-probabilities, one after another."""
         return np.concatenate(self.logprobs()).astype(np.float64)
 
     @property
     def start_flat(self) -> NDArray[np.float64]:
-        """The log-probabilities of all datums before any training, one after another."""
+        """The log-probabilities before any training, one after another."""
         return np.concatenate(self.start_logprobs).astype(np.float64)
 
     def datums(self, call: Call) -> list[Datum]:
@@ -137,6 +138,10 @@ def at_token(i: int, position: int) -> Call:
     return weighted(i, weights)
 
 
+# The gradient of the first token, whatever a server divides by: tokens, sequences or weights, there is one of them.
+ONE_TOKEN = weighted(len(LENGTHS), np.ones(1, np.float32))
+
+
 def differs(response: NDArray[np.float64], expected: NDArray[np.float64]) -> bool:
     """Returns whether a response is not what was expected."""
     scale = max(float(np.linalg.norm(expected)), 1e-12)
@@ -166,6 +171,17 @@ def linearity_fault(scratch: Scratch) -> str | None:
     return None
 
 
+def length_fault(scratch: Scratch) -> str | None:
+    """Returns why the gradient of a token depends on the length of its sequence; None if it does not."""
+    short, long = (scratch.response([at_token(i, 0)]) for i in range(len(LENGTHS)))
+    if not differs(long, short):
+        return None
+    return (
+        f"the gradient of a token in a sequence of {LENGTHS[1]} tokens is {ratio(long, short):.3g} times that of the "
+        f"same token in a sequence of {LENGTHS[0]}"
+    )
+
+
 def batch_fault(scratch: Scratch) -> str | None:
     """Returns why the gradient of datums in one call of cross-entropy is not their sum; None if it is."""
     first, second = scratch.weights
@@ -181,7 +197,8 @@ def calls_fault(scratch: Scratch) -> str | None:
 
 def cross_entropy_fault(scratch: Scratch) -> str | None:
     """Returns why cross-entropy is not a plain weighted sum on a server; None if it is."""
-    return linearity_fault(scratch) or batch_fault(scratch) or calls_fault(scratch)
+    faults = linearity_fault, length_fault, batch_fault, calls_fault
+    return next(filter(None, (fault(scratch) for fault in faults)), None)
 
 
 def _sum_fault(what: str, found: NDArray[np.float64], expected: NDArray[np.float64]) -> str | None:

@@ -44,6 +44,11 @@ class Surrogate:
 
     def __post_init__(self) -> None:
         check_values("surrogate", self)
+        if self.loss == "cross_entropy" and (self.per_length or self.per_batch != "no" or self.even_batch):
+            raise InvalidInput(
+                "surrogate: cross_entropy carries gradients only as a plain sum, without per_length, per_batch and "
+                "even_batch. Use cispo or importance_sampling with the factors by which the server divides them."
+            )
         if self.even_batch and self.per_batch == "window":
             raise InvalidInput("surrogate: even_batch: not supported with per_batch='window'")
 
@@ -51,11 +56,6 @@ class Surrogate:
     def config(self) -> dict[str, float | str]:
         """The settings of the loss."""
         return {"clip_low_threshold": 1.0, "clip_high_threshold": 1.0} if self.loss == "cispo" else {}
-
-    @property
-    def needs_window(self) -> bool:
-        """Whether a backward can be sent only when the whole accumulation window is known."""
-        return self.per_batch == "window"
 
     def length_factor(self, datum: Datum) -> float:
         """Returns what undoes the server's division by the length of a sequence."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tinker_lightning.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
 
 def check_names(what: str, cls: type[Any], names: Iterable[str]) -> None:
@@ -19,6 +19,15 @@ def check_names(what: str, cls: type[Any], names: Iterable[str]) -> None:
     known = [field.name for field in fields(cls)]
     if unknown := sorted(set(names) - set(known)):
         raise InvalidInput(f"{what}: {', '.join(unknown)}: unknown; choose from {', '.join(known)}")
+
+
+def checked_names(what: str, given: Any, known: Collection[str]) -> frozenset[str]:
+    """Returns a set of names, which files have as a list; raises `InvalidInput` if it is none or a name is unknown."""
+    if not isinstance(given, list | tuple | set | frozenset) or not all(isinstance(name, str) for name in given):
+        raise InvalidInput(f"{what}: {given!r} is not a list of names; list some of {', '.join(sorted(known))}")
+    if unknown := sorted(set(given) - set(known)):
+        raise InvalidInput(f"{what}: {', '.join(unknown)}: unknown; choose from {', '.join(sorted(known))}")
+    return frozenset(given)
 
 
 def check_values(what: str, instance: Any) -> None:

@@ -20,6 +20,7 @@ logger = logging.getLogger("tinker_lightning.client.doctor")
 
 CHECKS: tuple[Check, ...] = (
     gradients.LINEAR,
+    gradients.LENGTH,
     gradients.BATCH,
     gradients.CALLS,
     gradients.ADVANTAGES,
@@ -62,6 +63,7 @@ def examine(service: ServiceClient, base_model: str | None = None, checks: Seque
         for number, check in enumerate(checks, 1):
             logger.info("check %d of %d: %s", number, len(checks), check.name)
             results.append(_run(check, probe))
+            probe.statuses[check.name] = results[-1].status
             probe.end_check()
     finally:
         probe.close()
@@ -71,6 +73,7 @@ def examine(service: ServiceClient, base_model: str | None = None, checks: Seque
 def _run(check: Check, probe: Probe) -> Result:
     try:
         found = check.run(probe)
+        probe.dialect = probe.dialect.but(**found.dialect)
     except NotOffered as error:
         probe.dialect = probe.dialect.but(**error.dialect)
         return Result(check.name, check.shows, "not offered", str(error))
@@ -80,7 +83,6 @@ def _run(check: Check, probe: Probe) -> Result:
     except Exception as error:  # a defect of one check does not end the others
         logger.debug("the check %s crashed", check.name, exc_info=True)
         return Result(check.name, check.shows, "crashed", f"{type(error).__name__}: {error}")
-    probe.dialect = probe.dialect.but(**found.dialect)
     if found.fault is not None:
         return Result(check.name, check.shows, "failed", found.fault, check.advice)
     return Result(check.name, check.shows, "ok", found.detail)

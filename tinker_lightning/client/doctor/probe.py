@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import uuid
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinker_lightning.client.dialects.measure import Scratch
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.client.operations import encode, perform
-from tinker_lightning.errors import TinkerLightningError
-from tinker_lightning.types import requests as rq
-from tinker_lightning.types.responses import UnloadModelResponse
+from tinker_lightning.client.removal import remove
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from tinker_lightning.client.service import ServiceClient
     from tinker_lightning.client.training import TrainingClient
+    from tinker_lightning.types import requests as rq
 
 T = TypeVar("T")
-
-# How long the removal of a model may take, in seconds.
-_REMOVAL_SECONDS = 30.0
 
 
 class Probe:
@@ -36,7 +31,7 @@ class Probe:
 
     Attributes:
         dialect: The dialect of the server, as far as it is measured.
-        entropy_is_plain: Whether no check has found that `cross_entropy` is not a plain sum.
+        statuses: The outcomes of the checks so far, by their names.
         left: The paths of the checkpoints that could not be removed.
     """
 
@@ -44,7 +39,7 @@ class Probe:
         self.service = service
         self.base_model = base_model
         self.dialect = service.session.dialect
-        self.entropy_is_plain = True
+        self.statuses: dict[str, str] = {}
         self.left: list[str] = []
         self._detected = self.dialect
         self._scratch: Scratch | None = None
@@ -65,8 +60,9 @@ class Probe:
         """The model that most checks measure."""
         if self._scratch is None:
             client = self.model()
-            self._scratch = Scratch(client)
+            self._scratch = Scratch(client, self.save(client))
             self._models.remove(client)
+            self._paths.remove(self._scratch.start)
         return self._scratch
 
     def model(self, seed: int = 0, **flags: Any) -> TrainingClient:
@@ -77,9 +73,7 @@ class Probe:
 
     def measured(self, client: TrainingClient) -> Scratch:
         """Returns a model to be measured, with steps of the same size as those of `scratch`."""
-        scratch = Scratch(client, self.scratch.rate)
-        self._paths.append(scratch.start)
-        return scratch
+        return Scratch(client, self.save(client), self.scratch.rate)
 
     def save(self, client: TrainingClient) -> str:
         """Saves a state that is removed at the end of the check; returns its path."""
@@ -99,18 +93,7 @@ class Probe:
 
     def end_check(self) -> None:
         """Removes the checkpoints and models of a check, as far as the server can."""
-        for path in self._paths:
-            try:
-                self.service.delete_checkpoint(path, missing_ok=True)
-            except TinkerLightningError:
-                self.left.append(path)
-        for client in self._models:
-            session, request = self.service.session, rq.UnloadModelRequest(client.model_id)
-            operation = encode(session.dialect, "unload_model", "unload_model", request, UnloadModelResponse)
-            # A server that cannot unload models frees them at the end of the session.
-            with contextlib.suppress(TinkerLightningError, TimeoutError):
-                self.service._channel.run(perform(session, operation)).result(_REMOVAL_SECONDS)
-            client.unread.take_failures()  # a check that leaves a failure behind has reported it
+        self.left += remove(self.service._channel, self._models, self._paths)
         self._paths, self._models = [], []
 
     def close(self) -> None:

@@ -48,6 +48,7 @@ class VendorTrainingClient(OfficialTrainingClient):
             # This carries gradients to `_post_pass` only, which hands them to the vendor's own call.
             surrogate=Surrogate(),
             losses=frozenset(),
+            sends_other_losses=False,
             # Elsewhere than on weights of one, log-probabilities may come back as 0.
             unit_forward_weights=True,
         )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-Normalisation: TypeAlias = Literal["sum", "weighted_sum", "mean", "masked_mean", "sequence_mean"]
+Normalisation: TypeAlias = Literal["sum", "weighted_sum", "length", "mean", "masked_mean", "sequence_mean"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +55,9 @@ class Behaviour:
         unknown_loss: Whether other names are rejected with 422 or computed as `cross_entropy`.
         rejects_loss_config: Whether unknown settings of a loss are rejected with 422.
         clip: The default thresholds of ppo and cispo.
-        cross_entropy: How `cross_entropy` is normalised: a plain sum; a mean over the tokens of the call; a mean
-            over the tokens of the call whose weight is not 0, where all weights count as 1; or for each sequence
-            divided by `max(sum of its weights, 1e-9)`.
+        cross_entropy: How `cross_entropy` is normalised: a plain sum; for each sequence divided by its length; a mean
+            over the tokens of the call; a mean over the tokens of the call whose weight is not 0, where all weights
+            count as 1; or for each sequence divided by `max(sum of its weights, 1e-9)`.
         importance_sampling: The same for losses with advantages, where `weights` may be given, too.
         importance_sampling_is_clipped: Whether `importance_sampling` is in fact ppo.
         even_batches: Whether `importance_sampling` fails for an odd number of sequences.

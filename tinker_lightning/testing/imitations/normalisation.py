@@ -49,6 +49,8 @@ def elementwise_loss(datum: Datum, loss_fn: str, logprobs: Array) -> TensorData:
 
 
 def _of_weights(weights: Sequence[Array], rule: Normalisation) -> list[Array]:
+    if rule == "length":
+        return [each / each.size for each in weights]
     if rule == "mean":
         return [each / sum(part.size for part in weights) for each in weights]
     if rule == "masked_mean":
@@ -62,10 +64,8 @@ def _of_weights(weights: Sequence[Array], rule: Normalisation) -> list[Array]:
 def _of_advantages(weights: Sequence[Array], rule: Normalisation) -> list[Array]:
     if rule == "masked_mean":
         return [(each != 0) / max(np.count_nonzero(each), 1) / len(weights) for each in weights]
-    if rule == "sum":
-        return [np.ones_like(each) for each in weights]
-    if rule == "mean":
-        return [np.ones_like(each) / sum(part.size for part in weights) for each in weights]
+    if rule in ("sum", "length", "mean"):  # which do not depend on weights
+        return _of_weights([np.ones_like(each) for each in weights], rule)
     return _of_weights(weights, rule)
 
 
