@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import uuid
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from tinker_lightning.client import checkpoints, chunking, download, server_pass, tokenizer
+from tinker_lightning.client import checkpoints, download, pass_requests, server_pass, tokenizer
 from tinker_lightning.client.async_names import in_thread, submitted
 from tinker_lightning.client.dialects import measure
 from tinker_lightning.client.dialects.surrogate import Surrogate
@@ -24,7 +20,6 @@ from tinker_lightning.client.session import fetch_capabilities
 from tinker_lightning.client.submit_order import SubmitOrder, perform_all
 from tinker_lightning.client.training_base import BaseTrainingClient
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, Unsupported
-from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.types import (
     AdamParams,
     Datum,
@@ -32,17 +27,15 @@ from tinker_lightning.types import (
     GetInfoResponse,
     LoadWeightsResponse,
     LoraConfig,
-    ModelInput,
     OptimStepResponse,
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
-    TensorData,
 )
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types.responses import CreateModelResponse, SaveWeightsExternalResponse
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from tinker_lightning.client.channel import Channel
@@ -50,14 +43,12 @@ if TYPE_CHECKING:
     from tinker_lightning.client.live_weights import LiveWeights
     from tinker_lightning.client.loss_handle import LossHandle
     from tinker_lightning.client.loss_uploads import Losses
+    from tinker_lightning.client.pass_requests import Parts
     from tinker_lightning.client.recording import Recording
     from tinker_lightning.client.server_pass import ServerPass
     from tinker_lightning.lossgraph.server_loss import ServerLoss
 
 T = TypeVar("T")
-
-# A request: what encodes it, in one or more operations from a number on, and what combines their results.
-_Parts: TypeAlias = tuple[Callable[[int], list[Operation[T]]], Callable[[list[T]], T]]
 
 logger = logging.getLogger("tinker_lightning.client")
 
@@ -99,7 +90,7 @@ class TrainingClient(BaseTrainingClient):
         """Checks a pass and converts it into the request that `send` takes; raises `InvalidInput` if it is invalid."""
         session = self._channel.session
         request = server_pass.prepare(session, self.losses, data, loss_fn, loss_fn_config, loss_fn_inputs, scale)
-        if request.whole and len(self._split(request.data)) > 1:
+        if request.whole and len(pass_requests.split(self._channel.session, request.data)) > 1:
             raise InvalidInput(
                 f"data: {len(request.data)} datums do not fit into one request, and {request.loss} is computed from "
                 "the whole batch at once. Send a smaller batch."
@@ -329,75 +320,15 @@ class TrainingClient(BaseTrainingClient):
                 )
 
     def _post_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
-        (future,) = self._start([self._pass(request, forward_only=forward_only)])
+        (future,) = self._start([self._encoded(request, forward_only=forward_only)])
         return future
 
     def _post_passes(self, requests: list[ServerPass]) -> list[TinkerFuture[ForwardBackwardOutput]]:
         """Sends the backward passes of a step: all of them, or none if one cannot be encoded."""
-        return self._start([self._pass(request, forward_only=False) for request in requests])
+        return self._start([self._encoded(request, forward_only=False) for request in requests])
 
-    def _pass(self, request: ServerPass, *, forward_only: bool) -> _Parts[ForwardBackwardOutput]:
-        if request.retained is not None and not forward_only:
-            return self._retained_pass(request, request.retained)
-        session = self._channel.session
-        retain = request.retain and self.retains
-        name = "forward" if forward_only else "forward_backward"
-        endpoint = "retained_forward" if retain else "forward_backward"
-        if request.counted_only and not forward_only and request.loss in LOSSES and session.extensions.counted_logprobs:
-            endpoint = "counted_forward_backward"
-        settings = request.loss, request.config, forward_only, request.inputs, request.scale
-        data = [_without_weights(datum) for datum in request.data] if retain else request.data
-        split = self._split(data)
-        chunks = [request.for_call(chunk) for chunk in split]
-        numbers: list[int] = []
-
-        def operations(first: int) -> list[Operation[ForwardBackwardOutput]]:
-            numbers.extend(range(first, first + len(chunks)))
-            return [
-                encode(
-                    session.dialect,
-                    name,
-                    endpoint,
-                    rq.ForwardBackwardRequest(self.model_id, number, chunk, *settings),
-                    ForwardBackwardOutput,
-                )
-                for number, chunk in zip(numbers, chunks, strict=True)
-            ]
-
-        def combine(outputs: list[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-            pairs = zip(outputs, split, strict=True)
-            combined = chunking.combine([request.of_call(output, chunk) for output, chunk in pairs])
-            retained = tuple(zip(numbers, map(len, chunks), strict=True))
-            return replace(combined, retained=retained) if retain else combined
-
-        return operations, combine
-
-    def _retained_pass(
-        self, request: ServerPass, retained: tuple[tuple[int, int], ...]
-    ) -> _Parts[ForwardBackwardOutput]:
-        """Has the gradients of retained forwards without their datums, which follow only if the server needs them."""
-        session = self._channel.session
-        data = iter(request.data)
-        chunks = [(forward, list(itertools.islice(data, count))) for forward, count in retained]
-
-        def operation(number: int, forward: int, chunk: list[Datum]) -> Operation[ForwardBackwardOutput]:
-            def encoded(endpoint: str, datums: list[Datum], config: dict[str, Any]) -> Operation[ForwardBackwardOutput]:
-                asked = rq.ForwardBackwardRequest(self.model_id, number, datums, request.loss, config)
-                return encode(session.dialect, "forward_backward", endpoint, asked, ForwardBackwardOutput)
-
-            gradients = [TensorData.of_array(-datum.loss_fn_inputs["weights"].to_numpy()) for datum in chunk]
-            bare = [Datum(ModelInput([]), {"gradient": gradient}) for gradient in gradients]
-            whole = partial(encoded, "forward_backward", chunk, {})
-            return replace(encoded("retained_backward", bare, {"forward": float(forward)}), whole=whole)
-
-        def operations(first: int) -> list[Operation[ForwardBackwardOutput]]:
-            return [operation(number, *each) for number, each in enumerate(chunks, first)]
-
-        return operations, chunking.combine
-
-    def _split(self, data: list[Datum]) -> list[list[Datum]]:
-        config = self._channel.session.config
-        return chunking.split(data, config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count)
+    def _encoded(self, request: ServerPass, *, forward_only: bool) -> Parts[ForwardBackwardOutput]:
+        return pass_requests.parts(self._channel.session, self.model_id, request, forward_only=forward_only)
 
     def _submit(
         self, name: str, endpoint: str, result: type[T], request: Callable[..., rq.ModelRequest], *args: Any, **kw: Any
@@ -411,7 +342,7 @@ class TrainingClient(BaseTrainingClient):
         (future,) = self._start([(operations, lambda results: results[0])])
         return self.unread.add(future)
 
-    def _start(self, requests: list[_Parts[T]]) -> list[TinkerFuture[T]]:
+    def _start(self, requests: list[Parts[T]]) -> list[TinkerFuture[T]]:
         """Numbers, encodes and starts requests under the lock, so that none is lost or overtaken.
 
         Nothing is sent if one of them cannot be encoded.
@@ -428,8 +359,3 @@ class TrainingClient(BaseTrainingClient):
                 TinkerFuture(self._channel.run(perform_all(session, self._order, each, combine)), str(each[0]))
                 for each, (_, combine) in zip(encoded, requests, strict=True)
             ]
-
-
-def _without_weights(datum: Datum) -> Datum:
-    """Returns what a retained forward needs of a datum, whose weights are the gradient that follows."""
-    return datum.with_only_inputs({"target_tokens": datum.loss_fn_inputs["target_tokens"]})
