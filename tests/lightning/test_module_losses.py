@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers.counting import count_passes
 from tests.helpers.loss_fits import DATA, ByFunction, ByName, fit, weights_of
-from tests.helpers.soaking import mostly_soak
+from tests.helpers.soaking import diagonal, first_only, mostly_soak
 from tinker_lightning import Datum, Regularizer, RemoteModule, losses
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses import regularizers, surrogate
@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+@pytest.mark.parametrize("strategy", first_only(["tinker", "auto"]))
 def test_a_loss_of_the_server_trains_in_one_pass_as_the_same_loss_does_here(
     stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path, strategy: str
 ) -> None:  # R1.11, R3.3, R5.7
@@ -214,8 +214,7 @@ def test_a_step_that_returns_none_is_not_part_of_the_mean(
         assert float(rows[step]["train_loss"]) == pytest.approx(sum(trained) / len(trained), rel=1e-5)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("route", ["two-pass", "server"])
+@pytest.mark.parametrize(("strict", "route"), diagonal([False, True], ["two-pass", "server"]))
 def test_a_zero_gradient_warns_once_with_the_name_of_the_loss(
     stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path, route: str, strict: bool
 ) -> None:

@@ -124,11 +124,8 @@ CALLBACKS: dict[str, tuple[list[dict[str, Any]], int]] = {
     mostly_soak(
         CALLBACKS,
         but=[
-            "the best three of steps",
             "the best, and the last of those that were",
-            "a link to the last",
             "two that save at the same steps, of which one removes",
-            "a folder in another",
         ],
     ),
 )

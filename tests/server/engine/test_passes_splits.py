@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.fuzzing import examples
 from tinker_lightning.server.engine import logprobs
 from tinker_lightning.server.engine.adapter import Adapter
 from tinker_lightning.server.engine.passes import run_pass
@@ -30,7 +31,7 @@ def make_data(vocab_size: int) -> list[Datum]:
     return data
 
 
-@settings(max_examples=30, deadline=None)
+@examples(8, 200)
 @given(
     calls=st.permutations(range(6)).flatmap(
         lambda order: st.sets(st.integers(1, 5)).map(
