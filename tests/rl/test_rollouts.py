@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.fuzzing import examples
 from tests.helpers.rollouts import PROMPTS, Stream, lower, rollouts
 from tinker_lightning import SamplingParams
 from tinker_lightning.errors import InvalidInput, RolloutFailed
@@ -80,7 +81,7 @@ def test_lengths() -> None:
     assert [batch.ticket for batch in rollouts(Stream(PROMPTS[:5]))] == [0, 1, 2]
 
 
-@settings(max_examples=50)
+@examples(20, 500)
 @given(
     unit=st.integers(0, 30),
     accumulate=st.integers(1, 5),
@@ -119,7 +120,7 @@ class Slow(Environment):
         return Trajectory([Turn([1], completion)], self.seconds)
 
 
-@settings(max_examples=25)
+@examples(10, 200)
 @given(
     durations=st.lists(st.sampled_from([0.0, 0.0, 0.0005, 0.003]), min_size=4, max_size=12),
     staleness=st.integers(0, 3),

@@ -244,7 +244,7 @@ def a_program(seed: int) -> Callable[..., Any]:
     return loss
 
 
-@pytest.mark.parametrize("seed", mostly_soak(range(600), but=[*range(12), 399, 512, 513]))
+@pytest.mark.parametrize("seed", mostly_soak([*range(40), 399, 512, 513], but=[*range(12), 399, 512, 513]))
 def test_any_order_of_views_and_writes(seed: int) -> None:
     """The graph computes the same, or there is none."""
     fn = a_program(seed)
