@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 
 from tests.helpers.rollouts import PROMPTS, Stream, code_points, record, rollouts
-from tests.helpers.soaking import diagonal
+from tests.helpers.soaking import diagonal, first_only
 from tests.helpers.trainers import SMALL, new, quiet
 from tinker_lightning import RemoteModule, SamplingParams
 from tinker_lightning.client.dialects.known import known
@@ -75,7 +75,7 @@ def test_on_policy(
     assert max(module.gaps) < 1e-4
 
 
-@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("sized", first_only([True, False]))
 def test_sampling_ahead(sized: bool, service: ServiceClient, monkeypatch: pytest.MonkeyPatch) -> None:
     module = new(service, Watching)
     events = record(monkeypatch)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.fuzzing import examples
 from tests.helpers.rollouts import PROMPTS, Stream, lower, rollouts
+from tests.helpers.soaking import first_only
 from tinker_lightning import SamplingParams
 from tinker_lightning.errors import InvalidInput, RolloutFailed
 from tinker_lightning.losses.regularizers.background import on_loop
@@ -255,7 +256,7 @@ def test_a_prompt_that_leaves_no_room(service: ServiceClient) -> None:
         arrived(loader, 0)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", first_only([False, True]))
 def test_a_state_neither_repeats_nor_skips(stream: bool, service: ServiceClient) -> None:
     source = source_of(service)
     loader = rollouts(Stream(PROMPTS) if stream else PROMPTS, staleness=1)

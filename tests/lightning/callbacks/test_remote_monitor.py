@@ -72,7 +72,7 @@ class Retained(RemoteModule):
     route = "retained"
 
 
-@pytest.mark.parametrize(("kind", "extended"), [(Retained, True), (OnServer, False)])
+@pytest.mark.parametrize(("kind", "extended"), first_only([(Retained, True), (OnServer, False)]))
 def test_every_step_is_measured(kind: type[RemoteModule], extended: bool, tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     with far(extended=extended) as (service, _):

@@ -270,7 +270,7 @@ def test_a_truncated_file_is_named(bench: Bench, part: float, tmp_path: Path) ->
         quiet(max_epochs=1).fit(bench.module(), loaders("shuffled"), ckpt_path=str(tmp_path / "none.ckpt"))
 
 
-@pytest.mark.parametrize("version", [None, 2])
+@pytest.mark.parametrize("version", first_only([2, None]))
 def test_load_from_checkpoint_rejects_another_format(bench: Bench, version: int | None, tmp_path: Path) -> None:
     saver = Everywhere(tmp_path, "batch end 0.3")
     bench.run("shuffled", saver, max_epochs=1)
