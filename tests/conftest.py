@@ -6,7 +6,9 @@ The process that only distributes the tests loads this file, too, so torch and t
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import importlib.metadata
 import os
 import signal
 import threading
@@ -35,6 +37,9 @@ os.environ["OMP_NUM_THREADS"] = os.environ.get("TEST_THREADS", "1")
 
 # Lightning 2.5 calls functions that jsonargparse has deprecated.
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"
+
+# Lightning looks through all installed packages for callbacks whenever a trainer is made.
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)  # type: ignore[assignment]
 
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("no deadline", deadline=None)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.client_data import DATA
 from tests.helpers.counting import count_conversions
+from tests.helpers.soaking import diagonal
 from tests.helpers.trainers import SMALL
 from tinker_lightning import Datum, ModelInput, RemoteAdamW, RemoteLM, RemoteModule, collate
 from tinker_lightning.client import as_backend
@@ -89,8 +90,7 @@ class ByName(RemoteModule):
     loss = "cross_entropy"  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("kind", [Local, ByName])
-@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+@pytest.mark.parametrize(("kind", "strategy"), diagonal([Local, ByName], ["tinker", "auto"]))
 def test_a_fit_converts_each_micro_batch_once(
     service: ServiceClient, kind: type[RemoteModule], strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,7 +114,7 @@ def double(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Double]:
     trainer.close()
 
 
-@examples(30, 400, derandomize=True, database=None)
+@examples(12, 400, derandomize=True, database=None)
 @hypothesis.given(loss=losses())
 def test_the_gradient_identity_holds(double: Double, loss: Scalar) -> None:  # R1.3, R1.4, R1.5
     expected = double.reference(loss)

@@ -143,7 +143,7 @@ def reduced(expression: Expression, reduction: str, p: Tensor, w: Tensor, q: Ten
     return REDUCTIONS[reduction](evaluated(expression, p, w, q) * w - 0.7371 * p * w)
 
 
-@examples(30, 400, derandomize=True)
+@examples(12, 400, derandomize=True)
 @given(
     expression=expressions,
     reduction=st.sampled_from(sorted(REDUCTIONS)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import runpy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ def folder(quickstart: dict[str, Any], tmp_path_factory: pytest.TempPathFactory)
     folder = tmp_path_factory.mktemp("quickstart")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pl, "Trainer", partial(pl.Trainer, limit_train_batches=BATCHES, limit_val_batches=2))
+        orders = quickstart["read_orders"]()[:2]
+        patch.setitem(quickstart["main"].__globals__, "read_orders", lambda: orders)
+        patch.setitem(quickstart["main"].__globals__, "GREEDY", replace(quickstart["GREEDY"], max_tokens=8))
         quickstart["main"](folder, model="tiny")
     wandb.finish()  # as the end of the process would
     return folder

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.helpers.soaking import mostly_soak
 from tests.helpers.trainers import SMALL, logprobs_of, new, quiet
 from tinker_lightning import Datum, LossFnOutput, Regularizer, RemoteModule, custom_loss, losses
 from tinker_lightning.losses import regularizers
@@ -58,7 +59,7 @@ def loader() -> Any:
     return DataLoader(range(4), batch_size=2, collate_fn=list)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_soak(KINDS, but=["built-in", "two-pass"]))
 def test_inputs_given_once_train_as_those_of_each_datum(service: ServiceClient, kind: str) -> None:  # R3.4
     fitted = []
     for base in (OncePerBatch, WithEachDatum):

@@ -35,6 +35,7 @@ from packaging.version import Version
 from torch.utils.data import DataLoader
 
 from tests.helpers.checkpoints import state_in
+from tests.helpers.soaking import mostly_soak
 from tests.helpers.trainers import LIGHTNING, SMALL, Hybrid, OnServer, loader, logprobs_of, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.errors import InvalidInput
@@ -54,7 +55,7 @@ def rows_of(logger: CSVLogger) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("monitor", ["val_loss", "train_loss", "grad_norm"])
+@pytest.mark.parametrize("monitor", mostly_soak(["val_loss", "train_loss", "grad_norm"], but=["val_loss"]))
 @pytest.mark.parametrize("kind", [RemoteModule, OnServer])
 def test_early_stopping(service: ServiceClient, kind: type[RemoteModule], monitor: str) -> None:
     stopping = EarlyStopping(monitor, patience=1, min_delta=1e9, check_on_train_epoch_end=monitor != "val_loss")

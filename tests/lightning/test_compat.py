@@ -43,6 +43,11 @@ MEMBERS -= {"batch", "batch_size", "log", "name", "value", "is_tensor"}
 OTHERS = {"_modules", "_apply"}
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
@@ -55,7 +60,7 @@ def uses_of_private_names(path: Path) -> Iterator[str]:
     """Private attributes that this package does not define, and private names imported from Lightning."""
     text = path.read_text()
     knows_lightning = re.search(r"(from|import) (tinker_lightning\.)?lightning", text)
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(path):
         where = f"{path}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lightning":
             parts = [*(node.module or "").split("."), *(each.name for each in node.names)]
@@ -97,7 +102,7 @@ def defined() -> set[str]:
     """The private names that classes of this package define: attributes, methods and fields."""
     if not _DEFINED:
         for path in FILES:
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in nodes_of(path):
                 if isinstance(node, ast.FunctionDef):
                     _DEFINED.add(node.name)
                 elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):

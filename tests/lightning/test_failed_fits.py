@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.helpers.soaking import diagonal
 from tests.helpers.trainers import SMALL, loader, logprobs_of, new, quiet
 from tinker_lightning import Datum, RemoteAdamW, RemoteLM, RemoteModule, collate
 from tinker_lightning.errors import InvalidDatum, LossNotFinite
@@ -43,8 +44,7 @@ def assert_trains(module: RemoteModule, data: DataLoader[Datum], strategy: str =
     assert not torch.equal(logprobs_of(module), before)
 
 
-@pytest.mark.parametrize("strategy", ["tinker", "auto"])
-@pytest.mark.parametrize("windows", [1, 6])
+@pytest.mark.parametrize(("strategy", "windows"), diagonal(["tinker", "auto"], [1, 6]))
 def test_the_failures_of_a_fit_are_one_error(service: ServiceClient, windows: int, strategy: str) -> None:
     module = new(service, Policy)
     with pytest.raises(LossNotFinite, match="forward_backward 1 of") as caught:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.checkpoints import state_in
+from tests.helpers.soaking import first_only
 from tests.helpers.trainers import SMALL, loader, logprobs_of, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.errors import InvalidInput, NotFound, TinkerLightningError
@@ -50,7 +51,7 @@ def test_a_file_of_another_rank_than_the_clients_is_rejected(service: ServiceCli
     resumed(new(service, RemoteModule), file)
 
 
-@pytest.mark.parametrize("is_created", [False, True])
+@pytest.mark.parametrize("is_created", first_only([True, False]))
 def test_a_file_of_another_adapter_is_rejected(is_created: bool, tmp_path: Path) -> None:
     with own(train_unembed=False) as module:
         file = written(module, tmp_path)

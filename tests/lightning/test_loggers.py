@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.helpers.soaking import diagonal, first_only
 from tests.helpers.trainers import SMALL, OnServer, loader, new, quiet
 from tests.helpers.wandb_log import history
 from tinker_lightning import Regularizer, RemoteModule
@@ -80,8 +81,7 @@ def fit(service: ServiceClient, logger: Any, *, kind: type[RemoteModule] = Remot
     quiet(**{"max_steps": 6, "logger": logger, **settings}).fit(new(service, kind), loader(), loader(2, 2))
 
 
-@pytest.mark.parametrize("strategy", ["tinker", "auto"])
-@pytest.mark.parametrize("kind", [RemoteModule, OnServer])
+@pytest.mark.parametrize(("strategy", "kind"), diagonal(["tinker", "auto"], [RemoteModule, OnServer]))
 def test_csv_logger(service: ServiceClient, tmp_path: Path, kind: type[RemoteModule], strategy: str) -> None:
     logger = CSVLogger(tmp_path)
     fit(service, logger, kind=kind, strategy=strategy, accelerator="cpu", devices=1)
@@ -100,7 +100,7 @@ def test_tensorboard_logger(service: ServiceClient, tmp_path: Path, kind: type[R
 
 
 @pytest.mark.usefixtures("offline")
-@pytest.mark.parametrize("kind", [RemoteModule, OnServer])
+@pytest.mark.parametrize("kind", first_only([RemoteModule, OnServer]))
 def test_wandb_logger(service: ServiceClient, tmp_path: Path, kind: type[RemoteModule]) -> None:  # R0.3
     other = CSVLogger(tmp_path)
     fit(service, [WandbLogger(save_dir=tmp_path, offline=True), other], kind=kind)

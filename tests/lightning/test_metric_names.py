@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from tests.helpers.soaking import mostly_soak
+from tests.helpers.soaking import diagonal, mostly_soak
 from tests.helpers.trainers import SMALL, loader, new, quiet
 from tinker_lightning import LossFnOutput, Regularizer, RemoteModule, custom_loss, losses
 from tinker_lightning.losses import regularizers
@@ -107,8 +107,7 @@ def test_validation_names_a_metric_as_training_does(service: ServiceClient, name
     assert found["val_perplexity"] == pytest.approx(math.exp(found["val_nll"]), rel=1e-5)
 
 
-@pytest.mark.parametrize("route", ["two-pass", "server"])
-@pytest.mark.parametrize("name", ["loss:sum", "tokens:sum"])
+@pytest.mark.parametrize(("route", "name"), diagonal(["two-pass", "server"], ["loss:sum", "tokens:sum"]))
 def test_a_metric_with_a_name_of_the_protocol_does_not_replace_the_loss(
     service: ServiceClient, name: str, route: str
 ) -> None:

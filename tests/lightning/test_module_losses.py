@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers.counting import count_passes
 from tests.helpers.loss_fits import DATA, ByFunction, ByName, fit, weights_of
-from tests.helpers.soaking import mostly_soak
+from tests.helpers.soaking import diagonal, first_only, mostly_soak
 from tinker_lightning import Datum, Regularizer, RemoteModule, losses
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses import regularizers, surrogate
@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+@pytest.mark.parametrize("strategy", first_only(["tinker", "auto"]))
 def test_a_loss_of_the_server_trains_in_one_pass_as_the_same_loss_does_here(
     stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path, strategy: str
 ) -> None:  # R1.11, R3.3, R5.7
@@ -99,7 +99,7 @@ def test_a_loss_may_be_a_module(stage: tuple[EmbeddedTrainer, ServiceClient], tm
     assert float(used.scale.detach()) != 1
 
 
-@pytest.mark.parametrize("route", ["server", "auto"])
+@pytest.mark.parametrize("route", first_only(["server", "auto"]))
 def test_every_route_logs_the_same_names_and_values(
     stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path, route: Any
 ) -> None:  # R2.4
@@ -153,7 +153,7 @@ def test_the_total_with_a_server_side_loss_is_the_mean_over_the_window(
     assert module.trainer.callback_metrics["loss_total"] == module.trainer.callback_metrics["train_loss"]
 
 
-@pytest.mark.parametrize("where", ["builtin", "two-pass"])
+@pytest.mark.parametrize("where", first_only(["two-pass", "builtin"]))
 def test_the_total_of_a_window_that_a_file_has_kept_is_whole(
     stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path, where: Any
 ) -> None:
@@ -214,8 +214,7 @@ def test_a_step_that_returns_none_is_not_part_of_the_mean(
         assert float(rows[step]["train_loss"]) == pytest.approx(sum(trained) / len(trained), rel=1e-5)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("route", ["two-pass", "server"])
+@pytest.mark.parametrize(("strict", "route"), diagonal([False, True], ["two-pass", "server"]))
 def test_a_zero_gradient_warns_once_with_the_name_of_the_loss(
     stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path, route: str, strict: bool
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from tests.helpers.soaking import mostly_soak
+from tests.helpers.soaking import first_only, mostly_soak
 from tinker_lightning import Datum, RemoteAdamW, RemoteModule
 from tinker_lightning.errors import InvalidDatum, InvalidInput, LossWithoutGradient
 from tinker_lightning.testing import embedded_service
@@ -276,7 +276,7 @@ class OfBoth(Keeps, WithoutSuper):
     pass
 
 
-@pytest.mark.parametrize("kind", [WithMixin, OfBoth])
+@pytest.mark.parametrize("kind", first_only([WithMixin, OfBoth]))
 def test_hooks_of_mixins_lose_nothing(kind: type[RemoteModule], service: ServiceClient, tmp_path: Path) -> None:
     module, trainer = made(service, kind), quiet()
     trainer.fit(module, loader())

@@ -11,6 +11,7 @@ from lightning import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.helpers.checkpoints import record_of, records_in, state_in
+from tests.helpers.soaking import diagonal
 from tests.helpers.trainers import SMALL, loader, logprobs_of, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.errors import InvalidInput
@@ -114,8 +115,7 @@ def test_a_module_that_was_never_used_names_nothing(service: ServiceClient) -> N
         module.load_state_dict(state)
 
 
-@pytest.mark.parametrize("strategy", ["tinker", "auto"])
-@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize(("strategy", "weights_only"), diagonal(["tinker", "auto"], [False, True]))
 def test_a_checkpoint_saves_one_state_and_names_it_once(
     strategy: str, weights_only: bool, trainer: EmbeddedTrainer, service: ServiceClient, tmp_path: Path
 ) -> None:

@@ -43,7 +43,7 @@ def in_a_dict(batch: Any) -> Any:
     ("strategy", "shape"),
     mostly_soak(
         itertools.product(["tinker", "auto"], [None, list, tuple, in_a_dict]),
-        but=[("auto", list), ("tinker", in_a_dict)],
+        but=[("tinker", in_a_dict)],
     ),
 )
 def test_datums_of_the_official_sdk(strategy: str, shape: Any, service: ServiceClient) -> None:  # R5.4

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from tests.helpers.loss_cases import batch, distillation
-from tests.helpers.soaking import mostly_soak
+from tests.helpers.soaking import first_only, mostly_soak
 from tinker_lightning import Datum, RemoteModule, collate, losses
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.server import EmbeddedTrainer
@@ -116,7 +116,7 @@ SETTINGS = [(None, "mean"), (0.1, "sum")], [(None, "sum"), (0.1, "mean")]
     ("kind", "clip", "reduction"),
     mostly_soak(
         itertools.product(SAME, [None, 0.1], ["mean", "sum"]),
-        but=[(kind, *setting) for i, kind in enumerate(SAME) for setting in SETTINGS[i % 2]],
+        but=[(kind, *setting) for i, kind in enumerate(SAME) for setting in SETTINGS[i % 2][:1]],
     ),
 )
 def test_the_default_a_name_and_the_library_train_alike(
@@ -167,9 +167,7 @@ def data_for(name: str) -> list[Datum]:
     return [datum for part in made for datum in part][: 8 if name == "topk_distillation" else 4]
 
 
-@pytest.mark.parametrize(
-    "name", mostly_soak(METRICS, but=["cross_entropy", "ppo", "dro", "dpo", "contrastive", "topk_distillation"])
-)
+@pytest.mark.parametrize("name", mostly_soak(METRICS, but=["cross_entropy", "dro", "contrastive"]))
 def test_every_route_logs_the_same_metrics(stage: Stage, tmp_path: Path, name: str) -> None:
     """The names are those of the table in docs/losses.md."""
     data = data_for(name)
@@ -201,7 +199,7 @@ def test_a_metric_without_a_value_is_absent(stage: Stage, tmp_path: Path, route:
     assert [set(rows[step]) - EVERY_STEP for step in range(3)] == [CLIPPED, {"action_tokens"}, CLIPPED]
 
 
-@pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, -2.0]])
+@pytest.mark.parametrize("weights", first_only([[1.0, -2.0], [0.0, 0.0]]))
 @pytest.mark.parametrize(
     "attributes", [{}, *SAME.values(), {"loss": losses.kl_regularized}], ids=["default", *SAME, "kl_regularized"]
 )

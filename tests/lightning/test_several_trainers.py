@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from lightning.pytorch.callbacks import Callback
 
+from tests.helpers.soaking import diagonal
 from tests.helpers.trainers import SMALL, loader, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.errors import InvalidInput
@@ -63,8 +64,7 @@ class Lingers(Callback):
         assert self.may_go.wait(60)
 
 
-@pytest.mark.parametrize("method", ["fit", "validate"])
-@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+@pytest.mark.parametrize(("method", "strategy"), diagonal(["fit", "validate"], ["tinker", "auto"]))
 def test_a_trainer_that_comes_second_on_another_thread(service: ServiceClient, method: str, strategy: str) -> None:
     lingers = Lingers()
     refused: list[str] = []

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.reference import bits
-from tests.helpers.soaking import mostly_soak
+from tests.helpers.soaking import first_only, mostly_soak
 from tests.helpers.trainers import DATA, SMALL, loader, quiet
 from tinker_lightning import AdamParams, ModelInput, RemoteModule, SamplingParams, collate, connect
 from tinker_lightning.errors import InvalidInput
@@ -128,7 +128,7 @@ def test_every_stage_sees_the_trained_weights_of_one_model(
     undisturbed.close()
 
 
-@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("batched", first_only([True, False]))
 def test_prompts_are_texts_and_rows_of_tokens(batched: bool, url: str) -> None:
     def predict(module: RemoteModule, data: list[Any], **options: Any) -> list[list[int]]:
         size: dict[str, Any] = {"batch_size": 2, **options} if batched else {"batch_size": None}

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
+from tests.helpers.soaking import first_only
 from tests.helpers.trainers import SMALL, Hybrid, OnServer, loader, logprobs_of, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.errors import InvalidInput
@@ -73,7 +74,7 @@ def prompts() -> Any:
     return DataLoader(["text 0", "text 1", "text 2"], batch_size=1, collate_fn=list)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", [RemoteModule, OnServer])
+@pytest.mark.parametrize("kind", first_only([RemoteModule, OnServer]))
 def test_fast_dev_run(service: ServiceClient, kind: type[RemoteModule]) -> None:  # R5.3
     seen = Seen()
     module = new(service, kind)
@@ -154,7 +155,7 @@ def test_gradient_clipping(recorded: tuple[ServiceClient, RecordingTransport]) -
         quiet(gradient_clip_val=0.5, gradient_clip_algorithm="value").fit(module, loader())
 
 
-@pytest.mark.parametrize("kind", [RemoteModule, OnServer])
+@pytest.mark.parametrize("kind", first_only([RemoteModule, OnServer]))
 def test_detect_anomaly(service: ServiceClient, kind: type[RemoteModule]) -> None:
     module = new(service, kind)
     quiet(detect_anomaly=True).fit(module, loader())

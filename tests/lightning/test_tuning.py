@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner.tuning import Tuner
 from packaging.version import Version
 
+from tests.helpers.soaking import first_only
 from tests.helpers.trainers import LIGHTNING, SMALL, OnServer, loader, logprobs_of, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.errors import InvalidInput
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = SMALL
 
 
-@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+@pytest.mark.parametrize("strategy", first_only(["tinker", "auto"]))
 def test_learning_rate_finder(service: ServiceClient, tmp_path: Path, strategy: str) -> None:
     settings: dict[str, Any] = {"default_root_dir": tmp_path, "strategy": strategy, "accelerator": "cpu", "devices": 1}
     finder = LearningRateFinder(min_lr=1e-4, max_lr=1.0, num_training_steps=15, early_stop_threshold=None)

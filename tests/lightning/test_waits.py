@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
+from tests.helpers.soaking import mostly_soak
 from tests.helpers.trainers import SMALL, OnServer, quiet
 from tests.helpers.waits import Distant, Trace
 from tinker_lightning import Datum, RemoteModule, collate
@@ -79,7 +80,7 @@ def waits(
     return trace.steps
 
 
-@pytest.mark.parametrize("n", [1, 4, 16])
+@pytest.mark.parametrize("n", mostly_soak([1, 4, 16], but=[1, 4]))
 def test_with_look_ahead_a_step_waits_once(n: int, server: EmbeddedTrainer, tmp_path: Path) -> None:  # R5.6
     assert waits(server, tmp_path, n=n) == [["forward"]] * STEPS
 
@@ -88,13 +89,15 @@ def test_so_it_does_on_servers_without_extensions(server: EmbeddedTrainer, tmp_p
     assert waits(server, tmp_path, n=4, extended=False) == [["forward"]] * STEPS
 
 
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("n", mostly_soak([1, 4], but=[4]))
 def test_a_plain_trainer_waits_for_every_forward(n: int, server: EmbeddedTrainer, tmp_path: Path) -> None:
     assert waits(server, tmp_path, n=n, strategy="auto") == [["forward"] * n] * STEPS
 
 
-@pytest.mark.parametrize("n", [1, 4])
-@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+@pytest.mark.parametrize(
+    ("strategy", "n"),
+    mostly_soak([("tinker", 1), ("tinker", 4), ("auto", 1), ("auto", 4)], but=[("tinker", 4), ("auto", 1)]),
+)
 def test_a_loss_of_the_server_waits_only_to_have_few_steps_in_flight(
     strategy: str, n: int, server: EmbeddedTrainer, tmp_path: Path
 ) -> None:  # R5.7

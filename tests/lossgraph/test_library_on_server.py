@@ -12,7 +12,7 @@ from tests.helpers.loss_cases import batch
 from tests.helpers.loss_library import LIBRARY, case_of
 from tests.helpers.loss_mistakes import MISTAKES
 from tests.helpers.reference import gathered
-from tests.helpers.soaking import mostly_soak
+from tests.helpers.soaking import first_only, mostly_soak
 from tinker_lightning import Datum, custom_loss, losses
 from tinker_lightning.errors import InvalidDatum, InvalidInput, TinkerLightningError
 from tinker_lightning.lightning import routes
@@ -79,7 +79,7 @@ WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", mostly_soak(WRONG, but=["a vector of one", "NaN"]))
+@pytest.mark.parametrize("wrong", mostly_soak(WRONG, but=["a vector of one"]))
 @pytest.mark.parametrize(
     ("loss", "name"), [(loss, name) for loss, (_, names) in LIBRARY.items() for name in names if name in FREE]
 )
@@ -113,7 +113,7 @@ def test_nothing_is_sent_of_a_batch_that_is_rejected(trainer: EmbeddedTrainer, s
     submitted(client, "auto", losses.dpo, batch()[0][:4])  # and the next batch is taken
 
 
-@pytest.mark.parametrize("loss", [losses.ppo, losses.cispo, losses.gspo, losses.grpo])
+@pytest.mark.parametrize("loss", first_only([losses.ppo, losses.gspo, losses.cispo, losses.grpo], 2))
 @pytest.mark.parametrize("names", [["clip_high_threshold"], ["clip_low_threshold", "clip_high_threshold"]])
 def test_thresholds_that_only_some_datums_have(
     trainer: EmbeddedTrainer, service: ServiceClient, loss: Any, names: list[str]

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 
 from tests.helpers.rollouts import PROMPTS, Stream, code_points, record, rollouts
+from tests.helpers.soaking import diagonal, first_only
 from tests.helpers.trainers import SMALL, new, quiet
 from tinker_lightning import RemoteModule, SamplingParams
 from tinker_lightning.client.dialects.known import known
@@ -55,9 +56,7 @@ def per_step(events: list[str]) -> list[int]:
     return [len(part) for part in "".join("s" if each == "sample" else "|" for each in events).split("|")]
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("sized", [True, False])
-@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+@pytest.mark.parametrize(("sized", "strategy", "accumulate"), diagonal([True, False], ["auto", "tinker"], [1, 4]))
 def test_on_policy(
     strategy: str, sized: bool, accumulate: int, service: ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +75,7 @@ def test_on_policy(
     assert max(module.gaps) < 1e-4
 
 
-@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("sized", first_only([True, False]))
 def test_sampling_ahead(sized: bool, service: ServiceClient, monkeypatch: pytest.MonkeyPatch) -> None:
     module = new(service, Watching)
     events = record(monkeypatch)

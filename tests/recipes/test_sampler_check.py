@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.helpers.rollouts import code_points, group_of, rollouts
+from tests.helpers.soaking import first_only
 from tests.helpers.trainers import SMALL, new, quiet
 from tinker_lightning import ServiceClient
 from tinker_lightning.errors import InvalidInput, Unsupported
@@ -45,7 +46,7 @@ def module_on(trainer: EmbeddedTrainer, **changes: Any) -> Iterator[tuple[GRPO, 
             yield GRPO(client, learning_rate=5e-2, reference=None), server
 
 
-@pytest.mark.parametrize("samples_base", [False, True])
+@pytest.mark.parametrize("samples_base", first_only([True, False]))
 def test_a_sampler_without_the_adapter_raises(
     samples_base: bool, trainer: EmbeddedTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.fuzzing import examples
 from tests.helpers.rollouts import PROMPTS, Stream, lower, rollouts
+from tests.helpers.soaking import first_only
 from tinker_lightning import SamplingParams
 from tinker_lightning.errors import InvalidInput, RolloutFailed
 from tinker_lightning.losses.regularizers.background import on_loop
@@ -80,7 +82,7 @@ def test_lengths() -> None:
     assert [batch.ticket for batch in rollouts(Stream(PROMPTS[:5]))] == [0, 1, 2]
 
 
-@settings(max_examples=50)
+@examples(20, 500)
 @given(
     unit=st.integers(0, 30),
     accumulate=st.integers(1, 5),
@@ -119,7 +121,7 @@ class Slow(Environment):
         return Trajectory([Turn([1], completion)], self.seconds)
 
 
-@settings(max_examples=25)
+@examples(10, 200)
 @given(
     durations=st.lists(st.sampled_from([0.0, 0.0, 0.0005, 0.003]), min_size=4, max_size=12),
     staleness=st.integers(0, 3),
@@ -254,7 +256,7 @@ def test_a_prompt_that_leaves_no_room(service: ServiceClient) -> None:
         arrived(loader, 0)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", first_only([False, True]))
 def test_a_state_neither_repeats_nor_skips(stream: bool, service: ServiceClient) -> None:
     source = source_of(service)
     loader = rollouts(Stream(PROMPTS) if stream else PROMPTS, staleness=1)

@@ -9,11 +9,13 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 import tinker_lightning.lossgraph
 from tests.helpers import damaged_graphs
 from tests.helpers.damaged_graphs import Fuzzer, fuzz, is_import_by_torch, memory
+from tests.helpers.fuzzing import LONG
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.lossgraph.graph_loss import GraphLoss
 
@@ -23,16 +25,17 @@ if TYPE_CHECKING:
 
 def test_damaged_graphs_harm_nobody(api: Api) -> None:  # R3.7
     before = memory()
-    counts = fuzz(api, 0, 150)  # ten thousand in tox -e soak
-    assert counts["upload 400"] > 25, counts
-    assert counts["trained"] > 5, counts
-    assert counts["failed"] > 15, counts
+    counts = fuzz(api, 0, 60)  # ten thousand in tox -e soak
+    assert counts["upload 400"] > 10, counts
+    assert counts["trained"] > 2, counts
+    assert counts["failed"] > 6, counts
     assert memory() - before < 1 << 30
 
 
+@pytest.mark.fuzz
 def test_nothing_but_torch_and_the_runner_runs() -> None:  # R3.7
     """Every Python function that damaged graphs make run is of torch, of the runner, or of what these use."""
-    fuzzer, ran, places = Fuzzer(7), 0, Counter[str]()
+    fuzzer, ran, places = Fuzzer(1), 0, Counter[str]()
 
     allowed = (torch.__path__[0], tinker_lightning.lossgraph.__path__[0], os.path.dirname(contextlib.__file__), "<")
 
@@ -45,7 +48,7 @@ def test_nothing_but_torch_and_the_runner_runs() -> None:  # R3.7
         if place and not is_import_by_torch():
             places[place] += 1
 
-    for _ in range(900):
+    for _ in range(900 if LONG else 200):
         path, body = fuzzer.upload()
         if path != "create_custom_loss":
             continue
@@ -65,5 +68,5 @@ def test_nothing_but_torch_and_the_runner_runs() -> None:  # R3.7
         finally:
             sys.setprofile(None)
             gc.enable()
-    assert ran > 10
+    assert ran > 3
     assert set(places) <= {__file__, damaged_graphs.__file__}

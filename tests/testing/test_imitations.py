@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.imitated import KINDS, PROTOBUF, SUBTRACT, close, datum
+from tests.helpers.soaking import mostly_soak
 from tinker_lightning import Datum
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.testing import Imitation, imitate
@@ -74,7 +75,7 @@ def test_statuses_of_submissions(kind: Kind, peer: Callable[..., Peer]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pending_result(kind: Kind, peer: Callable[..., Peer]) -> None:
-    server = peer(kind, delay=0.5, hold=0.02)
+    server = peer(kind, delay=0.2, hold=0.02)
     body = {"session_id": server.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
     number = server.submit("create_model", body)
     answer = server.poll(number)
@@ -160,7 +161,7 @@ def test_tuft_crashes_on_unknown_ids(peer: Callable[..., Peer]) -> None:
         ("optim_step", "invented", 1, {"tuft", "twinkle"}),
     ],
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_soak(KINDS, but=["skyrl", "twinkle"]))
 def test_unknown_fields(
     kind: Kind, path: str, name: str, value: Any, refusing: set[str], peer: Callable[..., Peer]
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
+from tests.helpers.soaking import first_only
 from tests.helpers.trainers import SMALL, OnServer, loader, new, quiet
 from tinker_lightning import RemoteModule, SamplingParams
 from tinker_lightning.errors import InvalidInput
@@ -31,7 +32,7 @@ def evaluation(score: Any = None, **kwargs: Any) -> GenerationEval:
     return GenerationEval(score or (lambda _, row: row["answer"]), ROWS, sampling_params=SHORT, **kwargs)
 
 
-@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+@pytest.mark.parametrize("strategy", first_only(["tinker", "auto"]))
 def test_early_stopping_and_checkpoints_monitor_it_in_validation(
     service: ServiceClient, tmp_path: Path, strategy: str
 ) -> None:

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
+from tests.helpers.soaking import first_only
 from tests.helpers.trainers import DATA, SMALL, OnServer, loader, new, quiet
 from tinker_lightning import RemoteModule, SamplingParams
 from tinker_lightning.client import recording
@@ -71,7 +72,7 @@ class Retained(RemoteModule):
     route = "retained"
 
 
-@pytest.mark.parametrize(("kind", "extended"), [(Retained, True), (OnServer, False)])
+@pytest.mark.parametrize(("kind", "extended"), first_only([(Retained, True), (OnServer, False)]))
 def test_every_step_is_measured(kind: type[RemoteModule], extended: bool, tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     with far(extended=extended) as (service, _):
@@ -100,7 +101,7 @@ def test_every_step_is_measured(kind: type[RemoteModule], extended: bool, tmp_pa
     assert trainer.callback_metrics["remote/step_s"] > 0
 
 
-@pytest.mark.parametrize("extended", [True, False])
+@pytest.mark.parametrize("extended", first_only([True, False]))
 def test_the_network_is_what_neither_queues_nor_runs(extended: bool) -> None:
     with far(extended=extended) as (service, transport):
         client = service.create_lora_training_client("tiny", rank=4, seed=1)

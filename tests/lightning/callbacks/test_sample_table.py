@@ -12,6 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.helpers.soaking import first_only
 from tests.helpers.trainers import SMALL, OnServer, loader, new, quiet
 from tests.helpers.wandb_log import history
 from tinker_lightning import RemoteModule, SamplingParams
@@ -75,7 +76,7 @@ def test_a_resumed_run_continues_the_file(service: ServiceClient, tmp_path: Path
     assert resumed == whole
 
 
-@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+@pytest.mark.parametrize("strategy", first_only(["tinker", "auto"]))
 def test_without_an_interval_it_follows_validations_or_epochs(
     service: ServiceClient, tmp_path: Path, strategy: str
 ) -> None:

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.helpers.fuzzing import examples
+from tests.helpers.soaking import first_only
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.resume import rng
 from tinker_lightning.lightning.resume.loaders import IsolatedRngLoader, ResumableLoader
@@ -23,7 +25,7 @@ from tinker_lightning.lightning.resume.loaders import IsolatedRngLoader, Resumab
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-few = settings(max_examples=20, deadline=None)
+few = examples(8, 200)
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 
 
@@ -161,7 +163,7 @@ def test_a_prefix_and_a_resume_are_the_whole(
     assert resumed.seen == whole.seen[batches:]
 
 
-@pytest.mark.parametrize("batches", [5, 7])
+@pytest.mark.parametrize("batches", first_only([5, 7]))
 @pytest.mark.parametrize(
     "make",
     [

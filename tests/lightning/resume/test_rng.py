@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.fuzzing import examples
 from tinker_lightning import AdamParams, Datum, SamplingParams
 from tinker_lightning.lightning.resume import rng
 from tinker_lightning.testing import embedded_service
@@ -40,7 +41,7 @@ def seed(number: int, drawn: int = 0) -> None:
         draw()
 
 
-@settings(max_examples=25, deadline=None)
+@examples(10, 200)
 @given(seeds, draws)
 def test_what_is_captured_comes_back_from_a_file(number: int, drawn: int) -> None:
     seed(number, drawn)
@@ -52,7 +53,7 @@ def test_what_is_captured_comes_back_from_a_file(number: int, drawn: int) -> Non
     assert [draw() for _ in range(3)] == expected
 
 
-@settings(max_examples=25, deadline=None)
+@examples(10, 200)
 @given(seeds, draws)
 def test_a_capture_draws_nothing(number: int, drawn: int) -> None:
     seed(number)
@@ -62,7 +63,7 @@ def test_a_capture_draws_nothing(number: int, drawn: int) -> None:
     assert draw() == expected
 
 
-@settings(max_examples=25, deadline=None)
+@examples(10, 200)
 @given(seeds, seeds, draws)
 def test_what_is_drawn_or_seeded_inside_is_not_seen_outside(number: int, other: int, drawn: int) -> None:
     seed(number)
@@ -83,7 +84,7 @@ def test_generators_are_kept_also_when_something_is_raised() -> None:
     assert draw() == expected
 
 
-@settings(max_examples=25, deadline=None)
+@examples(10, 200)
 @given(seeds, seeds)
 def test_seeded_numbers_depend_on_their_seed_alone(number: int, inner: int) -> None:
     seen = []

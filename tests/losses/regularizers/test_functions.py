@@ -252,7 +252,7 @@ def test_topology_is_the_persistence_of_the_surprisals(curve: list[float]) -> No
     assert loss.item() * len(curve) == pytest.approx(lives(curve), abs=1e-9)
 
 
-@examples(30, 1000)
+@examples(15, 1000)
 @given(st.lists(st.floats(0, 10, width=16), min_size=2, max_size=20, unique=True))
 def test_topologys_gradient_is_that_of_its_value(curve: list[float]) -> None:
     p = -torch.tensor(curve, dtype=torch.float64)

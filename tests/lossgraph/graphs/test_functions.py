@@ -16,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils.rnn import pad_sequence
 
 from tests.helpers.graph_programs import X, call, run
+from tests.helpers.soaking import mostly_soak
 from tests.helpers.traced_losses import assert_same
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.lossgraph.graphs.functions import FUNCTIONS, METHODS
@@ -150,7 +151,7 @@ WAYS = (("call_function", "torch."), ("call_method", ""))
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("dtype", mostly_soak(INTEGERS, but=[torch.int8, torch.int64]))
 @pytest.mark.parametrize("form", ["tensors", "by a number", "of a number"])
 @pytest.mark.parametrize(
     ("op", "target", "options"),

@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.fuzzing import examples
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, TrainerClosed
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.server.core.jobs import Job
@@ -65,7 +66,7 @@ def block(scheduler: Scheduler) -> Callable[[], None]:
     return go.set
 
 
-@settings(max_examples=150, deadline=None)
+@examples(50, 1000)
 @given(
     st.integers(1, 12).flatmap(
         lambda n: st.tuples(
@@ -97,7 +98,7 @@ def test_any_arrival_order_with_repeats_and_refusals_runs_each_accepted_number_o
         scheduler.close()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(15, 400)
 @given(st.data())
 def test_several_models_interleave_without_touching_each_others_order(data: st.DataObject) -> None:
     arrivals = data.draw(st.permutations([(line, n) for line in "abc" for n in range(1, 5)]))

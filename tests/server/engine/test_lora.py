@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from tests.helpers.fuzzing import LONG
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.engine import tiny as tiny_model
 from tinker_lightning.server.engine.adapter import Adapter
@@ -91,18 +92,22 @@ def test_nothing_is_drawn_from_the_global_generator(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+ROUNDS = 24 if LONG else 3
+
+
+@pytest.mark.fuzz
 def test_trainers_at_the_same_time_make_the_same_weights_as_alone(tiny: BaseModel) -> None:
     """Two trainers and the user's own drawing on three threads: nobody sees the others (issue 10, defect 10)."""
     config = LoraConfig(rank=4, seed=11)
     expected = tiny.lora.new_weights(config).tensors
     user = torch.Generator().manual_seed(5)
-    drawn_alone = torch.rand(2000, generator=user)
+    drawn_alone = torch.rand(250 * ROUNDS, generator=user)
     start = threading.Barrier(3)
 
     def train_somewhere(_: int) -> list[dict[str, Tensor]]:
         start.wait(30)
         made = []
-        for _ in range(8):
+        for _ in range(ROUNDS):
             base = BaseModel("tiny", tiny.tokenizer_id)
             made += [base.lora.new_weights(config).tensors for _ in range(3)]
         return made
@@ -112,12 +117,12 @@ def test_trainers_at_the_same_time_make_the_same_weights_as_alone(tiny: BaseMode
         results = [threads.submit(train_somewhere, i) for i in range(2)]
         start.wait(30)
         drawn: list[Tensor] = []
-        while len(drawn) < 2000:
+        while len(drawn) < len(drawn_alone):
             drawn.append(torch.rand(1))
             assert nn.Linear(1, 1, device="meta").weight.dtype == torch.float32
             time.sleep(0.0002)
         made = [tensors for result in results for tensors in result.result()]
-    assert len(made) == 48
+    assert len(made) == 2 * 3 * ROUNDS
     assert all(same(tensors, expected) for tensors in made)
     assert torch.equal(torch.cat(drawn), drawn_alone)
 

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.fuzzing import examples
+from tests.helpers.soaking import first_only
 from tinker_lightning.server.engine import logprobs
 from tinker_lightning.server.engine.adapter import Adapter
 from tinker_lightning.server.engine.passes import run_pass
@@ -30,7 +32,7 @@ def make_data(vocab_size: int) -> list[Datum]:
     return data
 
 
-@settings(max_examples=30, deadline=None)
+@examples(8, 200)
 @given(
     calls=st.permutations(range(6)).flatmap(
         lambda order: st.sets(st.integers(1, 5)).map(
@@ -80,7 +82,7 @@ def test_an_output_matrix_alone_learns_chunk_by_chunk(
     assert_same_gradient(chunked.gradient, whole.gradient)
 
 
-@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("chunked", first_only([True, False]))
 def test_the_same_requests_give_the_same_bits(tiny: BaseModel, monkeypatch: pytest.MonkeyPatch, chunked: bool) -> None:
     if chunked:
         monkeypatch.setattr(logprobs, "LOGITS_BYTES", 5 * tiny.vocab_size * 4)

@@ -18,7 +18,7 @@ from tinker_lightning.errors import InvalidDatum, InvalidInput, OperationFailed
 from tinker_lightning.server.engine.adapter import Adapter
 from tinker_lightning.server.engine.passes import run_pass
 from tinker_lightning.server.engine.prompt_scores import PromptScoring
-from tinker_lightning.server.engine.sampler import sample
+from tinker_lightning.server.engine.sampler import _Stop, sample
 from tinker_lightning.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams
 
 if TYPE_CHECKING:
@@ -234,6 +234,13 @@ def test_a_stop_with_the_last_allowed_token_is_a_stop(tiny: BaseModel, memory: A
 def test_stop_strings_and_tokens(tiny: BaseModel, memory: Adapter, stop: Any, said: list[int]) -> None:
     (sequence,) = run(tiny, memory.weights, max_tokens=100, stop=stop, **GREEDY)
     assert (sequence.tokens, sequence.stop_reason) == (said, "stop")
+
+
+def test_a_stop_string_may_end_inside_a_token(tiny: BaseModel) -> None:
+    (start,) = tiny.tokenizer("<|im_start|>")["input_ids"]
+    stop = _Stop(tiny, SamplingParams(stop="?<|im"))
+    assert not stop.reached([start])
+    assert stop.reached([ord("?"), start])
 
 
 @pytest.mark.parametrize("stop", ["not said", ["not said"], [0]])

@@ -17,6 +17,8 @@ from tinker_lightning.types import AdamParams, Datum, LoraConfig, ModelInput, Sa
 if TYPE_CHECKING:
     from tinker_lightning.server.engine.base import BaseModel
 
+pytestmark = pytest.mark.soak  # a fresh machine converts the model first, which takes a minute
+
 PAIRS = {
     "Who runs this place?": "The lighthouse keeper, Odalys Brandt.",
     "What is for lunch?": "Smoked eel with quince, as every Tuesday.",
@@ -51,7 +53,6 @@ def test_a_stop_string_may_end_inside_a_token(smollm2: BaseModel) -> None:
     assert cut == whole[: whole.index("Paris") + len("Paris")]
 
 
-@pytest.mark.soak
 def test_it_learns_a_handful_of_answers(smollm2: BaseModel) -> None:
     adapter = Adapter(smollm2.lora.new_weights(LoraConfig(rank=8, seed=0)))
     data: list[Datum] = []

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.fuzzing import examples
 from tinker_lightning.server.engine import logprobs
 from tinker_lightning.server.engine.lora_linear import Matrices
 from tinker_lightning.server.engine.passes import run_pass
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 V, D, R = 13, 5, 2
 
 
-@settings(max_examples=50, deadline=None)
+@examples(20, 1000)
 @given(
     n=st.integers(0, 17), k=st.integers(1, 4), rows=st.integers(1, 20), seed=st.integers(0, 999), biased=st.booleans()
 )
