@@ -134,6 +134,12 @@ class Simulated:
         ]
         return self._trainer.submit(seconds, lambda: ForwardBackwardOutput(outputs, {}), "pass")
 
+    def prepare_step(self, _: Any) -> None:
+        pass
+
+    def drop_unsent(self, _: str) -> int:
+        return 0
+
     def optim_step(self, *_: Any) -> TinkerFuture[OptimStepResponse]:
         return self._trainer.submit(self._times.step, lambda: OptimStepResponse({}), "optim_step")
 
