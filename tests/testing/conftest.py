@@ -6,6 +6,7 @@ name of its folder begins with `test`.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from tests.helpers.imitated import Peer
     from tinker_lightning.server import EmbeddedTrainer
+    from tinker_lightning.testing import Imitation
     from tinker_lightning.testing.imitations.serving import Kind
 
 
@@ -30,19 +32,39 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTraine
     trainer.close()
 
 
+@pytest.fixture(scope="module")
+def unchanged(trainer: EmbeddedTrainer) -> Iterator[Callable[[Kind], Imitation]]:
+    """Imitations without changes, each started once for the tests of a file: stopping one takes a while."""
+    from tinker_lightning.testing import imitate
+
+    started: dict[Kind, Imitation] = {}
+
+    def start(kind: Kind) -> Imitation:
+        if kind not in started:
+            started[kind] = imitate(kind, trainer=trainer)
+        return started[kind]
+
+    yield start
+    for each in started.values():
+        each.close()
+
+
 @pytest.fixture
-def peer(trainer: EmbeddedTrainer) -> Iterator[Callable[..., Peer]]:
-    """Starts imitations that end with the test."""
+def peer(trainer: EmbeddedTrainer, unchanged: Callable[[Kind], Imitation]) -> Iterator[Callable[..., Peer]]:
+    """Connects to imitations; those with changes end with the test."""
     from tests.helpers.imitated import Peer
     from tinker_lightning.testing import imitate
 
-    peers: list[Peer] = []
+    with contextlib.ExitStack() as stack:
 
-    def start(kind: Kind, **changes: Any) -> Peer:
-        peers.append(Peer(imitate(kind, trainer=trainer, **changes), trainer))
-        return peers[-1]
+        def start(kind: Kind, **changes: Any) -> Peer:
+            if changes:
+                server = imitate(kind, trainer=trainer, **changes)
+                stack.callback(server.close)
+            else:
+                server = unchanged(kind)
+            peer = Peer(server, trainer)
+            stack.callback(peer.http.close)
+            return peer
 
-    yield start
-    for each in peers:
-        each.http.close()
-        each.server.close()
+        yield start

@@ -270,10 +270,11 @@ def test_repeats_double_the_gradient(kind: Kind, peer: Callable[..., Peer]) -> N
 def test_repeats_are_answered_once_where_they_are_recognised(peer: Callable[..., Peer]) -> None:
     server = peer("together")
     model = server.create()
+    before = server.server.ran["forward_backward"]
     first, second = (server.send(model, [datum()], number=1).json() for _ in range(2))
     assert first == second
     server.poll(first["request_id"])
-    assert server.server.ran["forward_backward"] == 1
+    assert server.server.ran["forward_backward"] == before + 1
 
 
 @pytest.mark.parametrize("order", ["number", "arrival"])

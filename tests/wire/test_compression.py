@@ -93,7 +93,7 @@ def test_a_wrong_checksum_raises() -> None:
 
 
 @given(st.binary(max_size=40), st.integers(0, 400), st.integers(0, 255))
-@examples(200, 20_000)
+@examples(100, 5_000)
 def test_damaged_messages_raise_invalid_input_or_are_harmless(tail: bytes, position: int, byte: int) -> None:
     body = bytearray(compress(bytes(range(200)) + bytes(1000)))
     body[position % len(body)] = byte

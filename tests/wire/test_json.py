@@ -429,7 +429,7 @@ places = st.sampled_from(
 
 
 @given(places, nonsense, nonsense)
-@examples(200, 20_000)
+@examples(100, 5_000)
 def test_random_bytes_raise_invalid_input_or_are_read(path: tuple[str | int, ...], value: Any, other: Any) -> None:
     body = orjson.loads(broken(*path, value=value))
     sparse = {"data": [], "sparse_crow_indices": value, "sparse_col_indices": other, "shape": [1, 2]}
@@ -440,7 +440,7 @@ def test_random_bytes_raise_invalid_input_or_are_read(path: tuple[str | int, ...
 
 
 @given(st.data())
-@examples(200, 20_000)
+@examples(100, 5_000)
 def test_damaged_bytes_raise_invalid_input_or_are_read(data: st.DataObject) -> None:
     body = bytearray(broken("seq_id", value=1))
     for _ in range(data.draw(st.integers(1, 3))):

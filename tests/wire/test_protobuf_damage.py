@@ -165,7 +165,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 
 @given(damaged() | st.binary(max_size=60))
-@examples(200, 20_000)
+@examples(100, 5_000)
 def test_damaged_bytes_raise_invalid_input_or_are_read(body: bytes) -> None:
     for decode in (decode_forward_backward, decode_output, decode_sample):
         with suppress(InvalidInput):
@@ -178,7 +178,7 @@ buffers = st.binary(max_size=24) | st.lists(numbers, max_size=4).map(lambda n: n
 
 
 @given(st.data())
-@examples(200, 20_000)
+@examples(100, 5_000)
 def test_well_formed_random_messages_raise_invalid_input_or_are_read(data: st.DataObject) -> None:
     draw = data.draw
     request = pb.ForwardBackwardRequest(seq_id=1)

@@ -200,6 +200,9 @@ def _release(
 ) -> None:
     if os.getpid() != pid:
         return  # the threads exist only in the parent
+    if loop.is_current:  # a request has ended whose client is gone; the wait below would hold back its result
+        threading.Thread(target=_release, args=(pid, loop, on_close, unread)).start()
+        return
     deadline = time.monotonic() + _EXIT_SECONDS  # of all clients together
     for _, each in unread:
         each.log_failures(max(0.0, deadline - time.monotonic()))

@@ -44,13 +44,18 @@ class BackgroundLoop:
         coroutine.close()
         raise ClientClosed("this client was closed. Create a new one with connect().")
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is on the thread of the loop, where the garbage collector may run too."""
+        return threading.current_thread() is self._thread
+
     def close(self) -> None:
         """Cancels what still runs and ends the thread."""
         with self._lock:
             closed, self._closed = self._closed, True
         if not closed:
             self._loop.call_soon_threadsafe(self._stop.set)
-        if threading.current_thread() is not self._thread:  # the garbage collector may call this from anywhere
+        if not self.is_current:
             self._thread.join()
 
 
