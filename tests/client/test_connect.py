@@ -15,7 +15,7 @@ import tinker
 import tinker_lightning
 from tests.helpers.backends import recording
 from tests.helpers.client_data import DATA
-from tinker_lightning.client import ServiceClient, TrainingBackend, as_backend, connect
+from tinker_lightning.client import ServiceClient, TrainingBackend, as_backend, channel, connect
 from tinker_lightning.client.dialects.known import known
 from tinker_lightning.client.discovery import HOSTED_URL
 from tinker_lightning.errors import ClientClosed, InvalidInput
@@ -122,12 +122,14 @@ def test_a_client_that_nobody_closes_ends_with_its_last_reference() -> None:
 
 
 def test_close_leaves_no_connections_open(
-    shared: EmbeddedTrainer, running: Running, recwarn: pytest.WarningsRecorder
+    shared: EmbeddedTrainer, running: Running, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(channel, "_EXIT_SECONDS", 600.0)
     with running(create_app(shared)) as url:
         future = connect(url).create_lora_training_client("tiny", rank=4).forward(DATA, "cross_entropy")
         gc.collect()
-        assert future.result().metrics["loss:sum"] > 0  # which holds its client
+        # Its client is held until the request ends, and then does not wait for it.
+        assert future.result(timeout=120).metrics["loss:sum"] > 0
         del future
         gc.collect()
     assert not [each for each in recwarn if issubclass(each.category, ResourceWarning)]
