@@ -313,3 +313,9 @@ def test_a_file_without_a_dialect_is_named(tmp_path: Path) -> None:
         Dialect.load(tmp_path / "a.json")
     (tmp_path / "b.json").write_text(json.dumps(known("tuft").to_dict()))
     assert Dialect.load(tmp_path / "b.json") == known("tuft")
+
+
+def test_a_pass_after_a_rejected_request_has_no_gradient_where_every_pass_has_one(trainer: EmbeddedTrainer) -> None:
+    with imitate("open-rl", trainer=trainer) as server:
+        (result,) = examined(server, "rejected numbers").results
+    assert result.status == "ok", result
