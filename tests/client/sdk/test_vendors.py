@@ -278,7 +278,7 @@ def test_an_unknown_client_needs_the_dialect_of_its_server(way: Backend, tmp_pat
     measured = tmp_path / "measured.json"  # as `tinker-lightning doctor --save` writes it
     measured.write_text(json.dumps({"dialect": known("together").but(name="mine").to_dict()}))
     for file in (measured, str(measured)):
-        assert as_backend(Logging(inner), dialect=file).dialect.name == "mine"  # type: ignore[attr-defined]
+        assert as_backend(Logging(inner), dialect=file).dialect.name == "mine"
     assert train(as_backend(Logging(inner), dialect="together")) == train(ours)
     assert way.bits(inner) == way.bits(ours)
 
