@@ -155,10 +155,20 @@ def _protobuf(message: Message) -> Callable[[], httpx.Response]:
     return lambda: httpx.Response(200, content=content, headers=kind)
 
 
+def _bare(metrics: str) -> Callable[[], httpx.Response]:
+    return _json(f'{{"loss_fn_output_type": "x", "loss_fn_outputs": [], "metrics": {metrics}}}')
+
+
 FIELD = pb.BatchedTensor(data=bytes(4), offsets=bytes(8) + b"\x04" + bytes(7))  # without a dtype
 RECORD = pb.ArrayRecord(num_datums=1, fields={"logprobs": FIELD})
 SAMPLE = pb.SampleResponse(sequences=[pb.SampledSequence(tokens=bytes(4))])
 NUMBERS = '{"data": [-1.0], "dtype": "float32"}'
+
+
+def _stranger(meddler: Meddler) -> ServiceClient:
+    """Connects to a server of an unknown project."""
+    dialect = known("protobuf").but(surrogate=Surrogate())
+    return ServiceClient(base_url="http://embedded", transport=meddler, retry_policy=QUICK, dialect=dialect)
 
 
 @pytest.mark.parametrize(
@@ -172,11 +182,11 @@ NUMBERS = '{"data": [-1.0], "dtype": "float32"}'
         ),
         ("retrieve_future", _output('{"data": [1], "dtype": "bf16"}'), r"loss_fn_outputs\[0\].logprobs: dtype 'bf16'"),
         ("retrieve_future", _output(NUMBERS), r"loss_fn_outputs\[0\].logprobs: has 1 values for 26 targets"),
-        ("retrieve_future", _output(NUMBERS, name="losses"), r"loss_fn_outputs\[0\].logprobs: missing; .* only losses"),
         ("retrieve_future", _output(NUMBERS, '{"loss": 1.0}'), "metrics: 'loss' has no colon"),
         ("retrieve_future", _output(NUMBERS, '{"loss:sum": null}'), "metrics.loss:sum: must be a number"),
         ("retrieve_future", _protobuf(pb.ForwardBackwardOutput(loss_fn_outputs=[RECORD])), "logprobs: dtype 0"),
         ("retrieve_future", _protobuf(SAMPLE), "loss_fn_outputs has 0 entries for 3 datums"),
+        ("retrieve_future", _bare("{}"), "loss_fn_outputs has 0 entries for 3 datums"),
         (
             "forward_backward",
             lambda: httpx.Response(415, json={"detail": "no"}),
@@ -191,19 +201,39 @@ NUMBERS = '{"data": [-1.0], "dtype": "float32"}'
         ("forward_backward", lambda: httpx.Response(200, html="<html>login</html>"), "returned HTTP 200 and text/html"),
     ],
 )
+@pytest.mark.parametrize("call", ["forward", "forward_backward"])
 def test_an_answer_of_a_stranger_is_one_error_that_names_server_endpoint_and_field(
-    shared: EmbeddedTrainer, endpoint: str, answer: Callable[[], httpx.Response], field: str
+    shared: EmbeddedTrainer, call: str, endpoint: str, answer: Callable[[], httpx.Response], field: str
 ) -> None:
     meddler = Meddler(httpx.ASGITransport(create_app(shared, extended=False)))
-    dialect = known("protobuf").but(surrogate=Surrogate())
-    with ServiceClient(base_url="http://embedded", transport=meddler, retry_policy=QUICK, dialect=dialect) as service:
+    with _stranger(meddler) as service:
         model = service.create_lora_training_client("tiny", rank=4)
         meddler.answers[endpoint] = answer
         started = time.monotonic()
         with pytest.raises(TinkerLightningError, match=field) as caught:
-            model.forward(DATA, "cross_entropy").result()
+            getattr(model, call)(DATA, "cross_entropy").result()
         assert time.monotonic() - started < 10
         assert "http://embedded" in str(caught.value)
         assert f"/api/v1/{endpoint}" in str(caught.value)
         assert ("Correct the URL" in str(caught.value)) == (type(caught.value) is NotAnApi)
+        meddler.answers.clear()
+
+
+@pytest.mark.parametrize(
+    ("answer", "field"),
+    [
+        (_output(NUMBERS, '{"x:sum": 1.0}', name="losses"), r"loss_fn_outputs\[0\].logprobs: missing; .* only losses"),
+        (_bare('{"x:sum": 1.0}'), "loss_fn_outputs has 0 entries for 3 datums"),
+    ],
+)
+def test_only_a_backward_may_come_without_log_probabilities(
+    shared: EmbeddedTrainer, answer: Callable[[], httpx.Response], field: str
+) -> None:
+    meddler = Meddler(httpx.ASGITransport(create_app(shared, extended=False)))
+    with _stranger(meddler) as service:
+        model = service.create_lora_training_client("tiny", rank=4)
+        meddler.answers["retrieve_future"] = answer
+        with pytest.raises(NotATinkerServer, match=field):
+            model.forward(DATA, "cross_entropy").result()
+        assert model.forward_backward(DATA, "cross_entropy").result().metrics == {"x:sum": 1.0}
         meddler.answers.clear()

@@ -155,7 +155,7 @@ HOOKS = [
     ("hook", "place", "steps", "strategy"),
     mostly_soak(
         [(*hook, strategy) for hook in HOOKS for strategy in STRATEGIES],
-        but=[(*hook, STRATEGIES[i % 2]) for i, hook in enumerate(HOOKS) if i % 2],
+        but=[(*HOOKS[i], STRATEGIES[i % 2]) for i in (1, 4, 5)],
     ),
 )
 def test_a_callback_that_fails_aborts_the_window(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.client.backend import TrainingBackend
-from tinker_lightning.client.dialects.known import known
+from tinker_lightning.client.dialects.known import as_dialect
 from tinker_lightning.errors import InvalidInput, Unsupported
 
 if TYPE_CHECKING:
+    import os
+
     from tinker_lightning.client.dialects.dialect import Dialect
 
 # What makes a client of another vendor trainable: the SDK's names.
@@ -19,21 +21,21 @@ _TRUSTED = frozenset({"together", "fireworks"})
 _WRAPPERS = 3
 
 
-def as_backend(client: Any, dialect: str | Dialect | None = None) -> TrainingBackend:
+def as_backend(client: Any, dialect: str | os.PathLike[str] | Dialect | None = None) -> TrainingBackend:
     """Returns a training client as a `TrainingBackend`: ours unchanged, the SDK's or a vendor's in a wrapper.
 
     Args:
         client: The training client. One that wraps the official SDK's is recognized if it has that as an attribute.
-        dialect: What the server behind a client of another library speaks, by name or as a `Dialect`; detected if it
-            is not given.
+        dialect: What the server behind a client of another library speaks, as in `connect()`; detected if it is not
+            given.
 
     Raises:
         InvalidInput: If the client cannot be trained.
         Unsupported: If what its server does with a gradient is not known.
     """
-    speaks = known(dialect) if isinstance(dialect, str) else dialect
+    speaks = as_dialect(dialect)
     if hasattr(client, "prepare_gradient") or not all(hasattr(client, name) for name in _OF_VENDORS):
-        if dialect is not None:
+        if speaks is not None:
             raise InvalidInput(f"dialect: not supported for a {type(client).__name__}. Pass it to connect() instead.")
         return _checked(client)
     if (inner := _sdk_client(client, _WRAPPERS)) is not None:

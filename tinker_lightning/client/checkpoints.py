@@ -14,6 +14,8 @@ from tinker_lightning.types.responses import CheckpointsList
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import httpx
 
     from tinker_lightning.client.connection import Connection
@@ -53,25 +55,46 @@ def url(path: str) -> str:
 async def exists(connection: Connection, path: str) -> bool:
     """Returns whether a checkpoint exists: whether the listing of its run has it.
 
-    The listing of all runs decides where the server crashes, as TuFT does on a run that it does not know.
+    TuFT crashes on a run that it does not know, but any server may crash once. So the run counts as unknown only if the
+    listing of all runs has nothing of it, and the server crashes again.
     """
     run, _ = parse(path)
-    listings, seen = f"/api/v1/training_runs/{quote(run, safe=':')}/checkpoints", 0
+    listing = f"/api/v1/training_runs/{quote(run, safe=':')}/checkpoints"
     try:
-        response = await connection.send("GET", listings, accept=_is_crash)
+        response = await connection.send("GET", listing, accept=_is_crash)
         if _is_crash(response):
-            listings = "/api/v1/checkpoints"
-            response = await connection.send("GET", listings)
-        while True:  # a listing may have several pages
-            listing = connection.parse(CheckpointsList, response)
-            if any(found.tinker_path == path for found in listing.checkpoints):
-                return True
-            seen += len(listing.checkpoints)
-            if not listing.checkpoints or listing.cursor is None or seen >= listing.cursor.total_count:
-                return False
-            response = await connection.send("GET", f"{listings}?offset={seen}")
+            may_be_unknown = await _is_unlisted(connection, run)
+            response = await connection.send("GET", listing, accept=_is_crash if may_be_unknown else None)
+        if _is_crash(response):
+            return False
+        return await _lists(connection, listing, response, lambda found: found == path)
     except NotFound:
         return False
+
+
+async def _is_unlisted(connection: Connection, run: str) -> bool:
+    """Returns whether the listing of all runs has no checkpoint of a run; False on servers without such a listing."""
+    listing = "/api/v1/checkpoints"
+    try:
+        response = await connection.send("GET", listing)
+        return not await _lists(connection, listing, response, lambda found: run_of(found) == run)
+    except NotFound:
+        return False
+
+
+async def _lists(
+    connection: Connection, listing: str, response: httpx.Response, is_wanted: Callable[[str], bool]
+) -> bool:
+    """Returns whether a listing has a wanted path; `response` is its first page."""
+    seen = 0
+    while True:
+        page = connection.parse(CheckpointsList, response)
+        if any(is_wanted(found.tinker_path) for found in page.checkpoints):
+            return True
+        seen += len(page.checkpoints)
+        if not page.checkpoints or page.cursor is None or seen >= page.cursor.total_count:
+            return False
+        response = await connection.send("GET", f"{listing}?offset={seen}")
 
 
 async def weights_info(connection: Connection, path: str) -> WeightsInfoResponse:
@@ -83,9 +106,10 @@ async def weights_info(connection: Connection, path: str) -> WeightsInfoResponse
     send = partial(connection.send, "POST", "/api/v1/weights_info", wire_json.dumps(WeightsInfoRequest(path)))
     response = await send(accept=_is_crash)
     if _is_crash(response):
-        if run_of(path) is not None and not await exists(connection, path):
-            raise NotFound(f"{path}: there is no such checkpoint on {connection.url}")
-        response = await send()
+        may_be_unknown = run_of(path) is not None and not await exists(connection, path)
+        response = await send(accept=_is_crash if may_be_unknown else None)
+    if _is_crash(response):
+        raise NotFound(f"{path}: there is no such checkpoint on {connection.url}")
     return connection.parse(WeightsInfoResponse, response)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tinker_lightning.client import embedded
-from tinker_lightning.client.dialects.dialect import Dialect
-from tinker_lightning.client.dialects.known import known
+from tinker_lightning.client.dialects.known import as_dialect, known
 from tinker_lightning.client.target import Target
 from tinker_lightning.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from tinker_lightning.client.dialects.dialect import Dialect
 
 logger = logging.getLogger("tinker_lightning.client")
 
@@ -20,7 +22,7 @@ EMBEDDED = "embedded"
 
 def find(url: str | None, api_key: str | None, dialect: str | os.PathLike[str] | Dialect | None) -> Target:
     """Returns the server for the arguments of `connect()` and the environment; starts it if it is the embedded one."""
-    speaks = _dialect(dialect)
+    speaks = as_dialect(dialect)
     key = api_key or os.environ.get("TINKER_API_KEY") or None
     if url is None:
         url, why = _default(key)
@@ -33,17 +35,6 @@ def find(url: str | None, api_key: str | None, dialect: str | os.PathLike[str] |
             "leave dialect out."
         )
     return embedded.start()
-
-
-def _dialect(given: str | os.PathLike[str] | Dialect | None) -> Dialect | None:
-    if given is None or isinstance(given, Dialect):
-        return given
-    if given == "auto":
-        return None
-    path = Path(given)
-    if path.suffix != ".json":
-        return known(str(given))
-    return Dialect.load(path)
 
 
 def _default(key: str | None) -> tuple[str, str]:

@@ -136,6 +136,39 @@ def test_a_checkpoint_of_an_unknown_run_is_not_found(kind: Kind, trainer: Embedd
         assert not client.checkpoint_exists(path)
 
 
+class CrashingOnce(httpx.AsyncBaseTransport):
+    """Answers 500 to the first request at each path after `start`."""
+
+    def __init__(self, inner: httpx.AsyncBaseTransport, *, hides_runs: bool) -> None:
+        self._inner, self._hides_runs = inner, hides_runs
+        self._crashed: set[str] | None = None
+
+    def start(self) -> None:
+        self._crashed = set()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        if self._crashed is not None and path not in self._crashed:
+            self._crashed.add(path)
+            return httpx.Response(500, text="Internal Server Error")
+        if self._hides_runs and path == "/api/v1/checkpoints":
+            return httpx.Response(200, json={"checkpoints": []})
+        return await self._inner.handle_async_request(request)
+
+
+# Without a listing of all runs, with one, and with one that has only the user's own runs.
+@pytest.mark.parametrize(("kind", "hides_runs"), [("skyrl", False), ("tuft", False), ("tuft", True)])
+def test_a_checkpoint_is_found_after_passing_crashes(kind: Kind, hides_runs: bool, trainer: EmbeddedTrainer) -> None:
+    with imitate(kind, trainer=trainer) as server:
+        transport = CrashingOnce(server.transport, hides_runs=hides_runs)
+        with connected(server, known(kind), transport) as service:
+            saved = model_on(service).save_state("here").result().path
+            transport.start()
+            assert service.checkpoint_exists(saved)
+            transport.start()
+            assert service.weights_info(saved).lora_rank == 4
+
+
 def test_a_crash_does_not_lose_the_answer_to_the_next_request(trainer: EmbeddedTrainer) -> None:
     with (
         imitate("tuft", trainer=trainer) as server,
@@ -144,7 +177,7 @@ def test_a_crash_does_not_lose_the_answer_to_the_next_request(trainer: EmbeddedT
         ) as service,
     ):
         client = model_on(service)
-        for _ in range(5):
+        for _ in range(3):
             with pytest.raises(NotFound, match="tinker://unknown/weights/x: there is no such checkpoint on http"):
                 service.weights_info("tinker://unknown/weights/x")  # after which the connection is closed
             client.forward_backward(BATCH, "cross_entropy").result()

@@ -7,6 +7,7 @@ The stand-ins have the signatures and the futures of the real clients, and train
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -20,12 +21,14 @@ from tests.helpers.client_data import DATA
 from tests.helpers.trainers import quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.client import as_backend
+from tinker_lightning.client.dialects.known import known
 from tinker_lightning.client.sdk import convert
 from tinker_lightning.errors import InvalidInput, Unsupported
 from tinker_lightning.types import AdamParams, collate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
+    from pathlib import Path
 
     from tests.helpers.backends import Backend, BackendName
     from tinker_lightning.client import TrainingClient
@@ -267,10 +270,15 @@ def test_the_server_behind_a_wrapped_client_is_detected(ways: Callable[[BackendN
     assert wrapped.checkpoint_exists(wrapped.save_state("wrapped").result().path)
 
 
-def test_an_unknown_client_needs_the_dialect_of_its_server(way: Backend) -> None:  # R5.4
+def test_an_unknown_client_needs_the_dialect_of_its_server(way: Backend, tmp_path: Path) -> None:  # R5.4
     ours, inner = way.model(), way.model()
-    with pytest.raises(Unsupported, match=r"Logging has the methods .* as_backend\(client, dialect=...\)"):
-        as_backend(Logging(inner))
+    for unknown in (None, "auto"):
+        with pytest.raises(Unsupported, match=r"Logging has the methods .* as_backend\(client, dialect=...\)"):
+            as_backend(Logging(inner), dialect=unknown)
+    measured = tmp_path / "measured.json"  # as `tinker-lightning doctor --save` writes it
+    measured.write_text(json.dumps({"dialect": known("together").but(name="mine").to_dict()}))
+    for file in (measured, str(measured)):
+        assert as_backend(Logging(inner), dialect=file).dialect.name == "mine"
     assert train(as_backend(Logging(inner), dialect="together")) == train(ours)
     assert way.bits(inner) == way.bits(ours)
 
@@ -283,6 +291,8 @@ def test_something_else_is_no_client() -> None:
 def test_our_clients_know_their_dialect(way: Backend) -> None:
     with pytest.raises(InvalidInput, match=r"dialect: not supported for a TrainingClient\. Pass it to connect"):
         as_backend(way.model(), dialect="together")
+    model = way.model()
+    assert as_backend(model, dialect="auto") is model
 
 
 class Prefers(RemoteModule):

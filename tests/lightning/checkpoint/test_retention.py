@@ -125,7 +125,9 @@ CALLBACKS: dict[str, tuple[list[dict[str, Any]], int]] = {
         CALLBACKS,
         but=[
             "the best, and the last of those that were",
+            "a link to the last",
             "two that save at the same steps, of which one removes",
+            "a folder in another",
         ],
     ),
 )

@@ -22,13 +22,20 @@ if TYPE_CHECKING:
 
 
 def encode_pass(dialect: Dialect, request: ForwardBackwardRequest) -> tuple[str, bytes, str]:
-    """Returns the endpoint, the body and the content type of a pass; a forward has the weights that it needs.
+    """Returns the endpoint, the body and the content type of a pass; a forward is one of `server_pass.as_forward`.
 
     Raises:
-        InvalidInput: If the server would misunderstand a datum.
+        InvalidInput: If the server would misunderstand a datum, or compute a gradient in a forward.
     """
     check_targets(dialect, request.data)
     if request.forward_only and dialect.forward == "zero_weights":
+        for i, datum in enumerate(request.data):
+            weights = datum.loss_fn_inputs.get("weights")
+            if weights is None or weights.to_numpy().any():
+                raise InvalidInput(
+                    f"datum {i}: a forward needs weights of 0 on servers of the dialect {dialect.name!r}, because "
+                    "their passes always accumulate a gradient"
+                )
         request = dataclasses.replace(request, forward_only=False)
     endpoint = "forward" if request.forward_only and dialect.forward == "forward" else "forward_backward"
     if dialect.encoding == "json":

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from tinker_lightning.client.dialects.dialect import Dialect
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.errors import InvalidInput
+
+if TYPE_CHECKING:
+    import os
 
 _SAMPLING = frozenset({"asample.topk_prompt_logprobs"})
 
@@ -86,3 +91,17 @@ def known(name: str) -> Dialect:
     if name not in KNOWN:
         raise InvalidInput(f"dialect: {name!r} is unknown; choose from auto, {', '.join(KNOWN)}, or pass a Dialect")
     return KNOWN[name]
+
+
+def as_dialect(given: str | os.PathLike[str] | Dialect | None) -> Dialect | None:
+    """Returns the dialect that a `dialect` argument means, by name, as a `.json` file or as it is; None to detect it.
+
+    Raises:
+        InvalidInput: If there is none of that name, or the file cannot be read.
+    """
+    if given is None or isinstance(given, Dialect):
+        return given
+    if given == "auto":
+        return None
+    path = Path(given)
+    return Dialect.load(path) if path.suffix == ".json" else known(str(given))

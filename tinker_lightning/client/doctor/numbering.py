@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tinker_lightning.client.dialects import measure
 from tinker_lightning.client.doctor.check import Check, Finding, NotOffered, reason
+from tinker_lightning.client.server_pass import ServerPass, as_forward
 from tinker_lightning.errors import InvalidInput, TinkerLightningError
 from tinker_lightning.types import ForwardBackwardOutput, OptimStepResponse
 from tinker_lightning.types import requests as rq
@@ -92,7 +93,7 @@ def _refused(probe: Probe) -> Finding:
     else:
         raise NotOffered("the server accepts even a malformed request")
     try:
-        request = _pass(client, scratch, number, forward_only=True)
+        request = _forward(client, scratch, number)
         probe.post("forward_backward", request, ForwardBackwardOutput).result(_SECONDS)
     except (TinkerLightningError, TimeoutError) as error:
         fault = f"the number of a rejected request cannot be used again: {reason(error)}"
@@ -107,11 +108,13 @@ def _draw(client: TrainingClient, count: int = 1) -> int:
     return first
 
 
-def _pass(
-    client: TrainingClient, scratch: Scratch, number: int, *, forward_only: bool = False
-) -> rq.ForwardBackwardRequest:
-    data = scratch.datums(_CALL)
-    return rq.ForwardBackwardRequest(client.model_id, number, data, "cross_entropy", {}, forward_only)
+def _pass(client: TrainingClient, scratch: Scratch, number: int) -> rq.ForwardBackwardRequest:
+    return rq.ForwardBackwardRequest(client.model_id, number, scratch.datums(_CALL), "cross_entropy", {})
+
+
+def _forward(client: TrainingClient, scratch: Scratch, number: int) -> rq.ForwardBackwardRequest:
+    sent = as_forward(client.dialect, ServerPass(scratch.datums(_CALL), "cross_entropy"))
+    return rq.ForwardBackwardRequest(client.model_id, number, sent.data, sent.loss, sent.config, forward_only=True)
 
 
 ORDER = Check(

@@ -49,7 +49,7 @@ class VendorTrainingClient(OfficialTrainingClient):
             surrogate=Surrogate(),
             losses=frozenset(),
             sends_other_losses=False,
-            # Elsewhere than on weights of one, log-probabilities may come back as 0.
+            # Log-probabilities may come back as 0 wherever the weight is not 1.
             unit_forward_weights=True,
         )
 
