@@ -110,7 +110,7 @@ def test_a_step_is_what_the_client_sends(
     assert by_fit == by_client
 
 
-@pytest.mark.parametrize("seed", first_only(range(2)))  # a thousand in tox -e soak
+@pytest.mark.parametrize("seed", first_only(range(2)))  # three hundred in tox -e soak
 def test_every_fit_keeps_the_order(seed: int, recorded: Recorded, tmp_path: Path) -> None:  # R0.4, R1.8, R5.6
     check(seed, recorded, tmp_path)
 
