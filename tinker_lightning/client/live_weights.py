@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, TypeVar
 
 from tinker_lightning.client import recording
@@ -103,27 +103,32 @@ class LiveWeights:
         """Samples from a sampler whose version is known; see `sample`."""
         model_id, number = version
         ended: Future[None] = Future()
-        with self._lock:  # one block, so that a step either waits for this sample or comes before the check
-            if self._versions.get(model_id, number) != number:
-                raise Unsupported(
-                    f"sampling from {sampler} would replace the weights of {model_id} on {self._server} by older ones, "
-                    "or sample from the present ones in their place, while it is being trained. Sample from the "
-                    "present weights: save_weights_and_get_sampling_client()."
-                )
-            self._in_flight.setdefault(model_id, set()).add(ended)
+        future: TinkerFuture[T] | None = None
 
         def end(_: object) -> None:
             with self._lock:
-                self._in_flight[model_id].remove(ended)
-            ended.set_result(None)
+                self._in_flight.get(model_id, set()).discard(ended)
+            with contextlib.suppress(InvalidStateError):
+                ended.set_result(None)
 
         try:
+            with self._lock:  # one block, so that a step either waits for this sample or comes before the check
+                if self._versions.get(model_id, number) != number:
+                    raise Unsupported(
+                        f"sampling from {sampler} would replace the weights of {model_id} on {self._server} by older "
+                        "ones, or sample from the present ones in their place, while it is being trained. Sample from "
+                        "the present weights: save_weights_and_get_sampling_client()."
+                    )
+                self._in_flight.setdefault(model_id, set()).add(ended)
             future = send()
-        except BaseException:
-            end(None)
+            future._source.add_done_callback(end)
+            return future
+        except BaseException:  # an interrupt must not leave a sample that never ends
+            if future is None:
+                end(None)
+            else:
+                future._source.add_done_callback(end)
             raise
-        future._source.add_done_callback(end)
-        return future
 
 
 _servers: weakref.WeakValueDictionary[tuple[str, int], LiveWeights] = weakref.WeakValueDictionary()
