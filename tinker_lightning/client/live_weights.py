@@ -8,7 +8,6 @@ import weakref
 from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, TypeVar
 
-from tinker_lightning.client import recording
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.errors import Unsupported
 
@@ -31,30 +30,21 @@ class LiveWeights:
         self._in_flight: dict[str, set[Future[None]]] = {}  # the samples from each model
 
     @contextlib.contextmanager
-    def changing(self, model_id: str) -> Iterator[None]:
-        """Waits for samples in flight from a model; its weights change by a request that the `with` block sends.
+    def changing(self, model_id: str) -> Iterator[list[TinkerFuture[None]]]:
+        """Surrounds the submission of a request that changes the weights of a model.
 
-        What is saved by another thread in the meantime may have the weights before or after, and counts as older.
+        Returns the samples in flight, which must end before it is posted: the server might run them after it. What is
+        saved by another thread in the meantime may have the weights before or after, and counts as older.
         """
         self._count(model_id)  # from here on, nobody samples from the present weights
         try:
-            self.wait(model_id)
-            yield
+            yield self._samples(model_id)
         finally:
             self._count(model_id)
 
-    def wait(self, model_id: str) -> None:
-        """Waits for samples in flight from a model, which the server might otherwise run after a step."""
-        recording.wait(self._samples(model_id))
-
-    async def wait_async(self, model_id: str) -> None:
-        """Waits like `wait`."""
-        for ended in self._samples(model_id):
-            await TinkerFuture(ended, "sample").wait_async()
-
-    def _samples(self, model_id: str) -> list[Future[None]]:
+    def _samples(self, model_id: str) -> list[TinkerFuture[None]]:
         with self._lock:
-            return list(self._in_flight.get(model_id, ()))
+            return [TinkerFuture(ended, "sample") for ended in self._in_flight.get(model_id, ())]
 
     def _count(self, model_id: str) -> None:
         with self._lock:
