@@ -196,13 +196,14 @@ def test_close_drops_passes_without_a_step_and_evaluates_custom_losses(
     with imitate("skyrl", trainer=trainer) as server:
         with connected(server) as service:
             client = model_on(service)
+            client.forward_backward(BATCH, "cross_entropy").result()  # known by a forward, but the gradient is not sent
             held = client.forward_backward(BATCH, "cross_entropy")
             custom = client.forward_backward_custom(BATCH, loss)
         assert evaluated == [3]
-        assert (server.ran["forward"], server.ran["forward_backward"]) == (1, 0)  # that of the custom loss
+        assert (server.ran["forward"], server.ran["forward_backward"]) == (2, 0)  # that of the custom loss, too
     assert custom.result().metrics["margin"]
     assert [record.message for record in caplog.records if "dropped" in record.message] == [
-        "2 backward passes were dropped by close(), because no optim_step was called after them"
+        "3 backward passes were dropped by close(), because no optim_step was called after them"
     ]
     with pytest.raises(OperationFailed, match="dropped by close"):
         held.result()
