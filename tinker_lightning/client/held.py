@@ -84,10 +84,19 @@ class HeldPasses:
             self._check()
             self._release()
             yield
-            self._is_incomplete = False
-            with self._lock:
-                self._sequences = 0
-                self._windows += 1
+            self._begin_window()
+
+    def clear(self, reason: str) -> None:
+        """Drops the passes, and begins a window: the server drops those that were sent."""
+        with self._stepping:
+            self.drop(reason)
+            self._begin_window()
+
+    def _begin_window(self) -> None:
+        self._is_incomplete = False
+        with self._lock:
+            self._sequences = 0
+            self._windows += 1
 
     def _check(self) -> None:
         if self._is_incomplete:

@@ -90,7 +90,7 @@ class TrainingClient(BaseTrainingClient):
         """Checks a pass and converts it into the request that `send` takes; raises `InvalidInput` if it is invalid."""
         session = self._channel.session
         request = server_pass.prepare(session, self.losses, data, loss_fn, loss_fn_config, loss_fn_inputs, scale)
-        if request.whole and len(pass_requests.split(self._channel.session, request.data)) > 1:
+        if request.whole and len(pass_requests.split(session, request.data)) > 1:
             raise InvalidInput(
                 f"data: {len(request.data)} datums do not fit into one request, and {request.loss} is computed from "
                 "the whole batch at once. Send a smaller batch."

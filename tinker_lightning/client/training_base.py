@@ -359,12 +359,14 @@ class BaseTrainingClient(ABC):
 
     def _before_load(self, name: str) -> None:
         """Evaluates pending losses. Gradients that the server would keep are no longer sent."""
+        reason = f"dropped by {name}, before which no optim_step was called"
         if self.dialect.clears_gradient:
             self._flush()
+            self._held.clear(reason)
             return
         with self._held.holding_all():
             self._flush()
-        dropped, sent = self._held.drop(f"dropped by {name}, before which no optim_step was called")
+        dropped, sent = self._held.drop(reason)
         if (dropped or sent) and not self._warned_of_gradient:
             self._warned_of_gradient = True
             kept = f"{sent} sequences may stay on {self.server}, and the next step would apply it to the loaded weights"
