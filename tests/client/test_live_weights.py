@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -58,5 +59,49 @@ def test_a_sample_that_cannot_be_sent_is_not_waited_for(live: LiveWeights, save:
     save("before")
     with pytest.raises(ZeroDivisionError):
         live.sample("before", "model", fail)
-    with live.changing("model"):
-        pass
+    with live.changing("model") as samples:
+        assert samples == []
+
+
+def interrupted_at(line: int, live: LiveWeights, call: Callable[[], object]) -> bool:
+    """Interrupts a call before the nth line of `sample_version` without the lock; returns whether it got there."""
+    left = line
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code is not LiveWeights.sample_version.__code__:
+            return None
+        if event == "line" and not live._lock.locked():
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interrupt_leaves_no_sample_that_never_ends(live: LiveWeights, save: Save) -> None:
+    """Every later step would wait for it."""
+    save("before")
+    sent: list[Future[int]] = []
+
+    def send() -> TinkerFuture[int]:
+        sent.append(Future())
+        return TinkerFuture(sent[-1], "sample")
+
+    line = 0
+    while interrupted_at(line, live, lambda: live.sample("before", "model", send)):
+        line += 1
+    assert len(sent) > 1  # the last one was not interrupted
+    assert live._samples("model")
+    for source in sent:
+        source.set_result(1)
+    assert live._samples("model") == []

@@ -84,6 +84,11 @@ class TinkerFuture(Generic[T]):
         """Whether everything was sent, so that the result arrives without further calls."""
         return True
 
+    @property
+    def is_held(self) -> bool:
+        """Whether the gradient is still to be sent by a step, even if the result is already known."""
+        return False
+
     async def sent_async(self) -> None:
         """Waits until everything is sent; only custom losses are sent later than the call."""
 
@@ -192,7 +197,7 @@ class UnreadFailures:
 
     def _unfinished(self) -> list[TinkerFuture[Any]]:
         with self._lock:
-            return [future for future in self._futures if not future.done()]
+            return [future for future in self._futures if not future.done() or future.is_held]
 
     def log_failures(self, timeout: float) -> None:
         """Waits for requests in flight, and logs the unhandled failures of a client that ends without `close()`."""
@@ -200,7 +205,9 @@ class UnreadFailures:
         with self._lock:
             futures, self._futures = self._futures, []
         for future in futures:
-            if not future.done():
+            if future.is_held:
+                logger.error("%s was dropped, because no optim_step was called after it", future.operation)
+            elif not future.done():
                 reason = "had no result yet" if future.is_sent else "was never evaluated, so nothing was trained"
                 logger.error("%s %s when its client ended. Call close() or use a with block.", future.operation, reason)
             elif future.failed and not future.was_read:
@@ -243,9 +250,9 @@ class UnreadFailures:
             return not self._futures
 
     def _forget_settled(self) -> list[TinkerFuture[Any]]:
-        """Drops futures that succeeded or were read; returns the failed ones."""
-        self._futures = [f for f in self._futures if not f.done() or (f.failed and not f.was_read)]
-        return [future for future in self._futures if future.done()]
+        """Drops futures that succeeded or were read, unless they are held back; returns the failed ones."""
+        self._futures = [f for f in self._futures if not f.done() or f.is_held or (f.failed and not f.was_read)]
+        return [future for future in self._futures if future.failed]
 
 
 def raise_together(failures: Sequence[BaseException]) -> None:

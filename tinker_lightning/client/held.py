@@ -84,10 +84,19 @@ class HeldPasses:
             self._check()
             self._release()
             yield
-            self._is_incomplete = False
-            with self._lock:
-                self._sequences = 0
-                self._windows += 1
+            self._begin_window()
+
+    def clear(self, reason: str) -> None:
+        """Drops the passes, and begins a window: the server drops those that were sent."""
+        with self._stepping:
+            self.drop(reason)
+            self._begin_window()
+
+    def _begin_window(self) -> None:
+        self._is_incomplete = False
+        with self._lock:
+            self._sequences = 0
+            self._windows += 1
 
     def _check(self) -> None:
         if self._is_incomplete:
@@ -147,7 +156,7 @@ class HeldFuture(TinkerFuture[ForwardBackwardOutput]):
         self._settled.set_running_or_notify_cancel()
         super().__init__(self._settled, "forward_backward")
         self.request = request
-        self._send_forward = forward
+        self._send_forward: Forward | None = forward
         self._sent = False
         self._forward: TinkerFuture[ForwardBackwardOutput] | None = None
         self._lock = threading.RLock()
@@ -156,6 +165,11 @@ class HeldFuture(TinkerFuture[ForwardBackwardOutput]):
     def is_sent(self) -> bool:
         """Whether the pass was sent."""
         return self._sent
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the pass is still to be sent."""
+        return not (self._sent or self.failed)
 
     def claim(self, window: int) -> ServerPass:
         """Returns the pass that is sent now; from here on, waiting sends no forward.
@@ -177,7 +191,7 @@ class HeldFuture(TinkerFuture[ForwardBackwardOutput]):
 
     def finish(self) -> bool:
         """Waits if the pass was sent, and drops it otherwise; returns whether it was sent."""
-        if not self._sent and self._forward is None:
+        if self.is_held:
             self.abandon("dropped by close(), before which no optim_step was called")
             return False
         return super().finish()
@@ -186,8 +200,8 @@ class HeldFuture(TinkerFuture[ForwardBackwardOutput]):
         """Settles a pass that is never sent; what was already read from a forward stays valid."""
         with self._lock:
             self._sent = True
-            self.was_read = True  # whoever waits for the result gets the reason
             if self._forward is None:
+                self.was_read = True  # whoever waits for the result gets the reason
                 with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was abandoned before
                     self._settled.set_exception(OperationFailed(f"{self.operation}: {reason}"))
 
@@ -203,9 +217,10 @@ class HeldFuture(TinkerFuture[ForwardBackwardOutput]):
 
     def _ask_forward(self) -> None:
         with self._lock:
-            if self._sent or self._forward is not None:
+            if self._sent or self._send_forward is None:
                 return
             self._forward = self._send_forward(self.request)
+            self._send_forward = None  # the client, which may be collected before this future
         self._forward._source.add_done_callback(self._settle)
 
     def _settle(self, source: concurrent.futures.Future[ForwardBackwardOutput]) -> None:

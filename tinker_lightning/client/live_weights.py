@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, TypeVar
 
-from tinker_lightning.client import recording
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.errors import Unsupported
 
@@ -31,30 +30,21 @@ class LiveWeights:
         self._in_flight: dict[str, set[Future[None]]] = {}  # the samples from each model
 
     @contextlib.contextmanager
-    def changing(self, model_id: str) -> Iterator[None]:
-        """Waits for samples in flight from a model; its weights change by a request that the `with` block sends.
+    def changing(self, model_id: str) -> Iterator[list[TinkerFuture[None]]]:
+        """Surrounds the submission of a request that changes the weights of a model.
 
-        What is saved by another thread in the meantime may have the weights before or after, and counts as older.
+        Returns the samples in flight, which must end before it is posted: the server might run them after it. What is
+        saved by another thread in the meantime may have the weights before or after, and counts as older.
         """
         self._count(model_id)  # from here on, nobody samples from the present weights
         try:
-            self.wait(model_id)
-            yield
+            yield self._samples(model_id)
         finally:
             self._count(model_id)
 
-    def wait(self, model_id: str) -> None:
-        """Waits for samples in flight from a model, which the server might otherwise run after a step."""
-        recording.wait(self._samples(model_id))
-
-    async def wait_async(self, model_id: str) -> None:
-        """Waits like `wait`."""
-        for ended in self._samples(model_id):
-            await TinkerFuture(ended, "sample").wait_async()
-
-    def _samples(self, model_id: str) -> list[Future[None]]:
+    def _samples(self, model_id: str) -> list[TinkerFuture[None]]:
         with self._lock:
-            return list(self._in_flight.get(model_id, ()))
+            return [TinkerFuture(ended, "sample") for ended in self._in_flight.get(model_id, ())]
 
     def _count(self, model_id: str) -> None:
         with self._lock:
@@ -103,27 +93,32 @@ class LiveWeights:
         """Samples from a sampler whose version is known; see `sample`."""
         model_id, number = version
         ended: Future[None] = Future()
-        with self._lock:  # one block, so that a step either waits for this sample or comes before the check
-            if self._versions.get(model_id, number) != number:
-                raise Unsupported(
-                    f"sampling from {sampler} would replace the weights of {model_id} on {self._server} by older ones, "
-                    "or sample from the present ones in their place, while it is being trained. Sample from the "
-                    "present weights: save_weights_and_get_sampling_client()."
-                )
-            self._in_flight.setdefault(model_id, set()).add(ended)
+        future: TinkerFuture[T] | None = None
 
         def end(_: object) -> None:
             with self._lock:
-                self._in_flight[model_id].remove(ended)
-            ended.set_result(None)
+                self._in_flight.get(model_id, set()).discard(ended)
+            with contextlib.suppress(InvalidStateError):
+                ended.set_result(None)
 
         try:
+            with self._lock:  # one block, so that a step either waits for this sample or comes before the check
+                if self._versions.get(model_id, number) != number:
+                    raise Unsupported(
+                        f"sampling from {sampler} would replace the weights of {model_id} on {self._server} by older "
+                        "ones, or sample from the present ones in their place, while it is being trained. Sample from "
+                        "the present weights: save_weights_and_get_sampling_client()."
+                    )
+                self._in_flight.setdefault(model_id, set()).add(ended)
             future = send()
-        except BaseException:
-            end(None)
+            future._source.add_done_callback(end)
+            return future
+        except BaseException:  # an interrupt must not leave a sample that never ends
+            if future is None:
+                end(None)
+            else:
+                future._source.add_done_callback(end)
             raise
-        future._source.add_done_callback(end)
-        return future
 
 
 _servers: weakref.WeakValueDictionary[tuple[str, int], LiveWeights] = weakref.WeakValueDictionary()

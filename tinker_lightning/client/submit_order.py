@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinker_lightning.client.operations import Operation, perform, renumbered, with_ids
 from tinker_lightning.errors import AnswerLost
 from tinker_lightning.types import SaveWeightsResponse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.client.session import Session
 
 T = TypeVar("T")
@@ -38,13 +39,24 @@ class SubmitOrder:
 
 # Not a method: the traceback of a failure that is kept for the user would also keep the client alive.
 async def perform_all(
-    session: Session, order: SubmitOrder, operations: list[Operation[T]], combine: Callable[[list[T]], T]
+    session: Session,
+    order: SubmitOrder,
+    operations: list[Operation[T]],
+    combine: Callable[[list[T]], T],
+    after: Sequence[TinkerFuture[Any]] = (),
 ) -> T:
-    """Runs operations, in parallel or one after another as the server requires; returns the combined result."""
+    """Runs operations, in parallel or one after another as the server requires; returns the combined result.
+
+    They are posted when the futures in `after` are done, and what was submitted later is not run before them.
+    """
     if session.is_concurrent:
+        for other in after:
+            await other.wait_async()
         return combine(list(await asyncio.gather(*(perform(session, operation) for operation in operations))))
     # There is no await before this line, so that operations queue up in the order of submission.
-    results = [asyncio.create_task(_in_turn(session, order, operation, *order.next())) for operation in operations]
+    results = [
+        asyncio.create_task(_in_turn(session, order, operation, *order.next(), after)) for operation in operations
+    ]
     return combine(list(await asyncio.gather(*results)))
 
 
@@ -54,9 +66,12 @@ async def _in_turn(
     operation: Operation[T],
     previous: asyncio.Event | None,
     posted: asyncio.Event,
+    after: Sequence[TinkerFuture[Any]],
 ) -> T:
     if previous is not None:
         await previous.wait()
+    for other in after:
+        await other.wait_async()
     if order.lost is not None and operation.name != "forward":
         posted.set()
         reason = f"{operation.name}: not sent, because of an earlier failure: {order.lost}"

@@ -35,7 +35,7 @@ from tinker_lightning.types import requests as rq
 from tinker_lightning.types.responses import CreateModelResponse, SaveWeightsExternalResponse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from tinker_lightning.client.channel import Channel
@@ -90,7 +90,7 @@ class TrainingClient(BaseTrainingClient):
         """Checks a pass and converts it into the request that `send` takes; raises `InvalidInput` if it is invalid."""
         session = self._channel.session
         request = server_pass.prepare(session, self.losses, data, loss_fn, loss_fn_config, loss_fn_inputs, scale)
-        if request.whole and len(pass_requests.split(self._channel.session, request.data)) > 1:
+        if request.whole and len(pass_requests.split(session, request.data)) > 1:
             raise InvalidInput(
                 f"data: {len(request.data)} datums do not fit into one request, and {request.loss} is computed from "
                 "the whole batch at once. Send a smaller batch."
@@ -108,10 +108,11 @@ class TrainingClient(BaseTrainingClient):
             adam_params: Their name in older versions of the official SDK.
         """
         params = inputs.to_adam_params(adam_params if optim_params is None else optim_params)
-        with self._step(params):
-            return self._submit("optim_step", "optim_step", OptimStepResponse, rq.OptimStepRequest, params)
+        with self._step(params) as samples:
+            request = rq.OptimStepRequest
+            return self._submit("optim_step", "optim_step", OptimStepResponse, request, params, after=samples)
 
-    optim_step_async = submitted(optim_step, before=BaseTrainingClient.changeable_async)
+    optim_step_async = submitted(optim_step, before=BaseTrainingClient.forwards_async)
 
     def save_state(
         self,
@@ -253,8 +254,9 @@ class TrainingClient(BaseTrainingClient):
         self._before_load(name)
         with_optimizer = name == "load_state_with_optimizer"
         settings = path, with_optimizer, token
-        with self._changing():
-            return self._submit(name, "load_weights", LoadWeightsResponse, rq.LoadWeightsRequest, *settings)
+        with self._changing() as samples:
+            request = rq.LoadWeightsRequest
+            return self._submit(name, "load_weights", LoadWeightsResponse, request, *settings, after=samples)
 
     def _save_unnamed(self) -> TinkerFuture[SaveWeightsForSamplerResponse]:
         self._flush()
@@ -331,7 +333,14 @@ class TrainingClient(BaseTrainingClient):
         return pass_requests.parts(self._channel.session, self.model_id, request, forward_only=forward_only)
 
     def _submit(
-        self, name: str, endpoint: str, result: type[T], request: Callable[..., rq.ModelRequest], *args: Any, **kw: Any
+        self,
+        name: str,
+        endpoint: str,
+        result: type[T],
+        request: Callable[..., rq.ModelRequest],
+        *args: Any,
+        after: Sequence[TinkerFuture[Any]] = (),
+        **kw: Any,
     ) -> TinkerFuture[T]:
         """Sends one request and tracks its future; the arguments are those of the request, after its number."""
         dialect = self._channel.session.dialect
@@ -339,13 +348,13 @@ class TrainingClient(BaseTrainingClient):
         def operations(number: int) -> list[Operation[T]]:
             return [encode(dialect, name, endpoint, request(self.model_id, number, *args, **kw), result)]
 
-        (future,) = self._start([(operations, lambda results: results[0])])
+        (future,) = self._start([(operations, lambda results: results[0])], after)
         return self.unread.add(future)
 
-    def _start(self, requests: list[Parts[T]]) -> list[TinkerFuture[T]]:
+    def _start(self, requests: list[Parts[T]], after: Sequence[TinkerFuture[Any]] = ()) -> list[TinkerFuture[T]]:
         """Numbers, encodes and starts requests under the lock, so that none is lost or overtaken.
 
-        Nothing is sent if one of them cannot be encoded.
+        Nothing is sent if one of them cannot be encoded. They are posted when the futures in `after` are done.
         """
         session = self._channel.session  # not looked up later: what was submitted before close() is still sent
         with self._lock:
@@ -356,6 +365,6 @@ class TrainingClient(BaseTrainingClient):
                 last += len(encoded[-1])
             self._last_number = last
             return [
-                TinkerFuture(self._channel.run(perform_all(session, self._order, each, combine)), str(each[0]))
+                TinkerFuture(self._channel.run(perform_all(session, self._order, each, combine, after)), str(each[0]))
                 for each, (_, combine) in zip(encoded, requests, strict=True)
             ]

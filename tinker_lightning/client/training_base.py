@@ -168,12 +168,6 @@ class BaseTrainingClient(ABC):
         """Waits for the log-probabilities of pending custom losses, which a step or a save evaluates."""
         await self._custom.forwards_async()
 
-    async def changeable_async(self) -> None:
-        """Waits for everything that `optim_step` or a load would otherwise block an event loop for."""
-        await self.forwards_async()
-        if not self.dialect.samples_old_weights:
-            await self._live.wait_async(self.model_id)
-
     def load_state(self, path: str, weights_access_token: str | None = None) -> TinkerFuture[LoadWeightsResponse]:
         """Loads saved weights into this model and resets the optimizer state.
 
@@ -190,7 +184,7 @@ class BaseTrainingClient(ABC):
             )
         return self._load("load_state", path, weights_access_token)
 
-    load_state_async = submitted(load_state, before=changeable_async)
+    load_state_async = submitted(load_state, before=forwards_async)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
@@ -198,7 +192,7 @@ class BaseTrainingClient(ABC):
         """Loads saved weights and optimizer state into this model; the arguments are those of `load_state`."""
         return self._load("load_state_with_optimizer", path, weights_access_token)
 
-    load_state_with_optimizer_async = submitted(load_state_with_optimizer, before=changeable_async)
+    load_state_with_optimizer_async = submitted(load_state_with_optimizer, before=forwards_async)
 
     def export_adapter(self: TrainingBackend, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Saves the current adapter as a local folder that peft and transformers load."""
@@ -322,15 +316,13 @@ class BaseTrainingClient(ABC):
         return (self._post_pass(request, forward_only=False) for request in requests)
 
     def prepare_step(self, params: AdamParams) -> None:
-        """Checks the settings of a step and waits for samples that it must not overtake, before anything is sent.
+        """Checks the settings of a step before anything of it is sent, so that `optim_step` need not wait or fail.
 
         Raises:
             Unsupported: If the server would ignore a setting.
             OperationFailed: If the gradient on the server is incomplete.
         """
         self._check_step(params)
-        if not self.dialect.samples_old_weights:
-            self._live.wait(self.model_id)
 
     def drop_unsent(self, reason: str) -> int:
         """Drops passes that were not sent yet; returns the number of sequences sent since the last step."""
@@ -347,29 +339,34 @@ class BaseTrainingClient(ABC):
         self._held.check()
 
     @contextlib.contextmanager
-    def _step(self, params: AdamParams) -> Iterator[None]:
-        """Sends what belongs to a step and was not sent yet; the step is to be sent in the `with` block."""
+    def _step(self, params: AdamParams) -> Iterator[list[TinkerFuture[None]]]:
+        """Submits what belongs to a step and was not submitted yet; the step is to be submitted in the `with` block.
+
+        Returns the samples that must end before it is posted.
+        """
         self._check_step(params)
         self._flush()
-        with self._changing(), self._held.released():
-            yield
+        with self._changing() as samples, self._held.released():
+            yield samples
         self._custom.stepped()
 
-    def _changing(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds the sending of a request that changes the weights.
+    def _changing(self) -> contextlib.AbstractContextManager[list[TinkerFuture[None]]]:
+        """Surrounds the submission of a request that changes the weights.
 
-        Samples in flight are waited for where they could put the weights before it back into the model.
+        Returns the samples in flight that could put the weights before it back into the model.
         """
-        return contextlib.nullcontext() if self.dialect.samples_old_weights else self._live.changing(self.model_id)
+        return contextlib.nullcontext([]) if self.dialect.samples_old_weights else self._live.changing(self.model_id)
 
     def _before_load(self, name: str) -> None:
         """Evaluates pending losses. Gradients that the server would keep are no longer sent."""
+        reason = f"dropped by {name}, before which no optim_step was called"
         if self.dialect.clears_gradient:
             self._flush()
+            self._held.clear(reason)
             return
         with self._held.holding_all():
             self._flush()
-        dropped, sent = self._held.drop(f"dropped by {name}, before which no optim_step was called")
+        dropped, sent = self._held.drop(reason)
         if (dropped or sent) and not self._warned_of_gradient:
             self._warned_of_gradient = True
             kept = f"{sent} sequences may stay on {self.server}, and the next step would apply it to the loaded weights"

@@ -51,7 +51,7 @@ class Overtaking(httpx.AsyncBaseTransport):
         if name == "asample":
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), 0.05)
-        if name in ("asample", "optim_step", "load_weights"):
+        if name in ("asample", "forward_backward", "optim_step", "load_weights"):
             self.ran.append(name)
         if name == "retrieve_future" and self.ran == ["asample"]:
             return httpx.Response(410)
@@ -81,6 +81,29 @@ def test_weights_change_after_the_samples_in_flight(change: str, trainer: Embedd
             assert len(sampled.result()) == 6
         assert transport.ran[:2] == ["asample", "asample"]  # again, since the first result was lost
         assert transport.ran[2] in ("optim_step", "load_weights")
+
+
+def test_an_async_step_keeps_its_place_while_a_sample_is_in_flight(trainer: EmbeddedTrainer) -> None:
+    """A pass that another task submits meanwhile belongs to the next step."""
+    with imitate("skyrl", trainer=trainer) as server:
+        transport = Overtaking(server.transport)
+        with ServiceClient(base_url="http://imitated", transport=transport, dialect="skyrl") as service:
+            client = model_on(service)
+            sampled = client.save_weights_and_get_sampling_client().compute_logprobs(PROMPT)
+
+            async def train() -> None:
+                steps: list[Any] = [
+                    client.forward_backward_async(BATCH, "cross_entropy"),
+                    client.optim_step_async(STEP),
+                ]
+                steps += [client.forward_backward_async(BATCH, "cross_entropy"), client.optim_step_async(STEP)]
+                for future in await asyncio.gather(*steps):
+                    await future
+
+            asyncio.run(train())
+            assert len(sampled.result()) == 6
+        assert [name for name in transport.ran if name != "asample"] == ["forward_backward", "optim_step"] * 2
+        assert transport.ran.index("asample") < transport.ran.index("optim_step")
 
 
 def test_other_clients_of_the_process_protect_the_model_too(trainer: EmbeddedTrainer) -> None:

@@ -144,6 +144,26 @@ def test_no_step_follows_a_window_without_its_own(trainer: EmbeddedTrainer, monk
         assert (server.ran["forward_backward"], server.ran["optim_step"]) == (1, 0)
 
 
+def test_a_load_that_clears_the_gradient_begins_a_window(
+    trainer: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialect = known("skyrl").but(clears_gradient=True)
+    with imitate("skyrl", trainer=trainer) as server, connected(server, dialect) as service:
+        client = model_on(service)
+        path = client.save_state("state").result().path
+        client.forward_backward(BATCH, "cross_entropy")
+        with monkeypatch.context() as patch:
+            patch.setattr(requests, "OptimStepRequest", failing_at(1, requests.OptimStepRequest))
+            with pytest.raises(InvalidInput, match="cannot be encoded"):
+                client.optim_step(STEP)
+        held = client.forward_backward(BATCH, "cross_entropy")  # with the weights before the load
+        client.load_state(path).result()
+        client.optim_step(STEP).result()
+        with pytest.raises(OperationFailed, match="dropped by load_state"):
+            held.result()
+        assert (server.ran["forward_backward"], server.ran["optim_step"]) == (1, 1)
+
+
 def test_no_step_follows_a_part_of_a_window(trainer: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The official SDK sends pass by pass."""
     with imitate("skyrl", trainer=trainer, hold=1.0, encoding="protobuf") as server:
@@ -196,13 +216,14 @@ def test_close_drops_passes_without_a_step_and_evaluates_custom_losses(
     with imitate("skyrl", trainer=trainer) as server:
         with connected(server) as service:
             client = model_on(service)
+            client.forward_backward(BATCH, "cross_entropy").result()  # known by a forward, but the gradient is not sent
             held = client.forward_backward(BATCH, "cross_entropy")
             custom = client.forward_backward_custom(BATCH, loss)
         assert evaluated == [3]
-        assert (server.ran["forward"], server.ran["forward_backward"]) == (1, 0)  # that of the custom loss
+        assert (server.ran["forward"], server.ran["forward_backward"]) == (2, 0)  # that of the custom loss, too
     assert custom.result().metrics["margin"]
     assert [record.message for record in caplog.records if "dropped" in record.message] == [
-        "2 backward passes were dropped by close(), because no optim_step was called after them"
+        "3 backward passes were dropped by close(), because no optim_step was called after them"
     ]
     with pytest.raises(OperationFailed, match="dropped by close"):
         held.result()

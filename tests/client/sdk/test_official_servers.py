@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,9 @@ import pytest
 import tinker
 
 from tests.helpers.imitated_clients import BATCH, STEP, logprobs_of, model_on, pair, preference
+from tinker_lightning import AdamParams
 from tinker_lightning.client import as_backend
+from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.errors import Unsupported
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service, imitate
@@ -94,3 +97,29 @@ def test_a_forward_has_the_weights_that_the_server_needs(kind: Kind, trainer: Em
         assert output.metrics["loss:sum"] == 0
         assert all((each["logprobs"].to_numpy() < 0).all() for each in output.loss_fn_outputs)
         assert server.ran["forward"] == (1 if kind == "together" else 0)  # open-rl has no such pass
+
+
+def test_no_sample_begins_between_the_preparation_of_a_step_and_the_step(
+    trainer: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of `RemoteAdamW` holds Ctrl-C while it is sent, so it must not wait for a sample then."""
+    with official("skyrl", trainer) as (client, _):
+        version = client._live.version(client.model_id)
+        sampled: Future[int] = Future()
+
+        def sample() -> Any:
+            return client._live.sample_version("sampler", version, lambda: TinkerFuture(sampled, "sample"))
+
+        def wait(self: TinkerFuture[Any], timeout: float | None = None) -> None:
+            """Another thread's attempt to sample, while the step waits."""
+            with pytest.raises(Unsupported, match="would replace the weights"):
+                sample()
+            sampled.set_result(1)
+
+        sample()
+        with monkeypatch.context() as patch:
+            patch.setattr(TinkerFuture, "wait", wait)
+            client.prepare_step(AdamParams())
+        assert sampled.done()
+        with client._live.changing(client.model_id) as samples:
+            assert samples == []

@@ -6,6 +6,7 @@ Imported only after the user has passed such a client, so that `tinker` stays an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import warnings
@@ -39,14 +40,14 @@ from tinker_lightning.types import (
 from tinker_lightning.types.responses import ModelData, SaveWeightsExternalResponse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.live_weights import LiveWeights
     from tinker_lightning.client.loss_uploads import Losses
     from tinker_lightning.client.server_pass import ServerPass
-    from tinker_lightning.types import Datum, SamplingParams
+    from tinker_lightning.types import AdamParams, Datum, SamplingParams
 
 # A batch below both limits is sent in one request by every version of the SDK. Some split it at 5,000,000 bytes by an
 # estimate that is up to 2.5 times ours.
@@ -89,6 +90,12 @@ class OfficialTrainingClient(BaseTrainingClient):
         """Checks a pass and converts it into the request that `send` takes; takes `Datum`s only."""
         datums = server_pass.spread(data, loss_fn_inputs or {})
         return server_pass.built_in(self.dialect, datums, inputs.loss_name(loss_fn), loss_fn_config or {}, scale)
+
+    def prepare_step(self, params: AdamParams) -> None:
+        """Checks the settings of a step; waits for samples that it must not overtake, and lets no other one begin."""
+        super().prepare_step(params)
+        with self._changing():
+            pass
 
     def optim_step(self, optim_params: Any = None) -> TinkerFuture[OptimStepResponse]:
         """Takes an AdamW step on the accumulated gradient."""
@@ -306,6 +313,14 @@ class OfficialTrainingClient(BaseTrainingClient):
         if unknown := given.keys() - inspect.signature(call).parameters.keys():
             raise Unsupported(f"{method} of this client has no {', '.join(sorted(unknown))}; leave it out")
         return call(name, **given)
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[list[TinkerFuture[None]]]:
+        """Waits for samples in flight here, because the SDK posts at the call."""
+        with super()._changing() as samples:
+            for sample in samples:
+                sample.wait()
+            yield []
 
     def _load(self, name: str, path: str, token: str | None) -> TinkerFuture[LoadWeightsResponse]:
         self._before_load(name)
