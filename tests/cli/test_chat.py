@@ -146,6 +146,17 @@ def test_a_terminal_shows_an_answer_while_it_is_sampled(monkeypatch: pytest.Monk
     assert shown.startswith("Type a message.")
 
 
+def test_a_terminal_gets_no_control_characters(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    greedy = ["--temperature", "0", "--max-tokens", "14"]
+    assert chat("Hi\n", "tiny", monkeypatch, *greedy) == 0
+    answer = capfd.readouterr().out
+    assert "\x03" in answer
+    assert answer.replace("\x03", "") in talk(Terminal("Hi"), monkeypatch, *greedy)
+    assert capfd.readouterr().err == "Loading tiny ...\n"
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
     sample, prompts = SamplingClient.sample, list[int]()
 

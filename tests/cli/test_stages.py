@@ -10,12 +10,12 @@ from typing import Any, Union
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import yaml  # type: ignore[import-untyped]
 
 from tests.helpers.soaking import first_only, mostly_soak
 from tinker_lightning import cli
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.recipes import SFT
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"prompt": f"{i}?", "completion": f"{i}."} for i in range(4)]
@@ -28,18 +28,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
-    pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`"),
 ]
 
 
+OWN = """
+from tinker_lightning.recipes import SFT
+
 class Halved(SFT):
-    """A class of the user."""
-
-    seen: Any = None
-
-    def __init__(self, factor: float, **settings: Any) -> None:
+    def __init__(self, factor: float, **settings):
         super().__init__(**settings)
-        Halved.seen = factor
+        print("factor", factor)
+"""
 
 
 @pytest.fixture
@@ -71,28 +70,35 @@ def test_a_model_is_trained_scored_and_sampled(folder: Path, capfd: pytest.Captu
     logged["trainer"]["logger"] = {"class_path": "CSVLogger", "init_args": {"save_dir": "logs"}}
     assert run("fit", logged, f"--model.api_key={KEY}") == 0
     (file,) = Path("logs").rglob("*.ckpt")
-    for stage, metric in (("validate", "val_nll"), ("test", "test_nll")):
-        assert run(stage, config(), "--ckpt_path", str(file)) == 0
+    content = torch.load(file, weights_only=True)
+    del content["hyper_parameters"]["_class_path"]  # as in the file of a script
+    torch.save(content, "script.ckpt")
+    for stage, metric, saved in (("validate", "val_nll", str(file)), ("test", "test_nll", "script.ckpt")):
+        assert run(stage, config(), "--ckpt_path", saved) == 0
         assert metric in capfd.readouterr().out
     limit = "--trainer.limit_predict_batches=1"
     assert run("predict", config(), "--ckpt_path", str(file), limit, "--output", "new/answers.jsonl") == 0
     answers = [json.loads(line) for line in Path("new/answers.jsonl").read_text().splitlines()]
     assert [sorted(answer) for answer in answers] == [["stop_reason", "text"]] * 2
-    (saved,) = folder.rglob("config.yaml")  # next to the log of the fit, and not where there is no logger
-    assert yaml.safe_load(saved.read_text())["trainer"]["max_steps"] == 2
+    (used,) = folder.rglob("config.yaml")  # next to the log of the fit, and not where there is no logger
+    assert yaml.safe_load(used.read_text())["trainer"]["max_steps"] == 2
     assert [each for each in folder.rglob("*") if each.is_file() and KEY.encode() in each.read_bytes()] == []
 
 
-def test_a_class_of_the_user_and_callbacks_by_name(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    own = config(f"{__name__}.Halved", factor=0.5)
+def test_a_class_in_the_working_directory_and_callbacks_by_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])  # as the installed command finds it
+    Path("own_recipe.py").write_text(OWN)
+    own = config("own_recipe.Halved", factor=0.5)
     table = {"class_path": "SampleTable", "init_args": {"prompts": ["1?"], "every_n_steps": 1}}
     kept = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": "kept"}}
     own["trainer"] |= {"callbacks": [kept, table]}
-    sys.modules.setdefault(__name__, sys.modules[Halved.__module__])
     assert run("fit", own, "--trainer.max_steps=1") == 0
-    assert Halved.seen == 0.5
     assert len(list(Path("kept").iterdir())) == 1
-    assert "1?" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "factor 0.5" in printed
+    assert "1?" in printed
 
 
 CONFIGURATIONS = {file.stem: file for file in sorted((ROOT / "examples" / "configs").glob("*.yaml"))}
@@ -120,16 +126,20 @@ MISTAKES = [
     ("trainer: {callbacks: [{class_path: EarlyStoping}]}", "Did you mean 'EarlyStopping'?"),
     ("data: {class_path: ChatDta}", "data: there is no class 'ChatDta'. Did you mean 'ChatData'?"),
     ("model: {class_path: none.Thing}", "No module named 'none'"),
-    ("model: [", "line 2"),
+    ("model: [", "--config is not valid YAML: while parsing a flow node"),
     ("seed_everything: 1", " is missing. Pass --"),
     ("model: {class_path: SFT}\ndata: {class_path: ChatData, init_args: {train: no.jsonl}}", "no file no.jsonl"),
     ("model: {class_path: SFT}\ndata: {class_path: ChatData}\ntrainer: {strategy: foo}", "invalid strategy name"),
     ("model: {class_path: SFT}\ndata: {class_path: ChatData}", "pass one, for example --model.model tiny"),
+    ("model: {class_path: SFT, model: tiny}", "model: expected class_path, a name, and init_args, the options of that"),
+    ("model: {class_pth: SFT, init_args: {model: tiny}}", "model: expected class_path, a name, and init_args, the"),
 ]
 
 
 # One of a class, of an option, of a value, of the trainer, of the YAML, and of what the stage itself finds.
-@pytest.mark.parametrize(("content", "message"), mostly_soak(MISTAKES, but=[MISTAKES[i] for i in (0, 1, 2, 5, 9, 11)]))
+@pytest.mark.parametrize(
+    ("content", "message"), mostly_soak(MISTAKES, but=[MISTAKES[i] for i in (0, 1, 2, 5, 9, 11, 14)])
+)
 def test_a_mistake_in_a_file_is_one_message(
     content: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +162,15 @@ def test_debug_shows_the_stack_trace(folder: Path) -> None:
 def test_an_unknown_argument_gets_the_nearest_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("fit", config(), "--trainer.max_epocs=3") == 2
     assert "Did you mean 'trainer.max_epochs'?" in capsys.readouterr().err
+    assert cli.main(["fit", "--config", "none.yaml"]) == 2
+    assert f"tinker-lightning: --config: there is no file {folder / 'none.yaml'}\n" in capsys.readouterr().err
+
+
+def test_an_unknown_metric_to_monitor_is_one_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = config()
+    own["trainer"] |= {"callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"monitor": "val_nl"}}]}
+    assert run("fit", own, "--trainer.max_steps=1", "--trainer.val_check_interval=1") == 2
+    assert "could not find the monitored key" in capsys.readouterr().err
 
 
 def test_an_output_of_other_stages_than_predict_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:

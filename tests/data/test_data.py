@@ -117,7 +117,7 @@ def test_rows_that_are_too_long_are_counted(tokenizer: Any, truncate: Any, caplo
 
 
 BAD: dict[str, tuple[str | bytes, str]] = {
-    "not JSON": ('{"messages": [', "not JSON: Expecting value at column [0-9]+. A JSON Lines file has one JSON object"),
+    "not JSON": ('{"messages": [', "not JSON: Expecting value at column 15. A JSON Lines file has one JSON object"),
     "no role": ('{"messages": [{"content": "x"}]}', "message 0 has no role"),
     "no content": ('{"messages": [{"role": "user"}]}', r"message 0 \(user\) has no content"),
     "unknown role": ('{"messages": [{"role": "asistant", "content": "x"}]}', "did you mean 'assistant'"),
@@ -168,6 +168,12 @@ def test_a_bad_row_raises_with_file_and_line_or_is_skipped_and_counted(
 def test_mistakes_in_arguments(arguments: dict[str, Any], message: str, tokenizer: Any) -> None:
     with pytest.raises(InvalidInput, match=message):
         batches(ChatData(**{"tokenizer": tokenizer, **arguments}))
+
+
+def test_an_empty_file_is_named(tokenizer: Any, file: Path) -> None:
+    file.write_text("\n")
+    with pytest.raises(InvalidInput, match=r"train \(.*chats\.jsonl\): no row is left: 0 rows"):
+        batches(ChatData(file, tokenizer=tokenizer))
 
 
 def test_lengths_are_checked_against_the_context_before_training(service: ServiceClient) -> None:

@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import re
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from packaging.version import Version
 from torchmetrics import MeanMetric
 
 import tinker_lightning
-from tests.helpers.trainers import SMALL, loader, quiet
+from tests.helpers.trainers import SMALL, loader, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.errors import IncompatibleLightning
 from tinker_lightning.lightning import _compat
@@ -29,6 +30,8 @@ from tinker_lightning.lightning._compat import Private
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tinker_lightning.client import ServiceClient
 
 pytestmark = SMALL
 
@@ -166,6 +169,23 @@ def test_uses_of_private_names_are_found(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(f"{__name__}.ROOT", tmp_path / "probed")
     monkeypatch.syspath_prepend(tmp_path)
     assert sorted(use.split()[-1] for use in uses_of_private_names(file)) == ["_get", "dataloader_idx"]
+
+
+class Validated(RemoteModule):
+    """Has a step of the user."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx, dataloader_idx)
+
+
+@pytest.mark.parametrize(("kind", "warned"), [(RemoteModule, 0), (Validated, 1)])
+def test_only_a_validation_step_of_the_user_needs_data(
+    kind: type[RemoteModule], warned: int, service: ServiceClient
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet(max_steps=1).fit(new(service, kind), loader())
+    assert sum("but have no `val_dataloader`" in str(each.message) for each in caught) == warned
 
 
 def test_launchers_are_wrapped_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from dataclasses import replace
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 _USAGE = "Type a message. Ctrl-C stops an answer, /reset starts a new chat, /quit or Ctrl-D ends."
 # Short at first, so that an answer begins at once; longer ones process the prompt less often.
 _CHUNKS = [4, 8, 16, 32]
+# Control characters in an answer would move the cursor, or change the terminal.
+_UNPRINTED = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def add_to(commands: Any) -> None:
@@ -47,6 +50,11 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Answers messages until the input ends; returns the exit code."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        print(f"Loading {options.source} ...", file=sys.stderr)
+        with contextlib.suppress(ImportError):  # not on Windows
+            import readline  # noqa: F401 which lets `input` edit the line
     from tinker_lightning.client import connect
     from tinker_lightning.lightning.rows import RowFormat
     from tinker_lightning.types import SamplingParams
@@ -57,7 +65,6 @@ def run(options: argparse.Namespace) -> int:
         sampler = _sampler(service, source)
         rows = RowFormat(sampler.get_tokenizer(), system=options.system)
         chat = _Chat(sampler, rows, params, _context_length(service, sampler))
-        is_terminal = sys.stdin.isatty()
         if is_terminal:
             print(_USAGE)
         while True:
@@ -106,7 +113,7 @@ class _Chat:
                 # A character of several tokens is shown when it is complete.
                 answer = self._decode(tokens).removesuffix("\N{REPLACEMENT CHARACTER}").lstrip()
                 if answer.startswith(shown):
-                    print(answer[len(shown) :], end="", flush=True)
+                    self._print(answer[len(shown) :], end="")
                     shown = answer
         except KeyboardInterrupt:
             print(" …", end="")
@@ -114,8 +121,12 @@ class _Chat:
             self.messages.pop()
             raise
         answer = self._decode(tokens).strip()
-        print(answer[len(shown) :] if answer.startswith(shown) else "", flush=True)
+        self._print(answer[len(shown) :] if answer.startswith(shown) else "")
         self.messages.append({"role": "assistant", "content": answer})
+
+    @staticmethod
+    def _print(text: str, end: str = "\n") -> None:
+        print(text.translate(_UNPRINTED) if sys.stdout.isatty() else text, end=end, flush=True)
 
     def _within_context(self) -> tuple[ModelInput, SamplingParams]:
         """Returns the prompt, without the oldest turns of a chat that leaves no room for an answer."""

@@ -108,6 +108,9 @@ class _CommandLine(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)  # without Lightning's warning that there is a command line, too
 
+    def _parse_ckpt_path(self) -> None:
+        """Leaves the options as they are given: Lightning would take those of the model from the checkpoint file."""
+
     def instantiate_trainer(self, **options: Any) -> pl.Trainer:
         trainer = super().instantiate_trainer(**options)
         if self.subcommand == "predict":

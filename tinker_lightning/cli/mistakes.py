@@ -22,8 +22,11 @@ _NO_OPTION = re.compile(r"class_path '([\w.]+)':\s+(?:.*\n\s*)?(?:Option|Key|No 
 _NO_KEY = re.compile(r"(?:(?:option|key|nested key) '([\w.]+)'|unrecognized arguments: --([\w.]+))")
 _REQUIRED = re.compile(r"the following arguments are required: \w+\.(\w+)")
 _FIRST_ERROR = re.compile(r"Errors:\n\s+- (.*?)(?=\n    - |\n  Given value|\Z)", re.DOTALL)
+_NO_FILE = re.compile(r"File does not exist: '(.*)'")
+_NOT_YAML = re.compile(r"Problems parsing config: (.*)\Z", re.DOTALL)
 _GIVEN = re.compile(r"Given value: (.*)\Z", re.DOTALL)
 _BASES = {"model": pl.LightningModule, "data": pl.LightningDataModule, "callbacks": pl.Callback, "logger": Logger}
+_BASE_NAMES = {base.__name__ for base in _BASES.values()}
 _SECTIONS = ("model", "data", "trainer", "ckpt_path", "seed_everything", "output")
 
 
@@ -36,7 +39,16 @@ def explain(text: str) -> str:
         names = sorted({cls.__name__ for cls in _subclasses(base)} if base else ())
         hint = _nearest(match[1], names) or "Give a name that --help lists, or the import path of a class."
         return f"{key}: there is no class {match[1]!r}. {hint}"
-    if match := _NO_OPTION.search(text):
+    if match := _NO_FILE.search(text):
+        return f"--{key}: there is no file {match[1]}"
+    if match := _NOT_YAML.search(text):
+        reason = match[1].replace('in "<unicode string>",', "at")
+        return f"--config is not valid YAML: {_plain(reason)}"
+    match = _NO_OPTION.search(text)
+    # The parser takes a mapping with other keys than class_path and init_args for options of the base class.
+    if match[1].rpartition(".")[2] in _BASE_NAMES if match else "Subclass types expect" in text:
+        return f"{key}: expected class_path, a name, and init_args, the options of that class, and no other keys"
+    if match:
         return f"{key}: {match[1].rpartition('.')[2]} has no option {match[2]!r}. " + (
             _nearest(match[2], _options(match[1])) or f"--{key}.help {match[1]} lists its options."
         )

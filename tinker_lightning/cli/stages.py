@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import pickle
+import sys
 from typing import Any
 
 from tinker_lightning.cli import wording
@@ -76,6 +78,8 @@ def run(options: argparse.Namespace) -> int:
     from tinker_lightning.cli import mistakes
     from tinker_lightning.cli.lightning_cli import run_stage
 
+    if (folder := os.getcwd()) not in sys.path:  # classes and rewards of the user, as with `python -m`
+        sys.path.append(folder)
     with contextlib.ExitStack() as stack:
         try:
             run_stage(options.stage, options.rest, stack)
@@ -86,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
         except pickle.UnpicklingError as error:
             reason = str(error).partition("\n")[0]
             raise InvalidInput(f"ckpt_path is not a checkpoint file of Lightning: {reason}") from error
-        except (ValueError, RuntimeError, TypeError) as error:
+        except (ValueError, RuntimeError, TypeError, MisconfigurationException) as error:
             if own := mistakes.of_library(error):
                 raise own from error
             if isinstance(error, MisconfigurationException) or mistakes.is_of_lightning(error):

@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import operator
+import os
 from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
@@ -21,7 +22,6 @@ from tinker_lightning.types import collate
 
 logger = logging.getLogger("tinker_lightning")
 
-_NO_ROWS = "{}: no row is left: {}. Is the file empty?"
 Part: TypeAlias = Literal["train", "validation", "test"]
 
 
@@ -168,6 +168,11 @@ class RowData(pl.LightningDataModule):
         given = {**self._sources, "validation": self._sources.get("validation") or self._share}
         return next((part for part in order if given[part] is not None), "train")
 
+    def _empty(self, part: Part, counts: Counts) -> InvalidInput:
+        source = self._sources[part]
+        where = f"{part} ({os.fspath(source)})" if isinstance(source, str | os.PathLike) else part
+        return InvalidInput(f"{where}: no row is left: {describe(counts)}. Is the file empty?")
+
     def _load(self, part: Part) -> None:
         if part in self._datasets:
             return
@@ -177,7 +182,7 @@ class RowData(pl.LightningDataModule):
         if self._streaming:
             trial = Counts()
             if all(item is None for item in itertools.starmap(self._converter(trial), rows_of(source))):
-                raise InvalidInput(_NO_ROWS.format(part, describe(trial)))
+                raise self._empty(part, trial)
             size = self._buffer_size if part == "train" and self._shuffle else 0
             self._datasets[part] = Stream(source, convert, size)
             return
@@ -185,7 +190,7 @@ class RowData(pl.LightningDataModule):
         loader = DataLoader(rows, collate_fn=operator.itemgetter(0), num_workers=self._num_workers)
         items = [item for item in loader if item is not None]
         if not items:
-            raise InvalidInput(_NO_ROWS.format(part, describe(counts)))
+            raise self._empty(part, counts)
         if part == "train" and self._share is not None:
             order = torch.randperm(len(items), generator=torch.Generator().manual_seed(self._seed)).tolist()
             held_out = max(1, round(self._share * len(items)))

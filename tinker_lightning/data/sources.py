@@ -199,7 +199,9 @@ def _shuffled(items: Iterator[Any], size: int) -> Iterator[Any]:
 
 def _parsed(line: Line) -> Any:
     try:
-        return json.loads(line)
+        return json.loads(
+            line.rstrip()
+        )  # the column of a line that ends early is its last, not that after the line break
     except json.JSONDecodeError as error:
         raise InvalidDatum(
             f"not JSON: {error.msg} at column {error.colno}. A JSON Lines file has one JSON object per line."

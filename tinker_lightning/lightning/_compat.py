@@ -138,9 +138,15 @@ LAUNCH_SCRIPT = Private("launchers", "_SubprocessScriptLauncher.launch")
 LAUNCH_FUNCTION = Private("launchers", "_MultiProcessingLauncher.launch")
 
 
-def ignore_own_warnings() -> None:
-    """Silences the deprecation warning that Lightning's own use of torch's `LeafSpec` causes in every fit."""
+def ignore_own_warnings(module: pl.LightningModule) -> None:
+    """Silences warnings about what the user did not write.
+
+    One is about Lightning's own use of torch's `LeafSpec` in every fit, the other about a `validation_step` without
+    data, if the module inherits the step.
+    """
     warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", module=r"lightning\.pytorch\.utilities\._pytree")
+    if type(module).validation_step.__module__.startswith("tinker_lightning."):
+        warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
 
 
 # Printed once in a process.

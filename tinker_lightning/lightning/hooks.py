@@ -27,7 +27,7 @@ def attach(trainer: pl.Trainer, module: RemoteBase) -> None:
     """Adds the hooks of a module as the first callback of its trainer, replacing those of an earlier run."""
     detach(trainer)
     _compat.CALLBACKS.get(trainer).insert(0, RemoteHooks(module))
-    _compat.ignore_own_warnings()
+    _compat.ignore_own_warnings(module)
     _compat.when_selected(trainer, lambda path: wandb_runs.adopt(trainer, path))
 
 

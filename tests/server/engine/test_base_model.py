@@ -17,6 +17,7 @@ from transformers import (
     MistralConfig,
     OPTConfig,
     Qwen2Config,
+    modeling_gguf_pytorch_utils,
 )
 
 from tests.helpers.soaking import first_only
@@ -157,12 +158,21 @@ def test_layers_of_one_name_in_two_places_are_distinguished(
 
 
 def test_loading_draws_no_bar_and_leaves_those_of_others(
-    tiny: BaseModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tiny: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = save(tmp_path, GPT2, tiny.tokenizer)
+    load = AutoModelForCausalLM.from_pretrained
+
+    def with_gguf_bar(*args: Any, **options: Any) -> Any:
+        assert list(modeling_gguf_pytorch_utils.tqdm([1])) == [1]  # as for the tensors of a GGUF file
+        return load(*args, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", with_gguf_bar)
     capfd.readouterr()
     Catalog([path]).get(path)
     assert capfd.readouterr().err == ""
+    assert list(modeling_gguf_pytorch_utils.tqdm([1])) == [1]
+    assert "1/1" in capfd.readouterr().err
     AutoModelForCausalLM.from_pretrained(path)
     assert "Loading weights" in capfd.readouterr().err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +19,19 @@ PATCH_LOCK = threading.RLock()
 
 def load_model(path: Path | str, dtype: torch.dtype, **options: Any) -> Any:
     """Loads a causal language model from a folder or the hub, without a progress bar."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
     from transformers.utils import logging
 
     with PATCH_LOCK:
         shows_bars = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
+        gguf_bar = getattr(modeling_gguf_pytorch_utils, "tqdm", None)  # which is shown even if bars are disabled
+        if gguf_bar is not None:
+            modeling_gguf_pytorch_utils.tqdm = functools.partial(gguf_bar, disable=True)
         try:
             return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
         finally:
+            if gguf_bar is not None:
+                modeling_gguf_pytorch_utils.tqdm = gguf_bar
             if shows_bars:
                 logging.enable_progress_bar()
