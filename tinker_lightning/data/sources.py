@@ -199,9 +199,7 @@ def _shuffled(items: Iterator[Any], size: int) -> Iterator[Any]:
 
 def _parsed(line: Line) -> Any:
     try:
-        return json.loads(
-            line.rstrip()
-        )  # the column of a line that ends early is its last, not that after the line break
+        return json.loads(line.rstrip())  # or an early end would be reported on the line after it
     except json.JSONDecodeError as error:
         raise InvalidDatum(
             f"not JSON: {error.msg} at column {error.colno}. A JSON Lines file has one JSON object per line."
