@@ -123,7 +123,8 @@ def test_the_gradient_identity_holds(double: Double, loss: Scalar) -> None:  # R
     double.model.forward_backward_custom(
         DATA, lambda _, leaves: (loss([leaf.double() for leaf in leaves]), {})
     ).result()
-    assert (double.gathered() - expected).norm() <= 1e-6 * expected.norm()
+    # The protocol carries float32, whose rounding a difference of nearly equal terms magnifies.
+    assert (double.gathered() - expected).norm() <= 1e-5 * expected.norm()
 
 
 POLICY = [policy(text, seed) for seed, text in enumerate(TEXTS)]

@@ -179,23 +179,22 @@ class Divergence:
 
         self.found = found
         self.module = new(service, Distill, **settings)
-        quiet(max_steps=steps, callbacks=[Record()]).fit(self.module, rollouts())
+        quiet(max_steps=steps, callbacks=[Record()]).fit(self.module, rollouts(group_size=8, batch_size=4))
 
 
-@pytest.mark.parametrize("steps", mostly_soak([1, 11], but=[1]))
+@pytest.mark.parametrize("steps", mostly_soak([1, 60], but=[1]))
 def test_the_divergence_from_a_teacher_on_another_server_falls(
     steps: int, service: ServiceClient, served: Any
 ) -> None:  # R5.9
     from tinker_lightning import connect
 
     with connect(served.url) as other:
-        path = taught(other, 12 if steps > 1 else 3).save_weights_for_sampler("teacher").result().path
-        run = Divergence(service, steps, teacher=path, teacher_url=served.url, learning_rate=3e-2)
+        path = taught(other, 3).save_weights_for_sampler("teacher").result().path
+        run = Divergence(service, steps, teacher=path, teacher_url=served.url, learning_rate=1e-2)
         run.module.close()
     assert run.found[0] > 0.2
-    first, last = sum(run.found[:3]) / 3, sum(run.found[-3:]) / 3
     if steps > 1:
-        assert last < 0.5 * first
+        assert sum(run.found[-10:]) < 0.75 * sum(run.found[:10]), run.found
 
 
 def test_the_teacher_may_be_a_base_model_or_a_client(service: ServiceClient) -> None:

@@ -29,7 +29,9 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fits]:
 def ended(folder: Path) -> tuple[dict[str, Any], dict[int, Any], dict[str, torch.Tensor]]:
     """What a fit has counted, what each batch was trained on where it counted, and weights and Adam's state."""
     done = json.loads((folder / "done.json").read_text())
-    trained = {int(ticket): batch for ticket, batch in map(json.loads, (folder / "trained.jsonl").open())}
+    trained = {
+        int(ticket): batch for ticket, batch in map(json.loads, (folder / "trained.jsonl").read_text().splitlines())
+    }
     (saved,) = (folder / "data").rglob(done["state"].rsplit("/", 1)[-1])
     files = saved.glob("*.safetensors")
     return done, trained, {f"{file.name} {name}": one for file in files for name, one in load_file(file).items()}
