@@ -197,13 +197,14 @@ def test_the_divergence_from_a_teacher_on_another_server_falls(
         assert sum(run.found[-10:]) < 0.75 * sum(run.found[:10]), run.found
 
 
+# A new adapter changes nothing, so the student is the teacher; on some processors to the last bit.
+@pytest.mark.filterwarnings("ignore:the gradient of the loss importance_sampling is zero")
 def test_the_teacher_may_be_a_base_model_or_a_client(service: ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model="tiny")
     for teacher, route in (("tiny", "auto"), (sampler, "builtin")):
         module = new(service, Distill, teacher=teacher)
         module.route = route  # type: ignore[assignment]
         quiet(max_steps=1).fit(module, rollouts(group_size=2, batch_size=1))
-        # A new adapter changes nothing: the student is the teacher.
         assert abs(float(module.trainer.callback_metrics["policy/kl_teacher"])) < 1e-4
 
 
