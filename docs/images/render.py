@@ -21,11 +21,13 @@ HERE = Path(__file__).parent
 def column(folder: Path, name: str) -> list[tuple[int, float]]:
     """Returns the values of a metric, and how many steps the model had taken when it was measured."""
     with (folder / "metrics.csv").open() as file:
-        rows = [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row.get(name)]
+        table = list(csv.DictReader(file))
+    rows = [(int(row["step"]), float(row[name])) for row in table if row.get(name)]
     if not name.startswith("val_"):
         return rows
     first, *later = rows  # the first one is before training
-    return [(0, first[1]), *{step + 1: value for step, value in later}.items()]  # at the end, one is repeated
+    steps = 1 + max(int(row["step"]) for row in table if row.get("train_loss"))
+    return [(0, first[1]), *{min(step + 1, steps): value for step, value in later}.items()]  # the last is repeated
 
 
 def draw(axes: Axes, folder: Path, name: str, ylabel: str) -> None:
