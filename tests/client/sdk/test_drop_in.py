@@ -199,7 +199,7 @@ def test_the_event_loop_goes_on_while_a_step_waits_for_a_pending_loss(model: Tra
             ran.append("loss")
             return nll(data, logprobs)
 
-        future = model.forward_backward_custom(DATA, loss)
+        future = model.forward_backward_custom(DATA * 100, loss)  # enough that the forward takes a while
         task = asyncio.create_task(other())
         await (await model.optim_step_async()).result_async()
         await task
