@@ -60,7 +60,13 @@ def fit(service: ServiceClient, folder: Path, steps: int, *, strategy: str = "ti
 
 
 def files_of(folder: Path) -> list[Path]:
-    return sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime)
+    """The files of all runs, by when each was started; W&B may still write to the first when the second begins."""
+    return sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=started_at)
+
+
+def started_at(file: Path) -> int:
+    (run, *_) = (record.run for record in finished_records(file) if record.HasField("run"))
+    return int(run.start_time.ToNanoseconds())
 
 
 def steps_of(file: Path, name: str) -> list[int]:

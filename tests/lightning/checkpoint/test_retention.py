@@ -144,7 +144,7 @@ def test_after_a_run_exactly_the_states_that_files_name_exist(server: Server, na
 
 def best(server: Server, **options: Any) -> ModelCheckpoint:
     """The best two by a score that is always better: files come and go."""
-    return ModelCheckpoint(server.folder, "{step}", monitor="val_loss", save_top_k=2, **options)
+    return ModelCheckpoint(server.folder, "{step}", monitor="step", mode="max", save_top_k=2, **options)
 
 
 def test_a_later_process_removes_what_an_earlier_one_wrote(server: Server) -> None:
