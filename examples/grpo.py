@@ -1,8 +1,9 @@
 """Teaches SmolLM2-135M by rewards to read a number off a sentence: GRPO on a task that one line verifies.
 
-"Ivy has 3 keys and 7 hats. Number of hats:" is answered rightly by a 7 and nothing else, so no constant answer helps.
-The names of the 16 held-out prompts are not among the 128 to train on. Run it with `tox -e grpo`, or
-`python examples/grpo.py [FOLDER]`.
+"Ivy has 3 keys and 7 hats. Number of keys:" is answered rightly by a 3 and nothing else. Half of the prompts ask for
+the first thing, half for the second, and each number is right equally often, so neither a constant answer nor a fixed
+place helps. The names in the 32 held-out prompts are not among those of the 128 to train on. Run it with
+`tox -e grpo`, or `python examples/grpo.py [FOLDER [MODEL [SEED]]]`.
 """
 
 from __future__ import annotations
@@ -34,20 +35,28 @@ def digits(_: str, completion: str) -> float:
 
 def improve(module: GRPO, data: RolloutData, folder: Any, steps: int) -> Any:
     """Trains a module, and returns the scores of the held-out prompts before and after."""
-    trainer = pl.Trainer(strategy="tinker", max_steps=steps, logger=CSVLogger(folder, name=""), log_every_n_steps=1)
+    logger, often = CSVLogger(folder, name=""), {"check_val_every_n_epoch": None, "val_check_interval": 8}
+    trainer = pl.Trainer(strategy="tinker", max_steps=steps, logger=logger, log_every_n_steps=1, **often)
     before = trainer.validate(module, data)
     trainer.fit(module, data)
     return *before, *trainer.validate(module, data)
 
 
 def main(
-    folder: Path | str = "runs/grpo", model: str = "smollm2-135m", *, rewards: Any = right, steps: int = 30
+    folder: Path | str = "runs/grpo",
+    model: str = "smollm2-135m",
+    seed: int | str = 0,
+    *,
+    rewards: Any = right,
+    steps: int = 24,
 ) -> Any:
     """Returns the rewards of the held-out prompts before and after."""
-    pl.seed_everything(0)
+    seed = pl.seed_everything(int(seed))
     train, held_out = (DATA / f"numbers_{part}.jsonl" for part in ("train", "validation"))
-    data = RolloutData(train, held_out, rewards=rewards, batch_size=8, group_size=8, max_tokens=3, as_text=True)
-    with GRPO(model, rank=8, learning_rate=3e-4, base_url="embedded") as module:
+    data = RolloutData(
+        train, held_out, rewards=rewards, batch_size=8, group_size=8, max_tokens=3, as_text=True, seed=seed
+    )
+    with GRPO(model, rank=8, learning_rate=3e-4, seed=seed, base_url="embedded") as module:
         return improve(module, data, folder, steps)
 
 

@@ -1,6 +1,7 @@
 """Teaches SmolLM2-135M to guess a number from hints: an environment of several turns is ordinary Python.
 
-Run it with `python -m examples.multi_turn [FOLDER]`. The same `rollout` could call a tool or another model in between.
+Run it with `python -m examples.multi_turn [FOLDER [MODEL [SEED]]]`. The same `rollout` could call a tool or another
+model in between.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class GuessTheNumber(Environment):
 
     async def rollout(self, policy: Policy) -> Trajectory:
         """Plays until the number is found. A guess that ignores the hints so far costs a little."""
-        chat = Chat(policy, as_text=True, params=SamplingParams(max_tokens=3, stop=["\n"]))
+        chat = Chat(policy, as_text=True, params=SamplingParams(max_tokens=2, stop=["\n"]))
         low, high, valid = 1, 9, 0
         hint = "I think of a number from 1 to 9.\nGuess:"
         for turn in range(TURNS):
@@ -46,13 +47,18 @@ class GuessTheNumber(Environment):
 
 
 def main(
-    folder: Path | str = "runs/multi_turn", model: str = "smollm2-135m", *, steps: int = 30, **settings: Any
+    folder: Path | str = "runs/multi_turn",
+    model: str = "smollm2-135m",
+    seed: int | str = 0,
+    *,
+    steps: int = 24,
+    **settings: Any,
 ) -> Any:
     """Returns the mean rewards of all nine numbers before and after."""
-    pl.seed_everything(0)
+    seed = pl.seed_everything(int(seed))
     games = [GuessTheNumber(secret) for secret in range(1, 10)]
-    data = RolloutData(games, games, **{"batch_size": 9, "group_size": 8, **settings})
-    with GRPO(model, rank=8, learning_rate=3e-4, base_url="embedded") as module:
+    data = RolloutData(games, games, **{"batch_size": 3, "group_size": 6, "seed": seed, **settings})
+    with GRPO(model, rank=8, learning_rate=3e-4, seed=seed, base_url="embedded") as module:
         return improve(module, data, folder, steps)
 
 

@@ -48,7 +48,9 @@ def test_the_right_answers_differ_and_none_that_is_held_out_is_in_the_lessons() 
         lines = (grpo.DATA / f"numbers_{part}.jsonl").read_text().splitlines()
         rows = parts[part] = [json.loads(line) for line in lines]
         answers = [row["answer"] for row in rows]
-        assert max(answers.count(answer) for answer in answers) <= len(answers) / 4
+        assert max(answers.count(answer) for answer in answers) == len(answers) / 8
+        asked = [(first, last) for _, _, _, first, *_, last in (row["prompt"].split() for row in rows)]
+        assert sum(last == f"{first}:" for first, last in asked) == len(rows) / 2  # asked for the first thing
         for row in rows:
             assert grpo.right(row["prompt"], f" {row['answer']}.", row["answer"]) == 1
             assert grpo.right(row["prompt"], f" {row['answer']}1", row["answer"]) == 0
