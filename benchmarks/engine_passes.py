@@ -69,15 +69,18 @@ class Plain:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
         config = peft.LoraConfig(r=RANK, lora_alpha=32, task_type="CAUSAL_LM", target_modules=layers)
-        self._model: Any = peft.get_peft_model(model, config).train()
+        self.model: Any = peft.get_peft_model(model, config).train()
 
-    def step(self, data: list[Datum]) -> None:
+    def loss(self, data: list[Datum]) -> Any:
         rows = [torch.from_numpy(datum.model_input.tokens().astype("int64")) for datum in data]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         labels = ids.masked_fill(mask == 0, -100)
-        self._model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
-        self._model.zero_grad()
+        return self.model(input_ids=ids, attention_mask=mask, labels=labels).loss
+
+    def step(self, data: list[Datum]) -> None:
+        self.loss(data).backward()
+        self.model.zero_grad()
 
 
 def measure(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, tuple[float, float]]:

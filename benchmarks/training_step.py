@@ -1,0 +1,184 @@
+"""Time and memory of a training step of smollm2-135m, rank 32, next to plain Lightning with transformers and peft.
+
+A step is a forward and backward pass over 8 sequences and an optimizer step: with a built-in and with a custom loss, by
+the client and by `Trainer.fit` on the embedded trainer in this process, and in a `LightningModule` that holds the model
+itself and pads to the longest sequence. Medians of interleaved rounds. The memory is the peak of a process that only
+does this.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader
+
+from benchmarks import lightning_step, report
+from benchmarks.engine_passes import EQUAL, MIXED, RANK, Plain, make_data
+from benchmarks.pass_memory import peak
+from benchmarks.processes import process
+from tinker_lightning import RemoteModule, collate
+from tinker_lightning.server import EmbeddedTrainer
+from tinker_lightning.testing import embedded_service
+from tinker_lightning.types import AdamParams, Datum
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+MODEL = "smollm2-135m"
+STEPS = 2  # of a round
+
+
+def mean_nll(_: Any, logprobs: list[Tensor]) -> tuple[Tensor, dict[str, Any]]:
+    """What the default loss computes, in Python."""
+    loss = -torch.cat(logprobs).mean()
+    return loss, {"nll": loss.detach()}
+
+
+class Custom(RemoteModule):
+    """A custom loss."""
+
+    def loss(self, data: list[Datum], logprobs: list[Tensor]) -> Any:
+        return mean_nll(data, logprobs)
+
+
+class PlainModule(pl.LightningModule):
+    """The model in this process, as users of transformers and peft write it."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.plain = Plain(path)
+        self.model = self.plain.model
+
+    def training_step(self, batch: list[Datum]) -> Tensor:
+        return self.plain.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=1e-4)
+
+
+class _Start(pl.Callback):
+    seconds = 0.0
+
+    def on_train_start(self, *_: Any) -> None:
+        self.seconds = time.perf_counter()
+
+
+def fit(module: pl.LightningModule, strategy: str, data: list[Datum]) -> float:
+    """Returns the seconds of a step of `Trainer.fit`, with the wait for the last one."""
+    start = _Start()
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        max_steps=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[start],
+    )
+    trainer.fit(module, DataLoader(data * STEPS, len(data), collate_fn=collate))  # type: ignore[arg-type]
+    return (time.perf_counter() - start.seconds) / STEPS
+
+
+def loop(client: Any, data: list[Datum], *, custom: bool) -> float:
+    """Returns the seconds of a step of the client."""
+    started = time.perf_counter()
+    for _ in range(STEPS):
+        if custom:
+            client.forward_backward_custom(data, mean_nll)
+        else:
+            client.forward_backward(data, "cross_entropy")
+        client.optim_step(AdamParams(learning_rate=1e-4)).result()
+    return (time.perf_counter() - started) / STEPS
+
+
+def measure(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """Returns the median of each way, in interleaved rounds after one to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for round_ in range(rounds + 1):
+        for name, run in ways.items():
+            seconds = run()
+            if round_:
+                times[name].append(seconds)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def use_memory(path: str | None, ready: Callable[[float], None]) -> None:
+    """Reports the peak of a process that fits one round of mixed lengths: the model in a folder, or ours."""
+    lightning_step.quiet()
+    torch.set_num_threads(2)
+    data = make_data(MIXED)
+    if path is not None:
+        fit(PlainModule(path), "auto", data)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = EmbeddedTrainer([MODEL], data_dir=folder)
+            with embedded_service(trainer) as service:
+                fit(RemoteModule(service.create_lora_training_client(MODEL, rank=RANK)), "tinker", data)
+    ready(peak(os.getpid()))
+
+
+def main() -> None:
+    options = report.arguments(__doc__)
+    lightning_step.quiet()
+    torch.set_num_threads(2)
+    rounds = 1 if options.quick else 5
+    share = 4 if options.quick else 1  # of the sequences
+    equal, mixed = make_data(EQUAL[::share]), make_data(MIXED[::share])
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        service = stack.enter_context(embedded_service(EmbeddedTrainer([MODEL], data_dir=folder)))
+        client = service.create_lora_training_client(MODEL, rank=RANK)
+        built_in, custom = (
+            kind(service.create_lora_training_client(MODEL, rank=RANK)) for kind in (RemoteModule, Custom)
+        )
+        path = client.get_info().model_data.tokenizer_id
+        plain = PlainModule(path)
+        found = measure(
+            {
+                "client, built-in loss": lambda: loop(client, equal, custom=False),
+                "client, custom loss": lambda: loop(client, equal, custom=True),
+                "Trainer.fit, built-in loss": lambda: fit(built_in, "tinker", equal),
+                "Trainer.fit, custom loss": lambda: fit(custom, "tinker", equal),
+                "Lightning + transformers + peft": lambda: fit(plain, "auto", equal),
+            },
+            rounds,
+        )
+        lengths = measure(
+            {
+                "Trainer.fit, built-in loss, mixed lengths": lambda: fit(built_in, "tinker", mixed),
+                "Lightning + transformers + peft, mixed lengths": lambda: fit(plain, "auto", mixed),
+            },
+            rounds,
+        )
+    rows = [
+        {"step": name, "seconds": seconds, "times faster than transformers + peft": list(part.values())[-1] / seconds}
+        for part in (found, lengths)
+        for name, seconds in part.items()
+    ]
+    report.show(rows)
+    custom_share = {
+        way: found[f"{way}, custom loss"] / found[f"{way}, built-in loss"] for way in ("client", "Trainer.fit")
+    }
+    report.show([{"custom loss, times the built-in": way, "ratio": ratio} for way, ratio in custom_share.items()])
+    memory = []
+    for name, model in (("Trainer.fit, mixed lengths", None), ("Lightning + transformers + peft, mixed lengths", path)):
+        with process(use_memory, model) as megabytes:
+            memory.append({"process": name, "peak, MB": megabytes})
+    report.show(memory)
+    report.write(options.json, {"training step": rows, "custom loss": custom_share, "step memory": memory})
+
+
+if __name__ == "__main__":
+    main()
