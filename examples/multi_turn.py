@@ -51,14 +51,14 @@ def main(
     model: str = "smollm2-135m",
     seed: int | str = 0,
     *,
-    steps: int = 24,
+    steps: int = 16,
     **settings: Any,
 ) -> Any:
     """Returns the mean rewards of all nine numbers before and after."""
     seed = pl.seed_everything(int(seed))
     games = [GuessTheNumber(secret) for secret in range(1, 10)]
     data = RolloutData(games, games, **{"batch_size": 3, "group_size": 6, "seed": seed, **settings})
-    with GRPO(model, rank=8, learning_rate=3e-4, seed=seed, base_url="embedded") as module:
+    with GRPO(model, rank=8, learning_rate=1e-4, seed=seed, base_url="embedded") as module:
         return improve(module, data, folder, steps)
 
 

@@ -98,8 +98,9 @@ def rollouts(**settings: Any) -> RolloutLoader:
     return RolloutLoader(prompts, no_reward, **{**defaults, **settings})
 
 
+@pytest.mark.parametrize("baseline", ["leave_one_out", None])
 def test_on_policy_gradients_are_those_of_autograd(
-    trainer64: EmbeddedTrainer, service64: ServiceClient, teacher: tuple[str, str]
+    trainer64: EmbeddedTrainer, service64: ServiceClient, teacher: tuple[str, str], baseline: Any
 ) -> None:  # R5.9
     class Recorded(Distill):
         groups: list[TrainedGroup]
@@ -109,7 +110,7 @@ def test_on_policy_gradients_are_those_of_autograd(
             return super().with_inputs(trained)
 
     client = service64.create_lora_training_client("tiny", rank=4, seed=1)
-    module = Recorded(client, teacher=teacher[0], learning_rate=1e-2, kl_coefficient=0.5)
+    module = Recorded(client, teacher=teacher[0], learning_rate=1e-2, kl_coefficient=0.5, baseline=baseline)
     module.groups = []
 
     def expected() -> Tensor:
@@ -120,11 +121,15 @@ def test_on_policy_gradients_are_those_of_autograd(
         with torch.no_grad(), log_softmax_of(trainer64, teacher[1], plain) as (by_teacher, _):
             pass
         with log_softmax_of(trainer64, client.model_id, plain) as (by_student, parameters):
+            own = [chosen(p, datum) for p, datum in zip(by_student, plain, strict=True)]
+            masks = [datum.loss_fn_inputs["mask"].to_torch() for datum in plain]
+            pairs = zip(own, by_teacher, plain, strict=True)
+            gaps = [p.detach() - chosen(t, datum) for p, t, datum in pairs]
             terms = []
-            for (datum, tokens), t, p in zip(data, by_teacher, by_student, strict=True):
-                own = chosen(p, datum)
-                gap = own.detach() - chosen(t, datum)
-                terms.append(0.5 * (datum.loss_fn_inputs["mask"].to_torch() * gap * own).sum() / tokens)
+            for i, (_, tokens) in enumerate(data):
+                other = i ^ 1  # the other answer to the same prompt
+                mean = (masks[other] * gaps[other]).sum() / masks[other].sum() if baseline else 0.0
+                terms.append(0.5 * (masks[i] * (gaps[i] - mean) * own[i]).sum() / tokens)
             return gradient(torch.stack(terms).sum(), parameters)
 
     differences = compare_steps(trainer64, client, expected)
@@ -238,6 +243,8 @@ def test_mistakes(service: ServiceClient, monkeypatch: pytest.MonkeyPatch) -> No
         Distill("tiny", teacher="tiny", top_k=0)
     with pytest.raises(InvalidInput, match="kl_coefficient must be positive"):
         Distill("tiny", teacher="tiny", kl_coefficient=0)
+    with pytest.raises(InvalidInput, match="baseline must be 'leave_one_out' or None, got 'mean'"):
+        Distill("tiny", teacher="tiny", baseline="mean")  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="teacher must be the name of a base model"):
         Distill("tiny", teacher="")
     sampler = service.create_sampling_client(base_model="tiny")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -51,6 +52,9 @@ class Distill(RolloutModule):
             have the teacher's probabilities as weights. A function such as `losses.topk_distillation` gets
             `teacher_logprobs` off-policy, and weights without probabilities.
         kl_coefficient: The factor of the reward of each token, on-policy.
+        baseline: What the reward of a token is compared with, on-policy. `leave_one_out`: the mean reward of the tokens
+            of the other answers to its prompt, which reduces the variance of the gradient and leaves its expectation;
+            a group of one has none. None for no baseline, as in tinker-cookbook.
         **settings: The other arguments of `RemoteModule`: `rank`, `learning_rate`, `base_url` and others.
     """
 
@@ -65,18 +69,22 @@ class Distill(RolloutModule):
         loss: Any = None,
         loss_config: Mapping[str, float | str] | None = None,
         kl_coefficient: float = 1.0,
+        baseline: Literal["leave_one_out"] | None = "leave_one_out",
         **settings: Any,
     ) -> None:
         if top_k is not None and top_k < 1:
             raise InvalidInput(f"top_k must be at least 1, or None for on-policy distillation, got {top_k}")
         if not kl_coefficient > 0:
             raise InvalidInput(f"kl_coefficient must be positive, got {kl_coefficient}")
+        if baseline not in ("leave_one_out", None):
+            raise InvalidInput(f"baseline must be 'leave_one_out' or None, got {baseline!r}")
         default = "importance_sampling" if top_k is None else "cross_entropy"
         super().__init__(model, loss=default if loss is None else loss, loss_config=loss_config, **settings)
         if top_k is not None:
             self.reduction = "mean"  # type: ignore[assignment]  # "sum" is for rollouts
         self.top_k = top_k
         self.kl_coefficient = kl_coefficient
+        self.baseline = baseline
         self._gaps: list[float] = []
         key = None if teacher_api_key is None else Secret(teacher_api_key)
         self._teacher = Teacher(self.lm, lambda: self.tokenizer, teacher, teacher_url, key)
@@ -105,13 +113,17 @@ class Distill(RolloutModule):
 
     def with_inputs(self, trained: TrainedGroup) -> list[Datum]:
         """Returns the datums with `reference_logprobs`, those of the teacher, and the advantages they give."""
-        data = []
-        for datum in self._teacher.add_to(trained.data):
-            inputs = {name: tensor.to_numpy() for name, tensor in datum.loss_fn_inputs.items()}
-            gap = np.where(inputs["mask"] != 0, inputs[NAME] - inputs["logprobs"], 0.0)
-            self._gaps.append(float(gap.sum()))
-            data.append(datum.with_inputs(advantages=self.kl_coefficient * gap))
-        return data
+        data = self._teacher.add_to(trained.data)
+        masks = [datum.loss_fn_inputs["mask"].to_numpy() != 0 for datum in data]
+        gaps = [
+            np.where(mask, inputs[NAME].to_numpy() - inputs["logprobs"].to_numpy(), 0.0)
+            for mask, inputs in zip(masks, (datum.loss_fn_inputs for datum in data), strict=True)
+        ]
+        self._gaps += [float(gap.sum()) for gap in gaps]
+        if self.baseline is not None:
+            means = _means_of_others(trained.episodes, gaps, [int(mask.sum()) for mask in masks])
+            gaps = [np.where(mask, gap - mean, 0.0) for mask, gap, mean in zip(masks, gaps, means, strict=True)]
+        return [datum.with_inputs(advantages=self.kl_coefficient * gap) for datum, gap in zip(data, gaps, strict=True)]
 
     def _loss(self, trained: list[TrainedGroup], planned: int) -> Tensor:
         self._gaps.clear()
@@ -161,3 +173,14 @@ class Distill(RolloutModule):
     ) -> None:
         self._teacher.close()
         super().__exit__(kind, error, traceback)
+
+
+def _means_of_others(episodes: Sequence[int], gaps: Sequence[Any], tokens: Sequence[int]) -> list[float]:
+    """Returns, for each datum, the mean gap of the tokens of all other episodes; 0 if they have none."""
+    sums: dict[int, float] = defaultdict(float)
+    counts: dict[int, int] = defaultdict(int)
+    for episode, gap, count in zip(episodes, gaps, tokens, strict=True):
+        sums[episode] += float(gap.sum())
+        counts[episode] += count
+    total, number = sum(sums.values()), sum(counts.values())
+    return [(total - sums[each]) / max(1, number - counts[each]) for each in episodes]
