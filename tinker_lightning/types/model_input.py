@@ -150,7 +150,7 @@ def token_array(tokens: TensorLike, *, copy: bool = True) -> npt.NDArray[np.int3
         # Packing takes half of numpy's time for a list. What it refuses, the checks below explain.
         packed = np.empty(len(tokens), np.int32)
         try:
-            struct.pack_into(f"{len(tokens)}i", packed, 0, *tokens)
+            struct.pack_into(f"{len(tokens)}i", packed.data, 0, *tokens)
         except (struct.error, TypeError, ValueError, RuntimeError):
             pass
         else:

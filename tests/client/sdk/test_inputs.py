@@ -28,7 +28,7 @@ def test_a_batch_owns_its_values() -> None:
     tokens, targets, weights = [1, 2, 3], np.array([2, 3, 4]), np.array([0.0, 0.5, 1.0], np.float32)
     given = sdk_datum(tokens, targets, weights)
     first, second = inputs.to_datums([given, given])
-    given.model_input.chunks[0].tokens[:] = [9, 9, 9]  # type: ignore[index, union-attr]
+    given.model_input.chunks[0].tokens[:] = [9, 9, 9]  # type: ignore[index]
     tokens[:] = [8, 8, 8]
     targets[:] = 7
     weights[:] = np.nan
