@@ -33,15 +33,17 @@ def write_datum(parts: list[Buffer], datum: Datum) -> bool:
     for chunk in datum.model_input.chunks:
         if not isinstance(chunk, EncodedTextChunk) or not chunk.length:
             return False
-        before = _before_tokens(chunk.tokens.nbytes)
-        own += (before, chunk.tokens.data)
-        size += len(before) + chunk.tokens.nbytes
+        tokens = chunk.tokens
+        before = _before_tokens(tokens.nbytes)
+        own += (before, tokens.data)
+        size += len(before) + tokens.nbytes
     for name, tensor in datum.loss_fn_inputs.items():
         if tensor.is_sparse:
             return False
-        before, after = _around_tensor(name, tensor.dtype, tuple(tensor.shape))
-        own += (before, tensor.values.data, after)
-        size += len(before) + tensor.values.nbytes + len(after)
+        values = tensor.values
+        before, after = _around_tensor(name, tensor.dtype, values.shape)
+        own += (before, values.data, after)
+        size += len(before) + values.nbytes + len(after)
     own[0] = _header(pb.ForwardBackwardRequest.DATA_FIELD_NUMBER, size)
     parts += own
     return True
@@ -68,6 +70,7 @@ def _around_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[bytes
     return entry + key + value + dense, after
 
 
+@functools.lru_cache(maxsize=4096)
 def _header(field: int, size: int) -> bytes:
     """Returns the tag of a field and the length of its content."""
     return _varint(field << 3 | _BYTES) + _varint(size)

@@ -349,15 +349,16 @@ def _read_record(message: pb.ArrayRecord) -> list[dict[str, TensorData]]:
 
 def _read_batched(name: str, message: pb.BatchedTensor) -> list[TensorData]:
     offsets = _array(message.offsets, _INT64, f"{name}: offsets")
-    if not len(offsets) or offsets[0] < 0 or offsets[-1] > len(message.data) or (offsets[1:] < offsets[:-1]).any():
-        raise InvalidMessage(f"{name}: offsets must rise within the {len(message.data)} bytes of data")
+    data = message.data  # every access to the field copies it
+    if not len(offsets) or offsets[0] < 0 or offsets[-1] > len(data) or (offsets[1:] < offsets[:-1]).any():
+        raise InvalidMessage(f"{name}: offsets must rise within the {len(data)} bytes of data")
     if message.dtype == pb.DTYPE_BFLOAT16:
         # bfloat16 is the upper half of a float32.
-        halves = _array(message.data, np.dtype("<u2"), name).astype("<u4") << 16
+        halves = _array(data, np.dtype("<u2"), name).astype("<u4") << 16
         values, size = halves.view(_FLOAT32), 2
     elif message.dtype in (pb.DTYPE_FLOAT32, pb.DTYPE_INT64, pb.DTYPE_INT32):
         dtype = {pb.DTYPE_FLOAT32: _FLOAT32, pb.DTYPE_INT64: _INT64, pb.DTYPE_INT32: _INT32}[message.dtype]
-        values, size = _array(message.data, dtype, name), dtype.itemsize
+        values, size = _array(data, dtype, name), dtype.itemsize
     else:
         raise InvalidMessage(f"{name}: dtype {message.dtype} is not known")
     if (offsets % size).any():
