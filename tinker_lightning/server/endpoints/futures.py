@@ -11,10 +11,11 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from tinker_lightning.server.bodies import read
 from tinker_lightning.server.core.jobs import Job
 from tinker_lightning.server.core.sizes import encoded_bytes, result_bytes
 from tinker_lightning.server.endpoints import trainer_of
-from tinker_lightning.server.http import JSON, PROTOBUF, answer, error_fields, error_text, read, submits_in_turn
+from tinker_lightning.server.http import JSON, PROTOBUF, answer, error_fields, error_text, submits_in_turn
 from tinker_lightning.types import ForwardBackwardOutput, SampleResponse
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types.responses import FutureResponse
