@@ -1,18 +1,16 @@
-"""Receives request bodies: limits, encodings, timeouts, and the memory that they take."""
+"""Receives request bodies: limits, encodings, and the memory that they take."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from tinker_lightning.errors import InvalidMessage, MessageTooLarge, UnsupportedMediaType
-from tinker_lightning.server.connections import BODY_SECONDS
+from tinker_lightning.server.arrival import Arrival
 from tinker_lightning.server.http import JSON, content_type
 from tinker_lightning.wire import compression, protobuf
 from tinker_lightning.wire import json as wire_json
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from tinker_lightning.server.core.memory import MemoryBudget
+    from tinker_lightning.server.core.trainer import EmbeddedTrainer
 
 MAX_BODY_BYTES = 256 << 20
 # The limit for JSON is lower, because parsing JSON blocks all other threads.
@@ -44,22 +42,20 @@ async def received(
         limit: The most bytes, by default `MAX_JSON_BYTES` for JSON, otherwise `MAX_BODY_BYTES`.
         may_be_compressed: Whether zstd is accepted. Only passes are large enough to need it.
     """
-    memory: MemoryBudget = request.app.state.trainer.memory
-    with memory.charge("the body of this request", 0, "messages") as charge:
-        body = await read_body(request, limit, charge.resize, may_be_compressed=may_be_compressed)
+    trainer: EmbeddedTrainer = request.app.state.trainer
+    with trainer.memory.charge("the body of this request", 0, "messages") as charge:
+        arrival = Arrival(charge)
+        with trainer.waking(arrival.close):
+            body = await read_body(request, limit, arrival, may_be_compressed=may_be_compressed)
         is_json = JSON in request.headers.get("content-type", "").lower()
         charge.resize(len(body) + (wire_json if is_json else protobuf).parsed_bytes(body))
         yield body
 
 
 async def read_body(
-    request: Request,
-    limit: int | None = None,
-    on_growth: Callable[[int], object] = lambda _: None,
-    *,
-    may_be_compressed: bool = True,
+    request: Request, limit: int | None = None, arrival: Arrival | None = None, *, may_be_compressed: bool = True
 ) -> bytes:
-    """Returns the decompressed body. `on_growth` is called with the memory that it takes so far, and may raise."""
+    """Returns the decompressed body. `arrival` charges the memory that it takes, and may raise."""
     is_json = JSON in request.headers.get("content-type", "").lower()
     fix = "split the batch" if limit is None else "send less"
     limit = limit or (min(MAX_JSON_BYTES, MAX_BODY_BYTES) if is_json else MAX_BODY_BYTES)
@@ -68,20 +64,17 @@ async def read_body(
         raise UnsupportedMediaType(f"content encoding {encoding} is not supported; send zstd or none")
     if encoding == "zstd" and not may_be_compressed:
         raise UnsupportedMediaType("content encoding zstd is supported for passes only; send none")
+    arrival = arrival or Arrival()
     parts: list[bytes] = []
     size = 0
     try:
-        async with asyncio.timeout(BODY_SECONDS) as timer:
+        async with arrival:
             async for part in request.stream():
                 size += len(part)
                 if size > limit:
                     raise MessageTooLarge(f"the body exceeds the limit of {limit} bytes; {fix}")
-                on_growth(2 * size)  # in parts and joined
+                arrival.grow(size)
                 parts.append(part)
-                timer.reschedule(asyncio.get_running_loop().time() + BODY_SECONDS)
-    except TimeoutError as error:
-        detail = f"no part of the body arrived for {BODY_SECONDS:g} s; send it again"
-        raise HTTPException(408, detail, {"Connection": "close"}) from error
     except ClientDisconnect as error:
         raise InvalidMessage(f"the connection was closed after {size} bytes of the body; send it again") from error
     body = b"".join(parts)
@@ -89,7 +82,7 @@ async def read_body(
     if encoding == "identity":
         return body
     # On another thread even if the body is small, because its decompressed size is unknown.
-    return await run_in_threadpool(compression.decompress, body, limit, lambda grown: on_growth(size + grown))
+    return await run_in_threadpool(compression.decompress, body, limit, lambda grown: arrival.charge(size + grown))
 
 
 async def parse_body(parse: Callable[[bytes], T], body: bytes) -> T:

@@ -76,6 +76,11 @@ class Job:
         self._charge = memory.charge(what, size, "messages", owner=self.owner, fix=fix)
         self._evict = evict
 
+    def may_be_evicted(self, give_up: Callable[[], object] | None) -> None:
+        """Lets others have the memory of a job that waits for a missing number; None keeps it from now on."""
+        if self._charge is not None:
+            self._charge.set_evict(give_up)
+
     def execute(self) -> None:
         """Runs the job and stores its result or exception."""
         run, self._run = self._run, None  # frees the request
@@ -114,8 +119,9 @@ class Job:
     def _settle(self, result_bytes: int) -> None:
         """Keeps charging for the result alone, which can be evicted from now on."""
         if self._charge is not None:
-            self._charge.evict = lambda: self._evict(self)
-            self._charge.resize(JOB_BYTES + result_bytes)
+            # Not more than is charged: the memory of a job that was given up belongs to others.
+            self._charge.resize(min(self._charge.size, JOB_BYTES + result_bytes))
+            self._charge.set_evict(lambda: self._evict(self))
 
     def release(self) -> None:
         """Returns the memory of a job that is forgotten."""
@@ -183,6 +189,14 @@ class Line:
         self._pass(min(self.waiting) - 1)
         self.blocked_since = None
         return self.release()
+
+    def give_up(self) -> list[Job]:
+        """Removes the jobs that wait for a missing number and returns them; later numbers do not wait for them."""
+        abandoned = [self.waiting[number] for number in sorted(self.waiting)]
+        self.freed.update(self.waiting)
+        self.waiting.clear()
+        self.blocked_since = self.polled_since = None
+        return abandoned
 
     def _pass(self, number: int) -> None:
         self.last = number
