@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.errors import OperationFailed, TinkerLightningError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tinker_lightning.server.core.memory import Charge, MemoryBudget
 
@@ -62,6 +64,10 @@ class Job:
         self._run: Callable[[], Any] | None = run
         self._request_bytes, self._result_bytes, self._measure = request_bytes, result_bytes, measure
         self._charge: Charge | None = None
+        self._settled = 0  # what is charged for the result
+        self._lock = threading.Lock()
+        self._senders = 0
+        self._forgotten = False
 
     def admit(self, memory: MemoryBudget, evict: Callable[[Job], object]) -> None:
         """Charges the request and its result; raises `MemoryLimitExceeded` if they do not fit.
@@ -120,13 +126,40 @@ class Job:
         """Keeps charging for the result alone, which can be evicted from now on."""
         if self._charge is not None:
             # Not more than is charged: the memory of a job that was given up belongs to others.
-            self._charge.resize(min(self._charge.size, JOB_BYTES + result_bytes))
+            self._settled = min(self._charge.size, JOB_BYTES + result_bytes)
+            self._charge.resize(self._settled)
             self._charge.set_evict(lambda: self._evict(self))
 
     def release(self) -> None:
-        """Returns the memory of a job that is forgotten."""
-        if self._charge is not None:
-            self._charge.release()
+        """Returns the memory of a job that is forgotten, once its result is not being sent any more."""
+        with self._lock:
+            self._forgotten = True
+            if self._charge is not None and not self._senders:
+                self._charge.release()
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Keeps the memory of the result charged while it is sent, also if the job is forgotten meanwhile.
+
+        Raises:
+            MemoryLimitExceeded: If it was evicted in the last moment and others have its memory now.
+        """
+        if self._charge is None:
+            yield
+            return
+        with self._lock:
+            self._charge.resize(max(self._charge.size, self._settled))
+            self._senders += 1
+            self._charge.set_evict(None)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._senders -= 1
+                if not self._senders:
+                    self._charge.set_evict(lambda: self._evict(self), expendable=True)
+                    if self._forgotten:
+                        self._charge.release()
 
     def raise_if_cancelled(self) -> None:
         """Raises `OperationFailed` if the client has cancelled the job."""
