@@ -148,10 +148,11 @@ class Job:
             yield
             return
         with self._lock:
-            self._charge.resize(max(self._charge.size, self._settled))
             self._senders += 1
             self._charge.set_evict(None)
         try:
+            # Without the lock, because this may evict other jobs.
+            self._charge.resize(max(self._charge.size, self._settled))
             yield
         finally:
             with self._lock:

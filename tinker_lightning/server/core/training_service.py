@@ -29,7 +29,6 @@ from tinker_lightning.types import responses as rs
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from tinker_lightning.lossgraph.graph_loss import GraphLoss
@@ -157,21 +156,20 @@ class Training:
 
         Its datums need no weights, which are the gradient that follows.
         """
-        request = replace(request, data=[_with_weights(datum) for datum in request.data])
 
         def run(base: BaseModel, adapter: Adapter) -> ForwardBackwardOutput:
             size = base.kept_bytes(_lengths(base, request.data), adapter.token_budget)
             activations = Activations() if size <= self._retained.limit else None
             with self._work(base, adapter, request.data, backward=False) as work:
+                # Not before they are charged: a few bytes of sparse rows can declare any number of targets.
+                data = [_with_weights(datum) for datum in request.data]
                 if activations is not None:
                     try:
                         work.resize(work.size + size)
                     except MemoryLimitExceeded:
                         activations = None
-                output = run_pass(
-                    base, adapter, request.data, request.loss_fn, {}, forward_only=True, activations=activations
-                )
-            self._retained.add(request.model_id, request.seq_id, RetainedForward(request.data, activations))
+                output = run_pass(base, adapter, data, request.loss_fn, {}, forward_only=True, activations=activations)
+            self._retained.add(request.model_id, request.seq_id, RetainedForward(data, activations))
             return output
 
         return self._submit(
@@ -195,19 +193,20 @@ class Training:
         if known is not None:
             return known
         number = request.loss_fn_config.get("forward")
-        if not isinstance(number, float | int):
-            raise InvalidInput("loss_fn_config: forward must be the number of a retained forward")
+        if not isinstance(number, float | int) or not float(number).is_integer():
+            raise InvalidInput(f"loss_fn_config: forward must be the number of a retained forward, got {number!r:.80}")
         forward = self._retained.find(request.model_id, int(number))
         if len(request.data) != len(forward.data):
             raise InvalidInput(f"data: forward {number:g} has {len(forward.data)} datums, got {len(request.data)}")
-        data = [
-            datum.with_inputs(weights=TensorData.of_array(-_gradient(i, given)))
-            for i, (datum, given) in enumerate(zip(forward.data, request.data, strict=True))
-        ]
+        kept = forward.data
+        gradients = [_gradient(i, *each) for i, each in enumerate(zip(request.data, kept, strict=True))]
 
         def run(base: BaseModel, adapter: Adapter) -> ForwardBackwardOutput:
             activations = forward.take()
-            with self._work(base, adapter, data, backward=True) as work:
+            with self._work(base, adapter, kept, backward=True) as work:
+                # Made dense when they are charged.
+                weights = [TensorData.of_array(-gradient.to_numpy()) for gradient in gradients]
+                data = [datum.with_inputs(weights=each) for datum, each in zip(kept, weights, strict=True)]
                 if activations is not None:
                     try:
                         work.resize(work.size + activations.size)
@@ -216,9 +215,10 @@ class Training:
                 output = run_pass(base, adapter, data, "cross_entropy", {}, activations=activations)
             return replace(output, loss_fn_outputs=[{} for _ in data])
 
-        tokens = sum(datum.model_input.length for datum in data)
-        size = data_bytes(request.data)
-        return self._submit(request, "forward_backward", run, request_bytes=size, datums=len(data), tokens=tokens)
+        tokens = sum(datum.model_input.length for datum in kept)
+        # The datums too, because they are needed even if the forward is no longer kept.
+        size = data_bytes(request.data) + data_bytes(kept)
+        return self._submit(request, "forward_backward", run, request_bytes=size, datums=len(kept), tokens=tokens)
 
     def optim_step(self, request: rq.OptimStepRequest) -> Job:
         """Takes an AdamW step with the accumulated gradient."""
@@ -395,8 +395,11 @@ def _with_weights(datum: Datum) -> Datum:
     return datum.with_inputs(weights=TensorData.of_array(np.zeros(targets.shape, np.float32)))
 
 
-def _gradient(index: int, datum: Datum) -> NDArray[Any]:
-    gradient = datum.loss_fn_inputs.get("gradient")
+def _gradient(index: int, given: Datum, retained: Datum) -> TensorData:
+    gradient = given.loss_fn_inputs.get("gradient")
     if gradient is None:
         raise InvalidDatum(f"datum {index}: gradient: missing")
-    return gradient.to_numpy()
+    entries, targets = (math.prod(each.shape) for each in (gradient, retained.loss_fn_inputs["target_tokens"]))
+    if entries != targets:
+        raise InvalidDatum(f"datum {index}: gradient has {entries} entries but target_tokens has {targets}")
+    return gradient
