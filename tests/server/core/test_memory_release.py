@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -156,3 +159,27 @@ def test_weights_are_charged_while_they_are_loaded_for_a_sampler(
     )
     assert charged[0] >= sampler.size > 0
     assert small.memory.used("work") == 0
+
+
+def test_an_evicted_result_is_freed_at_once(api: Api) -> None:
+    """And not when the garbage collector runs, which is rarely in a process with many objects."""
+    sampler = api.sampler()
+    ids = [
+        api.submit("forward_backward", api.train(api.model(), 1)),
+        api.submit("asample", api.sample(sampler, 0)),
+    ]
+    gc.disable()
+    try:
+        for request_id in ids:
+            api.result(request_id)
+            job = api.trainer.scheduler.find(request_id)
+            with job.sending():
+                result = weakref.ref(job)
+            api.trainer.scheduler._forget(job)
+            del job
+            deadline = time.monotonic() + 10
+            while result() is not None and time.monotonic() < deadline:
+                time.sleep(0.01)  # the worker may still be at its last statement
+            assert result() is None
+    finally:
+        gc.enable()

@@ -156,6 +156,7 @@ class MemoryBudget:
         """Returns the memory of a charge."""
         with self._lock:
             self._remove(charge)
+            charge.evict = None  # it may refer to what was charged, which would then wait for the garbage collector
 
     def used(self, pool: Pool) -> int:
         """Returns the bytes in use."""

@@ -117,7 +117,11 @@ class Sampling:
         submitted = self._scheduler.submit(job)
         if submitted is job:
             target = sampler.sampler_id, request.seq_id // CLONE_STRIDE
-            job.future.add_done_callback(lambda _: self.completions.record(target, job))
+            # Without the job: a future keeps its callbacks, and the result would wait for the garbage collector.
+            request_id = job.request_id
+            job.future.add_done_callback(
+                lambda future: self.completions.record(target, request_id, succeeded=future.exception() is None)
+            )
         return submitted
 
     def _context(self, base_model: str) -> int:

@@ -52,7 +52,7 @@ class Scheduler:
     ) -> None:
         self._memory = memory
         self._finished_retention = finished_retention
-        self._fetched: dict[str | None, deque[Job]] = {}  # by owner, oldest first
+        self._fetched: dict[str | None, dict[str, None]] = {}  # request ids by owner, oldest first
         self._gap_timeout = gap_timeout
         self._polled_gap_timeout = polled_gap_timeout
         self._retention = retention
@@ -148,11 +148,12 @@ class Scheduler:
         """Records that a result was fetched; it is kept a little longer in case the response was lost."""
         job.mark_fetched()
         with self._changed:
-            fetched = self._fetched.setdefault(job.owner, deque())
-            if not fetched or fetched[-1] is not job:
-                fetched.append(job)
+            if self._jobs.get(job.request_id) is not job:
+                return  # forgotten meanwhile
+            fetched = self._fetched.setdefault(job.owner, {})
+            fetched[job.request_id] = None
             while len(fetched) > MAX_FETCHED:
-                self._drop(fetched.popleft())
+                self._drop(self._jobs[next(iter(fetched))])
 
     def finish(self, owner: str) -> None:
         """Fails the waiting jobs of a finished session, and drops its results after a moment."""
@@ -290,11 +291,6 @@ class Scheduler:
             retention = self._fetched_retention if job.fetched else self._retention
             if job.kept_since is not None and job.kept_since + retention < now:
                 self._drop(job)
-        for owner, fetched in list(self._fetched.items()):
-            while fetched and self._jobs.get(fetched[0].request_id) is not fetched[0]:
-                fetched.popleft()
-            if not fetched:
-                del self._fetched[owner]
 
     def _forget(self, job: Job) -> None:
         with self._changed:
@@ -303,6 +299,10 @@ class Scheduler:
     def _drop(self, job: Job) -> None:
         if self._jobs.get(job.request_id) is job:
             del self._jobs[job.request_id]
+            fetched = self._fetched.get(job.owner, {})
+            fetched.pop(job.request_id, None)
+            if not fetched:
+                self._fetched.pop(job.owner, None)
         job.release()
 
 
