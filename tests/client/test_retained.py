@@ -206,7 +206,7 @@ def test_a_wrong_backward_raises_and_uses_its_number_up(
     RemoteLM(client)(DATA[:1])
     bare = [Datum(ModelInput([]), {"gradient": [1.0]})] * count
     with pytest.raises(InvalidInput, match=said):
-        trainer.training.retained_backward(
+        trainer.passes.retained_backward(
             ForwardBackwardRequest(client.model_id, 2, bare, "cross_entropy", dict(config))
         )
 
@@ -222,7 +222,7 @@ def test_a_gradient_of_another_shape_raises(trainer: EmbeddedTrainer, service: S
     ):
         bare = [Datum(ModelInput([]), inputs)]
         with pytest.raises(InvalidInput, match=said):
-            trainer.training.retained_backward(
+            trainer.passes.retained_backward(
                 ForwardBackwardRequest(client.model_id, 2, bare, "cross_entropy", {"forward": 1.0})
             )
 
@@ -246,7 +246,7 @@ def test_sparse_tensors_are_charged_before_they_are_made_dense(
     monkeypatch.setattr(TensorData, "of_array", counted)
     monkeypatch.setattr(trainer.memory, "limit", 1 << 30)
     with pytest.raises(MemoryLimitExceeded, match="the request and its result would take 1 GiB of memory"):
-        trainer.training.retained_forward(request)
+        trainer.passes.retained_forward(request)
     assert not [size for size in dense if size > 1000]
 
 
@@ -257,9 +257,9 @@ def test_a_repeated_backward_is_answered_from_the_record(trainer: EmbeddedTraine
     length = DATA[0].model_input.length
     bare = [Datum(ModelInput([]), {"gradient": [0.5] * length})]
     request = ForwardBackwardRequest(client.model_id, 2, bare, "cross_entropy", {"forward": 1.0})
-    first = trainer.training.retained_backward(request)
+    first = trainer.passes.retained_backward(request)
     first.future.result(60)
     trainer.retained.drop(client.model_id)
-    assert trainer.training.retained_backward(request) is first
+    assert trainer.passes.retained_backward(request) is first
     with pytest.raises(NotRetained, match=r"forward 1 of .* is not retained"):
-        trainer.training.retained_backward(replace(request, seq_id=3))
+        trainer.passes.retained_backward(replace(request, seq_id=3))
