@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,8 +12,8 @@ import torch
 
 from tests.helpers.client_data import DATA
 from tests.helpers.reference import bits
-from tinker_lightning import AdamParams, Datum, ModelInput, RemoteAdamW, RemoteLM
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning import AdamParams, Datum, ModelInput, RemoteAdamW, RemoteLM, TensorData
+from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotRetained
 from tinker_lightning.server.core import retained
 from tinker_lightning.server.engine.base import BaseModel
 from tinker_lightning.testing import embedded_service
@@ -188,8 +190,14 @@ def test_other_weights_keep_their_own_activations(trainer: EmbeddedTrainer, serv
 
 @pytest.mark.parametrize(
     ("config", "count", "said"),
-    [({}, 1, "forward must be the number"), ({"forward": 1.0}, 2, "has 1 datums, got 2")],
-    ids=["no forward", "other datums"],
+    [
+        ({}, 1, "forward must be the number"),
+        ({"forward": math.nan}, 1, "forward must be the number .* got nan"),
+        ({"forward": math.inf}, 1, "forward must be the number .* got inf"),
+        ({"forward": 1.5}, 1, "forward must be the number .* got 1.5"),
+        ({"forward": 1.0}, 2, "has 1 datums, got 2"),
+    ],
+    ids=["no forward", "NaN", "infinite", "a half", "other datums"],
 )
 def test_a_wrong_backward_raises_and_uses_its_number_up(
     trainer: EmbeddedTrainer, service: ServiceClient, config: dict[str, float], count: int, said: str
@@ -198,7 +206,7 @@ def test_a_wrong_backward_raises_and_uses_its_number_up(
     RemoteLM(client)(DATA[:1])
     bare = [Datum(ModelInput([]), {"gradient": [1.0]})] * count
     with pytest.raises(InvalidInput, match=said):
-        trainer.training.retained_backward(
+        trainer.passes.retained_backward(
             ForwardBackwardRequest(client.model_id, 2, bare, "cross_entropy", dict(config))
         )
 
@@ -206,9 +214,52 @@ def test_a_wrong_backward_raises_and_uses_its_number_up(
 def test_a_gradient_of_another_shape_raises(trainer: EmbeddedTrainer, service: ServiceClient) -> None:
     client = model(service)
     RemoteLM(client)(DATA[:1])
-    for inputs, said in ({"gradient": [1.0]}, "weights has 1 entries"), ({}, "datum 0: gradient: missing"):
+    sparse = TensorData([1.0], "float32", [1, 1 << 28], [0, 1], [5])  # a gigabyte, if it were made dense
+    for inputs, said in (
+        ({"gradient": [1.0]}, "datum 0: gradient has 1 entries but target_tokens has"),
+        ({"gradient": sparse}, "datum 0: gradient has 268435456 entries"),
+        ({}, "datum 0: gradient: missing"),
+    ):
         bare = [Datum(ModelInput([]), inputs)]
         with pytest.raises(InvalidInput, match=said):
-            trainer.training.retained_backward(
+            trainer.passes.retained_backward(
                 ForwardBackwardRequest(client.model_id, 2, bare, "cross_entropy", {"forward": 1.0})
             )
+
+
+def test_sparse_tensors_are_charged_before_they_are_made_dense(
+    trainer: EmbeddedTrainer, service: ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few bytes can declare a gigabyte of targets or gradients."""
+    client = model(service)
+    targets = TensorData([1], "int64", [1, 1 << 28], [0, 1], [5])
+    request = ForwardBackwardRequest(
+        client.model_id, 1, [Datum(ModelInput.from_ints([1]), {"target_tokens": targets})], "cross_entropy"
+    )
+    dense: list[int] = []
+    of_array = TensorData.of_array
+
+    def counted(values: Any) -> TensorData:
+        dense.append(values.size)
+        return of_array(values)
+
+    monkeypatch.setattr(TensorData, "of_array", counted)
+    monkeypatch.setattr(trainer.memory, "limit", 1 << 30)
+    with pytest.raises(MemoryLimitExceeded, match="the request and its result would take 1 GiB of memory"):
+        trainer.passes.retained_forward(request)
+    assert not [size for size in dense if size > 1000]
+
+
+def test_a_repeated_backward_is_answered_from_the_record(trainer: EmbeddedTrainer, service: ServiceClient) -> None:
+    """Also after its forward was freed, and without adding the gradient twice."""
+    client = model(service)
+    RemoteLM(client)(DATA[:1])
+    length = DATA[0].model_input.length
+    bare = [Datum(ModelInput([]), {"gradient": [0.5] * length})]
+    request = ForwardBackwardRequest(client.model_id, 2, bare, "cross_entropy", {"forward": 1.0})
+    first = trainer.passes.retained_backward(request)
+    first.future.result(60)
+    trainer.retained.drop(client.model_id)
+    assert trainer.passes.retained_backward(request) is first
+    with pytest.raises(NotRetained, match=r"forward 1 of .* is not retained"):
+        trainer.passes.retained_backward(replace(request, seq_id=3))

@@ -280,8 +280,6 @@ def test_a_large_batch_is_computed_in_parts_with_the_same_gradient(
 
     right = gradient(trainer, model, lambda: model.forward_backward(data, whole))
     monkeypatch.setattr(batch_pass, "KEPT_BYTES", kept)
-    batched = trainer.training.forward_backward.__globals__["run_batch_pass"]
-    monkeypatch.setitem(
-        trainer.training.forward_backward.__globals__, "run_batch_pass", partial(batched, token_budget=9)
-    )
+    batched = trainer.passes.forward_backward.__globals__["run_batch_pass"]
+    monkeypatch.setitem(trainer.passes.forward_backward.__globals__, "run_batch_pass", partial(batched, token_budget=9))
     assert_same(gradient(trainer, model, lambda: model.forward_backward(data, whole)), right)

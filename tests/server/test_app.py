@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tinker_lightning.server import http
+from tinker_lightning.server import bodies
 
 if TYPE_CHECKING:
     from tests.helpers.api import Api
@@ -23,7 +23,7 @@ def test_the_configuration_keeps_every_sdk_generation_on_the_simple_path(api: Ap
     assert config["sample_join_sampling_session"] is True
     assert config["proto_compress_fwdbwd"] is False
     assert config["fwdbwd_max_chunk_len"] >= 1 << 20
-    assert config["fwdbwd_max_chunk_bytes_count"] == http.MAX_JSON_BYTES // 2  # taken as JSON too
+    assert config["fwdbwd_max_chunk_bytes_count"] == bodies.MAX_JSON_BYTES // 2  # taken as JSON too
     assert api.post("client/dynamic_config", {"sdk_version": "0.36.0"}).json() == {"sample_cancel_enabled": True}
     assert api.post("telemetry", {"events": [{"event": "SESSION_START"}]}).json() == {"status": "accepted"}
     assert api.request("GET", "healthz").json() == {"status": "ok"}

@@ -139,8 +139,14 @@ def test_it_says_where_it_listens_logs_each_operation_needs_no_lightning_and_sto
             assert "error" in run("load_weights", {"model_id": model, "seq_id": 2, "path": nowhere})
         with tinker.ServiceClient(base_url=server.url, api_key="tml-any") as official:
             official.create_lora_training_client(base_model="tiny", rank=4).optim_step(tinker.AdamParams()).result()
-        with waiting_clients(server) as answers, send_part_of_a_request(server.url, b""):
+        half = b"content-length: 100\r\n\r\n{"
+        with (
+            waiting_clients(server) as answers,
+            send_part_of_a_request(server.url, b""),
+            send_part_of_a_request(server.url, half) as unfinished,
+        ):
             code, seconds = server.stop(signal.SIGINT)
+            assert unfinished.recv(1000).startswith(b"HTTP/1.1 503 ")
         log = server.log
     assert code == 0
     assert seconds < 60  # and not the minutes that the samples take
@@ -152,6 +158,7 @@ def test_it_says_where_it_listens_logs_each_operation_needs_no_lightning_and_sto
         rf"op=load_weights model={model} seq=2 ms=\d+\.\d failed: {nowhere}: there is no such checkpoint", failed
     )
     assert "Traceback" not in log
+    assert "Exception" not in log
     imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", log, re.MULTILINE))
     assert "tinker_lightning.server.serve" in imported
     assert not {name.split(".")[0] for name in imported} & {"lightning", "pytorch_lightning", "wandb"}

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinker_lightning.server")
 
-# Seconds for a request to arrive up to the end of its headers, and for the next part of its body.
+# Seconds for a request to arrive up to the end of its headers.
 HEADER_SECONDS = 15.0
-BODY_SECONDS = 30.0
 # Seconds after which a response that nobody reads is given up.
 RESPONSE_SECONDS = 60.0
 # asyncio accepts this many connections at a time, before any of them is known here, and tries as often if it has no

@@ -1,24 +1,18 @@
-"""Request bodies and responses: limits, encodings, content types, authentication, and errors as JSON."""
+"""Responses, content types, authentication, and errors as JSON."""
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import hmac
 import ipaddress
 import logging
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from tinker_lightning.errors import (
     InvalidInput,
-    InvalidMessage,
     MemoryLimitExceeded,
     MessageTooLarge,
     NotFound,
@@ -28,18 +22,12 @@ from tinker_lightning.errors import (
     Unsupported,
     UnsupportedMediaType,
 )
-from tinker_lightning.server.connections import BODY_SECONDS
 from tinker_lightning.types.responses import PRODUCT
-from tinker_lightning.wire import compression, protobuf
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
     from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from tinker_lightning.server.core.memory import MemoryBudget
 
 logger = logging.getLogger("tinker_lightning.server")
 
@@ -47,13 +35,6 @@ JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 # URLs under this path carry a signature instead of an API key; the endpoints verify it.
 SIGNED = "/signed"
-MAX_BODY_BYTES = 256 << 20
-# The limit for JSON is lower, because parsing JSON blocks all other threads.
-MAX_JSON_BYTES = 64 << 20
-# Bodies of at least this many bytes are parsed on another thread, so that they do not block other requests.
-_LARGE_BODY = 1 << 17
-
-T = TypeVar("T")
 
 _STATUS: tuple[tuple[type[TinkerLightningError], int], ...] = (
     (MessageTooLarge, 413),
@@ -82,77 +63,6 @@ def content_type(request: Request, *accepted: str) -> str:
     if given not in accepted:
         raise UnsupportedMediaType(f"content type {given or 'none'} is not supported; send {' or '.join(accepted)}")
     return given
-
-
-@asynccontextmanager
-async def received(
-    request: Request, limit: int | None = None, *, may_be_compressed: bool = False
-) -> AsyncIterator[bytes]:
-    """Yields the decompressed body; memory for it, and for its parsed form, is charged until the end of the block.
-
-    Args:
-        request: The request.
-        limit: The most bytes, by default `MAX_JSON_BYTES` for JSON, otherwise `MAX_BODY_BYTES`.
-        may_be_compressed: Whether zstd is accepted. Only passes are large enough to need it.
-    """
-    memory: MemoryBudget = request.app.state.trainer.memory
-    with memory.charge("the body of this request", 0, "messages") as charge:
-        body = await read_body(request, limit, charge.resize, may_be_compressed=may_be_compressed)
-        is_json = JSON in request.headers.get("content-type", "").lower()
-        charge.resize(len(body) + (wire_json if is_json else protobuf).parsed_bytes(body))
-        yield body
-
-
-async def read_body(
-    request: Request,
-    limit: int | None = None,
-    on_growth: Callable[[int], object] = lambda _: None,
-    *,
-    may_be_compressed: bool = True,
-) -> bytes:
-    """Returns the decompressed body. `on_growth` is called with the memory that it takes so far, and may raise."""
-    is_json = JSON in request.headers.get("content-type", "").lower()
-    fix = "split the batch" if limit is None else "send less"
-    limit = limit or (min(MAX_JSON_BYTES, MAX_BODY_BYTES) if is_json else MAX_BODY_BYTES)
-    encoding = request.headers.get("content-encoding", "").strip().lower() or "identity"
-    if encoding not in ("identity", "zstd"):
-        raise UnsupportedMediaType(f"content encoding {encoding} is not supported; send zstd or none")
-    if encoding == "zstd" and not may_be_compressed:
-        raise UnsupportedMediaType("content encoding zstd is supported for passes only; send none")
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(BODY_SECONDS) as timer:
-            async for part in request.stream():
-                size += len(part)
-                if size > limit:
-                    raise MessageTooLarge(f"the body exceeds the limit of {limit} bytes; {fix}")
-                on_growth(2 * size)  # in parts and joined
-                parts.append(part)
-                timer.reschedule(asyncio.get_running_loop().time() + BODY_SECONDS)
-    except TimeoutError as error:
-        detail = f"no part of the body arrived for {BODY_SECONDS:g} s; send it again"
-        raise HTTPException(408, detail, {"Connection": "close"}) from error
-    except ClientDisconnect as error:
-        raise InvalidMessage(f"the connection was closed after {size} bytes of the body; send it again") from error
-    body = b"".join(parts)
-    del parts
-    if encoding == "identity":
-        return body
-    # On another thread even if the body is small, because its decompressed size is unknown.
-    return await run_in_threadpool(compression.decompress, body, limit, lambda grown: on_growth(size + grown))
-
-
-async def parse_body(parse: Callable[[bytes], T], body: bytes) -> T:
-    """Parses a body, on another thread if it is large."""
-    return parse(body) if len(body) < _LARGE_BODY else await run_in_threadpool(parse, body)
-
-
-async def read(request: Request, cls: type[T], limit: int | None = None) -> T:
-    """Parses a JSON request of at most `limit` bytes into its dataclass."""
-    content_type(request, JSON)
-    async with received(request, limit) as body:
-        return await parse_body(functools.partial(wire_json.parse, cls), body)
 
 
 def submits_in_turn(request: Request) -> bool:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from tinker_lightning.server.core.completions import Completions
-from tinker_lightning.server.core.jobs import Job
 
 
 def test_what_the_cursor_covers_is_forgotten() -> None:
-    completions, jobs = Completions(), [Job(str(i), "sample", lambda: None) for i in range(3)]
-    for job in jobs:
-        job.execute()
-        completions.record(("s", 0), job)
+    completions = Completions()
+    for i in range(3):
+        completions.record(("s", 0), str(i), succeeded=True)
     found = completions.after(("s", 0), 0)
     assert [request_id for _, request_id, _ in found] == ["0", "1", "2"]
     assert [request_id for _, request_id, _ in completions.after(("s", 0), found[1][0])] == ["2"]
@@ -20,7 +18,5 @@ def test_what_the_cursor_covers_is_forgotten() -> None:
 def test_old_requests_are_forgotten() -> None:
     completions = Completions(retention=-1.0)
     for sampler in ("a", "b"):
-        job = Job("1", "sample", lambda: None)
-        job.execute()
-        completions.record((sampler, 0), job)
+        completions.record((sampler, 0), "1", succeeded=True)
     assert completions.after(("a", 0), 0) == []

@@ -36,10 +36,10 @@ def test_a_charge_lasts_until_it_is_released() -> None:
 def test_work_and_messages_do_not_starve_each_other() -> None:
     memory = MemoryBudget(120 * MIB)
     memory.charge("a pass", 90 * MIB)
-    for owner in "abc":
-        memory.charge("a result", 10 * MIB, "messages", owner=owner)
+    memory.charge("a result", 10 * MIB, "messages", owner="a")
+    memory.charge("a body", 15 * MIB, "messages")
     with pytest.raises(MemoryLimitExceeded):
-        memory.charge("a result", 1 * MIB, "messages", owner="d")
+        memory.charge("a body", 1, "messages")
     with pytest.raises(MemoryLimitExceeded):
         memory.charge("a pass", 1 * MIB)
 
@@ -50,6 +50,34 @@ def test_one_owner_takes_a_third_of_the_messages() -> None:
     with pytest.raises(MemoryLimitExceeded, match="of 10 MiB are free"):
         memory.charge("a result", 1, "messages", owner="a")
     memory.charge("a result", 10 * MIB, "messages", owner="b")
+
+
+def test_an_owner_takes_at_most_half_of_what_others_leave() -> None:
+    memory = MemoryBudget(120 * MIB)
+    for owner, size in (("a", 10), ("b", 10), ("c", 5), ("d", 2.5)):
+        memory.charge("a request", int(size * MIB), "messages", owner=owner)
+        with pytest.raises(MemoryLimitExceeded) as caught:
+            memory.charge("a request", 1024, "messages", owner=owner)
+        assert caught.value.is_temporary
+    memory.charge("a request", MIB, "messages", owner="late")
+    memory.charge("a body", MIB, "messages")
+
+
+def test_what_is_no_longer_evictable_is_kept() -> None:
+    memory = MemoryBudget(100 * MIB)
+    evicted: list[int] = []
+    charges = [
+        memory.charge("a retained forward", 25 * MIB, evict=lambda i=i: evicted.append(i))  # type: ignore[misc]
+        for i in range(3)
+    ]
+    charges[0].set_evict(None)
+    memory.charge("a pass", 25 * MIB)
+    assert evicted == [1]
+    with pytest.raises(MemoryLimitExceeded):
+        charges[0].resize(30 * MIB, may_evict=False)
+    charges[0].set_evict(lambda: evicted.append(0))
+    memory.charge("a pass", 50 * MIB)
+    assert evicted == [1, 2, 0]
 
 
 def test_weights_take_a_quarter() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -99,3 +102,84 @@ def test_an_encoded_result_is_charged_until_it_was_sent(api: Api, monkeypatch: p
     assert charged == [length] * 4
     assert [len(message["body"]) for message in sent[1:]] == [32] * 3
     assert memory.used("messages") == before
+
+
+def test_a_result_that_is_being_sent_stays_charged_when_it_is_forgotten(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that asks for many results and reads none of them must not take memory that nobody counts."""
+    monkeypatch.setattr(futures, "_LARGE_RESULT", 1)
+    scheduler, memory = api.trainer.scheduler, api.trainer.memory
+    request_id = api.submit("forward_backward", api.train(api.model(), 1))
+    api.result(request_id)
+    job = scheduler.find(request_id)
+    before = memory.used("messages")
+    charged: list[int] = []
+
+    received: list[bytes] = []
+
+    async def receive() -> dict[str, Any]:
+        if received:
+            await asyncio.sleep(60)  # until the response is complete
+        received.append(json.dumps({"request_id": request_id}).encode())
+        return {"type": "http.request", "body": received[0]}
+
+    async def send(_: Any) -> None:
+        scheduler._forget(job)
+        charged.append(memory.used("messages"))
+
+    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/api/v1/retrieve_future", "headers": headers}
+    scope["query_string"] = b""
+    asyncio.run(create_app(api.trainer)(scope, receive, send))
+    assert charged[0] == charged[-1] == before
+    assert memory.used("messages") <= before - JOB_BYTES
+    # It was evicted after it was found: it is charged again, or there is no memory for it.
+    with job.sending():
+        assert memory.used("messages") == before
+
+
+def test_weights_are_charged_while_they_are_loaded_for_a_sampler(
+    small: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = small.open_session()
+    model = small.training.create_model(rq.CreateModelRequest(session.session_id, 0, "tiny")).future.result(60)
+    save = rq.SaveWeightsForSamplerRequest(model.model_id, 1, path="saved")
+    path = small.training.save_weights_for_sampler(save).future.result(60).path
+    charged: list[int] = []
+    load = small.store.load
+
+    def watched(*args: Any, **options: Any) -> Any:
+        charged.append(small.memory.used("work"))
+        return load(*args, **options)
+
+    monkeypatch.setattr(small.store, "load", watched)
+    sampler = small.sampling.create_sampling_session(
+        rq.CreateSamplingSessionRequest(session.session_id, 0, model_path=path)
+    )
+    assert charged[0] >= sampler.size > 0
+    assert small.memory.used("work") == 0
+
+
+def test_an_evicted_result_is_freed_at_once(api: Api) -> None:
+    """And not when the garbage collector runs, which is rarely in a process with many objects."""
+    sampler = api.sampler()
+    ids = [
+        api.submit("forward_backward", api.train(api.model(), 1)),
+        api.submit("asample", api.sample(sampler, 0)),
+    ]
+    gc.disable()
+    try:
+        for request_id in ids:
+            api.result(request_id)
+            job = api.trainer.scheduler.find(request_id)
+            with job.sending():
+                result = weakref.ref(job)
+            api.trainer.scheduler._forget(job)
+            del job
+            deadline = time.monotonic() + 10
+            while result() is not None and time.monotonic() < deadline:
+                time.sleep(0.01)  # the worker may still be at its last statement
+            assert result() is None
+    finally:
+        gc.enable()

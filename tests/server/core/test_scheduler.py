@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.fuzzing import examples
-from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, TrainerClosed
+from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotFound, OperationFailed, TrainerClosed
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.server.core.jobs import Job
 from tinker_lightning.server.core.memory import MemoryBudget
@@ -478,3 +478,34 @@ def test_finishing_a_session_fails_what_waits_and_drops_results_soon() -> None: 
         assert scheduler.find("t:m:1") is other
     finally:
         scheduler.close()
+
+
+def test_waiting_operations_are_given_up_if_others_need_their_memory() -> None:
+    """Behind a missing number they take what they take for minutes, and many sessions could fill the memory so."""
+    memory = MemoryBudget(120 << 20)
+    scheduler, log = Scheduler(gap_timeout=SOON * 10, memory=memory), Log()
+
+    def operation(owner: str, number: int, size: int) -> Job:
+        def run() -> None:
+            log.ran.append((owner, number))
+
+        job = Job(f"{owner}:{number}", "work", run, owner=owner, request_bytes=size)
+        return scheduler.submit(job, owner, number)
+
+    try:
+        waiting = {owner: [operation(owner, number, 3 << 20) for number in (2, 3, 5)] for owner in "abd"}
+        assert operation("c", 1, 8 << 20).future.result(SOON) is None
+        errors = [job.future.exception(SOON) for job in waiting["a"]]
+        assert [type(error) for error in errors] == [MemoryLimitExceeded] * 3
+        assert "work waited for request 1 of a, which has not arrived, and other sessions needed" in str(errors[0])
+        assert not any(job.future.done() for job in waiting["b"])
+        # A repeat gets the same answer, and what comes later does not wait for the numbers that were given up.
+        assert operation("a", 2, 1) is waiting["a"][0]
+        operation("a", 6, 1)
+        operation("a", 4, 1)
+        assert operation("a", 1, 1).future.result(SOON) is None
+        scheduler.find("a:6").future.result(SOON)
+        assert log.ran == [("c", 1), ("a", 1), ("a", 4), ("a", 6)]
+    finally:
+        scheduler.close()
+    assert scheduler.find("b:2").future.exception(SOON) is not None

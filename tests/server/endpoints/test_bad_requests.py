@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import zstandard
 
-from tinker_lightning.server import http
+from tinker_lightning.server import bodies
 from tinker_lightning.types import Datum
 from tinker_lightning.types.requests import ForwardBackwardRequest
 from tinker_lightning.wire import protobuf, tinker_pb2
@@ -109,7 +109,7 @@ def test_zstd_bodies_are_read_and_damaged_ones_rejected(shared_api: Api) -> None
 
 @pytest.fixture
 def small_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 1000)
 
 
 @pytest.mark.usefixtures("small_bodies")

@@ -13,8 +13,6 @@ from tinker_lightning.server.core.scheduler import RETENTION
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tinker_lightning.server.core.jobs import Job
-
     # A sampler, and which of its clients: clones number their requests from a multiple of CLONE_STRIDE.
     Target: TypeAlias = tuple[str, int]
 
@@ -32,14 +30,12 @@ class Completions:
         self._all: deque[tuple[float, int, Target]] = deque()  # when each finished, to forget those nobody asks for
         self._waiters: dict[Target, list[Callable[[], object]]] = {}
 
-    def record(self, target: Target, job: Job) -> None:
+    def record(self, target: Target, request_id: str, *, succeeded: bool) -> None:
         """Adds a finished request and wakes those who wait for one."""
         with self._lock:
             self._count += 1
             now = time.monotonic()
-            succeeded = job.future.exception() is None
-            # Without the job, whose result may be dropped before.
-            self._finished.setdefault(target, deque()).append((self._count, job.request_id, succeeded))
+            self._finished.setdefault(target, deque()).append((self._count, request_id, succeeded))
             self._all.append((now, self._count, target))
             while self._all and self._all[0][0] + self._retention < now:
                 _, number, old = self._all.popleft()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.errors import OperationFailed, TinkerLightningError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tinker_lightning.server.core.memory import Charge, MemoryBudget
 
@@ -62,6 +64,10 @@ class Job:
         self._run: Callable[[], Any] | None = run
         self._request_bytes, self._result_bytes, self._measure = request_bytes, result_bytes, measure
         self._charge: Charge | None = None
+        self._settled = 0  # what is charged for the result
+        self._lock = threading.Lock()
+        self._senders = 0
+        self._forgotten = False
 
     def admit(self, memory: MemoryBudget, evict: Callable[[Job], object]) -> None:
         """Charges the request and its result; raises `MemoryLimitExceeded` if they do not fit.
@@ -75,6 +81,11 @@ class Job:
         size = JOB_BYTES + self._request_bytes + self._result_bytes
         self._charge = memory.charge(what, size, "messages", owner=self.owner, fix=fix)
         self._evict = evict
+
+    def may_be_evicted(self, give_up: Callable[[], object] | None) -> None:
+        """Lets others have the memory of a job that waits for a missing number; None keeps it from now on."""
+        if self._charge is not None:
+            self._charge.set_evict(give_up)
 
     def execute(self) -> None:
         """Runs the job and stores its result or exception."""
@@ -114,13 +125,42 @@ class Job:
     def _settle(self, result_bytes: int) -> None:
         """Keeps charging for the result alone, which can be evicted from now on."""
         if self._charge is not None:
-            self._charge.evict = lambda: self._evict(self)
-            self._charge.resize(JOB_BYTES + result_bytes)
+            # Not more than is charged: the memory of a job that was given up belongs to others.
+            self._settled = min(self._charge.size, JOB_BYTES + result_bytes)
+            self._charge.resize(self._settled)
+            self._charge.set_evict(lambda: self._evict(self))
 
     def release(self) -> None:
-        """Returns the memory of a job that is forgotten."""
-        if self._charge is not None:
-            self._charge.release()
+        """Returns the memory of a job that is forgotten, once its result is not being sent any more."""
+        with self._lock:
+            self._forgotten = True
+            if self._charge is not None and not self._senders:
+                self._charge.release()
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Keeps the memory of the result charged while it is sent, also if the job is forgotten meanwhile.
+
+        Raises:
+            MemoryLimitExceeded: If it was evicted in the last moment and others have its memory now.
+        """
+        if self._charge is None:
+            yield
+            return
+        with self._lock:
+            self._senders += 1
+            self._charge.set_evict(None)
+        try:
+            # Without the lock, because this may evict other jobs.
+            self._charge.resize(max(self._charge.size, self._settled))
+            yield
+        finally:
+            with self._lock:
+                self._senders -= 1
+                if not self._senders:
+                    self._charge.set_evict(lambda: self._evict(self), expendable=True)
+                    if self._forgotten:
+                        self._charge.release()
 
     def raise_if_cancelled(self) -> None:
         """Raises `OperationFailed` if the client has cancelled the job."""
@@ -183,6 +223,14 @@ class Line:
         self._pass(min(self.waiting) - 1)
         self.blocked_since = None
         return self.release()
+
+    def give_up(self) -> list[Job]:
+        """Removes the jobs that wait for a missing number and returns them; later numbers do not wait for them."""
+        abandoned = [self.waiting[number] for number in sorted(self.waiting)]
+        self.freed.update(self.waiting)
+        self.waiting.clear()
+        self.blocked_since = self.polled_since = None
+        return abandoned
 
     def _pass(self, number: int) -> None:
         self.last = number

@@ -8,8 +8,9 @@ The limit is divided so that no kind of use can starve another one:
                 aside for them, so that a pass neither depends on them nor stops them
     work        passes, sampling and retained forwards: what the others leave
 
-Some charges can be evicted. Retained forwards yield to any work, the oldest first. Results yield to other messages:
-first those that were fetched, then those of the owner that holds most.
+Some charges can be evicted. Retained forwards yield to any work, the oldest first. Messages yield to other messages:
+first results that were fetched and bodies that arrive slowly, then unread results, and requests that wait for a missing
+one, of the owner that holds most. An owner takes at most half of what the others leave, so that a few cannot fill all.
 """
 
 from __future__ import annotations
@@ -51,9 +52,13 @@ class Charge:
         self.expendable = False  # evicted before others
         self.size = 0
 
-    def resize(self, size: int) -> None:
+    def resize(self, size: int, *, may_evict: bool = True) -> None:
         """Changes the size; raises `MemoryLimitExceeded` and keeps the old size if the new one does not fit."""
-        self._budget.resize(self, size)
+        self._budget.resize(self, size, may_evict=may_evict)
+
+    def set_evict(self, evict: Callable[[], object] | None, *, expendable: bool = False) -> None:
+        """Makes the memory evictable; None keeps it."""
+        self._budget.set_evict(self, evict, expendable=expendable)
 
     def release(self) -> None:
         """Returns the memory."""
@@ -83,6 +88,7 @@ class MemoryBudget:
         self._lock = threading.Lock()
         self._used: Counter[Pool] = Counter()
         self._owners: Counter[str] = Counter()  # messages by owner
+        self._kept: Counter[str] = Counter()  # those of them that cannot be evicted
         self._evictable: dict[Charge, None] = {}  # oldest first
 
     def charge(
@@ -112,7 +118,7 @@ class MemoryBudget:
         self.resize(charge, size, fix)
         return charge
 
-    def resize(self, charge: Charge, size: int, fix: str = "") -> None:
+    def resize(self, charge: Charge, size: int, fix: str = "", *, may_evict: bool = True) -> None:
         """Changes the size of a charge; evicts others if it grows, unless it would not fit even then."""
         grown = size - charge.size
         evicted = 0
@@ -126,7 +132,8 @@ class MemoryBudget:
                 if grown <= 0 or missing <= 0:
                     self._add(charge, grown)
                     break
-                victim = self._victim(charge, grown) if size <= self._most(charge) else None
+                may_fit = may_evict and size <= self._most(charge) and grown <= self._fair(charge)
+                victim = self._victim(charge, grown) if may_fit else None
                 if victim is None:
                     raise self._error(charge, grown, fix)
                 evicted += victim.size
@@ -137,10 +144,19 @@ class MemoryBudget:
         if evicted > self.limit >> 7:
             trim_heap()
 
+    def set_evict(self, charge: Charge, evict: Callable[[], object] | None, *, expendable: bool = False) -> None:
+        """Makes a charge evictable, or no longer if None."""
+        with self._lock:
+            size = charge.size
+            self._remove(charge)
+            charge.evict, charge.expendable = evict, expendable
+            self._add(charge, size)
+
     def release(self, charge: Charge) -> None:
         """Returns the memory of a charge."""
         with self._lock:
             self._remove(charge)
+            charge.evict = None  # it may refer to what was charged, which would then wait for the garbage collector
 
     def used(self, pool: Pool) -> int:
         """Returns the bytes in use."""
@@ -160,10 +176,21 @@ class MemoryBudget:
         """Returns how much a charge may grow now."""
         if charge.pool == "messages":
             owned = self._part(_MESSAGES * _share(charge.owner)) - self._owners[charge.owner or ""]
-            return min(owned, self._part(_MESSAGES) - self._used["messages"])
+            return min(owned, self._fair(charge), self._part(_MESSAGES) - self._used["messages"])
         rest = self.limit - self._part(_MESSAGES)
         rest -= self._used["models"] + self._used["weights"] + self._used["work"]
         return min(rest, self._part(_WEIGHTS) - self._used["weights"]) if charge.pool == "weights" else rest
+
+    def _fair(self, charge: Charge) -> int:
+        """Returns how much a message may grow, whatever is evicted: its owner takes half of what others leave at most.
+
+        Bodies do not count, because that of the request itself is one of them.
+        """
+        if charge.owner is None or charge.pool != "messages":
+            return self.limit
+        own = self._kept[charge.owner]
+        others = self._kept.total() - own - self._kept[""]
+        return (self._part(_MESSAGES) - others) // 2 - own
 
     def _most(self, charge: Charge) -> int:
         """Returns the largest size that such a charge could have if nothing else were in use but models."""
@@ -194,9 +221,10 @@ class MemoryBudget:
         charge.size += size
         self._used[charge.pool] += size
         if charge.pool == "messages":
-            self._owners[charge.owner or ""] += size
-            if not self._owners[charge.owner or ""]:
-                del self._owners[charge.owner or ""]
+            for count in (self._owners, self._kept) if charge.evict is None else (self._owners,):
+                count[charge.owner or ""] += size
+                if not count[charge.owner or ""]:
+                    del count[charge.owner or ""]
         if charge.evict is not None:
             self._evictable.setdefault(charge)
 

@@ -50,12 +50,14 @@ class Sampling:
         sampler_id = f"{session.session_id}:sample:{request.sampling_session_seq_id}"
         if request.model_path is not None:
             path = TinkerPath.parse(request.model_path)
-            saved = self._store.load(path)
-            sampler = Sampler(sampler_id, saved.base_model, saved.weights, str(path))
-        else:
-            sampler = Sampler(sampler_id, request.base_model or "")
-        self._catalog.check(sampler.base_model)
-        return self._registry.add_sampler(session.session_id, sampler)
+            # Charged while they are loaded, because many requests may do so at a time.
+            with self._memory.charge("the weights of a sampler", 2 * self._store.summary(path).size_bytes):
+                saved = self._store.load(path)
+                self._catalog.check(saved.base_model)
+                sampler = Sampler(sampler_id, saved.base_model, saved.weights, str(path))
+                return self._registry.add_sampler(session.session_id, sampler)
+        self._catalog.check(request.base_model or "")
+        return self._registry.add_sampler(session.session_id, Sampler(sampler_id, request.base_model or ""))
 
     def sample(self, request: rq.SampleRequest) -> Job:
         """Submits a sampling job. The jobs of a sampler may run in any order."""
@@ -115,7 +117,11 @@ class Sampling:
         submitted = self._scheduler.submit(job)
         if submitted is job:
             target = sampler.sampler_id, request.seq_id // CLONE_STRIDE
-            job.future.add_done_callback(lambda _: self.completions.record(target, job))
+            # Without the job: a future keeps its callbacks, and the result would wait for the garbage collector.
+            request_id = job.request_id
+            job.future.add_done_callback(
+                lambda future: self.completions.record(target, request_id, succeeded=future.exception() is None)
+            )
         return submitted
 
     def _context(self, base_model: str) -> int:

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, TrainerClosed
+from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotFound, OperationFailed, TrainerClosed
 from tinker_lightning.server.core.jobs import Job, Line
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Scheduler:
     ) -> None:
         self._memory = memory
         self._finished_retention = finished_retention
-        self._fetched: dict[str | None, deque[Job]] = {}  # by owner, oldest first
+        self._fetched: dict[str | None, dict[str, None]] = {}  # request ids by owner, oldest first
         self._gap_timeout = gap_timeout
         self._polled_gap_timeout = polled_gap_timeout
         self._retention = retention
@@ -109,7 +109,8 @@ class Scheduler:
                 entry.freed.discard(number)
                 entry.waiting[number] = job
                 job.line = line
-                self._ready.extend(entry.release())
+                job.may_be_evicted(lambda: self._give_up(line))
+                self._enqueue(entry.release())
             self._jobs[job.request_id] = job
             self._drop_old()
             if self._thread is None:
@@ -132,7 +133,7 @@ class Scheduler:
             entry = self._lines.setdefault(line, Line())
             if number > entry.last and number not in entry.waiting:
                 entry.freed.add(number)
-                self._ready.extend(entry.release())
+                self._enqueue(entry.release())
                 self._changed.notify_all()
 
     def find(self, request_id: str) -> Job:
@@ -147,11 +148,12 @@ class Scheduler:
         """Records that a result was fetched; it is kept a little longer in case the response was lost."""
         job.mark_fetched()
         with self._changed:
-            fetched = self._fetched.setdefault(job.owner, deque())
-            if not fetched or fetched[-1] is not job:
-                fetched.append(job)
+            if self._jobs.get(job.request_id) is not job:
+                return  # forgotten meanwhile
+            fetched = self._fetched.setdefault(job.owner, {})
+            fetched[job.request_id] = None
             while len(fetched) > MAX_FETCHED:
-                self._drop(fetched.popleft())
+                self._drop(self._jobs[next(iter(fetched))])
 
     def finish(self, owner: str) -> None:
         """Fails the waiting jobs of a finished session, and drops its results after a moment."""
@@ -189,7 +191,7 @@ class Scheduler:
                 line.polled_since = line.polled_since or now
                 if now - line.polled_since >= self._polled_gap_timeout:
                     logger.warning("%s: continuing without number %d, which was never sent", job.line, line.missing)
-                    self._ready.extend(line.skip())
+                    self._enqueue(line.skip())
                     self._changed.notify_all()
                     return None
             return line.missing
@@ -212,6 +214,31 @@ class Scheduler:
                 thread_id = ctypes.c_ulong(self._thread.ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(TrainerClosed))
                 self._thread.join(timeout)
+
+    def _enqueue(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            job.may_be_evicted(None)
+        self._ready.extend(jobs)
+
+    def _give_up(self, name: str) -> None:
+        """Fails the jobs of a line that wait for a missing number, because other sessions need their memory.
+
+        All of them, because a step must not run without the passes before it.
+        """
+        with self._changed:
+            line = self._lines.get(name)
+            if line is None or not line.waiting:
+                return
+            missing = line.missing
+            abandoned = line.give_up()
+        logger.warning("%s: gave up %d requests that waited for number %d", name, len(abandoned), missing)
+        for job in abandoned:
+            job.fail(
+                MemoryLimitExceeded(
+                    f"{job.kind} waited for request {missing} of {name}, which has not arrived, and other sessions "
+                    "needed its memory. Send it again, with another number."
+                )
+            )
 
     def _work(self) -> None:
         with contextlib.suppress(TrainerClosed):  # raised in this thread by close()
@@ -250,7 +277,7 @@ class Scheduler:
                     min(line.waiting),
                     self._gap_timeout,
                 )
-                self._ready.extend(line.skip())
+                self._enqueue(line.skip())
                 left = self._gap_timeout
             soonest = left if soonest is None else min(soonest, left)
         return soonest
@@ -264,11 +291,6 @@ class Scheduler:
             retention = self._fetched_retention if job.fetched else self._retention
             if job.kept_since is not None and job.kept_since + retention < now:
                 self._drop(job)
-        for owner, fetched in list(self._fetched.items()):
-            while fetched and self._jobs.get(fetched[0].request_id) is not fetched[0]:
-                fetched.popleft()
-            if not fetched:
-                del self._fetched[owner]
 
     def _forget(self, job: Job) -> None:
         with self._changed:
@@ -277,6 +299,10 @@ class Scheduler:
     def _drop(self, job: Job) -> None:
         if self._jobs.get(job.request_id) is job:
             del self._jobs[job.request_id]
+            fetched = self._fetched.get(job.owner, {})
+            fetched.pop(job.request_id, None)
+            if not fetched:
+                self._fetched.pop(job.owner, None)
         job.release()
 
 

@@ -17,6 +17,8 @@ from tinker_lightning.server.core.checkpoint_store import CheckpointStore
 from tinker_lightning.server.core.jobs import Job
 from tinker_lightning.server.core.loss_registry import LossRegistry
 from tinker_lightning.server.core.memory import MemoryBudget
+from tinker_lightning.server.core.model_jobs import ModelJobs
+from tinker_lightning.server.core.passes import Passes
 from tinker_lightning.server.core.process_memory import resident_memory
 from tinker_lightning.server.core.registry import ClientSession, Registry
 from tinker_lightning.server.core.retained import RetainedForwards
@@ -85,8 +87,10 @@ class EmbeddedTrainer:
         self.scheduler = Scheduler(gap_timeout, memory=memory)
         self.losses = LossRegistry(allow_pickled_losses, memory)
         self.retained = RetainedForwards(memory)
+        self.jobs = ModelJobs(self.registry, self.scheduler)
+        self.passes = Passes(self.jobs, self.registry, self.losses, self.retained, memory)
         self.training = Training(
-            self.registry, self.catalog, self.store, self.scheduler, self.losses, self.retained, memory
+            self.jobs, self.registry, self.catalog, self.store, self.scheduler, self.retained, memory
         )
         self.sampling = Sampling(self.registry, self.catalog, self.store, self.scheduler, memory, sampling_seed)
         self._closing = False

@@ -9,9 +9,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
 
 from tinker_lightning.errors import InvalidInput, NotFound
+from tinker_lightning.server.bodies import read
 from tinker_lightning.server.core.checkpoint_store import CheckpointSummary, TinkerPath
 from tinker_lightning.server.endpoints import trainer_of
-from tinker_lightning.server.http import answer, read
+from tinker_lightning.server.http import answer
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 

@@ -11,10 +11,11 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from tinker_lightning.server.bodies import read
 from tinker_lightning.server.core.jobs import Job
 from tinker_lightning.server.core.sizes import encoded_bytes, result_bytes
 from tinker_lightning.server.endpoints import trainer_of
-from tinker_lightning.server.http import JSON, PROTOBUF, answer, error_fields, error_text, read, submits_in_turn
+from tinker_lightning.server.http import JSON, PROTOBUF, answer, error_fields, error_text, submits_in_turn
 from tinker_lightning.types import ForwardBackwardOutput, SampleResponse
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types.responses import FutureResponse
@@ -105,8 +106,7 @@ async def _outcome(request: Request, job: Job) -> Response:
             return await _binary(request, job, protobuf.encode_sample)
     if encoded_bytes(result) < _LARGE_RESULT:
         return answer(result)
-    # Encoded on another thread while it is sent, so that it blocks nobody and is never in memory as a whole.
-    return StreamingResponse(_batched(wire_json.pieces(result)), media_type=JSON)
+    return _StreamedResponse(job)
 
 
 async def _binary(request: Request, job: Job, encode: Callable[[Any], bytes]) -> Response:
@@ -123,6 +123,21 @@ async def _binary(request: Request, job: Job, encode: Callable[[Any], bytes]) ->
         charge.release()
         raise
     return _ChargedResponse(content, charge)
+
+
+class _StreamedResponse(StreamingResponse):
+    """A result as JSON, encoded on another thread while it is sent: it blocks nobody and is never encoded as a whole.
+
+    The result stays charged until all of it was sent.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(_batched(wire_json.pieces(job.future.result())), media_type=JSON)
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._job.sending():
+            await super().__call__(scope, receive, send)
 
 
 class _ChargedResponse(Response):

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from starlette.routing import Route
 
+from tinker_lightning.server.bodies import MAX_BODY_BYTES, MAX_JSON_BYTES, read
 from tinker_lightning.server.endpoints import trainer_of
-from tinker_lightning.server.http import MAX_BODY_BYTES, MAX_JSON_BYTES, answer, read, submits_in_turn
+from tinker_lightning.server.http import answer, submits_in_turn
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types.responses import PRODUCT, ServerCapabilities, SupportedModel
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
 
+from tinker_lightning.server.bodies import read
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.endpoints.futures import Submission, answer_receipt
-from tinker_lightning.server.http import answer, read
+from tinker_lightning.server.http import answer
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.routing import Route
 
 from tinker_lightning.errors import MemoryLimitExceeded, NotRetained, TinkerLightningError
+from tinker_lightning.server.bodies import parse_body, read, received
 from tinker_lightning.server.core.training_service import Training
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.endpoints.futures import Submission, answer_receipt, finished, pending
-from tinker_lightning.server.http import JSON, PROTOBUF, answer, content_type, parse_body, read, received
+from tinker_lightning.server.http import JSON, PROTOBUF, answer, content_type
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 from tinker_lightning.wire import json as wire_json
@@ -59,32 +60,32 @@ async def get_info(request: Request) -> Response:
 async def forward(request: Request) -> Submission:
     content_type(request, JSON)
     parse = functools.partial(wire_json.parse_forward_backward, forward_only=True)
-    return await _submit(request, parse, trainer_of(request).training.forward_backward, may_be_compressed=True)
+    return await _submit(request, parse, trainer_of(request).passes.forward_backward, may_be_compressed=True)
 
 
 async def forward_backward(request: Request) -> Submission:
     parse: Callable[[bytes], rq.ForwardBackwardRequest] = protobuf.decode_forward_backward
     if content_type(request, JSON, PROTOBUF) == JSON:
         parse = functools.partial(wire_json.parse_forward_backward, forward_only=False)
-    return await _submit(request, parse, trainer_of(request).training.forward_backward, may_be_compressed=True)
+    return await _submit(request, parse, trainer_of(request).passes.forward_backward, may_be_compressed=True)
 
 
 async def counted_forward_backward(request: Request) -> Submission:
     """Runs a pass that computes log-probabilities only where a built-in loss depends on them."""
     content_type(request, PROTOBUF)
-    submit = functools.partial(trainer_of(request).training.forward_backward, counted_only=True)
+    submit = functools.partial(trainer_of(request).passes.forward_backward, counted_only=True)
     return await _submit(request, protobuf.decode_forward_backward, submit)
 
 
 async def retained_forward(request: Request) -> Submission:
     content_type(request, PROTOBUF)
-    submit = trainer_of(request).training.retained_forward
+    submit = trainer_of(request).passes.retained_forward
     return await _submit(request, protobuf.decode_forward_backward, submit, may_be_compressed=True)
 
 
 async def retained_backward(request: Request) -> Submission:
     content_type(request, PROTOBUF)
-    submit = trainer_of(request).training.retained_backward
+    submit = trainer_of(request).passes.retained_backward
     return await _submit(request, protobuf.decode_forward_backward, submit, may_be_compressed=True)
 
 
@@ -115,7 +116,7 @@ async def _submit(
             if isinstance(error, NotRetained) or (isinstance(error, MemoryLimitExceeded) and error.is_temporary):
                 raise
             number = protobuf.number_of if content_type(request, JSON, PROTOBUF) == PROTOBUF else _number
-            trainer_of(request).training.skip_number(*await parse_body(number, body))
+            trainer_of(request).jobs.skip(*await parse_body(number, body))
             raise
     return _submission(job, message.model_id)
 

@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from tinker_lightning.errors import InvalidInput, InvalidMessage
-from tinker_lightning.server.http import PROTOBUF, answer, read_body
+from tinker_lightning.server.bodies import read_body
+from tinker_lightning.server.http import PROTOBUF, answer
 from tinker_lightning.testing.imitations.fields import faults
 from tinker_lightning.testing.imitations.models import Models
 from tinker_lightning.testing.imitations.samplers import Samplers

@@ -142,7 +142,7 @@ class Models:
             loss_fn=loss_fn,
             loss_fn_config=config,
         )
-        output: ForwardBackwardOutput = self._trainer.training.forward_backward(inner).future.result()
+        output: ForwardBackwardOutput = self._trainer.passes.forward_backward(inner).future.result()
         if not request.forward_only:
             model.sequences += len(data)
             model.has_gradient = True
