@@ -21,7 +21,7 @@ from tinker_lightning.rl.admission import Window
 from tinker_lightning.rl.units import PolicySource
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tinker_lightning.client import ServiceClient
     from tinker_lightning.rl import Group, Policy
@@ -110,18 +110,20 @@ def test_the_limit_is_the_end_of_a_window(
 
 
 class Slow(Environment):
-    """Takes a given time, without a model."""
+    """Takes a given time, without a model; calls a function when it starts."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, started: Callable[[], None] = lambda: None) -> None:
         self.seconds = seconds
+        self.started = started
 
     async def rollout(self, policy: Policy) -> Trajectory:
+        self.started()
         await asyncio.sleep(self.seconds)
         completion = Completion([5], [-1.0], "stop", "a", policy.version)  # type: ignore[arg-type]
         return Trajectory([Turn([1], completion)], self.seconds)
 
 
-@examples(10, 200)
+@examples(10, 1000)
 @given(
     durations=st.lists(st.sampled_from([0.0, 0.0, 0.0005, 0.003]), min_size=4, max_size=12),
     staleness=st.integers(0, 3),
@@ -137,9 +139,10 @@ def test_admission_is_bounded_and_nothing_is_lost(
         def __await__(self) -> Any:
             return asyncio.sleep(0, self).__await__()
 
-    loader = RolloutLoader(
-        [Slow(each) for each in durations], group_size=1, batch_size=batch_size, staleness=staleness, shuffle=False
-    )
+    starts: list[int] = []  # the finished steps when each group was started
+    step = 0
+    environments = [Slow(each, lambda: starts.append(step)) for each in durations]
+    loader = RolloutLoader(environments, group_size=1, batch_size=batch_size, staleness=staleness, shuffle=False)
     trained, started = [], 0
     for step in range(steps):
         limit = Window(step, steps=steps - step).limit(staleness)
@@ -155,6 +158,8 @@ def test_admission_is_bounded_and_nothing_is_lost(
         started = max(started, limit)
     assert trained == list(range(steps * batch_size))
     assert started == steps  # nothing was sampled that is not trained
+    assert len(starts) == steps * batch_size
+    assert all(count < (staleness + finished + 1) * batch_size for count, finished in enumerate(starts))
     assert loader.counts == (batch_size, 0)
 
 
