@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -172,6 +173,27 @@ def test_an_environment_that_never_ends() -> None:
     skipping.admit(1, lambda: PolicySource(0, _nothing(), object()))
     failed = [group.failed for group in sorted(arrived(skipping, 0), key=lambda group: group.task.index)]
     assert failed == ["did not end within 0.05 s", ""]
+
+
+class Blocking(Environment):
+    """Keeps the event loop that all rollouts share."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def rollout(self, policy: Policy) -> Trajectory:
+        del policy
+        time.sleep(self.seconds)  # the mistake
+        return Trajectory([], 0.0)
+
+
+def test_an_environment_that_blocks_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinker_lightning.rl.units._BLOCKED_SECONDS", 0.1)
+    monkeypatch.setattr("tinker_lightning.rl.units._CALLBACK_SECONDS", 0.05)
+    loader = RolloutLoader([Blocking(1.5)], group_size=1, batch_size=1, timeout=0.1)
+    loader.admit(1, lambda: PolicySource(0, _nothing(), object()))
+    with pytest.raises(RolloutFailed, match=r"nothing of Blocking has run for \d s: a rollout blocks the event loop"):
+        arrived(loader, 0)
 
 
 class _nothing:  # noqa: N801  # stands for a function

@@ -19,7 +19,7 @@ from tinker_lightning.errors import (
     Unauthorized,
     Unsupported,
 )
-from tinker_lightning.losses.regularizers.background import on_loop
+from tinker_lightning.losses.regularizers.background import on_loop, seconds_blocked
 from tinker_lightning.rl.groups import Group
 from tinker_lightning.rl.policy import SamplerPolicy
 from tinker_lightning.rl.seeds import SeededPolicy
@@ -36,6 +36,9 @@ OnError: TypeAlias = Literal["raise", "skip"]
 
 # How often waiting calls `while_waiting`, in seconds.
 _CALLBACK_SECONDS = 0.5
+
+# How long the event loop of all rollouts may be blocked, in seconds, apart from the time that an episode may take.
+_BLOCKED_SECONDS = 30.0
 
 # Failures of the connection, after which no other rollout would succeed either.
 _FATAL = (ClientClosed, ServerUnreachable, Unauthorized, Unsupported)
@@ -112,6 +115,7 @@ class Unit:
         self.groups: dict[int, Group] = {}
         self._running: dict[int, Future[Group]] = {}
         self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._timeout: float | None = None
 
     @property
     def is_started(self) -> bool:
@@ -120,6 +124,7 @@ class Unit:
 
     def start(self, orders: Iterable[int], sampling: Sampling, source: PolicySource) -> None:
         """Starts rollouts of its tasks, by their places in it."""
+        self._timeout = sampling.timeout
         for order in orders:
             if order not in self._running and order not in self.groups:
                 task = self.tasks[order]
@@ -143,6 +148,18 @@ class Unit:
                 if order in missing:
                     del missing[order]
                     yield order, self.groups[order]
+                continue
+            self._check_loop()
+
+    def _check_loop(self) -> None:
+        """Raises `RolloutFailed` if an environment keeps the event loop, so that not even its timeout can end it."""
+        if self._timeout is not None and (seconds := seconds_blocked()) > self._timeout + _BLOCKED_SECONDS:
+            names = sorted({type(self.tasks[order].environment).__name__ for order in self._running})
+            raise RolloutFailed(
+                f"nothing of {' and '.join(names)} has run for {seconds:.0f} s: a rollout blocks the event loop "
+                "that all rollouts share. Await what takes time: asyncio.sleep in place of time.sleep, and await "
+                "asyncio.to_thread(function) for a function that blocks."
+            )
 
     def stop(self) -> None:
         """Cancels what is running and forgets what has arrived."""
