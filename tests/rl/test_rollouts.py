@@ -164,7 +164,7 @@ def test_admission_is_bounded_and_nothing_is_lost(
     assert loader.counts == (batch_size, 0)
 
 
-def test_an_environment_that_never_ends() -> None:
+def test_an_environment_that_never_ends(caplog: pytest.LogCaptureFixture) -> None:
     loader = RolloutLoader([Slow(60.0)], group_size=1, batch_size=1, timeout=0.05)
     loader.admit(1, lambda: PolicySource(0, _nothing(), object()))
     with pytest.raises(RolloutFailed, match=r"prompt 0 \(Slow\): did not end within 0.05 s. Pass on_error='skip'"):
@@ -173,6 +173,8 @@ def test_an_environment_that_never_ends() -> None:
     skipping.admit(1, lambda: PolicySource(0, _nothing(), object()))
     failed = [group.failed for group in sorted(arrived(skipping, 0), key=lambda group: group.task.index)]
     assert failed == ["did not end within 0.05 s", ""]
+    assert skipping.sampling.failures == {"Slow": 1}
+    assert "prompt 0 (Slow): did not end within 0.05 s; this prompt and others that fail are left out" in caplog.text
 
 
 class Blocking(Environment):
@@ -221,6 +223,7 @@ class Returning(Environment):
         ([1, 2], "returned int; return a Trajectory for each policy"),
         (None, "returned NoneType; return a Trajectory"),
         ([Trajectory([], 0.0), Trajectory([], float("inf"))], "the reward of an episode is inf"),
+        ([Trajectory([], 0.0), Trajectory([], 0.0, metrics={"turns": "two"})], "'turns' of an episode is 'two'"),
         (lambda policies: policies[7], "IndexError"),
     ],
 )
@@ -228,6 +231,18 @@ def test_what_an_environment_must_return(result: Any, message: str) -> None:
     loader = RolloutLoader([Returning(result)], group_size=2, batch_size=1)
     loader.admit(1, lambda: PolicySource(0, _nothing(), object()))
     with pytest.raises(RolloutFailed, match=rf"prompt 0 \(Returning\): .*{message}"):
+        arrived(loader, 0)
+
+
+class NotAsync(Environment):
+    def rollout(self, policy: Policy) -> Trajectory:  # type: ignore[override]
+        return Trajectory([], float(policy.version))
+
+
+def test_a_rollout_that_is_no_coroutine() -> None:
+    loader = RolloutLoader([NotAsync()], group_size=2, batch_size=1)
+    loader.admit(1, lambda: PolicySource(0, _nothing(), object()))
+    with pytest.raises(RolloutFailed, match=r"write `async def rollout\(self, policy\)` in NotAsync"):
         arrived(loader, 0)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import queue
 import time
+from collections import Counter
 from collections.abc import Awaitable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tinker_lightning.errors import (
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from tinker_lightning.rl.tasks import Task
+
+logger = logging.getLogger("tinker_lightning.rl")
 
 OnError: TypeAlias = Literal["raise", "skip"]
 
@@ -69,6 +73,7 @@ class Sampling:
         seed: The seed of the run.
         timeout: How many seconds the episodes of a task may take together; None for any number.
         on_error: Whether a task that fails raises, or is skipped and counted.
+        failures: How many tasks were skipped, by the name of their environments.
     """
 
     group_size: int
@@ -76,6 +81,7 @@ class Sampling:
     seed: int
     timeout: float | None = None
     on_error: OnError = "raise"
+    failures: Counter[str] = field(default_factory=Counter)
 
     async def roll(self, task: Task, source: PolicySource) -> Group:
         """Samples and scores the episodes of a task."""
@@ -94,6 +100,7 @@ class Sampling:
             reason = str(error) if isinstance(error, RolloutFailed) else f"{type(error).__name__}: {error}"
             reason = f"did not end within {self.timeout} s" if took_too_long else reason
             if self.on_error == "skip":
+                self._report(task, reason)
                 return Group(task, [], source.version, time.monotonic() - began, failed=reason)
             if isinstance(error, RewardFailed):
                 raise
@@ -103,6 +110,17 @@ class Sampling:
                 "out and count such prompts."
             ) from error
         return Group(task, trajectories, source.version, time.monotonic() - began)
+
+    def _report(self, task: Task, reason: str) -> None:
+        name = type(task.environment).__name__
+        if not self.failures[name]:
+            logger.warning(
+                "prompt %d (%s): %s; this prompt and others that fail are left out, and counted in groups/failed",
+                task.index,
+                name,
+                reason.rstrip("."),
+            )
+        self.failures[name] += 1
 
 
 class Unit:
@@ -184,3 +202,8 @@ def _check_episodes(episodes: Any, count: int) -> None:
     for each in given:
         if math.isinf(each.reward):
             raise RolloutFailed(f"the reward of an episode is {each.reward}; return a finite number")
+        for name, value in {**each.rewards, **each.metrics}.items():
+            try:
+                float(value)
+            except (TypeError, ValueError) as error:
+                raise RolloutFailed(f"{name!r} of an episode is {value!r:.80}; return a number") from error
