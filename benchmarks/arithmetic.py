@@ -110,8 +110,9 @@ def adapted(url: str, own: Settings, folder: str) -> list[float]:
         client = service.create_lora_training_client(own.model, rank=own.rank, seed=SEED)
         tasks = environments(own.dataset(client.get_tokenizer()), SamplingParams(max_tokens=own.max_tokens))
         loader = RolloutLoader(tasks, group_size=own.group_size, batch_size=own.groups, shuffle=False)
-        rate = {"learning_rate": own.learning_rate, "eps": 1e-8}  # the cookbook's
-        module = GRPO(client, scale_rewards=False, normalize="sum", reference=None, **rate)
+        eps = 1e-8  # the cookbook's
+        plain: dict[str, Any] = {"scale_rewards": False, "normalize": "sum", "reference": None}
+        module = GRPO(client, learning_rate=own.learning_rate, eps=eps, **plain)
         return fitted(module, loader, own.steps, folder)
 
 
@@ -140,7 +141,7 @@ def recipe(model: Any, pairs: list[tuple[int, int]], own: Settings, start: str =
     shot = f"{start}User: What is 4 + 5?\n\nAssistant: 9\n\nUser: What is "
     rows = [{"prompt": f"{shot}{x} + {y}?\n\nAssistant:", "answer": x + y} for x, y in pairs]
     params = SamplingParams(max_tokens=own.max_tokens, stop=["\n\nUser:"])
-    sizes = {"group_size": own.group_size, "batch_size": own.groups}
+    sizes: dict[str, Any] = {"group_size": own.group_size, "batch_size": own.groups}
     loader = RolloutLoader(rows, reward, **sizes, sampling_params=params, shuffle=False, as_text=True)
     return GRPO(model, scale_rewards=False, normalize="sum", learning_rate=own.learning_rate), loader
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import math
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticEnv
 from benchmarks import arithmetic
 from tests.helpers.trainers import SMALL
 from tinker_lightning.client import connect
+from tinker_lightning.rl import PromptEnvironment
 from tinker_lightning.rl.tasks import SizedTasks
 from tinker_lightning.server import EmbeddedTrainer, create_app
 
@@ -51,8 +53,6 @@ def test_the_same_rewards_and_gradient(
 
 
 def column(folder: Path, name: str) -> list[float]:
-    import csv
-
     with (folder / "metrics.csv").open() as file:
         return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
 
@@ -66,6 +66,7 @@ def test_the_short_recipe_has_the_same_prompts_and_rewards(url: str) -> None:
         assert isinstance(tasks, SizedTasks)
         for i, builder in enumerate(builders):
             env, ours = builder.env_thunk(), tasks.at(i).environment
+            assert isinstance(ours, PromptEnvironment)
             prompt, stop = asyncio.run(env.initial_observation())
             assert ours.prompt_tokens(tokenizer) == prompt.to_ints()
             assert loader.sampling.params.stop == stop

@@ -216,6 +216,9 @@ class Returning(Environment):
         return self.result(policies) if callable(self.result) else self.result  # type: ignore[no-any-return]
 
 
+WORDS: Any = {"turns": "two"}
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [
@@ -223,7 +226,7 @@ class Returning(Environment):
         ([1, 2], "returned int; return a Trajectory for each policy"),
         (None, "returned NoneType; return a Trajectory"),
         ([Trajectory([], 0.0), Trajectory([], float("inf"))], "the reward of an episode is inf"),
-        ([Trajectory([], 0.0), Trajectory([], 0.0, metrics={"turns": "two"})], "'turns' of an episode is 'two'"),
+        ([Trajectory([], 0.0), Trajectory([], 0.0, metrics=WORDS)], "'turns' of an episode is 'two'"),
         (lambda policies: policies[7], "IndexError"),
     ],
 )

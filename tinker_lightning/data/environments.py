@@ -57,7 +57,8 @@ def prompts_of(source: Any, part: str, environment: Any = None) -> Any:
         return source
     if not isinstance(source, Sized):
         raise InvalidInput(f"{part} has no length, so environment={environment!r} cannot be used. Pass environments.")
-    return [_environment(environment, row, f"{part}: row {i}") for i, row in enumerate(source)]  # type: ignore[arg-type]
+    rows: Any = source
+    return [_environment(environment, row, f"{part}: row {i}") for i, row in enumerate(rows)]
 
 
 def _is_file(source: str) -> bool:
