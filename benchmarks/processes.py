@@ -57,6 +57,16 @@ def tiny_trainer(folder: str) -> EmbeddedTrainer:
     return trainer
 
 
+def serve_model(folder: str, model: str, ready: Callable[[str], None]) -> None:
+    """Serves a base model."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from tinker_lightning.server import EmbeddedTrainer, create_app
+
+    disable_progress_bar()
+    serve_app(create_app(EmbeddedTrainer([model], data_dir=folder)), ready)
+
+
 def serve_app(app: Starlette, ready: Callable[[str], None]) -> None:
     """Serves an app on a free loopback port until it is terminated."""
     import uvicorn

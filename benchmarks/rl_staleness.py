@@ -9,8 +9,10 @@ trainer, where sampling ahead must not be slower.
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 import warnings
+from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -199,15 +201,16 @@ def steps_per_second(times: Times, *, straggler: bool, staleness: int, streaming
     """Measures a fit of some steps, after two that fill the queues."""
     tasks = [Task(int(straggler and i % GROUPS == 0)) for i in range(GROUPS)]
     loader = RolloutLoader(tasks, group_size=GROUP_SIZE, batch_size=GROUPS, staleness=staleness, shuffle=False)
-    return _rate((GRPO if streaming else WithoutStreaming)(Simulated(times), reference=None), loader, steps)
+    return _fit((GRPO if streaming else WithoutStreaming)(Simulated(times), reference=None), loader, steps)[0]
 
 
-def _rate(module: GRPO, loader: RolloutLoader, steps: int) -> float:
-    began: list[float] = []
+def _fit(module: GRPO, loader: RolloutLoader, steps: int) -> tuple[float, float]:
+    """Returns steps per second, and the seconds of CPU time of a step."""
+    began: list[tuple[float, float]] = []
 
     class Clock(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            began.append(time.perf_counter())
+            began.append((time.perf_counter(), time.process_time()))
 
     trainer = pl.Trainer(
         strategy="tinker",
@@ -219,7 +222,8 @@ def _rate(module: GRPO, loader: RolloutLoader, steps: int) -> float:
         callbacks=[Clock()],
     )
     trainer.fit(module, loader)
-    return steps / (began[steps + 1] - began[1])
+    seconds, cpu = (last - first for first, last in zip(began[1], began[steps + 1], strict=True))
+    return steps / seconds, cpu / steps
 
 
 CASES = (("sync", 0, False), ("streaming", 0, True), ("k = 1", 1, True), ("k = 2", 2, True), ("k = 4", 4, True))
@@ -238,10 +242,10 @@ def measure(unit: float, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_real(steps: int) -> list[dict[str, Any]]:
-    """Fits `tiny` on the embedded trainer, which samples and trains on the same processor."""
-    rows = []
-    for name, staleness, _ in CASES[1:]:
+def measure_real(steps: int, rounds: int = 3) -> list[dict[str, Any]]:
+    """Fits `tiny` on the embedded trainer, which samples and trains on the same processor; medians over rounds."""
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for name, staleness, _ in CASES[1:] * rounds:
         loader = RolloutLoader(
             [f"prompt {i}:" for i in range(16)],
             lambda _, completion: sum(map(ord, completion)) / 1000,  # differs for all answers
@@ -252,8 +256,15 @@ def measure_real(steps: int) -> list[dict[str, Any]]:
             as_text=True,
         )
         with GRPO("tiny", rank=8, base_url="embedded", reference=None) as module:
-            rows.append({"schedule": name, "steps per second": _rate(module, loader, steps)})
-    return rows
+            found[name].append(_fit(module, loader, steps))
+    return [
+        {
+            "schedule": name,
+            "steps per second": statistics.median(rate for rate, _ in own),
+            "CPU, ms a step": 1000 * statistics.median(cpu for _, cpu in own),
+        }
+        for name, own in found.items()
+    ]
 
 
 def main() -> None:
@@ -264,8 +275,8 @@ def main() -> None:
     print("Optimizer steps in the time that sampling a batch takes:\n")
     report.show([{name: f"{v:.2f}" if isinstance(v, float) else v for name, v in row.items()} for row in rows])
     real = measure_real(4 if options.quick else 20)
-    print("Optimizer steps per second on the embedded trainer:\n")
-    report.show([{**row, "steps per second": f"{row['steps per second']:.2f}"} for row in real])
+    print("On the embedded trainer:\n")
+    report.show([{**row, "CPU, ms a step": f"{row['CPU, ms a step']:.0f}"} for row in real])
     report.write(options.json, {"rl_staleness": rows, "rl_staleness_embedded": real})
 
 

@@ -104,16 +104,51 @@ def test_a_class_in_the_working_directory_and_callbacks_by_name(
 CONFIGURATIONS = {file.stem: file for file in sorted((ROOT / "examples" / "configs").glob("*.yaml"))}
 
 
-@pytest.mark.parametrize("name", mostly_soak(CONFIGURATIONS, but=["sft", "grpo"]))
+@pytest.mark.parametrize("name", mostly_soak(CONFIGURATIONS, but=["sft", "multi_turn"]))
 def test_the_configurations_of_the_examples_train(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = CONFIGURATIONS[name]
     monkeypatch.chdir(ROOT)  # which their paths start from
     small = ["--model.model=tiny", "--model.rank=4", "--trainer.max_epochs=1"]
     small += ["--model.teacher=tiny"] if name == "distill" else []
+    small += ["--data.group_size=2"] if name == "multi_turn" else []
     quiet = ["--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0", "--data.batch_size=2"]
     quiet += ["--trainer.limit_train_batches=1", "--trainer.limit_val_batches=1"]
     assert cli.main(["fit", "--config", str(file), *small, *quiet, f"--trainer.default_root_dir={folder}"]) == 0
     assert list(folder.rglob("*.ckpt"))
+
+
+GUESS = {"class_path": "examples.multi_turn.GuessTheNumber"}
+GAMES = """
+from examples.multi_turn import GuessTheNumber
+
+def games(count):
+    return [GuessTheNumber(i + 1) for i in range(count)]
+"""
+CALL = {"class_path": "own_games.games", "init_args": {"count": 2}}
+
+
+@pytest.mark.parametrize(
+    "environments",
+    mostly_soak([[{**GUESS, "init_args": {"secret": i}} for i in (3, 7)], CALL], but=[CALL]),
+)
+def test_environments_in_a_file(
+    environments: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    Path("own_games.py").write_text(GAMES)
+    own = config("GRPO")
+    options = {"train": environments, "batch_size": 2, "group_size": 2, "max_tokens": 2}
+    own["data"] = {"class_path": "RolloutData", "init_args": options}
+    assert run("fit", own, "--trainer.max_steps=1", "--trainer.enable_checkpointing=false") == 0
+    with pytest.raises(SystemExit):
+        run("fit", own, "--print_config")
+    assert yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]["train"] == environments
+    for mistake in ([{**GUESS, "init_args": {"secrt": 1}}], [GUESS]):
+        own["data"]["init_args"]["train"] = mistake
+        assert run("fit", own) == 2
+        said = capsys.readouterr().err
+        assert "tinker-lightning: train: GuessTheNumber " in said
+        assert "Traceback" not in said
 
 
 MISTAKES = [

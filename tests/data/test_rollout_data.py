@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from examples.grpo import digits, right
+from examples.multi_turn import GuessTheNumber
 from tinker_lightning.data import RolloutData
 from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.rl import Environment, RolloutLoader
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 ROWS = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(6)]
@@ -50,3 +54,98 @@ def test_mistakes(tmp_path: Path) -> None:
     broken.write_text('{"prompt": "1 + 1 ="}\n{"prompt": \n')
     with pytest.raises(InvalidDatum, match=r"broken\.jsonl:2: not JSON"):
         RolloutData(broken, rewards=right).train_dataloader()
+
+
+GUESS = "examples.multi_turn.GuessTheNumber"
+
+
+def games(count: int = 3) -> list[Environment]:
+    return [GuessTheNumber(secret) for secret in range(1, count + 1)]
+
+
+def endless() -> Iterator[Environment]:
+    return (GuessTheNumber(secret % 9) for secret in itertools.count())
+
+
+def other(secret: int) -> dict[str, int]:
+    return {"secret": secret}
+
+
+class Unfinished(Environment):
+    pass
+
+
+GAMES = games()
+
+
+def guess(*secrets: int) -> list[dict[str, Any]]:
+    return [{"class_path": GUESS, "init_args": {"secret": secret}} for secret in secrets]
+
+
+def secrets(data: RolloutData) -> list[int]:
+    loader: Any = data.train_dataloader()
+    return sorted(task.environment.secret for task in loader._tasks.take(3))
+
+
+@pytest.mark.parametrize(
+    ("source", "settings"),
+    [
+        (guess(1, 2, 3), {}),
+        ([*guess(1, 2), GuessTheNumber(3)], {}),
+        (f"{__name__}.games", {}),
+        (f"{__name__}.GAMES", {}),
+        ({"class_path": f"{__name__}.games", "init_args": {"count": 3}}, {}),
+        ([{"class_path": f"{__name__}.games", "init_args": {"count": 2}}, *guess(3)], {}),
+        ([{"secret": 1}, {"secret": 2}, {"secret": 3}], {"environment": GUESS}),
+        (({"secret": 1}, {"secret": 2}, {"secret": 3}), {"environment": GuessTheNumber}),
+    ],
+)
+def test_environments_by_import_path(source: Any, settings: dict[str, Any]) -> None:
+    assert secrets(RolloutData(source, **settings)) == [1, 2, 3]
+
+
+def test_environments_of_a_file_alone_and_without_end(tmp_path: Path) -> None:
+    file = tmp_path / "games.jsonl"
+    file.write_text('{"secret": 3}\n{"secret": 4}\n{"secret": 5}\n')
+    assert secrets(RolloutData(file, environment=GUESS)) == [3, 4, 5]
+    assert secrets(RolloutData(guess(7)[0])) == secrets(RolloutData(GuessTheNumber(7))) == [7, 7, 7]
+    assert secrets(RolloutData(f"{__name__}.endless")) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "message"),
+    [
+        ([{"class_path": f"{GUESS}s"}], {}, "train: 'examples.multi_turn.GuessTheNumbers' cannot be imported: module"),
+        ([{"class_path": f"{GUESS}s"}], {}, "Did you mean 'GuessTheNumber'?"),
+        ("no_package.games", {}, "train: 'no_package.games' cannot be imported: No module named 'no_package'"),
+        ([{"secret": 1}], {"environment": f"{GUESS}s"}, "environment: 'examples.multi_turn.GuessTheNumbers' cannot be"),
+        (
+            [{"class_path": GUESS, "init_args": {"secrt": 1}}],
+            {},
+            "GuessTheNumber has no argument 'secrt'. Did you mean",
+        ),
+        ([{"class_path": GUESS}], {}, "train: GuessTheNumber is missing a required argument: 'secret'"),
+        (
+            [{"class_path": GUESS, "args": {}}],
+            {},
+            "train: expected class_path and init_args, and no other keys, got 'arg",
+        ),
+        ({"class_path": f"{__name__}.Unfinished"}, {}, "train: the class Unfinished has no method rollout"),
+        ({"class_path": f"{__name__}.GUESS"}, {}, "train: expected a class or a function, got a str"),
+        ({"class_path": "fractions.Fraction"}, {}, "train: fractions.Fraction is no environment but a Fraction"),
+        ([{"secret": 1}, {"secrt": 2}], {"environment": GUESS}, "train: row 1: GuessTheNumber has no argument 'secrt'"),
+        (["3"], {"environment": GUESS}, "train: row 0 must be a dict with the arguments of an environment, got a str"),
+        ([{"secret": 1}], {"environment": other}, "environment must be a subclass of Environment, or a function that"),
+        (f"{__name__}.endless", {"environment": GUESS}, "train has no length"),
+    ],
+)
+def test_mistakes_in_environments(source: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        RolloutData(source, **settings).train_dataloader()
+    assert message in str(raised.value)
+
+
+def test_what_is_neither_a_prompt_nor_an_environment() -> None:
+    for item, message in ((GuessTheNumber, "got the class GuessTheNumber; make an object of it"), (3.5, "got float")):
+        with pytest.raises(InvalidInput, match=message):
+            RolloutLoader([item], right)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tinker_cookbook import renderers
-from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticDataset
+from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticDataset, ArithmeticEnv
 from tinker_cookbook.recipes.multiplayer_rl.guess_number.env import GuessNumberDataset, GuessNumberEnvGroupBuilder
 from tinker_cookbook.rl.data_processing import assemble_training_data, compute_advantages, trajectory_to_data
 from tinker_cookbook.rl.types import TrajectoryGroup
@@ -94,6 +94,12 @@ def test_environments_of_datasets(policies: list[SamplerPolicy]) -> None:
     group = asyncio.run(environments(problems, SHORT)[0].group(policies))
     assert [len(each.turns) for each in group] == [1, 1]
     assert all("correct" in each.metrics for each in group)
+
+
+def test_an_environment_of_one_episode_is_not_a_builder(policies: list[SamplerPolicy]) -> None:
+    env = ArithmeticEnv(1, 2, renderer(policies))
+    with pytest.raises(InvalidInput, match="expected an RLDataset or EnvGroupBuilders, got ArithmeticEnv"):
+        environments([env])
 
 
 def test_the_number_of_environments_must_be_the_group_size(policies: list[SamplerPolicy]) -> None:

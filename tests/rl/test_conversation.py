@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.helpers.fuzzing import examples
 from tinker_lightning import SamplingParams
 from tinker_lightning.errors import InvalidDatum, InvalidInput, RolloutFailed, TooLong
 from tinker_lightning.rl import Chat, Completion, Environment, Policy, SamplerPolicy, Trajectory
@@ -63,6 +66,38 @@ def test_sampled_conversations_are_one_datum(policy: SamplerPolicy) -> None:
     assert datum.loss_fn_inputs["target_tokens"].to_numpy()[mask].tolist() == sampled
     # What was sampled is random bytes, whose text is not tokenized back to them.
     assert rendered(policy.tokenizer, chat.messages[:-1]) != chat.turns[-1].prompt_tokens
+
+
+ANSWERS = st.lists(st.integers(0, 255), max_size=6) | st.lists(st.integers(0, 255), max_size=5).map(lambda t: [*t, END])
+
+
+@examples(few=10, many=1000)
+@given(turns=st.lists(st.tuples(st.text(max_size=8), ANSWERS), min_size=1, max_size=6), as_text=st.booleans())
+def test_tokens_trained_are_the_tokens_sampled(
+    turns: list[tuple[str, list[int]]], as_text: bool, policy: SamplerPolicy
+) -> None:
+    scripted = Scripted(policy.tokenizer, *(answer for _, answer in turns))
+
+    async def talk() -> Chat:
+        chat = Chat(scripted, as_text=as_text)
+        for i, (question, _) in enumerate(turns):
+            await chat.reply(f"{i}{question}")
+        return chat
+
+    chat = asyncio.run(talk())
+    trajectory = chat.trajectory(1.0)
+    sampled = [(turn.prompt_tokens, turn.completion.tokens) for turn in chat.turns]
+    assert [tokens for _, tokens in sampled] == [answer for _, answer in turns]
+    data = trajectory.datums()
+    assert len(data) == any(answer for _, answer in turns)
+    for datum in data:
+        tokens = [*datum.model_input.to_ints(), int(datum.loss_fn_inputs["target_tokens"].to_numpy()[-1])]
+        trained = (np.flatnonzero(datum.loss_fn_inputs["mask"].to_numpy()) + 1).tolist()
+        places = [range(len(prompt), len(prompt) + len(answer)) for prompt, answer in sampled]
+        assert trained == [place for each in places for place in each]
+        for prompt, answer in sampled:
+            if answer:
+                assert tokens[: len(prompt) + len(answer)] == prompt + answer
 
 
 def test_prompts_are_those_of_the_template_if_the_answers_are_plain_text(policy: SamplerPolicy) -> None:

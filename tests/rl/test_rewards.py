@@ -112,7 +112,7 @@ FAULTS: dict[str, Callable[..., Any]] = {
     "took longer than 0.05 s. ": slow_async,
     "raised TimeoutError: the judge is busy": impatient,
     "returned nan; return a finite number": returning(float("nan")),
-    "returned not an array of numbers: got str": returning("0.5"),
+    "returned the string '0.5'; return a number": returning("0.5"),
     "returned None; return a number": returning(None),
     "returned an array of shape [2]; return one number": returning([1.0, 2.0]),
     "returned inf; return a finite number": returning({"part": math.inf}),

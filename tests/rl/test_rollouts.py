@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +22,7 @@ from tinker_lightning.rl.admission import Window
 from tinker_lightning.rl.units import PolicySource
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tinker_lightning.client import ServiceClient
     from tinker_lightning.rl import Group, Policy
@@ -110,18 +111,20 @@ def test_the_limit_is_the_end_of_a_window(
 
 
 class Slow(Environment):
-    """Takes a given time, without a model."""
+    """Takes a given time, without a model; calls a function when it starts."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, started: Callable[[], None] = lambda: None) -> None:
         self.seconds = seconds
+        self.started = started
 
     async def rollout(self, policy: Policy) -> Trajectory:
+        self.started()
         await asyncio.sleep(self.seconds)
         completion = Completion([5], [-1.0], "stop", "a", policy.version)  # type: ignore[arg-type]
         return Trajectory([Turn([1], completion)], self.seconds)
 
 
-@examples(10, 200)
+@examples(10, 1000)
 @given(
     durations=st.lists(st.sampled_from([0.0, 0.0, 0.0005, 0.003]), min_size=4, max_size=12),
     staleness=st.integers(0, 3),
@@ -137,9 +140,10 @@ def test_admission_is_bounded_and_nothing_is_lost(
         def __await__(self) -> Any:
             return asyncio.sleep(0, self).__await__()
 
-    loader = RolloutLoader(
-        [Slow(each) for each in durations], group_size=1, batch_size=batch_size, staleness=staleness, shuffle=False
-    )
+    starts: list[int] = []  # the finished steps when each group was started
+    step = 0
+    environments = [Slow(each, lambda: starts.append(step)) for each in durations]
+    loader = RolloutLoader(environments, group_size=1, batch_size=batch_size, staleness=staleness, shuffle=False)
     trained, started = [], 0
     for step in range(steps):
         limit = Window(step, steps=steps - step).limit(staleness)
@@ -155,10 +159,12 @@ def test_admission_is_bounded_and_nothing_is_lost(
         started = max(started, limit)
     assert trained == list(range(steps * batch_size))
     assert started == steps  # nothing was sampled that is not trained
+    assert len(starts) == steps * batch_size
+    assert all(count < (staleness + finished + 1) * batch_size for count, finished in enumerate(starts))
     assert loader.counts == (batch_size, 0)
 
 
-def test_an_environment_that_never_ends() -> None:
+def test_an_environment_that_never_ends(caplog: pytest.LogCaptureFixture) -> None:
     loader = RolloutLoader([Slow(60.0)], group_size=1, batch_size=1, timeout=0.05)
     loader.admit(1, lambda: PolicySource(0, _nothing(), object()))
     with pytest.raises(RolloutFailed, match=r"prompt 0 \(Slow\): did not end within 0.05 s. Pass on_error='skip'"):
@@ -167,6 +173,29 @@ def test_an_environment_that_never_ends() -> None:
     skipping.admit(1, lambda: PolicySource(0, _nothing(), object()))
     failed = [group.failed for group in sorted(arrived(skipping, 0), key=lambda group: group.task.index)]
     assert failed == ["did not end within 0.05 s", ""]
+    assert skipping.sampling.failures == {"Slow": 1}
+    assert "prompt 0 (Slow): did not end within 0.05 s; this prompt and others that fail are left out" in caplog.text
+
+
+class Blocking(Environment):
+    """Keeps the event loop that all rollouts share."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def rollout(self, policy: Policy) -> Trajectory:
+        del policy
+        time.sleep(self.seconds)  # the mistake
+        return Trajectory([], 0.0)
+
+
+def test_an_environment_that_blocks_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinker_lightning.rl.units._BLOCKED_SECONDS", 0.1)
+    monkeypatch.setattr("tinker_lightning.rl.units._CALLBACK_SECONDS", 0.05)
+    loader = RolloutLoader([Blocking(1.5)], group_size=1, batch_size=1, timeout=0.1)
+    loader.admit(1, lambda: PolicySource(0, _nothing(), object()))
+    with pytest.raises(RolloutFailed, match=r"nothing of Blocking has run for \d s: a rollout blocks the event loop"):
+        arrived(loader, 0)
 
 
 class _nothing:  # noqa: N801  # stands for a function
@@ -187,6 +216,9 @@ class Returning(Environment):
         return self.result(policies) if callable(self.result) else self.result  # type: ignore[no-any-return]
 
 
+WORDS: Any = {"turns": "two"}
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [
@@ -194,6 +226,7 @@ class Returning(Environment):
         ([1, 2], "returned int; return a Trajectory for each policy"),
         (None, "returned NoneType; return a Trajectory"),
         ([Trajectory([], 0.0), Trajectory([], float("inf"))], "the reward of an episode is inf"),
+        ([Trajectory([], 0.0), Trajectory([], 0.0, metrics=WORDS)], "'turns' of an episode is 'two'"),
         (lambda policies: policies[7], "IndexError"),
     ],
 )
@@ -201,6 +234,18 @@ def test_what_an_environment_must_return(result: Any, message: str) -> None:
     loader = RolloutLoader([Returning(result)], group_size=2, batch_size=1)
     loader.admit(1, lambda: PolicySource(0, _nothing(), object()))
     with pytest.raises(RolloutFailed, match=rf"prompt 0 \(Returning\): .*{message}"):
+        arrived(loader, 0)
+
+
+class NotAsync(Environment):
+    def rollout(self, policy: Policy) -> Trajectory:  # type: ignore[override]
+        return Trajectory([], float(policy.version))
+
+
+def test_a_rollout_that_is_no_coroutine() -> None:
+    loader = RolloutLoader([NotAsync()], group_size=2, batch_size=1)
+    loader.admit(1, lambda: PolicySource(0, _nothing(), object()))
+    with pytest.raises(RolloutFailed, match=r"write `async def rollout\(self, policy\)` in NotAsync"):
         arrived(loader, 0)
 
 

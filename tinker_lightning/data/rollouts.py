@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
 
-from tinker_lightning.data.sources import read_rows
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.data.environments import imported, prompts_of
 from tinker_lightning.rl import Rewards, RolloutLoader
 from tinker_lightning.types import SamplingParams
+
+# Of `Any` alone, the parser of a configuration would make objects itself, with None for arguments that are missing.
+Source: TypeAlias = dict[str, Any] | list[dict[str, Any]] | Any
 
 
 class RolloutData(pl.LightningDataModule):
@@ -20,9 +21,13 @@ class RolloutData(pl.LightningDataModule):
 
     Args:
         train: A JSON Lines file, or any other collection of prompts or environments. A prompt is a text, a chat, or a
-            dict with `prompt` or `messages`, whose other columns go to the rewards.
+            dict with `prompt` or `messages`, whose other columns go to the rewards. Also the import path of a
+            collection, or of a function that returns one; and classes or functions with their arguments, as dicts with
+            `class_path` and `init_args`.
         validation: The same; its prompts are answered in their order, always with the same seeds.
         test: The same, for `Trainer.test`.
+        environment: A class, or its import path, whose instances are the environments; each row of `train`,
+            `validation` and `test` has the arguments of one.
         rewards: A reward function, its import path, such as `my_rewards.right`, or a list of them.
         max_tokens: The maximum number of tokens of an answer.
         temperature: The softmax temperature of sampling.
@@ -43,10 +48,11 @@ class RolloutData(pl.LightningDataModule):
 
     def __init__(
         self,
-        train: Any = None,
-        validation: Any = None,
+        train: Source = None,
+        validation: Source = None,
         *,
-        test: Any = None,
+        test: Source = None,
+        environment: Any = None,
         rewards: Any = None,
         max_tokens: int = 64,
         temperature: float = 1.0,
@@ -67,7 +73,8 @@ class RolloutData(pl.LightningDataModule):
         super().__init__()
         self.batch_size = batch_size
         self._sources = {"train": train, "validation": validation, "test": test}
-        functions = _imported(rewards)
+        self._environment = imported(environment, "environment") if isinstance(environment, str) else environment
+        functions = _functions(rewards)
         self._rewards = functions if weights is None else Rewards(functions, weights)
         self._settings: dict[str, Any] = {
             "sampling_params": SamplingParams(max_tokens=max_tokens, temperature=temperature, stop=stop),
@@ -89,7 +96,7 @@ class RolloutData(pl.LightningDataModule):
         if part not in self._loaders:
             own: dict[str, Any] = self._training if part == "train" else {"shuffle": False}
             self._loaders[part] = RolloutLoader(
-                read_rows(self._sources[part], part),
+                prompts_of(self._sources[part], part, self._environment),
                 self._rewards,
                 batch_size=self.batch_size,
                 **self._settings,
@@ -98,17 +105,8 @@ class RolloutData(pl.LightningDataModule):
         return self._loaders[part]
 
 
-def _imported(rewards: Any) -> Any:
+def _functions(rewards: Any) -> Any:
     """Returns rewards whose import paths are replaced by the functions."""
     if isinstance(rewards, Sequence) and not isinstance(rewards, str):
-        return [_imported(each) for each in rewards]
-    if not isinstance(rewards, str):
-        return rewards
-    module, _, name = rewards.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidInput(
-            f"rewards: {rewards!r} cannot be imported: {error}. Write package.module.function, and start the command "
-            "in the folder that has the package."
-        ) from error
+        return [_functions(each) for each in rewards]
+    return imported(rewards, "rewards") if isinstance(rewards, str) else rewards

@@ -25,8 +25,16 @@ def environments(source: Any, params: SamplingParams | None = None) -> list[Cook
         source: The dataset or the builders.
         params: How tokens are chosen. The stop condition is the environment's own.
     """
+    from tinker_cookbook.rl.types import EnvGroupBuilder
+
     if not isinstance(source, Sequence):
         source = [builder for i in range(len(source)) for builder in source.get_batch(i)]
+    for each in source:
+        if not isinstance(each, EnvGroupBuilder):
+            raise InvalidInput(
+                f"expected an RLDataset or EnvGroupBuilders, got {type(each).__name__}. An Env plays one episode only; "
+                "pass a builder that makes group_size of them, such as ProblemGroupBuilder."
+            )
     return [CookbookEnvironment(builder, params) for builder in source]
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
+from tinker_lightning.errors import RolloutFailed
 from tinker_lightning.lightning.rows import PromptLike, RowFormat
 from tinker_lightning.rl.rewards import Rewards
 from tinker_lightning.rl.trajectory import Completion, Trajectory, Turn
@@ -62,7 +64,10 @@ class Environment(ABC):
 
         The policies have the same weights and different seeds.
         """
-        return await together([self.rollout(policy) for policy in policies])
+        rollouts = [self.rollout(policy) for policy in policies]
+        if not all(map(inspect.isawaitable, rollouts)):
+            raise RolloutFailed(f"write `async def rollout(self, policy)` in {type(self).__name__}, without yield")
+        return await together(rollouts)
 
 
 class PromptEnvironment(Environment):

@@ -177,6 +177,8 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
 def _number(value: Any) -> float:
     if value is None:
         raise InvalidTensor("None; return a number")
+    if isinstance(value, str):
+        raise InvalidTensor(f"the string {value!r:.80}; return a number")
     array = as_array(value)
     if array.size != 1:
         raise InvalidTensor(f"an array of shape {list(array.shape)}; return one number")

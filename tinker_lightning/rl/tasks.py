@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.lightning.rows import PromptLike
 from tinker_lightning.rl.environment import Environment, PromptEnvironment
 
 if TYPE_CHECKING:
@@ -167,6 +168,9 @@ def tasks_of(
     def wrap(item: Any) -> Environment:
         if isinstance(item, Environment):
             return item
+        if not isinstance(item, str | Mapping | Sequence | PromptLike):
+            a = f"the class {item.__name__}; make an object of it" if isinstance(item, type) else type(item).__name__
+            raise InvalidInput(f"RolloutLoader needs prompts, or objects of subclasses of Environment, got {a}")
         if rewards is None:
             raise InvalidInput(
                 f"a prompt needs a reward: pass rewards=... to RolloutLoader, or environments in place of {item!r:.80}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import queue
 import time
+from collections import Counter
 from collections.abc import Awaitable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tinker_lightning.errors import (
@@ -19,7 +21,7 @@ from tinker_lightning.errors import (
     Unauthorized,
     Unsupported,
 )
-from tinker_lightning.losses.regularizers.background import on_loop
+from tinker_lightning.losses.regularizers.background import on_loop, seconds_blocked
 from tinker_lightning.rl.groups import Group
 from tinker_lightning.rl.policy import SamplerPolicy
 from tinker_lightning.rl.seeds import SeededPolicy
@@ -32,10 +34,15 @@ if TYPE_CHECKING:
 
     from tinker_lightning.rl.tasks import Task
 
+logger = logging.getLogger("tinker_lightning.rl")
+
 OnError: TypeAlias = Literal["raise", "skip"]
 
 # How often waiting calls `while_waiting`, in seconds.
 _CALLBACK_SECONDS = 0.5
+
+# How long the event loop of all rollouts may be blocked, in seconds, apart from the time that an episode may take.
+_BLOCKED_SECONDS = 30.0
 
 # Failures of the connection, after which no other rollout would succeed either.
 _FATAL = (ClientClosed, ServerUnreachable, Unauthorized, Unsupported)
@@ -66,6 +73,7 @@ class Sampling:
         seed: The seed of the run.
         timeout: How many seconds the episodes of a task may take together; None for any number.
         on_error: Whether a task that fails raises, or is skipped and counted.
+        failures: How many tasks were skipped, by the name of their environments.
     """
 
     group_size: int
@@ -73,6 +81,7 @@ class Sampling:
     seed: int
     timeout: float | None = None
     on_error: OnError = "raise"
+    failures: Counter[str] = field(default_factory=Counter)
 
     async def roll(self, task: Task, source: PolicySource) -> Group:
         """Samples and scores the episodes of a task."""
@@ -91,6 +100,7 @@ class Sampling:
             reason = str(error) if isinstance(error, RolloutFailed) else f"{type(error).__name__}: {error}"
             reason = f"did not end within {self.timeout} s" if took_too_long else reason
             if self.on_error == "skip":
+                self._report(task, reason)
                 return Group(task, [], source.version, time.monotonic() - began, failed=reason)
             if isinstance(error, RewardFailed):
                 raise
@@ -100,6 +110,17 @@ class Sampling:
                 "out and count such prompts."
             ) from error
         return Group(task, trajectories, source.version, time.monotonic() - began)
+
+    def _report(self, task: Task, reason: str) -> None:
+        name = type(task.environment).__name__
+        if not self.failures[name]:
+            logger.warning(
+                "prompt %d (%s): %s; this prompt and others that fail are left out, and counted in groups/failed",
+                task.index,
+                name,
+                reason.rstrip("."),
+            )
+        self.failures[name] += 1
 
 
 class Unit:
@@ -112,6 +133,7 @@ class Unit:
         self.groups: dict[int, Group] = {}
         self._running: dict[int, Future[Group]] = {}
         self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._timeout: float | None = None
 
     @property
     def is_started(self) -> bool:
@@ -120,6 +142,7 @@ class Unit:
 
     def start(self, orders: Iterable[int], sampling: Sampling, source: PolicySource) -> None:
         """Starts rollouts of its tasks, by their places in it."""
+        self._timeout = sampling.timeout
         for order in orders:
             if order not in self._running and order not in self.groups:
                 task = self.tasks[order]
@@ -143,6 +166,18 @@ class Unit:
                 if order in missing:
                     del missing[order]
                     yield order, self.groups[order]
+                continue
+            self._check_loop()
+
+    def _check_loop(self) -> None:
+        """Raises `RolloutFailed` if an environment keeps the event loop, so that not even its timeout can end it."""
+        if self._timeout is not None and (seconds := seconds_blocked()) > self._timeout + _BLOCKED_SECONDS:
+            names = sorted({type(self.tasks[order].environment).__name__ for order in self._running})
+            raise RolloutFailed(
+                f"nothing of {' and '.join(names)} has run for {seconds:.0f} s: a rollout blocks the event loop "
+                "that all rollouts share. Await what takes time: asyncio.sleep in place of time.sleep, and await "
+                "asyncio.to_thread(function) for a function that blocks."
+            )
 
     def stop(self) -> None:
         """Cancels what is running and forgets what has arrived."""
@@ -167,3 +202,8 @@ def _check_episodes(episodes: Any, count: int) -> None:
     for each in given:
         if math.isinf(each.reward):
             raise RolloutFailed(f"the reward of an episode is {each.reward}; return a finite number")
+        for name, value in {**each.rewards, **each.metrics}.items():
+            try:
+                float(value)
+            except (TypeError, ValueError) as error:
+                raise RolloutFailed(f"{name!r} of an episode is {value!r:.80}; return a number") from error

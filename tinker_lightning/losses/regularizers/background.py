@@ -92,6 +92,11 @@ def blocker() -> str:
     return step[0] if step is not None and time.monotonic() - step[1] > _SLOW_SECONDS else ""
 
 
+def seconds_blocked() -> float:
+    """Returns for how long the loop has not run what this function asked it to run before; 0 if it has."""
+    return _Loop.shared().seconds_blocked()
+
+
 class _Loop:
     """An event loop on its own thread."""
 
@@ -102,6 +107,7 @@ class _Loop:
         self.loop = asyncio.new_event_loop()
         self.pid = os.getpid()
         self.step: tuple[str, float] | None = None  # the running coroutine and its start time
+        self._asked: float | None = None  # since when it has not answered
         self.thread = threading.Thread(target=self.loop.run_forever, name=THREAD, daemon=True)
         self.thread.start()
 
@@ -112,6 +118,18 @@ class _Loop:
             if cls._shared is None or cls._shared.pid != os.getpid():
                 cls._shared = cls()
             return cls._shared
+
+    def seconds_blocked(self) -> float:
+        """Returns since when a question is not answered, and asks one if there is none."""
+        asked = self._asked
+        if asked is None:
+            self._asked = time.monotonic()
+            self.loop.call_soon_threadsafe(self._answer)
+            return 0.0
+        return time.monotonic() - asked
+
+    def _answer(self) -> None:
+        self._asked = None
 
 
 async def _awaited(awaitable: Awaitable[T]) -> T:
