@@ -341,6 +341,7 @@ def test_a_state_of_other_prompts_or_settings_raises() -> None:
         ({"timeout": 0}, "timeout must be a positive"),
         ({"on_error": "ignore"}, "on_error must be"),
         ({"rewards": None}, "a prompt needs a reward"),
+        ({"prompts": [Slow(0.0)]}, "rewards are for prompts; an environment such as Slow gives"),
         ({"prompts": []}, "there are no prompts"),
         ({"prompts": "a prompt"}, "needs a list of prompts"),
         ({"prompts": {"prompt": PROMPTS}}, "needs a list of prompts .*, got dict"),

@@ -167,6 +167,11 @@ def tasks_of(
 
     def wrap(item: Any) -> Environment:
         if isinstance(item, Environment):
+            if rewards is not None:
+                raise InvalidInput(
+                    f"rewards are for prompts; an environment such as {type(item).__name__} gives its trajectories their "
+                    "rewards itself. Leave rewards out."
+                )
             return item
         if not isinstance(item, str | Mapping | Sequence | PromptLike):
             a = f"the class {item.__name__}; make an object of it" if isinstance(item, type) else type(item).__name__
