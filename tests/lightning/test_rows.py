@@ -93,6 +93,10 @@ def test_rows_without_a_loader_raise_with_the_line_to_write(module: RemoteModule
             "row 0 of the batch: a row to train on needs .* this one has prompt, answer",
         ),
         (["x", [{"role": "asistant", "content": "x"}]], "row 1 of the batch: message 0 .* did you mean 'assistant'"),
+        (
+            {"messages": [{"role": ["user"] * 2, "content": ["a", "b"]}]},
+            "messages has one value per row: torch's default",
+        ),
         ({"prompt": ["a", "b"], "completion": ["c", "d"]}, "prompt has one value per row: torch's default collate_fn"),
         ([[{"content": "x"}]], "row 0 of the batch: message 0 has no role"),
         ([{"messages": [CHAT[0], {"role": "assistant", "content": ""}]}], "row 0 of the batch: the answer is empty"),
@@ -191,3 +195,18 @@ def test_a_module_without_a_model_or_closed_says_so(monkeypatch: pytest.MonkeyPa
     module.close()
     with pytest.raises(ClientClosed, match=r"this module was closed.*Create a new module"):
         module.datums(["x"])
+
+
+def test_a_module_that_was_closed_after_its_use_says_so() -> None:
+    with Few("tiny", rank=4, base_url="embedded") as module:
+        assert module.tokenizer is not None
+        module.predict_step(["x"], 0)
+    loader = DataLoader(["x"], collate_fn=collate)
+    for start in (lambda: module.tokenizer, lambda: quiet().fit(module, loader)):
+        with pytest.raises(ClientClosed, match=r"this module was closed.*Create a new module"):
+            start()
+
+
+def test_a_path_in_place_of_a_loader_names_the_data_module(module: RemoteModule) -> None:
+    with pytest.raises(InvalidInput, match=r"take each character for a batch.*ChatData\('rows.jsonl'\)"):
+        quiet().fit(module, "rows.jsonl")
