@@ -229,7 +229,7 @@ def test_files_of_other_formats_name_the_loader_for_them(tmp_path: Path) -> None
 
 
 def test_a_datum_without_weights_or_that_is_too_long(tokenizer: Any) -> None:
-    with pytest.raises(InvalidDatum, match="row 0: none of its tokens has a weight, so there is nothing to train on$"):
+    with pytest.raises(InvalidDatum, match=r"row 0: none of its tokens has a weight, so there is nothing to train on$"):
         batches(ChatData([Datum.from_tokens([1, 2, 3], weights=[0, 0, 0])], tokenizer=tokenizer, max_length=9))
     with pytest.raises(TooLong, match="row 0: the datum has 9 tokens, but max_length is 8"):
         batches(ChatData([Datum.from_tokens([1] * 10)], tokenizer=tokenizer, max_length=8))

@@ -116,6 +116,8 @@ def shown(row: Any) -> str:
 
     >>> shown({"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]})
     '2 + 2?'
+    >>> shown([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}])
+    '2 + 2?'
     """
     value = row.get("prompt", row.get("messages", row)) if isinstance(row, Mapping) else row
     return str(to_answer(value)[-1]["content"]) if is_chat(value) else str(value)
