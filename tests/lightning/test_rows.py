@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from tests.helpers.counting import count_passes
 from tests.helpers.trainers import SMALL, new, quiet
 from tinker_lightning import Datum, ModelInput, RemoteModule, SamplingParams, collate
+from tinker_lightning.data import ChatData
 from tinker_lightning.errors import ClientClosed, InvalidDatum, InvalidInput, TooLong
 from tinker_lightning.lightning.rows import RowFormat
 from tinker_lightning.types.chat import generation_prompt
@@ -199,12 +200,13 @@ def test_a_module_without_a_model_or_closed_says_so(monkeypatch: pytest.MonkeyPa
 
 def test_a_module_that_was_closed_after_its_use_says_so() -> None:
     with Few("tiny", rank=4, base_url="embedded") as module:
-        assert module.tokenizer is not None
+        tokenizer = module.tokenizer
         module.predict_step(["x"], 0)
-    loader = DataLoader(["x"], collate_fn=collate)
-    for start in (lambda: module.tokenizer, lambda: quiet().fit(module, loader)):
+    assert module.tokenizer is tokenizer
+    loader: Any = DataLoader(["x"], collate_fn=collate)  # type: ignore[arg-type]
+    for data in (loader, ChatData(["x"])):
         with pytest.raises(ClientClosed, match=r"this module was closed.*Create a new module"):
-            start()
+            quiet().fit(module, data)
 
 
 def test_a_path_in_place_of_a_loader_names_the_data_module(module: RemoteModule) -> None:

@@ -239,6 +239,7 @@ class RowData(pl.LightningDataModule):
         module = self.trainer.lightning_module if self.trainer is not None else None
         tokenizer, length = self._tokenizer, self._max_length
         if isinstance(module, RemoteModule):
+            module.check_open()
             tokenizer = tokenizer or module.tokenizer
             context = module.lm.backend.max_context_length()
             if length is not None and context is not None and length > context:

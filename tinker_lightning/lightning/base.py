@@ -162,8 +162,8 @@ class RemoteBase(pl.LightningModule):
     @property
     def tokenizer(self) -> Any:
         """The tokenizer of the model, from the server; raises `ModelNotFound` if the server does not name one."""
-        self.check_open()
         if self._tokenizer is None:
+            self.check_open()
             self._tokenizer = self.lm.backend.get_tokenizer()
         return self._tokenizer
 
