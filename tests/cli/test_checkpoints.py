@@ -100,6 +100,17 @@ def test_checkpoints_are_listed_with_their_folder_and_deleted(file: Path, capsys
     assert listed(capsys) == []
 
 
+def test_a_file_that_torch_takes_for_instructions_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text("seed_everything: 0\nmodel:\n")
+    for command in (["chat", f"{tmp_path}/run.yaml"], ["export", f"{tmp_path}/run.yaml", "x"]):
+        assert cli.main(command) == 2
+        assert (
+            capsys.readouterr().err == f"tinker-lightning: {tmp_path}/run.yaml is not a checkpoint file of Lightning\n"
+        )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -154,7 +154,7 @@ def test_environments_in_a_file(
 MISTAKES = [
     ("model: {class_path: SFTT}", "model: there is no class 'SFTT'. Did you mean 'SFT'?"),
     ("model: {class_path: SFT, init_args: {modle: a}}", "SFT has no option 'modle'. Did you mean 'model'?"),
-    ("model: {class_path: SFT, init_args: {rank: a}}", "expected int. Got value: a"),
+    ("model: {class_path: SFT, init_args: {rank: a}}", "lightning: model.rank: expected int. Got value: a"),
     ("model: {class_path: DPO, init_args: {loss_type: a}}", "expected one of 'dpo', 'ipo', 'simpo', 'orpo'"),
     ("modle: {class_path: SFT}", "there is no option 'modle'. Did you mean 'model'?"),
     ("trainer: {max_epoch: 3}", "there is no option 'trainer.max_epoch'. Did you mean 'trainer.max_epochs'?"),
@@ -259,6 +259,27 @@ def test_help_is_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "--print_config" in printed
     assert "Optional[" not in printed
+
+
+def test_each_option_of_a_recipe_is_described(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("fit", config(), "--model.help", "SFT")
+    printed = " ".join(capsys.readouterr().out.split())
+    for words in ("The LoRA rank.", "The learning rate of the default optimizer.", "The URL of the server"):
+        assert words in printed
+    assert run("fit", config(), "--model.help", "STF") == 2
+    assert "tinker-lightning: model: there is no class 'STF'. Did you mean 'SFT'?\n" in capsys.readouterr().err
+
+
+def test_an_error_of_a_process_that_loads_data_is_one_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "bad.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
+    options = ["--data.train=bad.jsonl", "--data.validation=null", "--data.streaming=true", "--data.num_workers=1"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert run("fit", config(), *options) == 2
+    said = capsys.readouterr().err
+    assert "tinker-lightning: bad.jsonl:2: a row to train on needs messages" in said
+    assert "Traceback" not in said
 
 
 def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,6 +65,12 @@ def test_no_server() -> None:
     assert "tinker-lightning serve --model tiny" in str(error)
 
 
+def test_hosted_tinker_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinker_lightning.client.connection.HOSTED_URL", "http://127.0.0.1:9")  # where nothing listens
+    with visiting("http://127.0.0.1:9") as service:
+        assert "or train in this process: base_url='embedded', or no TINKER_API_KEY" in str(fail_with(service))
+
+
 def test_no_such_host() -> None:
     with visiting("http://no-such-host.invalid") as service:
         assert type(fail_with(service)) is ServerUnreachable

@@ -17,7 +17,7 @@ from tests.helpers.backends import recording
 from tests.helpers.client_data import DATA
 from tinker_lightning.client import ServiceClient, TrainingBackend, as_backend, channel, connect
 from tinker_lightning.client.dialects.known import known
-from tinker_lightning.client.discovery import HOSTED_URL
+from tinker_lightning.client.target import HOSTED_URL
 from tinker_lightning.errors import ClientClosed, InvalidInput
 from tinker_lightning.server import create_app
 

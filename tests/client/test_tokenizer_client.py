@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import huggingface_hub.constants
 import pytest
 
 from tests.helpers.backends import QUICK, recording
@@ -49,6 +50,14 @@ def test_a_tokenizer_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelNotFound, match="is neither a local folder nor available from the hub"):
         tokenizer.load(str(tmp_path / "nothing"))
+
+
+def test_without_a_network_a_hub_id_fails_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    with pytest.raises(ModelNotFound, match=r"nor available from the hub: http://127\.0\.0\.1:9 cannot be reached"):
+        tokenizer.load("nobody/nothing")
 
 
 @pytest.mark.parametrize("name", ["../evil.json", "/etc/evil", "..", "", "a/b"])

@@ -8,11 +8,13 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from torch.utils.data import IterableDataset, get_worker_info
 
 from tests.helpers.trainers import SMALL, logprobs_of, new, quiet
 from tinker_lightning import Datum, ModelInput, RemoteModule
 from tinker_lightning.data import ChatData, PreferenceData, PromptData
 from tinker_lightning.errors import InvalidDatum, InvalidInput, TooLong
+from tinker_lightning.types.chat import generation_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,6 +86,50 @@ def test_a_stream_gives_each_row_once(tokenizer: Any, file: Path, workers: int) 
     assert data.report["train"]["rows"] == len(ROWS)  # counted in the workers, in one pass
 
 
+class Split(IterableDataset[Any]):
+    """A dataset that chooses the rows of each worker itself, as streaming ones of the package `datasets` do."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        return iter(ROWS if info is None else ROWS[info.id :: info.num_workers])
+
+
+def test_a_dataset_that_splits_itself_is_not_split_again(tokenizer: Any) -> None:
+    data = ChatData(Split(), tokenizer=tokenizer, streaming=True, num_workers=2, batch_size=4)
+    found = [datum for batch in batches(data) for datum in batch]
+    assert sorted(map(repr, found)) == sorted(repr(Datum.from_chat(row, tokenizer)) for row in ROWS)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_file_may_be_one_json_array(indent: int | None, tokenizer: Any, file: Path) -> None:
+    file.write_text(json.dumps(ROWS, indent=indent))
+    assert batches(ChatData(file, tokenizer=tokenizer, shuffle=False, batch_size=12)) == [
+        [Datum.from_chat(row, tokenizer) for row in ROWS]
+    ]
+    with pytest.raises(
+        InvalidInput, match=r"is one JSON array, which cannot be streamed\. Write one row per line, .*jq"
+    ):
+        ChatData(file, streaming=True)
+    file.write_text(json.dumps([*ROWS, {"text": 3}], indent=indent))
+    with pytest.raises(InvalidDatum, match=r"chats\.jsonl: row 12: a row to train on needs"):
+        batches(ChatData(file, tokenizer=tokenizer))
+    file.write_text(json.dumps(ROWS, indent=indent)[:-1])
+    with pytest.raises(InvalidDatum, match=r"chats\.jsonl:\d+: not JSON: .* or be one JSON array"):
+        batches(ChatData(file, tokenizer=tokenizer))
+
+
+def test_lines_that_are_lists_are_no_array(tokenizer: Any, file: Path) -> None:
+    file.write_text(json.dumps(ROWS[0]["messages"]))
+    assert batches(ChatData(file, tokenizer=tokenizer)) == [[Datum.from_chat(ROWS[0], tokenizer)]]
+    file.write_text('["a", "b"]\n["a", "c"]')
+    assert len(batches(PreferenceData(file, tokenizer=tokenizer))[0]) == 2
+
+
+def test_an_error_of_a_worker_is_one_line(tokenizer: Any) -> None:
+    with pytest.raises(InvalidDatum, match=r"^row 1: messages must be a list of dicts with role and content, got int$"):
+        batches(ChatData([ROWS[0], 3], tokenizer=tokenizer, num_workers=1))
+
+
 def test_workers_convert_rows_in_order(tokenizer: Any) -> None:
     data = ChatData(ROWS, tokenizer=tokenizer, num_workers=2, shuffle=False, batch_size=12)
     assert batches(data) == [[Datum.from_chat(row, tokenizer) for row in ROWS]]
@@ -97,6 +143,7 @@ def test_a_share_is_held_out(tokenizer: Any) -> None:
     again = ChatData(ROWS, 0.25, tokenizer=tokenizer)
     again.setup("validate")
     assert list(again.val_dataloader()) == [held_out]
+    assert (again.report["train"]["rows"], again.report["validation"]["rows"]) == (9, 3)
 
 
 @pytest.mark.parametrize("truncate", ["left", "drop"])
@@ -151,6 +198,8 @@ def test_a_bad_row_raises_with_file_and_line_or_is_skipped_and_counted(
     [
         ({"train": "nowhere.jsonl"}, r"train: there is no file nowhere\.jsonl"),
         ({"train": 3}, "train must be a JSON Lines file, a dataset or a list of rows, got int"),
+        ({"train": {"train": ROWS, "test": ROWS}}, "train must be one dataset, got a dict with train, test; pass one"),
+        ({"train": [{"text": 3}], "bad_rows": "skip"}, "train: no row is left: .*, 1 skipped as invalid$"),
         ({"train": ROWS, "validation": 1.5}, "a share between 0 and 1, got 1.5"),
         ({"train": ROWS, "validation": 0.1, "streaming": True}, "a share of a stream cannot be held out"),
         ({"train": ROWS[:1], "validation": 0.5}, "leaves none to train on"),
@@ -170,6 +219,27 @@ def test_mistakes_in_arguments(arguments: dict[str, Any], message: str, tokenize
         batches(ChatData(**{"tokenizer": tokenizer, **arguments}))
 
 
+def test_files_of_other_formats_name_the_loader_for_them(tmp_path: Path) -> None:
+    for name, builder in (("a.parquet", "parquet"), ("a.csv", "csv"), ("a.jsonl.gz", "json")):
+        (tmp_path / name).touch()
+        with pytest.raises(
+            InvalidInput, match=rf"{name} is not a JSON Lines file.*load_dataset\('{builder}', data_files"
+        ):
+            ChatData(tmp_path / name)
+
+
+def test_a_datum_without_weights_or_that_is_too_long(tokenizer: Any) -> None:
+    with pytest.raises(InvalidDatum, match=r"row 0: none of its tokens has a weight, so there is nothing to train on$"):
+        batches(ChatData([Datum.from_tokens([1, 2, 3], weights=[0, 0, 0])], tokenizer=tokenizer, max_length=9))
+    with pytest.raises(TooLong, match="row 0: the datum has 9 tokens, but max_length is 8"):
+        batches(ChatData([Datum.from_tokens([1] * 10)], tokenizer=tokenizer, max_length=8))
+    long = {"prompt": "x" * 90, "completion": "y"}
+    with pytest.raises(
+        InvalidDatum, match=r"within max_length=60, .* Cut the other side \(truncate='left'\), or pass bad"
+    ):
+        batches(ChatData([long], tokenizer=tokenizer, max_length=60, truncate="right"))
+
+
 def test_an_empty_file_is_named(tokenizer: Any, file: Path) -> None:
     file.write_text("\n")
     with pytest.raises(InvalidInput, match=r"train \(.*chats\.jsonl\): no row is left: 0 rows"):
@@ -179,7 +249,8 @@ def test_an_empty_file_is_named(tokenizer: Any, file: Path) -> None:
 def test_lengths_are_checked_against_the_context_before_training(service: ServiceClient) -> None:
     module = new(service, RemoteModule)
     long = [*ROWS, {"prompt": "x" * 3000, "completion": "y"}]
-    with pytest.raises(TooLong, match=r"row 12: it has 30\d\d tokens, but max_length is 2048"):
+    message = r"row 12: it has 30\d\d tokens, but max_length is 2048\. Pass .* to cut it, or 'drop' to leave out such"
+    with pytest.raises(TooLong, match=message):
         quiet().fit(module, ChatData(long))
     with pytest.raises(InvalidInput, match="max_length=4096 exceeds the context of the model, 2048 tokens"):
         quiet().fit(module, ChatData(ROWS, max_length=4096))
@@ -225,6 +296,20 @@ def test_pairs_and_prompts(tokenizer: Any) -> None:
 def test_predict_answers_the_prompts(service: ServiceClient) -> None:
     answers: Any = quiet().predict(new(service, RemoteModule), PromptData(["One?", "Two?"], batch_size=1))
     assert [len(batch) for batch in answers] == [1, 1]
+    with pytest.raises(InvalidInput, match="there is no data to validate: pass validation="):
+        quiet().validate(new(service, RemoteModule), PromptData(["One?"]))
+
+
+def test_predict_answers_what_precedes_the_last_answer(tokenizer: Any) -> None:
+    turns = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "a"}] * 2
+    expected = ModelInput.from_ints(generation_prompt(turns[:3], tokenizer))
+    for streaming in (False, True):
+        data = ChatData([{"messages": turns}], tokenizer=tokenizer, streaming=streaming)
+        assert batches(data, "predict") == [[expected]]
+    prompt = {"prompt": turns[:3], "chosen": "b", "rejected": "c"}
+    assert batches(PreferenceData([prompt], tokenizer=tokenizer), "predict") == [[expected]]
+    text = ModelInput.from_ints(tokenizer.encode("Once upon"))
+    assert batches(ChatData(["Once upon"], tokenizer=tokenizer), "predict") == [[text]]
 
 
 @pytest.mark.parametrize(

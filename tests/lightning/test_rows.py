@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from tests.helpers.counting import count_passes
 from tests.helpers.trainers import SMALL, new, quiet
 from tinker_lightning import Datum, ModelInput, RemoteModule, SamplingParams, collate
+from tinker_lightning.data import ChatData
 from tinker_lightning.errors import ClientClosed, InvalidDatum, InvalidInput, TooLong
 from tinker_lightning.lightning.rows import RowFormat
 from tinker_lightning.types.chat import generation_prompt
@@ -93,6 +94,10 @@ def test_rows_without_a_loader_raise_with_the_line_to_write(module: RemoteModule
             "row 0 of the batch: a row to train on needs .* this one has prompt, answer",
         ),
         (["x", [{"role": "asistant", "content": "x"}]], "row 1 of the batch: message 0 .* did you mean 'assistant'"),
+        (
+            {"messages": [{"role": ["user"] * 2, "content": ["a", "b"]}]},
+            "messages has one value per row: torch's default",
+        ),
         ({"prompt": ["a", "b"], "completion": ["c", "d"]}, "prompt has one value per row: torch's default collate_fn"),
         ([[{"content": "x"}]], "row 0 of the batch: message 0 has no role"),
         ([{"messages": [CHAT[0], {"role": "assistant", "content": ""}]}], "row 0 of the batch: the answer is empty"),
@@ -191,3 +196,19 @@ def test_a_module_without_a_model_or_closed_says_so(monkeypatch: pytest.MonkeyPa
     module.close()
     with pytest.raises(ClientClosed, match=r"this module was closed.*Create a new module"):
         module.datums(["x"])
+
+
+def test_a_module_that_was_closed_after_its_use_says_so() -> None:
+    with Few("tiny", rank=4, base_url="embedded") as module:
+        tokenizer = module.tokenizer
+        module.predict_step(["x"], 0)
+    assert module.tokenizer is tokenizer
+    loader: Any = DataLoader(["x"], collate_fn=collate)  # type: ignore[arg-type]
+    for data in (loader, ChatData(["x"])):
+        with pytest.raises(ClientClosed, match=r"this module was closed.*Create a new module"):
+            quiet().fit(module, data)
+
+
+def test_a_path_in_place_of_a_loader_names_the_data_module(module: RemoteModule) -> None:
+    with pytest.raises(InvalidInput, match=r"take each character for a batch.*ChatData\('rows.jsonl'\)"):
+        quiet().fit(module, "rows.jsonl")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import huggingface_hub.constants
 import pytest
 import torch
 from torch import Tensor
@@ -279,7 +280,10 @@ def test_batches_that_are_no_pairs(batch: Any, message: str, service: ServiceCli
     ("settings", "message"),
     [
         ({"loss_type": "kto"}, "loss_type must be one of dpo, ipo, simpo, orpo, got 'kto'"),
-        ({"loss_type": "orpo", "margin": 1.0}, "orpo has no setting 'margin'; it takes beta"),
+        ({"beta": -0.1}, "dpo: beta must be above 0, got -0.1"),
+        ({"loss_type": "orpo", "beta": -0.1}, "orpo: beta must be at least 0, got -0.1"),
+        ({"reference": "mine"}, "reference must be 'base' or the tinker:// path of saved sampler weights, got 'mine'"),
+        ({"loss_type": "orpo", "margin": 1.0}, "^orpo has no setting 'margin'; it takes beta"),
         ({"label_smoothing": 0.7}, r"label_smoothing must lie in \[0, 0\.5\)"),
     ],
 )
@@ -295,6 +299,14 @@ def test_recommended_learning_rates() -> None:
         InvalidInput, match=r"the configuration of no/such-model cannot be read: .*Choose a learning_rate"
     ):
         recommended_lr("no/such-model")
+
+
+def test_without_a_network_a_learning_rate_fails_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    with pytest.raises(InvalidInput, match=r"127\.0\.0\.1:9 cannot be reached .*Choose a learning_rate"):
+        recommended_lr("nobody/nothing")
 
 
 def test_recommended_learning_rates_of_folders(tmp_path: Path) -> None:

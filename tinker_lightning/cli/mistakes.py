@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -17,10 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _KEY = re.compile(r'Parser key "([^"]+)"')
+_HELP = re.compile(r"^--([\w.]+)\.help:")
 _NO_CLASS = re.compile(r"Expected a dot import path string: (\S+)")
 _NO_OPTION = re.compile(r"class_path '([\w.]+)':\s+(?:.*\n\s*)?(?:Option|Key|No action for key) '([\w.]+)' is not")
 _NO_KEY = re.compile(r"(?:(?:option|key|nested key) '([\w.]+)'|unrecognized arguments: --([\w.]+))")
 _REQUIRED = re.compile(r"the following arguments are required: \w+\.(\w+)")
+# An option of a class that has a wrong value, with the lines that say so, which are indented.
+_IN_CLASS = re.compile(r"class_path '[\w.]+':\n( +Parser key .*?)(?=\n {4}- |\Z)", re.DOTALL)
 _FIRST_ERROR = re.compile(r"Errors:\n\s+- (.*?)(?=\n    - |\n  Given value|\Z)", re.DOTALL)
 _NO_FILE = re.compile(r"File does not exist: '(.*)'")
 _NOT_YAML = re.compile(r"Problems parsing config: (.*)\Z", re.DOTALL)
@@ -32,7 +36,7 @@ _SECTIONS = ("model", "data", "trainer", "ckpt_path", "seed_everything", "output
 
 def explain(text: str) -> str:
     """Returns what is wrong, where, and what it should be, as far as the error of jsonargparse says."""
-    found = _KEY.search(text)
+    found = _KEY.search(text) or _HELP.search(text)
     key = found[1] if found else ""
     if match := _NO_CLASS.search(text):
         base = _BASES.get(key.rpartition(".")[2])
@@ -44,6 +48,8 @@ def explain(text: str) -> str:
     if match := _NOT_YAML.search(text):
         reason = match[1].replace('in "<unicode string>",', "at")
         return f"--config is not valid YAML: {_plain(reason)}"
+    if match := _IN_CLASS.search(text):
+        return f"{key}.{explain(textwrap.dedent(match[1]))}"
     match = _NO_OPTION.search(text)
     # The parser takes a mapping with other keys than class_path and init_args for options of the base class.
     if match[1].rpartition(".")[2] in _BASE_NAMES if match else "Subclass types expect" in text:
@@ -66,7 +72,7 @@ def explain(text: str) -> str:
         given = _GIVEN.search(text)
         has_value = given is None or "Got value" in reason or "class_path" in reason
         return f"{key}: {reason}" + ("" if has_value else f", got {given[1].strip()}")  # type: ignore[index]
-    return _plain(text)
+    return f"{key}: {_plain(text.partition(':')[2])}" if text.startswith("Parser key") else _plain(text)
 
 
 def of_library(error: BaseException | None) -> TinkerLightningError | None:

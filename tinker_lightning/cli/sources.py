@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,10 +63,10 @@ class Source:
 
         try:
             content: Any = torch.load(file, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise InvalidInput(
-                f"{file} is not a checkpoint file of Lightning: {str(error).partition(chr(10))[0]}"
-            ) from error
+        except OSError:
+            raise
+        except Exception as error:  # of any class, by which bytes are taken for instructions
+            raise InvalidInput(f"{file} is not a checkpoint file of Lightning") from error
         path = contents.state_in(content, file).path
         return cls(path=path, base_url=content.get("hyper_parameters", {}).get("base_url"))
 

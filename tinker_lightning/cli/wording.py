@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _ENDPOINT = re.compile(r"^(?:GET|POST|PUT|DELETE) (?:https?://[^/\s]+)?/\S+: (?:path: )?")
+# What torch puts in front of an error of a process that loads data.
+_WORKER = re.compile(r"\ACaught \w+ in DataLoader worker process.*\n[\w.]+: ", re.DOTALL)
 _SOURCES = "`tinker-lightning checkpoints list` lists the paths"
 _EVERYWHERE = {
     r"Pass save_state\(\.\.\.\)\.result\(\)\.path, which has the form (\S+)\.": rf"{_SOURCES}, which have the form \1.",
@@ -35,7 +37,9 @@ STAGES: Mapping[str, str] = {
     r"and overwrite=True would": "and its option overwrite would",
     r"for example SFT\('tiny'\)": "for example --model.model tiny",
     r"pass (\w+)=\.\.\. to \w+(?:Data|Loader)\b": r"pass --data.\1",
-    r"Pass truncate='left' or 'right' to cut it": "Set --data.truncate to left or right to cut it, or to drop",
+    r"Pass truncate='left' or 'right' to cut it": "Set --data.truncate to left or right to cut it",
+    r"or 'drop' to leave out such rows": "or to drop to leave out such rows",
+    r"\(truncate='left'\)": "(--data.truncate left)",
     r"pass bad_rows='skip' to a data module": "pass --data.bad_rows skip",
     r"Pass (\w+)='?(\w+)'? to (?:the )?RolloutLoader": r"Pass --data.\1 \2",
 }
@@ -44,7 +48,7 @@ STAGES: Mapping[str, str] = {
 
 def reworded(text: str, advice: Mapping[str, str]) -> str:
     """Returns a message with each pattern of `advice` replaced."""
-    text = _ENDPOINT.sub("", text)
+    text = _ENDPOINT.sub("", _WORKER.sub("", text).strip())
     for pattern, replacement in {**advice, **_EVERYWHERE}.items():
         text = re.sub(pattern, replacement, text)
     return text

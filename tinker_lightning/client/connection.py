@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 
 from tinker_lightning.client.retry_policy import FIRST_CONTACT_SECONDS, RetryPolicy, StatusLog
+from tinker_lightning.client.target import HOSTED_URL
 from tinker_lightning.errors import (
     AnswerLost,
     ClientClosed,
@@ -276,6 +277,11 @@ class Connection:
             )
         if isinstance(cause, httpx.ReadTimeout | httpx.WriteTimeout):
             return ServerUnreachable(f"{what}: no response within {_TIMEOUT.read:.0f} s. Is the server overloaded?")
+        if self.url == HOSTED_URL:
+            return ServerUnreachable(
+                f"nothing answers at {self.url} ({reason}). Check the network, set TINKER_BASE_URL to the URL of "
+                "another server, or train in this process: base_url='embedded', or no TINKER_API_KEY."
+            )
         return ServerUnreachable(
             f"nothing answers at {self.url} ({reason}). Is the server running? Start one with "
             "`tinker-lightning serve --model tiny`, correct TINKER_BASE_URL, or unset it to train in this process."

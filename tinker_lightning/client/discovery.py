@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tinker_lightning.client import embedded
 from tinker_lightning.client.dialects.known import as_dialect, known
-from tinker_lightning.client.target import Target
+from tinker_lightning.client.target import HOSTED_URL, Target
 from tinker_lightning.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinker_lightning.client")
 
-HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 EMBEDDED = "embedded"
 
 

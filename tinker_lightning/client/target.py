@@ -11,6 +11,8 @@ import httpx
 from tinker_lightning.client.dialects.dialect import Dialect
 from tinker_lightning.lossgraph.graph_loss import Source
 
+HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
+
 
 @dataclass(frozen=True, slots=True)
 class Target:

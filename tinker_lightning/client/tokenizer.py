@@ -41,15 +41,19 @@ def load(tokenizer_id: str) -> Any:
     """Loads the tokenizer of a folder or hub id."""
     try:
         from transformers import AutoTokenizer
+
+        from tinker_lightning.wire import hub
     except ImportError as error:
         raise ModelNotFound(
             "tokenizers need the package transformers. Install it with: python -m pip install transformers"
         ) from error
     try:
-        return AutoTokenizer.from_pretrained(tokenizer_id)
+        path = tokenizer_id if Path(tokenizer_id).is_dir() else hub.reachable_or_cached(tokenizer_id)
+        return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
         raise ModelNotFound(
-            f"the tokenizer {tokenizer_id!r} is neither a local folder nor available from the hub: {error}"
+            f"the tokenizer {tokenizer_id!r} is neither a local folder nor available from the hub: {reason}"
         ) from error
 
 

@@ -11,14 +11,16 @@ import os
 from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from tinker_lightning.data.sources import Converter, Counts, Rows, Stream, check_source, describe, rows_of
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.lightning.rows import RowFormat
-from tinker_lightning.types import collate
+from tinker_lightning.types import Datum, ModelInput, collate
 
 logger = logging.getLogger("tinker_lightning")
 
@@ -138,7 +140,8 @@ class RowData(pl.LightningDataModule):
             elif self._sources.get(part) is not None:
                 self._load(part)
             elif part == "train" or stage != "fit":
-                raise InvalidInput(f"there is no data to {stage}: pass {part}=... to {type(self).__name__}")
+                what = TrainerFn(stage).value
+                raise InvalidInput(f"there is no data to {what}: pass {part}=... to {type(self).__name__}")
 
     def train_dataloader(self) -> Any:
         """Returns the loader of the training rows."""
@@ -153,8 +156,8 @@ class RowData(pl.LightningDataModule):
         return self._loader("test")
 
     def predict_dataloader(self) -> Any:
-        """Returns the loader of the test rows, else of the validation rows, else of the training rows, in order."""
-        return self._loader(self._predicted())
+        """Returns the prompts of the test rows, else of the validation rows, else of the training rows, in order."""
+        return self._loader(self._predicted(), collate_fn=_prompts)
 
     def teardown(self, stage: str) -> None:
         """Logs what has become of streamed rows."""
@@ -171,7 +174,8 @@ class RowData(pl.LightningDataModule):
     def _empty(self, part: Part, counts: Counts) -> InvalidInput:
         source = self._sources[part]
         where = f"{part} ({os.fspath(source)})" if isinstance(source, str | os.PathLike) else part
-        return InvalidInput(f"{where}: no row is left: {describe(counts)}. Is the file empty?")
+        found = describe(counts)
+        return InvalidInput(f"{where}: no row is left: {found}" + ("" if counts.has_left_out else ". Is it empty?"))
 
     def _load(self, part: Part) -> None:
         if part in self._datasets:
@@ -188,7 +192,12 @@ class RowData(pl.LightningDataModule):
             return
         rows = Rows(list(rows_of(source)), convert)
         loader = DataLoader(rows, collate_fn=operator.itemgetter(0), num_workers=self._num_workers)
-        items = [item for item in loader if item is not None]
+        items = []
+        for item in loader:
+            if isinstance(item, InvalidDatum):
+                raise item
+            if item is not None:
+                items.append(item)
         if not items:
             raise self._empty(part, counts)
         if part == "train" and self._share is not None:
@@ -198,6 +207,9 @@ class RowData(pl.LightningDataModule):
                 raise InvalidInput(f"a share of {self._share} of {len(items)} rows leaves none to train on")
             self._datasets["validation"] = [items[i] for i in sorted(order[:held_out])]
             items = [items[i] for i in sorted(order[held_out:])]
+            self._counts["validation"] = Counts().split(self._datasets["validation"])
+            self._counts[part] = counts.split(items)
+            self._log("validation")
         self._datasets[part] = items
         self._log(part)
 
@@ -213,20 +225,21 @@ class RowData(pl.LightningDataModule):
         counts = self._counts.get(part)
         if counts is not None:
             self.report[part] = counts.as_dict()
-            is_complete = not any(self.report[part][name] for name in ("truncated", "dropped", "skipped"))
-            logger.log(logging.INFO if is_complete else logging.WARNING, "%s: %s", part, describe(counts))
+            level = logging.WARNING if counts.has_left_out or self.report[part]["truncated"] else logging.INFO
+            logger.log(level, "%s: %s", part, describe(counts))
 
-    def _loader(self, part: Part, *, shuffle: bool = False) -> Any:
+    def _loader(self, part: Part, *, shuffle: bool = False, collate_fn: Any = collate) -> Any:
         dataset = self._datasets[part]
         if isinstance(dataset, Stream):
-            return DataLoader(dataset, batch_size=self.batch_size, collate_fn=collate, num_workers=self._num_workers)
-        return DataLoader(dataset, batch_size=self.batch_size, shuffle=shuffle, collate_fn=collate)
+            return DataLoader(dataset, batch_size=self.batch_size, collate_fn=collate_fn, num_workers=self._num_workers)
+        return DataLoader(dataset, batch_size=self.batch_size, shuffle=shuffle, collate_fn=collate_fn)
 
     def _tokenizer_and_length(self) -> tuple[Any, int | None]:
         """Returns the tokenizer and the maximum length of a row, which is at most the context of the model."""
         module = self.trainer.lightning_module if self.trainer is not None else None
         tokenizer, length = self._tokenizer, self._max_length
         if isinstance(module, RemoteModule):
+            module.check_open()
             tokenizer = tokenizer or module.tokenizer
             context = module.lm.backend.max_context_length()
             if length is not None and context is not None and length > context:
@@ -253,6 +266,20 @@ class RowData(pl.LightningDataModule):
             on_truncated=counts.truncated,
             **self._format,  # type: ignore[arg-type]
         )
+
+
+def _prompts(items: list[Any]) -> list[Any]:
+    """Returns what a model has to answer: of a datum, what precedes its last answer, and of a pair, their prompt."""
+    return [_prompt(item[0] if isinstance(item, tuple) else item) for item in items]
+
+
+def _prompt(item: Any) -> Any:
+    if not isinstance(item, Datum) or "weights" not in item.loss_fn_inputs:
+        return item
+    trained = np.flatnonzero(item.loss_fn_inputs["weights"].to_numpy())
+    start = trained[np.flatnonzero(np.diff(trained, prepend=-2) > 1)[-1]]
+    # A text, whose tokens all have a weight, is continued.
+    return ModelInput.from_ints(item.model_input.tokens()[: start + 1]) if start else item.model_input
 
 
 def _cookbook_renderer(name: str, tokenizer: Any) -> Any:

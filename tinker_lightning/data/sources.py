@@ -13,11 +13,15 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, TooLong
+from tinker_lightning.lightning.rows import is_chat
 from tinker_lightning.types import Datum, ModelInput
 
 logger = logging.getLogger("tinker_lightning")
 
 _NAMES = ("rows", "tokens", "trained_tokens", "truncated", "dropped", "skipped")
+# Endings of files that are not JSON Lines, and the builder of the package `datasets` that reads them.
+_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv"}
+_BUILDERS |= dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip"), "json")
 
 
 class Counts:
@@ -58,6 +62,22 @@ class Counts:
             elif isinstance(part, ModelInput):
                 self.add("tokens", part.length)
 
+    def split(self, items: Iterable[Any]) -> Counts:
+        """Returns counts of some of the rows that were kept, with the others of this count."""
+        part = Counts()
+        for item in items:
+            part.add_item(item)
+        for name, number in self.as_dict().items():
+            if name in ("truncated", "dropped", "skipped"):
+                part.add(name, number)
+        return part
+
+    @property
+    def has_left_out(self) -> bool:
+        """Whether rows were dropped or skipped."""
+        found = self.as_dict()
+        return bool(found["dropped"] or found["skipped"])
+
     def as_dict(self) -> dict[str, int]:
         """Returns the counts by name."""
         return dict(zip(_NAMES, self._numbers.amax(0).sum(0).tolist(), strict=True))
@@ -92,7 +112,8 @@ class Converter:
         except InvalidDatum as error:
             is_long = isinstance(error, TooLong)
             if not (self._drop_long if is_long else self._skip_bad):
-                raise type(error)(f"{where}: {error}") from error
+                message = f"{str(error).removesuffix('.')}, or 'drop' to leave out such rows." if is_long else error
+                raise type(error)(f"{where}: {message}") from error
             if not is_long and not self.counts.as_dict()["skipped"]:
                 logger.warning("%s is skipped, as are others like it: %s", where, error)
             self.counts.add("dropped" if is_long else "skipped")
@@ -111,17 +132,64 @@ def rows_of(source: Any) -> Iterator[tuple[str, Any]]:
     """Yields where each row of a file or dataset is from, `data.jsonl:17` or `row 17`, and the row."""
     if not isinstance(source, str | os.PathLike):
         yield from ((f"row {i}", row) for i, row in enumerate(source))
-        return
+    elif is_array(source):
+        yield from ((f"{os.fspath(source)}: row {i}", row) for i, row in enumerate(_array(source)))
+    else:
+        with open(source, "rb") as file:
+            yield from ((f"{os.fspath(source)}:{i}", Line(line)) for i, line in enumerate(file, 1) if line.strip())
+
+
+def is_array(source: Any) -> bool:
+    """Returns whether a source is a file with one JSON array of rows, in place of a row per line."""
+    if not isinstance(source, str | os.PathLike):
+        return False
     with open(source, "rb") as file:
-        yield from ((f"{os.fspath(source)}:{i}", Line(line)) for i, line in enumerate(file, 1) if line.strip())
+        lines = (line for line in file if line.strip())
+        first = next(lines, b"")
+        if not first.lstrip().startswith(b"["):
+            return False
+        try:
+            value = json.loads(first)
+        except ValueError:  # an array over several lines
+            return True
+        return not is_chat(value) and next(lines, None) is None
+
+
+def _array(source: str | os.PathLike[str]) -> list[Any]:
+    try:
+        with open(source, "rb") as file:
+            return list(json.load(file))
+    except json.JSONDecodeError as error:
+        raise InvalidDatum(
+            f"{os.fspath(source)}:{error.lineno}: not JSON: {error.msg} at column {error.colno}. The file must have "
+            "one JSON object per line, or be one JSON array."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InvalidDatum(f"{os.fspath(source)}: not text: {error}. Save the file as UTF-8.") from error
 
 
 def check_source(source: Any, part: str, *, read_again: bool = False) -> None:
     """Raises `InvalidInput` if a dataset cannot be read, or only once although it is read in each epoch."""
     if isinstance(source, str | os.PathLike):
+        path = os.fspath(source)
         if not os.path.isfile(source):
-            raise InvalidInput(f"{part}: there is no file {os.fspath(source)}")
-    elif not isinstance(source, Iterable) or isinstance(source, Mapping):
+            raise InvalidInput(f"{part}: there is no file {path}")
+        if builder := _BUILDERS.get(os.path.splitext(path)[1]):
+            raise InvalidInput(
+                f"{part}: {path} is not a JSON Lines file. Pass the dataset that the package datasets makes of it: "
+                f"datasets.load_dataset({builder!r}, data_files={path!r}, split='train')."
+            )
+        if read_again and is_array(source):
+            raise InvalidInput(
+                f"{part}: {path} is one JSON array, which cannot be streamed. Write one row per line, for example "
+                f"with: jq -c '.[]' {path} > rows.jsonl"
+            )
+    elif isinstance(source, Mapping):
+        raise InvalidInput(
+            f"{part} must be one dataset, got a {type(source).__name__} with {', '.join(map(str, source)) or 'nothing'}"
+            "; pass one of its parts"
+        )
+    elif not isinstance(source, Iterable):
         raise InvalidInput(
             f"{part} must be a JSON Lines file, a dataset or a list of rows, got {type(source).__name__}"
         )
@@ -145,7 +213,10 @@ def read_rows(source: Any, part: str) -> list[Any]:
 
 
 class Rows(Dataset[Any]):
-    """Converts rows by index, for loaders with worker processes."""
+    """Converts rows by index, for loaders with worker processes.
+
+    An error is an item: torch would put the stack trace of a worker process into its message.
+    """
 
     def __init__(self, rows: list[tuple[str, Any]], convert: Converter) -> None:
         self._rows = rows
@@ -155,13 +226,17 @@ class Rows(Dataset[Any]):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Any:
-        return self._convert(*self._rows[index])
+        try:
+            return self._convert(*self._rows[index])
+        except InvalidDatum as error:
+            return error
 
 
 class Stream(IterableDataset[Any]):
     """Converts rows while they are read, so that a file may be larger than memory.
 
-    Each worker of a loader converts its share of the rows. Rows are shuffled within a buffer.
+    Each worker of a loader converts its share of the rows; a torch `IterableDataset`, such as a streaming one of the
+    package `datasets`, chooses this share itself. Rows are shuffled within a buffer.
     """
 
     def __init__(self, source: Any, convert: Converter, buffer_size: int) -> None:
@@ -173,7 +248,9 @@ class Stream(IterableDataset[Any]):
         self._convert.counts.start_pass()
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
-        rows = itertools.islice(rows_of(self._source), worker, None, workers)
+        rows = rows_of(self._source)
+        if not isinstance(self._source, IterableDataset):
+            rows = itertools.islice(rows, worker, None, workers)
         converted = (self._convert(where, row) for where, row in rows)
         yield from _shuffled((item for item in converted if item is not None), self._buffer_size)
 

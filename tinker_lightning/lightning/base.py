@@ -49,7 +49,7 @@ LAST_WAIT = 5.0
 
 
 class RemoteBase(pl.LightningModule):
-    """A remote model with its session, loss and data; see `RemoteModule` for the arguments."""
+    """A remote model with its session, loss and data."""
 
     loss_config: Mapping[str, float | str] = MappingProxyType({})
     """Settings of a loss that is given by name or from the library, for example `{"clip_low_threshold": 0.9}`."""
@@ -96,6 +96,23 @@ class RemoteBase(pl.LightningModule):
         base_url: str | None = None,
         api_key: Secret | str | None = None,
     ) -> None:
+        """Sets up a model, which is created on the server at its first use.
+
+        Args:
+            model: The name of a base model (default: `TINKER_BASE_MODEL`), or a training client of any SDK.
+            rank: The LoRA rank.
+            learning_rate: The learning rate of the default optimizer.
+            betas: The betas of the default optimizer.
+            eps: The epsilon of the default optimizer.
+            weight_decay: The weight decay of the default optimizer.
+            seed: The seed of the LoRA weights.
+            train_mlp: Whether the MLP layers get an adapter.
+            train_attn: Whether the attention layers get an adapter.
+            train_unembed: Whether the output matrix gets an adapter.
+            max_steps_in_flight: The maximum number of steps in flight if the loss runs on the server.
+            base_url: The URL of the server; see `connect`.
+            api_key: The API key of the server.
+        """
         super().__init__()
         if max_steps_in_flight < 1:
             raise InvalidInput(f"max_steps_in_flight must be at least 1, got {max_steps_in_flight}")
@@ -146,6 +163,7 @@ class RemoteBase(pl.LightningModule):
     def tokenizer(self) -> Any:
         """The tokenizer of the model, from the server; raises `ModelNotFound` if the server does not name one."""
         if self._tokenizer is None:
+            self.check_open()
             self._tokenizer = self.lm.backend.get_tokenizer()
         return self._tokenizer
 
@@ -358,6 +376,10 @@ class RemoteBase(pl.LightningModule):
     def close(self) -> None:
         """Ends the session with the server if this module has opened it."""
         self._session.close()
+
+    def check_open(self) -> None:
+        """Raises `ClientClosed` after `close()` has ended the session."""
+        self._session.check_open()
 
     def __enter__(self) -> Self:
         return self

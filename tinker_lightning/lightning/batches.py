@@ -65,7 +65,11 @@ def in_row(index: int, convert: Callable[[Any], T], row: Any) -> T:
 
 
 def _is_column(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], str | list | tuple)
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    if isinstance(value[0], Mapping):  # messages, each with the roles of all rows
+        return isinstance(value[0].get("role"), list | tuple)
+    return isinstance(value[0], str | list | tuple)
 
 
 def as_list(given: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, LearningRateFinder, ModelPruning
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 def check(trainer: pl.Trainer, module: RemoteBase) -> None:
     """Raises `InvalidInput` for a trainer that cannot train a remote model correctly."""
+    module.check_open()
     check_processes(trainer)
     _check_precision(trainer)
     _check_imports(trainer)
@@ -92,6 +94,11 @@ def _check_loaders(trainer: pl.Trainer) -> None:
     """Raises `InvalidInput` for rows without a loader: Lightning would take each of them for a loader."""
     for name in ("TRAIN_SOURCE", "VAL_SOURCE", "VALIDATE_SOURCE", "TEST_SOURCE", "PREDICT_SOURCE"):
         source = getattr(_compat, name).get(trainer)
+        if isinstance(source, str | os.PathLike):
+            raise InvalidInput(
+                f"got the path {os.fspath(source)!r} where Lightning expects a loader, and would take each character "
+                f"for a batch. Pass a data module: trainer.fit(module, ChatData({os.fspath(source)!r}))."
+            )
         if isinstance(source, list | tuple) and any(isinstance(item, DatumLike) or is_row(item) for item in source):
             raise InvalidInput(
                 f"got a list of {len(source)} rows where Lightning expects a loader, and would take each row for a "

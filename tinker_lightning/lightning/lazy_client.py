@@ -38,8 +38,7 @@ class LazyClient:
 
     def client(self) -> Any:
         """Creates a training client, from the state that `load` was called with, if any."""
-        if self._is_closed:
-            raise ClientClosed("this module was closed, and its model with it. Create a new module.")
+        self.check_open()
         if not self.base_model:
             raise InvalidInput("there is no base model: pass one, for example SFT('tiny'), or set TINKER_BASE_MODEL")
         if self._service is None:
@@ -52,6 +51,11 @@ class LazyClient:
             client = self._service.create_lora_training_client(self.base_model, **self._settings)
             client.load_state_with_optimizer(path).result()
             return client
+
+    def check_open(self) -> None:
+        """Raises `ClientClosed` after `close()`, unless the user has passed a client, which stays open."""
+        if self._is_closed and not self.is_given:
+            raise ClientClosed("this module was closed, and its model with it. Create a new module.")
 
     def load(self, remote: Remote, state: SavedState) -> None:
         """Loads a saved state; a model that does not exist yet is created from it at the first use."""

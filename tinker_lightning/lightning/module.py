@@ -41,20 +41,7 @@ class RemoteModule(RemoteBase):
     The session with the server starts at the first use and outlives a fit, so that `validate` and `predict` see the
     trained model. It ends with `close()`, with a `with` block, or when the module is garbage-collected.
 
-    Args:
-        model: The name of a base model (default: `TINKER_BASE_MODEL`), or a training client of any SDK.
-        rank: The LoRA rank.
-        learning_rate: The learning rate of the default optimizer.
-        betas: The betas of the default optimizer.
-        eps: The epsilon of the default optimizer.
-        weight_decay: The weight decay of the default optimizer.
-        seed: The seed of the LoRA weights.
-        train_mlp: Whether the MLP layers get an adapter.
-        train_attn: Whether the attention layers get an adapter.
-        train_unembed: Whether the output matrix gets an adapter.
-        max_steps_in_flight: The maximum number of steps in flight if the loss runs on the server.
-        base_url: The URL of the server; see `connect`.
-        api_key: The API key of the server.
+    The arguments are those of `__init__`.
     """
 
     @property

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tinker_lightning.client.sdk.inputs import check_not_mapped, to_datum, to_model_input
-from tinker_lightning.errors import InvalidDatum
+from tinker_lightning.errors import InvalidDatum, TooLong
 from tinker_lightning.types import Datum, ModelInput, chat
 from tinker_lightning.types.chat import Truncate
 
@@ -77,7 +77,7 @@ class RowFormat:
     def datum(self, row: Any) -> Datum:
         """Returns the datum of a text, a chat, or a dict with `messages`, `prompt` and `completion`, or `text`."""
         if isinstance(row, DatumLike):
-            return self._checked(to_datum(row))
+            return self._fitting(to_datum(row))
         check_not_mapped(row)
         if isinstance(row, str):
             return self._datum(*self._text(row))
@@ -209,7 +209,11 @@ class RowFormat:
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
     def _datum(self, ids: list[int], weights: Any) -> Datum:
-        return self._checked(Datum.from_tokens(*self._shortened(ids, weights)))
+        short, given = self._shortened(ids, weights)
+        if not given[1:].any():  # the first token is not predicted
+            within = f" within max_length={self.max_length}" if len(short) < len(ids) else ""
+            raise _without_weight(within, cut_right=bool(within) and self.truncate == "right")
+        return Datum.from_tokens(short, given)
 
     def _shortened(self, ids: list[int], weights: Any) -> Rendered:
         short = chat.shorten(ids, weights, self.max_length, self.truncate)
@@ -217,12 +221,22 @@ class RowFormat:
             self.on_truncated()
         return short
 
-    def _checked(self, datum: Datum) -> Datum:
+    def _fitting(self, datum: Datum) -> Datum:
+        """Returns a datum that was built elsewhere; raises if it is too long or has no weight."""
         weights = datum.loss_fn_inputs.get("weights")
         if weights is not None and not weights.to_numpy().any():
-            within = "" if self.max_length is None else f" within max_length={self.max_length}"
-            raise InvalidDatum(f"none of its tokens has a weight{within}, so there is nothing to train on")
+            raise _without_weight()
+        if self.max_length is not None and datum.model_input.length > self.max_length:
+            raise TooLong(
+                f"the datum has {datum.model_input.length} tokens, but max_length is {self.max_length}. Build it from "
+                "fewer tokens, since truncate='left' and 'right' cannot cut it."
+            )
         return datum
+
+
+def _without_weight(within: str = "", *, cut_right: bool = False) -> InvalidDatum:
+    fix = ". Cut the other side (truncate='left'), or pass bad_rows='skip' to a data module to skip and count such rows"
+    return InvalidDatum(f"none of its tokens has a weight{within}, so there is nothing to train on{fix * cut_right}")
 
 
 def _messages(value: Any, role: str) -> list[Message]:

@@ -70,6 +70,8 @@ def dpo(
     >>> loss, metrics["rewards/margins"]
     (tensor(0.1269), tensor(2.))
     """
+    if not beta > 0:
+        raise InvalidInput(f"beta must be above 0, got {beta}")
     if not 0 <= label_smoothing < 0.5:
         raise InvalidInput(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")
     batch = Batch(data, logprobs, rank=1)
@@ -125,6 +127,8 @@ def orpo(data: Data, logprobs: Logprobs, *, beta: float = 0.1) -> Loss:
     >>> orpo(data, [torch.tensor([-1.0]), torch.tensor([-1.0])], beta=1.0)[0]
     tensor(1.6931)
     """
+    if not beta >= 0:
+        raise InvalidInput(f"beta must be at least 0, got {beta}")
     batch = Batch(data, logprobs, rank=1)
     weights = batch.weights(of_each=True)
     means = groups(sequence_sums(batch.logprobs, weights, mean=True), 2)

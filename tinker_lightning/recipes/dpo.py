@@ -85,7 +85,14 @@ class DPO(RemoteModule):
             "length_normalized": length_normalized,
         }
         given = {name: value for name, value in options.items() if value is not None}
-        check_settings(LOSSES[loss_type], given)
+        try:
+            check_settings(LOSSES[loss_type], given)
+        except InvalidInput as error:
+            raise InvalidInput(str(error).removeprefix("loss_fn_config: ")) from None
+        if reference != "base" and "://" not in reference:
+            raise InvalidInput(
+                f"reference must be 'base' or the tinker:// path of saved sampler weights, got {reference!r}"
+            )
         self._preference_loss = partial(LOSSES[loss_type], **given)
         self._references: References | None = None
         if loss_type in _WITH_REFERENCE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from tinker_lightning.errors import InvalidInput
@@ -66,10 +67,13 @@ def _read(model: str) -> tuple[str, int]:
     try:
         from transformers import AutoConfig
 
-        config: Any = AutoConfig.from_pretrained(model).get_text_config()
+        from tinker_lightning.wire import hub
+
+        path = model if Path(model).is_dir() else hub.reachable_or_cached(model)
+        config: Any = AutoConfig.from_pretrained(path).get_text_config()
     except (ImportError, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).partition("\n")[0].rstrip(".")
         raise InvalidInput(
-            f"the configuration of {model} cannot be read: {reason} Choose a learning_rate, for example 1e-4."
+            f"the configuration of {model} cannot be read: {reason}. Choose a learning_rate, for example 1e-4."
         ) from error
     return config.model_type, config.hidden_size

@@ -58,6 +58,12 @@ def test_without_a_network_a_hub_id_fails_within_seconds(monkeypatch: pytest.Mon
     assert time.monotonic() - started < 10
 
 
+def test_building_a_model_draws_no_bar(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Catalog().get("tiny")
+    assert cache.is_dir()
+    assert capfd.readouterr().err == ""
+
+
 def test_a_hub_id_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(
@@ -65,6 +71,7 @@ def test_a_hub_id_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> Non
     ) as raised:
         Catalog().get("nobody/nothing")
     assert isinstance(raised.value.__cause__, OSError)
+    assert "\n" not in str(raised.value)
 
 
 def test_a_folder_without_a_model_is_rejected(tmp_path: Path) -> None:

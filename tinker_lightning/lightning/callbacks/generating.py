@@ -13,6 +13,7 @@ from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.base import RemoteBase
 from tinker_lightning.lightning.rows import is_chat, is_row
 from tinker_lightning.types import SamplingParams
+from tinker_lightning.types.chat import to_answer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -111,10 +112,12 @@ def logged_step(trainer: pl.Trainer) -> int:
 
 
 def shown(row: Any) -> str:
-    """Returns the text of a prompt as a reader would like to see it: of a chat, its last message.
+    """Returns the text of a prompt as a reader would like to see it: of a chat, the message that is answered.
 
     >>> shown({"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]})
     '2 + 2?'
+    >>> shown([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}])
+    '2 + 2?'
     """
     value = row.get("prompt", row.get("messages", row)) if isinstance(row, Mapping) else row
-    return str(value[-1]["content"]) if is_chat(value) else str(value)
+    return str(to_answer(value)[-1]["content"]) if is_chat(value) else str(value)

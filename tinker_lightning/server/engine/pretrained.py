@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     import torch
@@ -20,11 +22,8 @@ PATCH_LOCK = threading.RLock()
 def load_model(path: Path | str, dtype: torch.dtype, **options: Any) -> Any:
     """Loads a causal language model from a folder or the hub, without a progress bar."""
     from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
-    from transformers.utils import logging
 
-    with PATCH_LOCK:
-        shows_bars = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()
+    with without_bars():
         gguf_bar = getattr(modeling_gguf_pytorch_utils, "tqdm", None)  # which is shown even if bars are disabled
         if gguf_bar is not None:
             modeling_gguf_pytorch_utils.tqdm = functools.partial(gguf_bar, disable=True)
@@ -33,5 +32,18 @@ def load_model(path: Path | str, dtype: torch.dtype, **options: Any) -> Any:
         finally:
             if gguf_bar is not None:
                 modeling_gguf_pytorch_utils.tqdm = gguf_bar
-            if shows_bars:
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Hides the progress bars of transformers in a `with` block."""
+    from transformers.utils import logging
+
+    with PATCH_LOCK:
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            if shown:
                 logging.enable_progress_bar()

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tinker_lightning.server.engine.pretrained import without_bars
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -60,7 +62,8 @@ def build(folder: Path) -> None:
                 parameter.fill_(1)
             else:
                 parameter.normal_(0, config.initializer_range, generator=generator)
-    model.save_pretrained(folder)
+    with without_bars():
+        model.save_pretrained(folder)
 
 
 def _byte_alphabet() -> dict[str, int]:
