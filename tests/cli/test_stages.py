@@ -110,7 +110,7 @@ def test_the_configurations_of_the_examples_train(name: str, folder: Path, monke
     monkeypatch.chdir(ROOT)  # which their paths start from
     small = ["--model.model=tiny", "--model.rank=4", "--trainer.max_epochs=1"]
     small += ["--model.teacher=tiny"] if name == "distill" else []
-    small += ["--data.group_size=2"] if name == "multi_turn" else []
+    small += ["--data.group_size=2", "--trainer.check_val_every_n_epoch=1"] if name == "multi_turn" else []
     quiet = ["--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0", "--data.batch_size=2"]
     quiet += ["--trainer.limit_train_batches=1", "--trainer.limit_val_batches=1"]
     assert cli.main(["fit", "--config", str(file), *small, *quiet, f"--trainer.default_root_dir={folder}"]) == 0

@@ -169,8 +169,8 @@ def tasks_of(
         if isinstance(item, Environment):
             if rewards is not None:
                 raise InvalidInput(
-                    f"rewards are for prompts; an environment such as {type(item).__name__} gives its trajectories their "
-                    "rewards itself. Leave rewards out."
+                    f"rewards are for prompts; an environment such as {type(item).__name__} gives rewards to its own "
+                    "trajectories. Leave rewards out."
                 )
             return item
         if not isinstance(item, str | Mapping | Sequence | PromptLike):
