@@ -59,7 +59,8 @@ class PlainModule(pl.LightningModule):
         self.model = self.plain.model
 
     def training_step(self, batch: list[Datum]) -> Tensor:
-        return self.plain.loss(batch)
+        loss: Tensor = self.plain.loss(batch)
+        return loss
 
     def configure_optimizers(self) -> Any:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -143,7 +144,7 @@ def main() -> None:
         built_in, custom = (
             kind(service.create_lora_training_client(MODEL, rank=RANK)) for kind in (RemoteModule, Custom)
         )
-        path = client.get_info().model_data.tokenizer_id
+        path = client.get_info().model_data.tokenizer_id or ""
         plain = PlainModule(path)
         found = measure(
             {

@@ -35,7 +35,8 @@ def digits(_: str, completion: str) -> float:
 
 def improve(module: GRPO, data: RolloutData, folder: Any, steps: int) -> Any:
     """Trains a module, and returns the scores of the held-out prompts before and after."""
-    logger, often = CSVLogger(folder, name=""), {"check_val_every_n_epoch": None, "val_check_interval": 8}
+    often: Any = {"check_val_every_n_epoch": None, "val_check_interval": 8}
+    logger = CSVLogger(folder, name="")
     trainer = pl.Trainer(strategy="tinker", max_steps=steps, logger=logger, log_every_n_steps=1, **often)
     before = trainer.validate(module, data)
     trainer.fit(module, data)

@@ -72,7 +72,7 @@ def test_judge(tmp_path: Path) -> None:  # R5.9
 
 
 def test_distill(tmp_path: Path) -> None:  # R5.9
-    distill.main(tmp_path, "tiny", lessons=2, steps=1, learning_rate=4e-2, batch_size=2, max_tokens=6)
+    distill.main(tmp_path, "tiny", lessons=2, steps=1, rates=(4e-2, 4e-2), batch_size=2, max_tokens=6)
     (divergence,) = column(tmp_path, "policy/kl_teacher")
     assert divergence > 0.1  # the student starts as the base model, which the teacher is no longer
 
