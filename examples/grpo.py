@@ -20,6 +20,7 @@ from tinker_lightning.data import RolloutData
 from tinker_lightning.recipes import GRPO
 
 DATA = Path(__file__).parent / "data"
+OFTEN: Any = {"check_val_every_n_epoch": None, "val_check_interval": 8}  # validates after every 8 steps
 
 
 def right(_: str, completion: str, answer: str) -> float:
@@ -35,9 +36,8 @@ def digits(_: str, completion: str) -> float:
 
 def improve(module: GRPO, data: RolloutData, folder: Any, steps: int) -> Any:
     """Trains a module, and returns the scores of the held-out prompts before and after."""
-    often: Any = {"check_val_every_n_epoch": None, "val_check_interval": 8}
     logger = CSVLogger(folder, name="")
-    trainer = pl.Trainer(strategy="tinker", max_steps=steps, logger=logger, log_every_n_steps=1, **often)
+    trainer = pl.Trainer(strategy="tinker", max_steps=steps, logger=logger, log_every_n_steps=1, **OFTEN)
     before = trainer.validate(module, data)
     trainer.fit(module, data)
     return *before, *trainer.validate(module, data)

@@ -115,7 +115,11 @@ def test_environments_of_a_file_alone_and_without_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "settings", "message"),
     [
-        ([{"class_path": f"{GUESS}s"}], {}, "train: 'examples.multi_turn.GuessTheNumbers' cannot be imported: module"),
+        (
+            [{"class_path": f"{GUESS}s"}],
+            {},
+            "train: 'examples.multi_turn.GuessTheNumbers' cannot be imported: the ",
+        ),
         ([{"class_path": f"{GUESS}s"}], {}, "Did you mean 'GuessTheNumber'?"),
         ("no_package.games", {}, "train: 'no_package.games' cannot be imported: No module named 'no_package'"),
         ([{"secret": 1}], {"environment": f"{GUESS}s"}, "environment: 'examples.multi_turn.GuessTheNumbers' cannot be"),
@@ -132,7 +136,7 @@ def test_environments_of_a_file_alone_and_without_end(tmp_path: Path) -> None:
         ),
         ({"class_path": f"{__name__}.Unfinished"}, {}, "train: the class Unfinished has no method rollout"),
         ({"class_path": f"{__name__}.GUESS"}, {}, "train: expected a class or a function, got a str"),
-        ({"class_path": "fractions.Fraction"}, {}, "train: fractions.Fraction is no environment but a Fraction"),
+        ({"class_path": "fractions.Fraction"}, {}, "train: fractions.Fraction returned a Fraction, not an Environment"),
         ([{"secret": 1}, {"secrt": 2}], {"environment": GUESS}, "train: row 1: GuessTheNumber has no argument 'secrt'"),
         (["3"], {"environment": GUESS}, "train: row 0 must be a dict with the arguments of an environment, got a str"),
         ([{"secret": 1}], {"environment": other}, "environment must be a subclass of Environment, or a function that"),
@@ -146,6 +150,6 @@ def test_mistakes_in_environments(source: Any, settings: dict[str, Any], message
 
 
 def test_what_is_neither_a_prompt_nor_an_environment() -> None:
-    for item, message in ((GuessTheNumber, "got the class GuessTheNumber; make an object of it"), (3.5, "got float")):
+    for item, message in ((GuessTheNumber, "got the class GuessTheNumber; pass an instance"), (3.5, "got float")):
         with pytest.raises(InvalidInput, match=message):
             RolloutLoader([item], right)

@@ -19,15 +19,21 @@ _IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 def imported(path: str, option: str) -> Any:
     """Returns what an import path names; errors name the option that has it."""
-    module, _, name = path.rpartition(".")
+    package, _, name = path.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        near = _nearest(name, _public_names(module) if isinstance(error, AttributeError) else ())
+        module = importlib.import_module(package)
+    except (ModuleNotFoundError, ValueError) as error:
+        file = "" if os.path.exists(path) else f", and there is no file {path}"
         raise InvalidInput(
-            f"{option}: {path!r} cannot be imported: {error}.{near} Write package.module.name, and start the command "
+            f"{option}: {path!r} cannot be imported: {error}{file}. Write package.module.name, and start the command "
             "in the folder that has the package."
         ) from error
+    except Exception as error:  # of the user's module
+        raise InvalidInput(f"{option}: importing {package} failed with {type(error).__name__}: {error}") from error
+    if name not in vars(module) and not hasattr(module, name):
+        near = _nearest(name, [each for each in vars(module) if not each.startswith("_")])
+        raise InvalidInput(f"{option}: {path!r} cannot be imported: the module {package} has no {name!r}.{near}")
+    return getattr(module, name)
 
 
 def prompts_of(source: Any, part: str, environment: Any = None) -> Any:
@@ -53,6 +59,9 @@ def prompts_of(source: Any, part: str, environment: Any = None) -> Any:
     if isinstance(source, str | os.PathLike):
         source = read_rows(source, part)
     check_source(source, part)
+    is_indexed = isinstance(source, Sized) and callable(getattr(type(source), "__getitem__", None))
+    if not is_indexed and (isinstance(source, Sized) or part != "train"):
+        source = list(source)  # only what is trained on may be a stream
     if environment is None:
         return source
     if not isinstance(source, Sized):
@@ -62,7 +71,7 @@ def prompts_of(source: Any, part: str, environment: Any = None) -> Any:
 
 
 def _is_file(source: str) -> bool:
-    return source.endswith(".jsonl") or os.path.isfile(source)
+    return source.endswith((".json", ".jsonl", ".txt")) or os.path.isfile(source)
 
 
 def _is_call(item: Any) -> bool:
@@ -79,8 +88,8 @@ def _result(call: Mapping[str, Any], part: str) -> Any:
         return [found]
     if isinstance(found, str | Mapping) or not isinstance(found, Iterable):
         raise InvalidInput(
-            f"{part}: {path} is no environment but {_a(found)}. Name a subclass of Environment, or a function that "
-            "returns environments."
+            f"{part}: {path} returned {_a(found)}, not an Environment. Name a subclass of Environment, or a function "
+            "that returns environments."
         )
     return found
 
@@ -103,7 +112,10 @@ def _called(make: Any, arguments: Mapping[str, Any], where: str) -> Any:
         raise InvalidInput(f"{where}: expected a class or a function, got {_a(make)}")
     if inspect.isabstract(make):
         raise InvalidInput(f"{where}: the class {_name(make)} has no method {', '.join(make.__abstractmethods__)}")
-    signature = inspect.signature(make)
+    try:
+        signature = inspect.signature(make)
+    except ValueError:  # a builtin without one
+        return make(**arguments)
     try:
         signature.bind(**arguments)
     except TypeError as error:
@@ -117,10 +129,6 @@ def _called(make: Any, arguments: Mapping[str, Any], where: str) -> Any:
 def _nearest(name: str, names: Iterable[str]) -> str:
     found = difflib.get_close_matches(name, list(names), 1)
     return f" Did you mean {found[0]!r}?" if found else ""
-
-
-def _public_names(module: str) -> list[str]:
-    return [name for name in vars(importlib.import_module(module)) if not name.startswith("_")]
 
 
 def _name(made: Any) -> str:

@@ -12,7 +12,7 @@ from tinker_lightning.data.environments import imported, prompts_of
 from tinker_lightning.rl import Rewards, RolloutLoader
 from tinker_lightning.types import SamplingParams
 
-# Of `Any` alone, the parser of a configuration would make objects itself, with None for arguments that are missing.
+# With plain `Any`, jsonargparse would instantiate the classes itself and pass None for missing arguments.
 Source: TypeAlias = dict[str, Any] | list[dict[str, Any]] | Any
 
 

@@ -53,8 +53,9 @@ class Distill(RolloutModule):
             `teacher_logprobs` off-policy, and weights without probabilities.
         kl_coefficient: The factor of the reward of each token, on-policy.
         baseline: What the reward of a token is compared with, on-policy. `leave_one_out`: the mean reward of the tokens
-            of the other answers to its prompt, which reduces the variance of the gradient and leaves its expectation;
-            a group of one has none. None for no baseline, as in tinker-cookbook.
+            of the other answers to its prompt, which reduces the variance of the gradient; a group of one has none.
+            The gradient's expectation stays the same with `normalize="sum"`; otherwise it is divided by a number of
+            tokens, which depends on the answer itself. None for no baseline, as in tinker-cookbook.
         **settings: The other arguments of `RemoteModule`: `rank`, `learning_rate`, `base_url` and others.
     """
 

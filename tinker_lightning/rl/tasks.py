@@ -167,19 +167,8 @@ def tasks_of(
 
     def wrap(item: Any) -> Environment:
         if isinstance(item, Environment):
-            if rewards is not None:
-                raise InvalidInput(
-                    f"rewards are for prompts; an environment such as {type(item).__name__} gives rewards to its own "
-                    "trajectories. Leave rewards out."
-                )
             return item
-        if not isinstance(item, str | Mapping | Sequence | PromptLike):
-            a = f"the class {item.__name__}; make an object of it" if isinstance(item, type) else type(item).__name__
-            raise InvalidInput(f"RolloutLoader needs prompts, or objects of subclasses of Environment, got {a}")
-        if rewards is None:
-            raise InvalidInput(
-                f"a prompt needs a reward: pass rewards=... to RolloutLoader, or environments in place of {item!r:.80}"
-            )
+        _check_prompt(item, rewards)
         return PromptEnvironment(item, rewards, **options)
 
     if not isinstance(given, Sequence) and not _is_map_style(given) and isinstance(given, Iterable):
@@ -188,8 +177,30 @@ def tasks_of(
         raise InvalidInput(f"RolloutLoader needs a list of prompts or environments, got {type(given).__name__}")
     if not len(given):  # type: ignore[arg-type]
         raise InvalidInput("RolloutLoader: there are no prompts")
-    wrap(given[0])  # type: ignore[index]  # raises before a model is used
+    _check_all(given if isinstance(given, Sequence) else [given[0]], rewards)  # type: ignore[index]
     return SizedTasks(given, wrap, seed, shuffle)  # type: ignore[arg-type]
+
+
+def _check_all(items: Sequence[Any], rewards: Any) -> None:
+    """Checks prompts and environments before a model is used."""
+    prompts = [item for item in items if not isinstance(item, Environment)]
+    for item in prompts:
+        _check_prompt(item, rewards)
+    if rewards is not None and not prompts:
+        raise InvalidInput(
+            f"rewards are for prompts; an environment such as {type(items[0]).__name__} gives rewards to its own "
+            "trajectories. Leave rewards out."
+        )
+
+
+def _check_prompt(item: Any, rewards: Any) -> None:
+    if not isinstance(item, str | Mapping | Sequence | PromptLike):
+        a = f"the class {item.__name__}; pass an instance" if isinstance(item, type) else type(item).__name__
+        raise InvalidInput(f"RolloutLoader needs prompts, or instances of subclasses of Environment, got {a}")
+    if rewards is None:
+        raise InvalidInput(
+            f"a prompt needs a reward: pass rewards=... to RolloutLoader, or environments in place of {item!r:.80}"
+        )
 
 
 def _is_map_style(given: Any) -> bool:

@@ -174,8 +174,8 @@ class Unit:
         if self._timeout is not None and (seconds := seconds_blocked()) > self._timeout + _BLOCKED_SECONDS:
             names = sorted({type(self.tasks[order].environment).__name__ for order in self._running})
             raise RolloutFailed(
-                f"nothing of {' and '.join(names)} has run for {seconds:.0f} s: a rollout blocks the event loop "
-                "that all rollouts share. Await what takes time: asyncio.sleep in place of time.sleep, and await "
+                f"a rollout of {' or '.join(names)} has blocked the event loop, which all rollouts share, for "
+                f"{seconds:.0f} s. Await what takes time: asyncio.sleep in place of time.sleep, and await "
                 "asyncio.to_thread(function) for a function that blocks."
             )
 
