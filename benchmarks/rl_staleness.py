@@ -274,7 +274,7 @@ def main() -> None:
     rows = measure(0.4 if options.quick else 1.0, 4 if options.quick else 8)
     print("Optimizer steps in the time that sampling a batch takes:\n")
     report.show([{name: f"{v:.2f}" if isinstance(v, float) else v for name, v in row.items()} for row in rows])
-    real = measure_real(4 if options.quick else 20)
+    real = measure_real(4 if options.quick else 12)
     print("On the embedded trainer:\n")
     report.show([{**row, "CPU, ms a step": f"{row['CPU, ms a step']:.0f}"} for row in real])
     report.write(options.json, {"rl_staleness": rows, "rl_staleness_embedded": real})
