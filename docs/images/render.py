@@ -42,7 +42,7 @@ def column(folder: Path, name: str) -> dict[int, float]:
 
 def draw(axes: Axes, folders: list[Path], name: str, ylabel: str) -> None:
     """Draws a metric of the training steps and of the validations."""
-    for key, style, label in ((name, ".-", "training"), (f"val_{name}", "o-", "held out")):
+    for key, style, label in ((name, ".-", "training"), (f"val_{name}", "o-", "validation")):
         runs = [column(folder, key) for folder in folders]
         steps = sorted(set.intersection(*(set(run) for run in runs)))
         if not steps:  # not validated
