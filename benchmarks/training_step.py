@@ -134,7 +134,7 @@ def main() -> None:
     options = report.arguments(__doc__)
     lightning_step.quiet()
     torch.set_num_threads(2)
-    rounds = 1 if options.quick else 5
+    rounds = 1 if options.quick else 3
     share = 4 if options.quick else 1  # of the sequences
     equal, mixed = make_data(EQUAL[::share]), make_data(MIXED[::share])
     with ExitStack() as stack:
