@@ -86,18 +86,41 @@ def test_a_stream_gives_each_row_once(tokenizer: Any, file: Path, workers: int) 
     assert data.report["train"]["rows"] == len(ROWS)  # counted in the workers, in one pass
 
 
-class Split(IterableDataset[Any]):
+class Whole(IterableDataset[Any]):
+    """A dataset that yields all rows in each worker."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(ROWS)
+
+
+class Streamed(IterableDataset[Any]):
+    """Stands for the class of streaming datasets in the package `datasets`."""
+
+    __module__ = "datasets.iterable_dataset"
+
+
+class Split(Streamed):
     """A dataset that chooses the rows of each worker itself, as streaming ones of the package `datasets` do."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self._rows = rows
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        return iter(ROWS if info is None else ROWS[info.id :: info.num_workers])
+        return iter(self._rows if info is None else self._rows[info.id :: info.num_workers])
 
 
-def test_a_dataset_that_splits_itself_is_not_split_again(tokenizer: Any) -> None:
-    data = ChatData(Split(), tokenizer=tokenizer, streaming=True, num_workers=2, batch_size=4)
+@pytest.mark.parametrize("dataset", [Whole(), Split(ROWS)], ids=["whole", "split"])
+def test_workers_share_the_rows_of_a_dataset(dataset: Any, tokenizer: Any) -> None:
+    data = ChatData(dataset, tokenizer=tokenizer, streaming=True, num_workers=2, batch_size=4)
     found = [datum for batch in batches(data) for datum in batch]
     assert sorted(map(repr, found)) == sorted(repr(Datum.from_chat(row, tokenizer)) for row in ROWS)
+
+
+def test_a_row_of_a_dataset_that_splits_itself_is_counted_in_its_worker(tokenizer: Any) -> None:
+    rows = Split([*ROWS[:5], 3])
+    with pytest.raises(InvalidDatum, match="worker 1, row 2: messages must be a list"):
+        batches(ChatData(rows, tokenizer=tokenizer, streaming=True, num_workers=2))
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -116,6 +139,42 @@ def test_a_file_may_be_one_json_array(indent: int | None, tokenizer: Any, file: 
     file.write_text(json.dumps(ROWS, indent=indent)[:-1])
     with pytest.raises(InvalidDatum, match=r"chats\.jsonl:\d+: not JSON: .* or be one JSON array"):
         batches(ChatData(file, tokenizer=tokenizer))
+
+
+def test_an_array_may_start_with_a_byte_order_mark(tokenizer: Any, file: Path) -> None:
+    for indent in (None, 1):
+        file.write_text(json.dumps(ROWS, indent=indent), encoding="utf-8-sig")
+        assert len(batches(ChatData(file, tokenizer=tokenizer, batch_size=12))[0]) == len(ROWS)
+
+
+def test_an_array_in_one_line_is_parsed_once(tokenizer: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text(json.dumps(ROWS))
+    parsed: list[Any] = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda text, **_: parsed.append(text) or loads(text))
+    batches(ChatData(file, tokenizer=tokenizer))
+    assert len(parsed) == 1
+
+
+@pytest.mark.parametrize(
+    "array", ["[\n{}\n]", "[{},\n{}]", "[{},\n{}\n]", "[\n{},\n{}\n]\n", "[{}\n,{}\n]", "[\n\n  {}\n\n]"]
+)
+def test_an_array_may_have_its_line_breaks_anywhere(array: str, tokenizer: Any, file: Path) -> None:
+    file.write_text(array.replace("{}", json.dumps(ROWS[0])))
+    found = batches(ChatData(file, tokenizer=tokenizer))
+    assert found == [[Datum.from_chat(ROWS[0], tokenizer)] * array.count("{}")]
+
+
+@pytest.mark.parametrize("following", [[], ["[3"], ["{}"]], ids=str)
+def test_a_damaged_first_line_is_no_array(following: list[str], tokenizer: Any, file: Path) -> None:
+    chats = [json.dumps(row["messages"]) for row in ROWS]
+    file.write_text("\n".join([chats[0][:-1], *following, *chats[1:], "[3"]))
+    with pytest.raises(InvalidDatum, match=r"chats\.jsonl:1: not JSON: .* A JSON Lines file has one JSON object"):
+        batches(ChatData(file, tokenizer=tokenizer))
+    data = ChatData(file, tokenizer=tokenizer, bad_rows="skip", batch_size=12)
+    assert len(batches(data)[0]) == len(ROWS) - 1
+    assert data.report["train"]["skipped"] == len(following) + 2
+    batches(ChatData(file, tokenizer=tokenizer, bad_rows="skip", streaming=True))
 
 
 def test_lines_that_are_lists_are_no_array(tokenizer: Any, file: Path) -> None:
