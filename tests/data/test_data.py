@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -290,8 +291,13 @@ def test_files_of_other_formats_name_the_loader_for_them(tmp_path: Path) -> None
 def test_a_datum_without_weights_or_that_is_too_long(tokenizer: Any) -> None:
     with pytest.raises(InvalidDatum, match=r"row 0: none of its tokens has a weight, so there is nothing to train on$"):
         batches(ChatData([Datum.from_tokens([1, 2, 3], weights=[0, 0, 0])], tokenizer=tokenizer, max_length=9))
-    with pytest.raises(TooLong, match="row 0: the datum has 9 tokens, but max_length is 8"):
-        batches(ChatData([Datum.from_tokens([1] * 10)], tokenizer=tokenizer, max_length=8))
+    assert batches(ChatData([Datum.from_tokens([1] * 8)], tokenizer=tokenizer, max_length=8))
+    message = (
+        "row 0: the datum has 9 tokens, but max_length is 8. Build it from fewer tokens, because a datum is not cut, "
+        "or pass truncate='drop' to leave out such rows."
+    )
+    with pytest.raises(TooLong, match=f"^{re.escape(message)}$"):
+        batches(ChatData([Datum.from_tokens([1] * 9)], tokenizer=tokenizer, max_length=8))
     long = {"prompt": "x" * 90, "completion": "y"}
     with pytest.raises(
         InvalidDatum, match=r"within max_length=60, .* Cut the other side \(truncate='left'\), or pass bad"
@@ -369,6 +375,56 @@ def test_predict_answers_what_precedes_the_last_answer(tokenizer: Any) -> None:
     assert batches(PreferenceData([prompt], tokenizer=tokenizer), "predict") == [[expected]]
     text = ModelInput.from_ints(tokenizer.encode("Once upon"))
     assert batches(ChatData(["Once upon"], tokenizer=tokenizer), "predict") == [[text]]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_predict_never_sees_the_answer(streaming: bool, tokenizer: Any) -> None:
+    options = {"tokenizer": tokenizer, "streaming": streaming, "max_length": 20, "truncate": "left"}
+    row = {"prompt": "A?", "completion": "y" * 90}
+    (end,) = batches(ChatData([row], **options), "predict")[0]
+    prompt = generation_prompt([{"role": "user", "content": "A?"}], tokenizer)
+    assert end.to_ints() == prompt[-20:]
+    pair = {"prompt": "A?", "chosen": "y" * 90, "rejected": "z" * 90}
+    assert batches(PreferenceData([pair], **options), "predict") == [[end]]
+    one_token = {"prompt": "A", "completion": "b"}
+    assert batches(ChatData([one_token], as_text=True, **options), "predict") == [
+        [ModelInput.from_ints(tokenizer.encode("A"))]
+    ]
+    datum = Datum.from_tokens([1, 2, 3, 4], weights=[0, 0, 1, 1])
+    assert batches(ChatData([datum], **options), "predict") == [[ModelInput.from_ints([1, 2])]]
+
+
+def test_predict_takes_the_held_out_rows(tokenizer: Any) -> None:
+    limit = 45  # which the prompts of all rows fit in, but not all answers
+    data = ChatData(iter(ROWS), 0.25, tokenizer=tokenizer, max_length=limit, truncate="drop", batch_size=12)
+    (train,) = batches(data)
+    (held_out,) = data.val_dataloader()
+    assert len(train) + len(held_out) < len(ROWS)
+    (prompts,) = batches(data, "predict")
+    assert [
+        datum.model_input.to_ints()[: len(prompt.to_ints())] for datum, prompt in zip(held_out, prompts, strict=True)
+    ] == [prompt.to_ints() for prompt in prompts]
+    assert data.report["predict"]["rows"] == len(held_out)
+    with pytest.raises(InvalidInput, match=r"there is no data to validate: pass train=\.\.\. to ChatData"):
+        ChatData(None, 0.25, tokenizer=tokenizer).setup("validate")
+
+
+class Sums(ChatData):
+    """Rows of another kind."""
+
+    def convert(self, row: Any, rows: Any) -> Any:
+        if row["as_datum"]:
+            return Datum.from_chat(self._chat(row), rows.tokenizer)
+        return super().convert(self._chat(row), rows)
+
+    def _chat(self, row: Any) -> list[dict[str, str]]:
+        return [{"role": "user", "content": row["sum"]}, {"role": "assistant", "content": row["result"]}]
+
+
+def test_predict_takes_rows_of_another_kind(tokenizer: Any) -> None:
+    rows = [{"sum": "1 + 1", "result": "2", "as_datum": as_datum} for as_datum in (False, True)]
+    prompt = ModelInput.from_ints(generation_prompt([{"role": "user", "content": "1 + 1"}], tokenizer))
+    assert batches(Sums(rows, tokenizer=tokenizer), "predict") == [[prompt, prompt]]
 
 
 @pytest.mark.parametrize(

@@ -114,8 +114,7 @@ class Converter:
         except InvalidDatum as error:
             is_long = isinstance(error, TooLong)
             if not (self._drop_long if is_long else self._skip_bad):
-                message = f"{str(error).removesuffix('.')}, or 'drop' to leave out such rows." if is_long else error
-                raise type(error)(f"{where}: {message}") from error
+                raise type(error)(f"{where}: {error}") from error
             if not is_long and not self.counts.as_dict()["skipped"]:
                 logger.warning("%s is skipped, as are others like it: %s", where, error)
             self.counts.add("dropped" if is_long else "skipped")
