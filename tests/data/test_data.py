@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 from torch.utils.data import IterableDataset, get_worker_info
@@ -150,11 +151,10 @@ def test_an_array_may_start_with_a_byte_order_mark(tokenizer: Any, file: Path) -
 
 def test_an_array_in_one_line_is_parsed_once(tokenizer: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text(json.dumps(ROWS))
-    parsed: list[Any] = []
-    loads = json.loads
-    monkeypatch.setattr(json, "loads", lambda text, **_: parsed.append(text) or loads(text))
+    loads = Mock(wraps=json.loads)
+    monkeypatch.setattr(json, "loads", loads)
     batches(ChatData(file, tokenizer=tokenizer))
-    assert len(parsed) == 1
+    loads.assert_called_once()
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_a_module_that_was_closed_after_its_use_says_so() -> None:
     ("stage", "arguments", "data"),
     [
         ("fit", ("a.jsonl",), "ChatData('a.jsonl')"),
-        ("fit", (DataLoader(ROWS[:1]), "a.jsonl"), "ChatData(..., validation='a.jsonl')"),
+        ("fit", ([], "a.jsonl"), "ChatData(..., validation='a.jsonl')"),
         ("validate", ("a.jsonl",), "ChatData(validation='a.jsonl')"),
         ("test", ("a.jsonl",), "ChatData(test='a.jsonl')"),
         ("predict", ("a.jsonl",), "ChatData(test='a.jsonl')"),
