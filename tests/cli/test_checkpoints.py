@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
 from tinker_lightning import cli
 from tinker_lightning.data import ChatData
@@ -109,6 +111,21 @@ def test_a_file_that_torch_takes_for_instructions_is_one_message(
         assert (
             capsys.readouterr().err == f"tinker-lightning: {tmp_path}/run.yaml is not a checkpoint file of Lightning\n"
         )
+
+
+def test_a_checkpoint_with_objects_names_their_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {}, "hyper_parameters": {"folder": tmp_path}}, file)
+    assert cli.main(["export", str(file), "x"]) == 2
+    assert capsys.readouterr().err == (
+        f"tinker-lightning: {file} contains objects that cannot be loaded safely: "
+        f"{type(tmp_path).__module__}.{type(tmp_path).__name__}. Save hyperparameters as plain values, such as "
+        "str(path).\n"
+    )
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("notes.txt", "not of torch")
+    assert cli.main(["export", str(file), "x"]) == 2
+    assert capsys.readouterr().err == f"tinker-lightning: {file} is not a checkpoint file of Lightning\n"
 
 
 @pytest.mark.parametrize(

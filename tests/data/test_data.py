@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 from torch.utils.data import IterableDataset, get_worker_info
@@ -86,18 +88,41 @@ def test_a_stream_gives_each_row_once(tokenizer: Any, file: Path, workers: int) 
     assert data.report["train"]["rows"] == len(ROWS)  # counted in the workers, in one pass
 
 
-class Split(IterableDataset[Any]):
+class Whole(IterableDataset[Any]):
+    """A dataset that yields all rows in each worker."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(ROWS)
+
+
+class Streamed(IterableDataset[Any]):
+    """Stands for the class of streaming datasets in the package `datasets`."""
+
+    __module__ = "datasets.iterable_dataset"
+
+
+class Split(Streamed):
     """A dataset that chooses the rows of each worker itself, as streaming ones of the package `datasets` do."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self._rows = rows
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        return iter(ROWS if info is None else ROWS[info.id :: info.num_workers])
+        return iter(self._rows if info is None else self._rows[info.id :: info.num_workers])
 
 
-def test_a_dataset_that_splits_itself_is_not_split_again(tokenizer: Any) -> None:
-    data = ChatData(Split(), tokenizer=tokenizer, streaming=True, num_workers=2, batch_size=4)
+@pytest.mark.parametrize("dataset", [Whole(), Split(ROWS)], ids=["whole", "split"])
+def test_workers_share_the_rows_of_a_dataset(dataset: Any, tokenizer: Any) -> None:
+    data = ChatData(dataset, tokenizer=tokenizer, streaming=True, num_workers=2, batch_size=4)
     found = [datum for batch in batches(data) for datum in batch]
     assert sorted(map(repr, found)) == sorted(repr(Datum.from_chat(row, tokenizer)) for row in ROWS)
+
+
+def test_a_row_of_a_dataset_that_splits_itself_is_counted_in_its_worker(tokenizer: Any) -> None:
+    rows = Split([*ROWS[:5], 3])
+    with pytest.raises(InvalidDatum, match="worker 1, row 2: messages must be a list"):
+        batches(ChatData(rows, tokenizer=tokenizer, streaming=True, num_workers=2))
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -116,6 +141,41 @@ def test_a_file_may_be_one_json_array(indent: int | None, tokenizer: Any, file: 
     file.write_text(json.dumps(ROWS, indent=indent)[:-1])
     with pytest.raises(InvalidDatum, match=r"chats\.jsonl:\d+: not JSON: .* or be one JSON array"):
         batches(ChatData(file, tokenizer=tokenizer))
+
+
+def test_an_array_may_start_with_a_byte_order_mark(tokenizer: Any, file: Path) -> None:
+    for indent in (None, 1):
+        file.write_text(json.dumps(ROWS, indent=indent), encoding="utf-8-sig")
+        assert len(batches(ChatData(file, tokenizer=tokenizer, batch_size=12))[0]) == len(ROWS)
+
+
+def test_an_array_in_one_line_is_parsed_once(tokenizer: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text(json.dumps(ROWS))
+    loads = Mock(wraps=json.loads)
+    monkeypatch.setattr(json, "loads", loads)
+    batches(ChatData(file, tokenizer=tokenizer))
+    loads.assert_called_once()
+
+
+@pytest.mark.parametrize(
+    "array", ["[\n{}\n]", "[{},\n{}]", "[{},\n{}\n]", "[\n{},\n{}\n]\n", "[{}\n,{}\n]", "[\n\n  {}\n\n]"]
+)
+def test_an_array_may_have_its_line_breaks_anywhere(array: str, tokenizer: Any, file: Path) -> None:
+    file.write_text(array.replace("{}", json.dumps(ROWS[0])))
+    found = batches(ChatData(file, tokenizer=tokenizer))
+    assert found == [[Datum.from_chat(ROWS[0], tokenizer)] * array.count("{}")]
+
+
+@pytest.mark.parametrize("following", [[], ["[3"], ["{}"]], ids=str)
+def test_a_damaged_first_line_is_no_array(following: list[str], tokenizer: Any, file: Path) -> None:
+    chats = [json.dumps(row["messages"]) for row in ROWS]
+    file.write_text("\n".join([chats[0][:-1], *following, *chats[1:], "[3"]))
+    with pytest.raises(InvalidDatum, match=r"chats\.jsonl:1: not JSON: .* A JSON Lines file has one JSON object"):
+        batches(ChatData(file, tokenizer=tokenizer))
+    data = ChatData(file, tokenizer=tokenizer, bad_rows="skip", batch_size=12)
+    assert len(batches(data)[0]) == len(ROWS) - 1
+    assert data.report["train"]["skipped"] == len(following) + 2
+    batches(ChatData(file, tokenizer=tokenizer, bad_rows="skip", streaming=True))
 
 
 def test_lines_that_are_lists_are_no_array(tokenizer: Any, file: Path) -> None:
@@ -231,8 +291,13 @@ def test_files_of_other_formats_name_the_loader_for_them(tmp_path: Path) -> None
 def test_a_datum_without_weights_or_that_is_too_long(tokenizer: Any) -> None:
     with pytest.raises(InvalidDatum, match=r"row 0: none of its tokens has a weight, so there is nothing to train on$"):
         batches(ChatData([Datum.from_tokens([1, 2, 3], weights=[0, 0, 0])], tokenizer=tokenizer, max_length=9))
-    with pytest.raises(TooLong, match="row 0: the datum has 9 tokens, but max_length is 8"):
-        batches(ChatData([Datum.from_tokens([1] * 10)], tokenizer=tokenizer, max_length=8))
+    assert batches(ChatData([Datum.from_tokens([1] * 8)], tokenizer=tokenizer, max_length=8))
+    message = (
+        "row 0: the datum has 9 tokens, but max_length is 8. Build it from fewer tokens, because a datum is not cut, "
+        "or pass truncate='drop' to leave out such rows."
+    )
+    with pytest.raises(TooLong, match=f"^{re.escape(message)}$"):
+        batches(ChatData([Datum.from_tokens([1] * 9)], tokenizer=tokenizer, max_length=8))
     long = {"prompt": "x" * 90, "completion": "y"}
     with pytest.raises(
         InvalidDatum, match=r"within max_length=60, .* Cut the other side \(truncate='left'\), or pass bad"
@@ -310,6 +375,56 @@ def test_predict_answers_what_precedes_the_last_answer(tokenizer: Any) -> None:
     assert batches(PreferenceData([prompt], tokenizer=tokenizer), "predict") == [[expected]]
     text = ModelInput.from_ints(tokenizer.encode("Once upon"))
     assert batches(ChatData(["Once upon"], tokenizer=tokenizer), "predict") == [[text]]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_predict_never_sees_the_answer(streaming: bool, tokenizer: Any) -> None:
+    options = {"tokenizer": tokenizer, "streaming": streaming, "max_length": 20, "truncate": "left"}
+    row = {"prompt": "A?", "completion": "y" * 90}
+    (end,) = batches(ChatData([row], **options), "predict")[0]
+    prompt = generation_prompt([{"role": "user", "content": "A?"}], tokenizer)
+    assert end.to_ints() == prompt[-20:]
+    pair = {"prompt": "A?", "chosen": "y" * 90, "rejected": "z" * 90}
+    assert batches(PreferenceData([pair], **options), "predict") == [[end]]
+    one_token = {"prompt": "A", "completion": "b"}
+    assert batches(ChatData([one_token], as_text=True, **options), "predict") == [
+        [ModelInput.from_ints(tokenizer.encode("A"))]
+    ]
+    datum = Datum.from_tokens([1, 2, 3, 4], weights=[0, 0, 1, 1])
+    assert batches(ChatData([datum], **options), "predict") == [[ModelInput.from_ints([1, 2])]]
+
+
+def test_predict_takes_the_held_out_rows(tokenizer: Any) -> None:
+    limit = 45  # which the prompts of all rows fit in, but not all answers
+    data = ChatData(iter(ROWS), 0.25, tokenizer=tokenizer, max_length=limit, truncate="drop", batch_size=12)
+    (train,) = batches(data)
+    (held_out,) = data.val_dataloader()
+    assert len(train) + len(held_out) < len(ROWS)
+    (prompts,) = batches(data, "predict")
+    assert [
+        datum.model_input.to_ints()[: len(prompt.to_ints())] for datum, prompt in zip(held_out, prompts, strict=True)
+    ] == [prompt.to_ints() for prompt in prompts]
+    assert data.report["predict"]["rows"] == len(held_out)
+    with pytest.raises(InvalidInput, match=r"there is no data to validate: pass train=\.\.\. to ChatData"):
+        ChatData(None, 0.25, tokenizer=tokenizer).setup("validate")
+
+
+class Sums(ChatData):
+    """Rows of another kind."""
+
+    def convert(self, row: Any, rows: Any) -> Any:
+        if row["as_datum"]:
+            return Datum.from_chat(self._chat(row), rows.tokenizer)
+        return super().convert(self._chat(row), rows)
+
+    def _chat(self, row: Any) -> list[dict[str, str]]:
+        return [{"role": "user", "content": row["sum"]}, {"role": "assistant", "content": row["result"]}]
+
+
+def test_predict_takes_rows_of_another_kind(tokenizer: Any) -> None:
+    rows = [{"sum": "1 + 1", "result": "2", "as_datum": as_datum} for as_datum in (False, True)]
+    prompt = ModelInput.from_ints(generation_prompt([{"role": "user", "content": "1 + 1"}], tokenizer))
+    assert batches(Sums(rows, tokenizer=tokenizer), "predict") == [[prompt, prompt]]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -80,9 +81,9 @@ def test_a_fit_takes_rows_with_look_ahead_and_validates_on_them(service: Service
 @pytest.mark.parametrize("rows", [ROWS[:2], [ROWS[2]], ["a", "b"], [ROWS[-1]], [CHAT]], ids=str)
 def test_rows_without_a_loader_raise_with_the_line_to_write(module: RemoteModule, rows: Any) -> None:
     line = r"DataLoader\(rows, batch_size=4, collate_fn=tinker_lightning\.collate\)"
-    with pytest.raises(InvalidInput, match=line):
+    with pytest.raises(InvalidInput, match=rf"trainer\.fit\(module, {line}"):
         quiet().fit(module, rows)
-    with pytest.raises(InvalidInput, match=line):
+    with pytest.raises(InvalidInput, match=rf"trainer\.predict\(module, {line}"):
         quiet().predict(module, rows)
 
 
@@ -209,6 +210,19 @@ def test_a_module_that_was_closed_after_its_use_says_so() -> None:
             quiet().fit(module, data)
 
 
-def test_a_path_in_place_of_a_loader_names_the_data_module(module: RemoteModule) -> None:
-    with pytest.raises(InvalidInput, match=r"take each character for a batch.*ChatData\('rows.jsonl'\)"):
-        quiet().fit(module, "rows.jsonl")
+@pytest.mark.parametrize(
+    ("stage", "arguments", "data"),
+    [
+        ("fit", ("a.jsonl",), "ChatData('a.jsonl')"),
+        ("fit", ([], "a.jsonl"), "ChatData(..., validation='a.jsonl')"),
+        ("validate", ("a.jsonl",), "ChatData(validation='a.jsonl')"),
+        ("test", ("a.jsonl",), "ChatData(test='a.jsonl')"),
+        ("predict", ("a.jsonl",), "ChatData(test='a.jsonl')"),
+    ],
+)
+def test_a_path_in_place_of_a_loader_names_the_stage_and_the_data_module(
+    stage: str, arguments: tuple[Any, ...], data: str, module: RemoteModule
+) -> None:
+    line = f"Pass a data module such as ChatData or PreferenceData: trainer.{stage}(module, {data})."
+    with pytest.raises(InvalidInput, match=f"got the path 'a.jsonl'.*{re.escape(line)}"):
+        getattr(quiet(), stage)(module, *arguments)

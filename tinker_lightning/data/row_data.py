@@ -8,10 +8,10 @@ import itertools
 import logging
 import operator
 import os
+from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader
 from tinker_lightning.data.sources import Converter, Counts, Rows, Stream, check_source, describe, rows_of
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.lightning.module import RemoteModule
-from tinker_lightning.lightning.rows import RowFormat
-from tinker_lightning.types import Datum, ModelInput, collate
+from tinker_lightning.lightning.rows import PromptFormat, RowFormat
+from tinker_lightning.types import Datum, collate
 
 logger = logging.getLogger("tinker_lightning")
 
-Part: TypeAlias = Literal["train", "validation", "test"]
+Part: TypeAlias = Literal["train", "validation", "test", "predict"]
 
 
 class RowData(pl.LightningDataModule):
@@ -117,9 +117,13 @@ class RowData(pl.LightningDataModule):
         self._used: tuple[Any, int | None] = None, None
         self._datasets: dict[Part, Any] = {}
         self._counts: dict[Part, Counts] = {}
+        self._held_out: list[tuple[str, Any]] = []
 
     def convert(self, row: Any, rows: RowFormat) -> Any:
-        """Converts a row to an item of the dataset. Override it for rows of another kind."""
+        """Converts a row to an item of the dataset. Override it for rows of another kind.
+
+        For `predict`, `rows` converts to prompts in place of datums.
+        """
         raise NotImplementedError
 
     def setup(self, stage: str) -> None:
@@ -128,20 +132,23 @@ class RowData(pl.LightningDataModule):
             "fit": ("train", "validation"),
             "validate": ("validation",),
             "test": ("test",),
-            "predict": (self._predicted(),),
+            "predict": ("predict",),
         }
         used = self._tokenizer_and_length()
         if used != self._used:  # by another module
             self._used = used
             self._datasets.clear()
         for part in wanted[stage]:
-            if part == "validation" and self._share is not None:
-                self._load("train")
-            elif self._sources.get(part) is not None:
+            origin = self._origin(part)
+            is_held_out = origin == "validation" and self._share is not None
+            needed: Part = "train" if is_held_out else origin
+            if self._sources.get(needed) is not None:
+                if is_held_out:
+                    self._load("train")
                 self._load(part)
-            elif part == "train" or stage != "fit":
+            elif needed == "train" or stage != "fit":
                 what = TrainerFn(stage).value
-                raise InvalidInput(f"there is no data to {what}: pass {part}=... to {type(self).__name__}")
+                raise InvalidInput(f"there is no data to {what}: pass {needed}=... to {type(self).__name__}")
 
     def train_dataloader(self) -> Any:
         """Returns the loader of the training rows."""
@@ -157,7 +164,7 @@ class RowData(pl.LightningDataModule):
 
     def predict_dataloader(self) -> Any:
         """Returns the prompts of the test rows, else of the validation rows, else of the training rows, in order."""
-        return self._loader(self._predicted(), collate_fn=_prompts)
+        return self._loader("predict")
 
     def teardown(self, stage: str) -> None:
         """Logs what has become of streamed rows."""
@@ -166,14 +173,18 @@ class RowData(pl.LightningDataModule):
             for part in self._datasets:
                 self._log(part)
 
-    def _predicted(self) -> Part:
+    def _origin(self, part: Part) -> Part:
+        """Returns the part whose rows are loaded; those to predict are of another one."""
+        if part != "predict":
+            return part
         order: tuple[Part, ...] = ("test", "validation", "train")
         given = {**self._sources, "validation": self._sources.get("validation") or self._share}
         return next((part for part in order if given[part] is not None), "train")
 
     def _empty(self, part: Part, counts: Counts) -> InvalidInput:
-        source = self._sources[part]
-        where = f"{part} ({os.fspath(source)})" if isinstance(source, str | os.PathLike) else part
+        origin = self._origin(part)
+        source = self._sources.get(origin)
+        where = f"{origin} ({os.fspath(source)})" if isinstance(source, str | os.PathLike) else origin
         found = describe(counts)
         return InvalidInput(f"{where}: no row is left: {found}" + ("" if counts.has_left_out else ". Is it empty?"))
 
@@ -181,22 +192,22 @@ class RowData(pl.LightningDataModule):
         if part in self._datasets:
             return
         counts = self._counts[part] = Counts(self._num_workers)
-        convert = self._converter(counts)
-        source = self._sources[part]
+        convert = self._converter(part, counts)
         if self._streaming:
+            source = self._sources[self._origin(part)]
             trial = Counts()
-            if all(item is None for item in itertools.starmap(self._converter(trial), rows_of(source))):
+            if all(item is None for item in itertools.starmap(self._converter(part, trial), rows_of(source))):
                 raise self._empty(part, trial)
             size = self._buffer_size if part == "train" and self._shuffle else 0
             self._datasets[part] = Stream(source, convert, size)
             return
-        rows = Rows(list(rows_of(source)), convert)
-        loader = DataLoader(rows, collate_fn=operator.itemgetter(0), num_workers=self._num_workers)
-        items = []
-        for item in loader:
+        rows, kept, items = self._read(part), [], []
+        loader = DataLoader(Rows(rows, convert), collate_fn=operator.itemgetter(0), num_workers=self._num_workers)
+        for row, item in zip(rows, loader, strict=True):
             if isinstance(item, InvalidDatum):
                 raise item
             if item is not None:
+                kept.append(row)
                 items.append(item)
         if not items:
             raise self._empty(part, counts)
@@ -206,6 +217,7 @@ class RowData(pl.LightningDataModule):
             if held_out == len(items):
                 raise InvalidInput(f"a share of {self._share} of {len(items)} rows leaves none to train on")
             self._datasets["validation"] = [items[i] for i in sorted(order[:held_out])]
+            self._held_out = [kept[i] for i in sorted(order[:held_out])]
             items = [items[i] for i in sorted(order[held_out:])]
             self._counts["validation"] = Counts().split(self._datasets["validation"])
             self._counts[part] = counts.split(items)
@@ -213,13 +225,29 @@ class RowData(pl.LightningDataModule):
         self._datasets[part] = items
         self._log(part)
 
-    def _converter(self, counts: Counts) -> Converter:
+    def _read(self, part: Part) -> list[tuple[str, Any]]:
+        """Returns the rows of a part, and where each is from."""
+        origin = self._origin(part)
+        if origin == "validation" and self._share is not None:
+            return self._held_out
+        if isinstance(self._sources[origin], Iterator):  # can be read once, but may be needed again for `predict`
+            self._sources[origin] = list(self._sources[origin])
+        return list(rows_of(self._sources[origin]))
+
+    def _converter(self, part: Part, counts: Counts) -> Converter:
+        is_prompt = part == "predict"
+        rows = self._rows(counts, PromptFormat if is_prompt else RowFormat)
         return Converter(
-            functools.partial(self.convert, rows=self._rows(counts)),
+            functools.partial(self._prompt if is_prompt else self.convert, rows=rows),
             counts,
             drop_long=self._truncate == "drop",
             skip_bad=self._bad_rows == "skip",
         )
+
+    def _prompt(self, row: Any, rows: RowFormat) -> Any:
+        item = self.convert(row, rows)
+        item = item[0] if isinstance(item, tuple) else item
+        return rows.datum(item) if isinstance(item, Datum) else item  # of a `convert` that does not use `rows`
 
     def _log(self, part: Part) -> None:
         counts = self._counts.get(part)
@@ -228,11 +256,11 @@ class RowData(pl.LightningDataModule):
             level = logging.WARNING if counts.has_left_out or self.report[part]["truncated"] else logging.INFO
             logger.log(level, "%s: %s", part, describe(counts))
 
-    def _loader(self, part: Part, *, shuffle: bool = False, collate_fn: Any = collate) -> Any:
+    def _loader(self, part: Part, *, shuffle: bool = False) -> Any:
         dataset = self._datasets[part]
         if isinstance(dataset, Stream):
-            return DataLoader(dataset, batch_size=self.batch_size, collate_fn=collate_fn, num_workers=self._num_workers)
-        return DataLoader(dataset, batch_size=self.batch_size, shuffle=shuffle, collate_fn=collate_fn)
+            return DataLoader(dataset, batch_size=self.batch_size, collate_fn=collate, num_workers=self._num_workers)
+        return DataLoader(dataset, batch_size=self.batch_size, shuffle=shuffle, collate_fn=collate)
 
     def _tokenizer_and_length(self) -> tuple[Any, int | None]:
         """Returns the tokenizer and the maximum length of a row, which is at most the context of the model."""
@@ -249,7 +277,7 @@ class RowData(pl.LightningDataModule):
             raise InvalidInput(f"pass tokenizer=... to use {type(self).__name__} without a RemoteModule")
         return tokenizer, length
 
-    def _rows(self, counts: Counts) -> RowFormat:
+    def _rows(self, counts: Counts, kind: type[RowFormat]) -> RowFormat:
         tokenizer, length = self._used
         if self._chat_template is not None:
             tokenizer = copy.copy(tokenizer)
@@ -257,7 +285,7 @@ class RowData(pl.LightningDataModule):
         renderer = self._renderer
         if isinstance(renderer, str):
             renderer = _cookbook_renderer(renderer, tokenizer)
-        return RowFormat(
+        return kind(
             tokenizer,
             length,
             self._truncate if self._truncate != "drop" else "error",
@@ -266,20 +294,6 @@ class RowData(pl.LightningDataModule):
             on_truncated=counts.truncated,
             **self._format,  # type: ignore[arg-type]
         )
-
-
-def _prompts(items: list[Any]) -> list[Any]:
-    """Returns what a model has to answer: of a datum, what precedes its last answer, and of a pair, their prompt."""
-    return [_prompt(item[0] if isinstance(item, tuple) else item) for item in items]
-
-
-def _prompt(item: Any) -> Any:
-    if not isinstance(item, Datum) or "weights" not in item.loss_fn_inputs:
-        return item
-    trained = np.flatnonzero(item.loss_fn_inputs["weights"].to_numpy())
-    start = trained[np.flatnonzero(np.diff(trained, prepend=-2) > 1)[-1]]
-    # A text, whose tokens all have a weight, is continued.
-    return ModelInput.from_ints(item.model_input.tokens()[: start + 1]) if start else item.model_input
 
 
 def _cookbook_renderer(name: str, tokenizer: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import itertools
 import json
 import logging
@@ -112,8 +114,7 @@ class Converter:
         except InvalidDatum as error:
             is_long = isinstance(error, TooLong)
             if not (self._drop_long if is_long else self._skip_bad):
-                message = f"{str(error).removesuffix('.')}, or 'drop' to leave out such rows." if is_long else error
-                raise type(error)(f"{where}: {message}") from error
+                raise type(error)(f"{where}: {error}") from error
             if not is_long and not self.counts.as_dict()["skipped"]:
                 logger.warning("%s is skipped, as are others like it: %s", where, error)
             self.counts.add("dropped" if is_long else "skipped")
@@ -132,27 +133,40 @@ def rows_of(source: Any) -> Iterator[tuple[str, Any]]:
     """Yields where each row of a file or dataset is from, `data.jsonl:17` or `row 17`, and the row."""
     if not isinstance(source, str | os.PathLike):
         yield from ((f"row {i}", row) for i, row in enumerate(source))
-    elif is_array(source):
-        yield from ((f"{os.fspath(source)}: row {i}", row) for i, row in enumerate(_array(source)))
+        return
+    is_one, rows = _as_array(source)
+    if is_one:
+        rows = _array(source) if rows is None else rows
+        yield from ((f"{os.fspath(source)}: row {i}", row) for i, row in enumerate(rows))
     else:
         with open(source, "rb") as file:
             yield from ((f"{os.fspath(source)}:{i}", Line(line)) for i, line in enumerate(file, 1) if line.strip())
 
 
-def is_array(source: Any) -> bool:
-    """Returns whether a source is a file with one JSON array of rows, in place of a row per line."""
-    if not isinstance(source, str | os.PathLike):
-        return False
+def _as_array(source: str | os.PathLike[str]) -> tuple[bool, list[Any] | None]:
+    """Returns whether a file is one JSON array, in place of a row per line, and its rows if it is one line."""
     with open(source, "rb") as file:
         lines = (line for line in file if line.strip())
-        first = next(lines, b"")
+        first = next(lines, b"").removeprefix(codecs.BOM_UTF8)
         if not first.lstrip().startswith(b"["):
-            return False
+            return False, None
         try:
             value = json.loads(first)
-        except ValueError:  # an array over several lines
-            return True
-        return not is_chat(value) and next(lines, None) is None
+        except ValueError:  # an array over several lines, or a row that is damaged
+            return not _has_rows(lines), None
+        is_one = not is_chat(value) and next(lines, None) is None
+        return is_one, value if is_one else None
+
+
+def _has_rows(lines: Iterator[bytes]) -> bool:
+    """Returns whether one of the lines is a row on its own, and not the last element of an array over several lines."""
+    for line, following in itertools.pairwise(itertools.chain(lines, [b""])):
+        is_whole = line.startswith((b"{", b"[")) and line.rstrip().endswith((b"}", b"]"))
+        if is_whole and not following.lstrip().startswith(b"]"):
+            with contextlib.suppress(ValueError):
+                json.loads(line)
+                return True
+    return False
 
 
 def _array(source: str | os.PathLike[str]) -> list[Any]:
@@ -179,7 +193,7 @@ def check_source(source: Any, part: str, *, read_again: bool = False) -> None:
                 f"{part}: {path} is not a JSON Lines file. Pass the dataset that the package datasets makes of it: "
                 f"datasets.load_dataset({builder!r}, data_files={path!r}, split='train')."
             )
-        if read_again and is_array(source):
+        if read_again and _as_array(source)[0]:
             raise InvalidInput(
                 f"{part}: {path} is one JSON array, which cannot be streamed. Write one row per line, for example "
                 f"with: jq -c '.[]' {path} > rows.jsonl"
@@ -235,8 +249,8 @@ class Rows(Dataset[Any]):
 class Stream(IterableDataset[Any]):
     """Converts rows while they are read, so that a file may be larger than memory.
 
-    Each worker of a loader converts its share of the rows; a torch `IterableDataset`, such as a streaming one of the
-    package `datasets`, chooses this share itself. Rows are shuffled within a buffer.
+    Each worker of a loader converts its share of the rows; a streaming dataset of the package `datasets` chooses this
+    share itself. Rows are shuffled within a buffer.
     """
 
     def __init__(self, source: Any, convert: Converter, buffer_size: int) -> None:
@@ -246,13 +260,20 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         self._convert.counts.start_pass()
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         rows = rows_of(self._source)
-        if not isinstance(self._source, IterableDataset):
-            rows = itertools.islice(rows, worker, None, workers)
+        if (info := get_worker_info()) is not None:
+            if _splits_itself(self._source):
+                rows = ((f"worker {info.id}, {where}", row) for where, row in rows)
+            else:
+                rows = itertools.islice(rows, info.id, None, info.num_workers)
         converted = (self._convert(where, row) for where, row in rows)
         yield from _shuffled((item for item in converted if item is not None), self._buffer_size)
+
+
+def _splits_itself(source: Any) -> bool:
+    """Returns whether a dataset yields other rows in each worker, as streaming ones of the package `datasets` do."""
+    packages = {base.__module__.partition(".")[0] for base in type(source).__mro__}
+    return isinstance(source, IterableDataset) and "datasets" in packages
 
 
 def describe(counts: Counts) -> str:

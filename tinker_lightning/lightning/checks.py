@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 
     from tinker_lightning.lightning.base import RemoteBase
 
+# Where Lightning keeps the loaders of each kind, and the argument of a data module that takes a file for it.
+_SOURCES = {
+    "TRAIN_SOURCE": "",
+    "VAL_SOURCE": "validation=",
+    "VALIDATE_SOURCE": "validation=",
+    "TEST_SOURCE": "test=",
+    "PREDICT_SOURCE": "test=",
+}
+
 
 def check(trainer: pl.Trainer, module: RemoteBase) -> None:
     """Raises `InvalidInput` for a trainer that cannot train a remote model correctly."""
@@ -92,17 +101,20 @@ def finds_learning_rate(trainer: pl.Trainer) -> bool:
 
 def _check_loaders(trainer: pl.Trainer) -> None:
     """Raises `InvalidInput` for rows without a loader: Lightning would take each of them for a loader."""
-    for name in ("TRAIN_SOURCE", "VAL_SOURCE", "VALIDATE_SOURCE", "TEST_SOURCE", "PREDICT_SOURCE"):
+    stage = trainer.state.fn.value if trainer.state.fn is not None else "fit"
+    for name, argument in _SOURCES.items():
         source = getattr(_compat, name).get(trainer)
         if isinstance(source, str | os.PathLike):
+            others = "..., " if stage == "fit" and argument else ""
             raise InvalidInput(
                 f"got the path {os.fspath(source)!r} where Lightning expects a loader, and would take each character "
-                f"for a batch. Pass a data module: trainer.fit(module, ChatData({os.fspath(source)!r}))."
+                "for a batch. Pass a data module such as ChatData or PreferenceData: "
+                f"trainer.{stage}(module, ChatData({others}{argument}{os.fspath(source)!r}))."
             )
         if isinstance(source, list | tuple) and any(isinstance(item, DatumLike) or is_row(item) for item in source):
             raise InvalidInput(
                 f"got a list of {len(source)} rows where Lightning expects a loader, and would take each row for a "
-                "loader. Wrap them: trainer.fit(module, DataLoader(rows, batch_size=4, "
+                f"loader. Wrap them: trainer.{stage}(module, DataLoader(rows, batch_size=4, "
                 "collate_fn=tinker_lightning.collate))."
             )
 

@@ -80,25 +80,25 @@ class RowFormat:
             return self._fitting(to_datum(row))
         check_not_mapped(row)
         if isinstance(row, str):
-            return self._datum(*self._text(row))
+            return self._of_text(row)
         if isinstance(row, Mapping):
             # A dataset of rows of several kinds has every column in each row, as None where it is missing.
             row = {name: value for name, value in row.items() if value is not None}
             if "messages" in row:
                 self._check_answers(row["messages"])
-                return self._datum(*self._chat(row["messages"], 0, row.get("tools")))
+                return self._of_chat(row["messages"], 0, row.get("tools"))
             if "prompt" in row and "completion" in row:
                 self._check_answers(_messages(row["completion"], "assistant"))
                 return self._answered(row["prompt"], row["completion"], row.get("tools"))
             if isinstance(row.get("text"), str):
-                return self._datum(*self._text(row["text"]))
+                return self._of_text(row["text"])
             raise InvalidDatum(
                 "a row to train on needs messages, prompt and completion, or text; this one has "
                 f"{', '.join(map(str, row)) or 'no columns'}"
                 + (". Pairs of answers are for DPO." if "chosen" in row else "")
             )
         self._check_answers(row)
-        return self._datum(*self._chat(row, 0, None))
+        return self._of_chat(row, 0, None)
 
     def pair(self, row: Any) -> tuple[Datum, Datum]:
         """Returns the chosen and the rejected datum of a dict with `chosen`, `rejected` and usually `prompt`.
@@ -179,7 +179,10 @@ class RowFormat:
             after = self._ended(self.tokenizer(answer, add_special_tokens=False)["input_ids"])
             return self._datum([*before, *after], np.repeat([0, 1], [len(before), len(after)]).astype(np.float32))
         messages = _messages(prompt, "user")
-        return self._datum(*self._chat([*messages, *_messages(answer, "assistant")], len(messages), tools))
+        return self._of_chat([*messages, *_messages(answer, "assistant")], len(messages), tools)
+
+    def _of_chat(self, messages: Any, first: int, tools: Any) -> Datum:
+        return self._datum(*self._chat(messages, first, tools))
 
     def _chat(self, messages: Any, first: int, tools: Any) -> Rendered:
         given = chat.check_messages(messages)
@@ -199,9 +202,9 @@ class RowFormat:
             return messages
         return [{"role": "system", "content": self.system}, *messages]
 
-    def _text(self, text: str) -> Rendered:
+    def _of_text(self, text: str) -> Datum:
         ids = self._ended(self.tokenizer(text)["input_ids"])
-        return ids, np.ones(len(ids), np.float32)
+        return self._datum(ids, np.ones(len(ids), np.float32))
 
     def _ended(self, ids: list[int]) -> list[int]:
         """Adds the end-of-text token, so that the model learns to stop."""
@@ -216,6 +219,11 @@ class RowFormat:
         return Datum.from_tokens(short, given)
 
     def _shortened(self, ids: list[int], weights: Any) -> Rendered:
+        if self.truncate == "error" and self.max_length is not None and len(ids) > self.max_length:
+            raise TooLong(
+                f"it has {len(ids)} tokens, but max_length is {self.max_length}. Pass truncate='left' or 'right' to "
+                "cut it, or 'drop' to leave out such rows."
+            )
         short = chat.shorten(ids, weights, self.max_length, self.truncate)
         if len(short[0]) < len(ids):
             self.on_truncated()
@@ -226,12 +234,46 @@ class RowFormat:
         weights = datum.loss_fn_inputs.get("weights")
         if weights is not None and not weights.to_numpy().any():
             raise _without_weight()
-        if self.max_length is not None and datum.model_input.length > self.max_length:
+        length = datum.model_input.length + 1  # with the last target, as the tokens of other rows are counted
+        if self.max_length is not None and length > self.max_length:
             raise TooLong(
-                f"the datum has {datum.model_input.length} tokens, but max_length is {self.max_length}. Build it from "
-                "fewer tokens, since truncate='left' and 'right' cannot cut it."
+                f"the datum has {length} tokens, but max_length is {self.max_length}. Build it from fewer tokens, "
+                "because a datum is not cut, or pass truncate='drop' to leave out such rows."
             )
         return datum
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFormat(RowFormat):
+    """Converts the same rows to what a model answers: a chat or pair without its last answer, or a text to continue."""
+
+    def _check_answers(self, messages: Any) -> None:
+        """Accepts any answer, which is left out."""
+
+    def _different(self, chosen: Any, rejected: Any) -> Any:
+        del rejected  # both are the prompt of the pair
+        return chosen
+
+    def _answered(self, prompt: Any, answer: Any, tools: Any) -> Any:
+        if self.as_text and isinstance(prompt, str) and isinstance(answer, str):
+            return self.prompt(prompt)
+        return RowFormat._answered(self, prompt, answer, tools)
+
+    def _of_chat(self, messages: Any, first: int, tools: Any) -> Any:
+        del first  # only the last answer is left out
+        return self.prompt({"messages": messages, "tools": tools})
+
+    def _of_text(self, text: str) -> Any:
+        return self.prompt(text)
+
+    def _fitting(self, datum: Datum) -> Any:
+        weights = RowFormat._fitting(self, datum).loss_fn_inputs.get("weights")
+        if weights is None:
+            return datum.model_input
+        trained = np.flatnonzero(weights.to_numpy())
+        start = trained[np.flatnonzero(np.diff(trained, prepend=-2) > 1)[-1]]
+        # A text, whose tokens all have a weight, is continued.
+        return ModelInput.from_ints(datum.model_input.tokens()[: start + 1]) if start else datum.model_input
 
 
 def _without_weight(within: str = "", *, cut_right: bool = False) -> InvalidDatum:
