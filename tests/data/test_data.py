@@ -291,13 +291,13 @@ def test_files_of_other_formats_name_the_loader_for_them(tmp_path: Path) -> None
 def test_a_datum_without_weights_or_that_is_too_long(tokenizer: Any) -> None:
     with pytest.raises(InvalidDatum, match=r"row 0: none of its tokens has a weight, so there is nothing to train on$"):
         batches(ChatData([Datum.from_tokens([1, 2, 3], weights=[0, 0, 0])], tokenizer=tokenizer, max_length=9))
-    assert batches(ChatData([Datum.from_tokens([1] * 8)], tokenizer=tokenizer, max_length=8))
+    assert batches(ChatData([Datum.from_tokens([1] * 9)], tokenizer=tokenizer, max_length=8))
     message = (
-        "row 0: the datum has 9 tokens, but max_length is 8. Build it from fewer tokens, because a datum is not cut, "
+        "row 0: the datum has 9 input tokens, but max_length is 8. Build it from fewer tokens, because a datum is not cut, "
         "or pass truncate='drop' to leave out such rows."
     )
     with pytest.raises(TooLong, match=f"^{re.escape(message)}$"):
-        batches(ChatData([Datum.from_tokens([1] * 9)], tokenizer=tokenizer, max_length=8))
+        batches(ChatData([Datum.from_tokens([1] * 10)], tokenizer=tokenizer, max_length=8))
     long = {"prompt": "x" * 90, "completion": "y"}
     with pytest.raises(
         InvalidDatum, match=r"within max_length=60, .* Cut the other side \(truncate='left'\), or pass bad"

@@ -234,10 +234,10 @@ class RowFormat:
         weights = datum.loss_fn_inputs.get("weights")
         if weights is not None and not weights.to_numpy().any():
             raise _without_weight()
-        length = datum.model_input.length + 1  # with the last target, as the tokens of other rows are counted
-        if self.max_length is not None and length > self.max_length:
+        # Its input alone counts: a block that was packed to fill the context has a target for each of its positions.
+        if self.max_length is not None and datum.model_input.length > self.max_length:
             raise TooLong(
-                f"the datum has {length} tokens, but max_length is {self.max_length}. Build it from fewer tokens, "
+                f"the datum has {datum.model_input.length} input tokens, but max_length is {self.max_length}. Build it from fewer tokens, "
                 "because a datum is not cut, or pass truncate='drop' to leave out such rows."
             )
         return datum
