@@ -293,8 +293,8 @@ def test_a_datum_without_weights_or_that_is_too_long(tokenizer: Any) -> None:
         batches(ChatData([Datum.from_tokens([1, 2, 3], weights=[0, 0, 0])], tokenizer=tokenizer, max_length=9))
     assert batches(ChatData([Datum.from_tokens([1] * 9)], tokenizer=tokenizer, max_length=8))
     message = (
-        "row 0: the datum has 9 input tokens, but max_length is 8. Build it from fewer tokens, because a datum is not cut, "
-        "or pass truncate='drop' to leave out such rows."
+        "row 0: the datum has 9 input tokens, but max_length is 8. Build it from fewer tokens, because a datum is not "
+        "cut, or pass truncate='drop' to leave out such rows."
     )
     with pytest.raises(TooLong, match=f"^{re.escape(message)}$"):
         batches(ChatData([Datum.from_tokens([1] * 10)], tokenizer=tokenizer, max_length=8))

@@ -237,8 +237,8 @@ class RowFormat:
         # Its input alone counts: a block that was packed to fill the context has a target for each of its positions.
         if self.max_length is not None and datum.model_input.length > self.max_length:
             raise TooLong(
-                f"the datum has {datum.model_input.length} input tokens, but max_length is {self.max_length}. Build it from fewer tokens, "
-                "because a datum is not cut, or pass truncate='drop' to leave out such rows."
+                f"the datum has {datum.model_input.length} input tokens, but max_length is {self.max_length}. Build it "
+                "from fewer tokens, because a datum is not cut, or pass truncate='drop' to leave out such rows."
             )
         return datum
 
