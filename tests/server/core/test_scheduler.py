@@ -480,32 +480,39 @@ def test_finishing_a_session_fails_what_waits_and_drops_results_soon() -> None: 
         scheduler.close()
 
 
-def test_waiting_operations_are_given_up_if_others_need_their_memory() -> None:
-    """Behind a missing number they take what they take for minutes, and many sessions could fill the memory so."""
-    memory = MemoryBudget(120 << 20)
-    scheduler, log = Scheduler(gap_timeout=SOON * 10, memory=memory), Log()
+@pytest.fixture
+def limited() -> Iterator[Scheduler]:
+    """A scheduler with 30 MiB for messages, a third of it for one owner."""
+    scheduler = Scheduler(gap_timeout=SOON * 10, memory=MemoryBudget(120 << 20))
+    yield scheduler
+    scheduler.close()
 
-    def operation(owner: str, number: int, size: int) -> Job:
-        def run() -> None:
-            log.ran.append((owner, number))
 
-        job = Job(f"{owner}:{number}", "work", run, owner=owner, request_bytes=size)
-        return scheduler.submit(job, owner, number)
+def submit_sized(scheduler: Scheduler, owner: str, number: int, request: int = 0, result: int = 0) -> Job:
+    job = Job(f"{owner}:{number}", "work", lambda: None, owner=owner, request_bytes=request, result_bytes=result)
+    return scheduler.submit(job, owner, number)
 
-    try:
-        waiting = {owner: [operation(owner, number, 3 << 20) for number in (2, 3, 5)] for owner in "abd"}
-        assert operation("c", 1, 8 << 20).future.result(SOON) is None
-        errors = [job.future.exception(SOON) for job in waiting["a"]]
-        assert [type(error) for error in errors] == [MemoryLimitExceeded] * 3
-        assert "work waited for request 1 of a, which has not arrived, and other sessions needed" in str(errors[0])
-        assert not any(job.future.done() for job in waiting["b"])
-        # A repeat gets the same answer, and what comes later does not wait for the numbers that were given up.
-        assert operation("a", 2, 1) is waiting["a"][0]
-        operation("a", 6, 1)
-        operation("a", 4, 1)
-        assert operation("a", 1, 1).future.result(SOON) is None
-        scheduler.find("a:6").future.result(SOON)
-        assert log.ran == [("c", 1), ("a", 1), ("a", 4), ("a", 6)]
-    finally:
-        scheduler.close()
-    assert scheduler.find("b:2").future.exception(SOON) is not None
+
+def test_requests_that_overtook_another_one_are_never_evicted(limited: Scheduler) -> None:  # R5.11
+    """A client that sends several requests at once would lose its run where others get HTTP 429 and try again."""
+    assert limited._memory is not None
+    limited._memory.charge("bodies", 6 << 20, "messages")
+    early = {owner: submit_sized(limited, owner, 2, 4 << 20) for owner in "abcd"}
+    with pytest.raises(MemoryLimitExceeded) as caught:
+        submit_sized(limited, "e", 1, 9 << 20)
+    assert caught.value.is_temporary
+    for owner, job in early.items():
+        assert submit_sized(limited, owner, 1, 4 << 20).future.result(SOON) is None
+        assert job.future.result(SOON) is None
+    assert submit_sized(limited, "e", 1, 9 << 20).future.result(SOON) is None
+
+
+def test_requests_that_arrive_early_leave_memory_for_the_one_they_wait_for(limited: Scheduler) -> None:  # R5.11
+    """Otherwise it is rejected until later numbers run without it."""
+    submit_sized(limited, "a", 3, 2 << 20)
+    with pytest.raises(MemoryLimitExceeded, match="Number 1 of a has to arrive first, and memory is left") as caught:
+        submit_sized(limited, "a", 2, 6 << 20)
+    assert caught.value.is_temporary
+    assert submit_sized(limited, "a", 1, 6 << 20).future.result(SOON) is None
+    assert submit_sized(limited, "a", 2, 6 << 20).future.result(SOON) is None
+    assert limited.find("a:3").future.result(SOON) is None

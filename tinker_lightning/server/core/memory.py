@@ -9,8 +9,10 @@ The limit is divided so that no kind of use can starve another one:
     work        passes, sampling and retained forwards: what the others leave
 
 Some charges can be evicted. Retained forwards yield to any work, the oldest first. Messages yield to other messages:
-first results that were fetched and bodies that arrive slowly, then unread results, and requests that wait for a missing
-one, of the owner that holds most. An owner takes at most half of what the others leave, so that a few cannot fill all.
+first results that were fetched and bodies that arrive slowly, then unread results of the owner that holds most.
+Requests are never evicted: a client that sends several at once would lose those that overtake another one. Instead, an
+owner gets at most half of what the others leave, so that a few cannot take all, and requests that arrive early leave as
+much as they take for the one that they wait for.
 """
 
 from __future__ import annotations
@@ -100,6 +102,7 @@ class MemoryBudget:
         owner: str | None = None,
         evict: Callable[[], object] | None = None,
         expendable: bool = False,
+        spare: int = 0,
         fix: str = "",
     ) -> Charge:
         """Takes memory before it is used; raises `MemoryLimitExceeded` if it does not fit.
@@ -111,14 +114,17 @@ class MemoryBudget:
             owner: The session whose message it is. Those of one session take at most a part of the messages' memory.
             evict: Frees the memory when something else needs it. The charge is released before this is called.
             expendable: Whether it is evicted before others.
+            spare: How many bytes must be left for another charge like this one.
             fix: What the caller can do about the error.
         """
         charge = Charge(self, what, pool, owner, evict)
         charge.expendable = expendable
-        self.resize(charge, size, fix)
+        self.resize(charge, size, fix, spare=spare)
         return charge
 
-    def resize(self, charge: Charge, size: int, fix: str = "", *, may_evict: bool = True) -> None:
+    def resize(
+        self, charge: Charge, size: int, fix: str = "", *, spare: int = 0, may_evict: bool = True
+    ) -> None:
         """Changes the size of a charge; evicts others if it grows, unless it would not fit even then."""
         grown = size - charge.size
         evicted = 0
@@ -128,12 +134,11 @@ class MemoryBudget:
             trim_heap()
         while True:
             with self._lock:
-                missing = grown - self._free(charge)
-                if grown <= 0 or missing <= 0:
+                if grown <= 0 or grown + spare <= self._free(charge):
                     self._add(charge, grown)
                     break
-                may_fit = may_evict and size <= self._most(charge) and grown <= self._fair(charge)
-                victim = self._victim(charge, grown) if may_fit else None
+                may_fit = may_evict and size + spare <= self._most(charge) and grown + spare <= self._fair(charge)
+                victim = self._victim(charge, grown + spare) if may_fit else None
                 if victim is None:
                     raise self._error(charge, grown, fix)
                 evicted += victim.size
