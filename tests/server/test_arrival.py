@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tinker_lightning.errors import MemoryLimitExceeded
 from tinker_lightning.server import EmbeddedTrainer, arrival, create_app
 
 if TYPE_CHECKING:
@@ -104,6 +105,45 @@ def test_slow_bodies_make_room_for_others_but_not_for_each_other(trainer: Embedd
 
     asyncio.run(upload())
     assert trainer.memory.used("messages") < 10_000
+
+
+def test_a_slow_body_evicts_results_that_were_fetched(trainer: EmbeddedTrainer) -> None:
+    """A client with a slow uplink would otherwise be rejected for as long as nobody else needs memory."""
+    evicted: list[str] = []
+    for owner in "abc":
+        trainer.memory.charge(
+            "a result", 5 * MIB, "messages", owner=owner, evict=lambda: evicted.append("result"), expendable=True
+        )
+
+    async def upload() -> None:
+        slow = Upload(trainer)
+        await slow.send(b" " * 2000)
+        await asyncio.sleep(0.05)
+        await slow.send(b" " * MIB)
+        await slow.send(b"{}", more=False)
+        assert (await slow.answer())[0] == 200
+
+    asyncio.run(upload())
+    assert evicted == ["result"]
+
+
+def test_a_body_that_was_received_is_not_slow_any_more(trainer: EmbeddedTrainer) -> None:
+    """Decompressing it may evict those that are still arriving."""
+
+    async def upload() -> None:
+        slow = Upload(trainer)
+        await slow.send(b" " * (3 * MIB))
+        with trainer.memory.charge("a body", 0, "messages") as charge:
+            received = arrival.Arrival(charge)
+            async with received:
+                received.grow(2000)
+                await asyncio.sleep(0.05)
+                with pytest.raises(MemoryLimitExceeded):
+                    received.charge(3 * MIB)
+            received.charge(3 * MIB)
+        assert (await slow.answer())[0] == 429
+
+    asyncio.run(upload())
 
 
 def test_bodies_that_arrive_fast_keep_their_memory(trainer: EmbeddedTrainer) -> None:

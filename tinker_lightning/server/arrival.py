@@ -53,6 +53,7 @@ class Arrival:
         if self._next_look is not None:
             self._next_look.cancel()
             self._next_look = None
+        self._is_slow = False
         if self._charge is not None:
             self._charge.set_evict(None)  # what was received is needed now
         try:
@@ -68,9 +69,9 @@ class Arrival:
         self.charge(2 * size)  # in parts and joined
 
     def charge(self, size: int) -> None:
-        """Charges what the body takes. A slow one evicts nothing: two of them would evict each other forever."""
+        """Charges what the body takes. A slow one evicts no other body: two of them would evict each other forever."""
         if self._charge is not None:
-            self._charge.resize(size, may_evict=not self._is_slow)
+            self._charge.resize(size, spares_bodies=self._is_slow)
 
     def close(self) -> None:
         """Ends the block because the server stops; may be called from any thread, also before the block."""

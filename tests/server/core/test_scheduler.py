@@ -496,15 +496,15 @@ def submit_sized(scheduler: Scheduler, owner: str, number: int, request: int = 0
 def test_requests_that_overtook_another_one_are_never_evicted(limited: Scheduler) -> None:  # R5.11
     """A client that sends several requests at once would lose its run where others get HTTP 429 and try again."""
     assert limited._memory is not None
-    limited._memory.charge("bodies", 6 << 20, "messages")
     early = {owner: submit_sized(limited, owner, 2, 4 << 20) for owner in "abcd"}
-    with pytest.raises(MemoryLimitExceeded) as caught:
-        submit_sized(limited, "e", 1, 9 << 20)
+    bodies = limited._memory.charge("bodies", 27 << 19, "messages")
+    with bodies, pytest.raises(MemoryLimitExceeded) as caught:
+        submit_sized(limited, "e", 1, 1 << 20)
     assert caught.value.is_temporary
     for owner, job in early.items():
         assert submit_sized(limited, owner, 1, 4 << 20).future.result(SOON) is None
         assert job.future.result(SOON) is None
-    assert submit_sized(limited, "e", 1, 9 << 20).future.result(SOON) is None
+    assert submit_sized(limited, "e", 1, 1 << 20).future.result(SOON) is None
 
 
 def test_requests_that_arrive_early_leave_memory_for_the_one_they_wait_for(limited: Scheduler) -> None:  # R5.11

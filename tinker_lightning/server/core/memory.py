@@ -54,9 +54,12 @@ class Charge:
         self.expendable = False  # evicted before others
         self.size = 0
 
-    def resize(self, size: int, *, may_evict: bool = True) -> None:
-        """Changes the size; raises `MemoryLimitExceeded` and keeps the old size if the new one does not fit."""
-        self._budget.resize(self, size, may_evict=may_evict)
+    def resize(self, size: int, *, spares_bodies: bool = False) -> None:
+        """Changes the size; raises `MemoryLimitExceeded` and keeps the old size if the new one does not fit.
+
+        With `spares_bodies`, no request body is evicted for it.
+        """
+        self._budget.resize(self, size, spares_bodies=spares_bodies)
 
     def set_evict(self, evict: Callable[[], object] | None, *, expendable: bool = False) -> None:
         """Makes the memory evictable; None keeps it."""
@@ -123,7 +126,7 @@ class MemoryBudget:
         return charge
 
     def resize(
-        self, charge: Charge, size: int, fix: str = "", *, spare: int = 0, may_evict: bool = True
+        self, charge: Charge, size: int, fix: str = "", *, spare: int = 0, spares_bodies: bool = False
     ) -> None:
         """Changes the size of a charge; evicts others if it grows, unless it would not fit even then."""
         grown = size - charge.size
@@ -137,8 +140,8 @@ class MemoryBudget:
                 if grown <= 0 or grown + spare <= self._free(charge):
                     self._add(charge, grown)
                     break
-                may_fit = may_evict and size + spare <= self._most(charge) and grown + spare <= self._fair(charge)
-                victim = self._victim(charge, grown + spare) if may_fit else None
+                may_fit = size + spare <= self._most(charge) and grown + spare <= self._fair(charge)
+                victim = self._victim(charge, grown + spare, spares_bodies=spares_bodies) if may_fit else None
                 if victim is None:
                     raise self._error(charge, grown, fix)
                 evicted += victim.size
@@ -204,21 +207,23 @@ class MemoryBudget:
         rest = self.limit - self._part(_MESSAGES) - self._used["models"]
         return min(rest, self._part(_WEIGHTS)) if charge.pool == "weights" else rest
 
-    def _victim(self, charge: Charge, grown: int) -> Charge | None:
+    def _victim(self, charge: Charge, grown: int, *, spares_bodies: bool) -> Charge | None:
         """Returns what to evict next, or None if nothing may be."""
         if charge.pool != "messages":
             return next((each for each in self._evictable if each.pool == "work"), None)
         own = charge.owner or ""
         own_only = self._owners[own] + grown > self._part(_MESSAGES * _share(charge.owner))
 
-        def results() -> Iterator[Charge]:
+        def messages() -> Iterator[Charge]:
             for each in self._evictable:
-                if each.pool == "messages" and each is not charge and (not own_only or each.owner == charge.owner):
+                if each.pool != "messages" or each is charge or (own_only and each.owner != charge.owner):
+                    continue
+                if each.owner is not None or not spares_bodies:
                     yield each
 
-        found = next((each for each in results() if each.expendable), None)
+        found = next((each for each in messages() if each.expendable), None)
         if found is None:
-            others = (each for each in results() if self._owners[each.owner or ""] > self._owners[own] + grown)
+            others = (each for each in messages() if self._owners[each.owner or ""] > self._owners[own] + grown)
             found = max(others, key=lambda each: self._owners[each.owner or ""], default=None)
         return found
 
