@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from tests.helpers.fuzzing import examples
 from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotFound, OperationFailed, TrainerClosed
 from tinker_lightning.server import EmbeddedTrainer
-from tinker_lightning.server.core.jobs import Job
+from tinker_lightning.server.core.jobs import JOB_BYTES, Job
 from tinker_lightning.server.core.memory import MemoryBudget
 from tinker_lightning.server.core.scheduler import Scheduler
 
@@ -516,3 +517,38 @@ def test_requests_that_arrive_early_leave_memory_for_the_one_they_wait_for(limit
     assert submit_sized(limited, "a", 1, 6 << 20).future.result(SOON) is None
     assert submit_sized(limited, "a", 2, 6 << 20).future.result(SOON) is None
     assert limited.find("a:3").future.result(SOON) is None
+
+
+@pytest.mark.parametrize(("early", "first"), [((10 << 20) - 2 * JOB_BYTES, 0), ((5 << 20) - JOB_BYTES,) * 2])
+def test_three_sessions_cannot_take_all_memory_with_requests_that_arrive_early(
+    limited: Scheduler, early: int, first: int
+) -> None:  # R5.11
+    release = block(limited)
+    try:
+        for owner in "abc":
+            for number, size in ((2, early), (1, first)):
+                with suppress(MemoryLimitExceeded):
+                    submit_sized(limited, owner, number, size)
+        submit_sized(limited, "d", 1, 100 << 10)
+    finally:
+        release()
+
+
+def test_three_sessions_cannot_take_all_memory_with_results_that_are_being_sent(limited: Scheduler) -> None:  # R5.11
+    jobs = []
+    for owner in "abc":
+        for number in range(1, 11):
+            jobs.append(submit_sized(limited, owner, number, 0, (1 << 20) - JOB_BYTES))
+            jobs[-1].future.result(SOON)
+    with ExitStack() as sent:
+        rejected = []
+        for job in jobs:
+            try:
+                sent.enter_context(job.sending())
+            except MemoryLimitExceeded as error:
+                rejected.append(error)
+        assert 0 < len(rejected) < 10
+        assert all(error.is_temporary for error in rejected)
+        submit_sized(limited, "d", 1, 100 << 10)
+    with jobs[-1].sending():
+        pass  # those that were rejected are kept, and can be sent later

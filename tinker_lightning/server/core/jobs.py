@@ -144,14 +144,15 @@ class Job:
         """Keeps the memory of the result charged while it is sent, also if the job is forgotten meanwhile.
 
         Raises:
-            MemoryLimitExceeded: If it was evicted in the last moment and others have its memory now.
+            MemoryLimitExceeded: If it was evicted at the last moment and others have its memory now, or if its session
+                keeps too much already.
         """
         if self._charge is None:
             yield
             return
         with self._lock:
-            self._senders += 1
             self._charge.set_evict(None)
+            self._senders += 1
         try:
             # Without the lock, because this may evict other jobs.
             self._charge.resize(max(self._charge.size, self._settled))

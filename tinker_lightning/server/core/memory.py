@@ -62,7 +62,7 @@ class Charge:
         self._budget.resize(self, size, spares_bodies=spares_bodies)
 
     def set_evict(self, evict: Callable[[], object] | None, *, expendable: bool = False) -> None:
-        """Makes the memory evictable; None keeps it."""
+        """Makes the memory evictable, or with None no longer so; raises `MemoryLimitExceeded` beyond the fair share."""
         self._budget.set_evict(self, evict, expendable=expendable)
 
     def release(self) -> None:
@@ -153,9 +153,11 @@ class MemoryBudget:
             trim_heap()
 
     def set_evict(self, charge: Charge, evict: Callable[[], object] | None, *, expendable: bool = False) -> None:
-        """Makes a charge evictable, or no longer if None."""
+        """Makes a charge evictable, or with None no longer so; raises if its owner may not keep so much."""
         with self._lock:
             size = charge.size
+            if evict is None and charge.evict is not None and size > self._fair(charge):
+                raise self._error(charge, 0, "Try again later.")
             self._remove(charge)
             charge.evict, charge.expendable = evict, expendable
             self._add(charge, size)
