@@ -161,7 +161,7 @@ class Job:
             with self._lock:
                 self._senders -= 1
                 if not self._senders:
-                    self._charge.set_evict(lambda: self._evict(self), expendable=True)
+                    self._charge.set_evict(lambda: self._evict(self), expendable=self.fetched)
                     if self._forgotten:
                         self._charge.release()
 
