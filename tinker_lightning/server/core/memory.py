@@ -145,10 +145,11 @@ class MemoryBudget:
                 if victim is None:
                     raise self._error(charge, grown, fix)
                 evicted += victim.size
+                evict = victim.evict  # with the lock, because its owner may change it at any time
                 self._remove(victim)
             # Without the lock, because the owner of a victim has a lock of its own.
-            if victim.evict is not None:
-                victim.evict()
+            if evict is not None:
+                evict()
         if evicted > self.limit >> 7:
             trim_heap()
 
@@ -237,12 +238,13 @@ class MemoryBudget:
                 count[charge.owner or ""] += size
                 if not count[charge.owner or ""]:
                     del count[charge.owner or ""]
-        if charge.evict is not None:
+        if charge.evict is not None and charge.size:
             self._evictable.setdefault(charge)
+        else:
+            self._evictable.pop(charge, None)
 
     def _remove(self, charge: Charge) -> None:
         self._add(charge, -charge.size)
-        self._evictable.pop(charge, None)
 
     def _error(self, charge: Charge, size: int, fix: str) -> MemoryLimitExceeded:
         most = self._most(charge)
