@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -552,3 +552,21 @@ def test_three_sessions_cannot_take_all_memory_with_results_that_are_being_sent(
         submit_sized(limited, "d", 1, 100 << 10)
     with jobs[-1].sending():
         pass  # those that were rejected are kept, and can be sent later
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_a_job_that_is_submitted_again_is_charged_for_its_result_only(limited: Scheduler, is_sent: bool) -> None:
+    """The creation of a model is, after its result was dropped, because the model still has it."""
+    memory = limited._memory
+    assert memory is not None
+    job = limited.submit(Job("a:1", "work", lambda: None, owner="a", request_bytes=1 << 20, result_bytes=1000))
+    job.future.result(SOON)
+    with job.sending() if is_sent else nullcontext():
+        limited._forget(job)
+        assert limited.submit(job) is job
+        assert memory.used("messages") == JOB_BYTES + 1000
+    assert memory.used("messages") == JOB_BYTES + 1000
+    for owner in "bcd":
+        memory.charge("a result", 5 << 20, "messages", owner=owner)
+    memory.charge("a body", 15 << 20, "messages")
+    assert limited.known("a:1") is None  # it was evicted

@@ -85,10 +85,27 @@ class Job:
             spare: How many bytes must be left for other requests of the owner.
             reason: What they are left for, as a sentence for the error message.
         """
+        if self._charge is not None:
+            self._readmit(self._charge)
+            return
         what = f"{self.kind}: the request and its result"
         fix = f"{reason}Fetch the results of earlier requests, or send smaller ones."
         self._charge = memory.charge(what, self.size, "messages", owner=self.owner, spare=spare, fix=fix)
         self._evict = evict
+
+    def _readmit(self, charge: Charge) -> None:
+        """Charges the result of a job that was forgotten and is submitted again by an owner that still has it."""
+        with self._lock:
+            self._forgotten = False
+        try:
+            # Without the lock, because this may evict other jobs.
+            charge.resize(max(charge.size, self._settled))
+        except BaseException:
+            self.release()
+            raise
+        with self._lock:
+            if not self._senders:
+                charge.set_evict(lambda: self._evict(self), expendable=self.fetched)
 
     def execute(self) -> None:
         """Runs the job and stores its result or exception."""
