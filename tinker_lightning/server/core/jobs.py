@@ -74,9 +74,7 @@ class Job:
         """The memory of the request and its result."""
         return JOB_BYTES + self._request_bytes + self._result_bytes
 
-    def admit(
-        self, memory: MemoryBudget, evict: Callable[[Job], object], *, spare: int = 0, reason: str = ""
-    ) -> None:
+    def admit(self, memory: MemoryBudget, evict: Callable[[Job], object], *, spare: int = 0, reason: str = "") -> None:
         """Charges the request and its result; raises `MemoryLimitExceeded` if they do not fit.
 
         Args:
@@ -86,7 +84,8 @@ class Job:
             reason: What they are left for, as a sentence for the error message.
         """
         if self._charge is not None:
-            self._readmit(self._charge)
+            if self.kept_since is not None:
+                self._readmit(self._charge)
             return
         what = f"{self.kind}: the request and its result"
         fix = f"{reason}Fetch the results of earlier requests, or send smaller ones."

@@ -125,9 +125,7 @@ class MemoryBudget:
         self.resize(charge, size, fix, spare=spare)
         return charge
 
-    def resize(
-        self, charge: Charge, size: int, fix: str = "", *, spare: int = 0, spares_bodies: bool = False
-    ) -> None:
+    def resize(self, charge: Charge, size: int, fix: str = "", *, spare: int = 0, spares_bodies: bool = False) -> None:
         """Changes the size of a charge; evicts others if it grows, unless it would not fit even then."""
         grown = size - charge.size
         evicted = 0

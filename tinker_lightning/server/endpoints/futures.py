@@ -89,7 +89,7 @@ async def _result(request: Request, job: Job) -> Response:
             missing = scheduler.missing_before(job, submits_in_turn=False)
         return pending(job, missing)
     response = await _outcome(request, job)
-    # Only then, because fetched results are evicted first: one that was rejected or not sent to its end is still needed.
+    # Only now, because fetched results are evicted first, and one that was not sent to its end is still needed.
     if isinstance(response, _StreamedResponse | _ChargedResponse):
         response.on_sent = partial(scheduler.mark_fetched, job)
     else:
