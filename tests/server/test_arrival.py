@@ -158,6 +158,13 @@ def test_bodies_that_arrive_fast_keep_their_memory(trainer: EmbeddedTrainer) -> 
     asyncio.run(upload())
 
 
+def test_closing_after_the_loop_has_ended_does_nothing() -> None:
+    async def begin() -> arrival.Arrival:
+        return arrival.Arrival()
+
+    asyncio.run(begin()).close()
+
+
 def test_half_of_a_body_does_not_delay_the_shutdown(trainer: EmbeddedTrainer) -> None:
     async def upload() -> None:
         half = Upload(trainer)

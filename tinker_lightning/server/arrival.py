@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 from starlette.exceptions import HTTPException
 
 from tinker_lightning.errors import MemoryLimitExceeded, TrainerClosed
+from tinker_lightning.server.loops import call_soon
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -102,4 +103,4 @@ class Arrival:
                 if self._next_look is not None:  # within the block
                     self._timer.reschedule(self._loop.time())
 
-        self._loop.call_soon_threadsafe(stop)
+        call_soon(self._loop, stop)

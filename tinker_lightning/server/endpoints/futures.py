@@ -17,6 +17,7 @@ from tinker_lightning.server.core.jobs import Job
 from tinker_lightning.server.core.sizes import encoded_bytes, result_bytes
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.http import JSON, PROTOBUF, answer, error_fields, error_text, submits_in_turn
+from tinker_lightning.server.loops import call_soon
 from tinker_lightning.types import ForwardBackwardOutput, SampleResponse
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types.responses import FutureResponse
@@ -230,8 +231,7 @@ def _alarm() -> tuple[asyncio.Event, Callable[..., None]]:
     loop, woken = asyncio.get_running_loop(), asyncio.Event()
 
     def wake(_: object = None) -> None:
-        with suppress(RuntimeError):  # the loop is closed, so nobody is waiting
-            loop.call_soon_threadsafe(woken.set)
+        call_soon(loop, woken.set)
 
     return woken, wake
 
