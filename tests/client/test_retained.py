@@ -257,7 +257,7 @@ def test_the_weights_that_a_forward_creates_are_charged() -> None:
 
 
 def test_a_repeated_backward_is_answered_from_the_record(trainer: EmbeddedTrainer, service: ServiceClient) -> None:
-    """Also after its forward was freed, and without adding the gradient twice."""
+    """The record lasts after the forward was freed, and the gradient is not added twice."""
     client = model(service)
     RemoteLM(client)(DATA[:1])
     length = DATA[0].model_input.length

@@ -1,4 +1,4 @@
-"""Bodies that arrive slowly: they are given up, or make room for others."""  # R5.11
+"""Bodies that arrive slowly: they are rejected, or make room for others."""  # R5.11
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks every 20 ms, and gives up bodies with less than 1000 bytes in 100 ms."""
+    """Measures every 20 ms, and rejects bodies with fewer than 1000 bytes in 100 ms."""
     monkeypatch.setattr(arrival, "BODY_SECONDS", 0.1)
     monkeypatch.setattr(arrival, "_LEAST_BYTES", 1000)
     monkeypatch.setattr(arrival, "_LOOK_SECONDS", 0.02)
@@ -64,7 +64,7 @@ class Upload:
         return self._sent[0]["status"], str(json.loads(self._sent[1]["body"]).get("detail"))
 
 
-def test_a_trickled_body_is_given_up_and_a_slow_one_is_not(trainer: EmbeddedTrainer) -> None:
+def test_a_trickled_body_is_rejected_and_a_slow_one_is_not(trainer: EmbeddedTrainer) -> None:
     async def upload() -> None:
         trickled, slow = Upload(trainer), Upload(trainer)
         for part in (trickled, slow):
@@ -75,7 +75,7 @@ def test_a_trickled_body_is_given_up_and_a_slow_one_is_not(trainer: EmbeddedTrai
             await asyncio.sleep(0.01)
         status, detail = await trickled.answer()
         assert status == 408
-        assert "bytes of the body arrived in 0.1 s; send it again" in detail
+        assert "bytes of the body arrived in 0.1 s; at least 1000 bytes are required. Check the network" in detail
         await slow.send(b"{}", more=False)
         assert (await slow.answer())[0] == 200
 
@@ -99,7 +99,8 @@ def test_slow_bodies_make_room_for_others_but_not_for_each_other(trainer: Embedd
         await large.send(b" " * (5 * MIB // 2))
         status, detail = await slow[0].answer()
         assert status == 429
-        assert "the body arrived too slowly while others needed its memory; send it again later" in detail
+        assert "arrived at less than 4.77 MiB per second, and other requests needed the 3.8 MiB" in detail
+        assert "within the memory limit of 64 MiB. Send it again later" in detail
         await large.send(b"{}", more=False)
         assert (await large.answer())[0] == 200
 

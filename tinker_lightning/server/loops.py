@@ -11,6 +11,6 @@ if TYPE_CHECKING:
 
 
 def call_soon(loop: AbstractEventLoop, callback: Callable[[], object]) -> None:
-    """Runs a callback on a loop, from any thread; does nothing if the loop is closed, because nobody is waiting then."""
+    """Runs a callback on a loop, from any thread; does nothing if the loop is closed and nobody waits."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(callback)

@@ -204,10 +204,13 @@ def test_weights_are_charged_while_they_are_loaded_for_a_sampler(
     )
     assert charged[0] >= sampler.size > 0
     assert small.memory.used("work") == 0
+    monkeypatch.setattr(small.memory, "limit", 1 << 10)
+    with pytest.raises(MemoryLimitExceeded, match="Create fewer samplers at once, or save weights of a lower rank"):
+        small.sampling.create_sampling_session(rq.CreateSamplingSessionRequest(session.session_id, 1, model_path=path))
 
 
 def test_an_evicted_result_is_freed_at_once(api: Api) -> None:
-    """And not when the garbage collector runs, which is rarely in a process with many objects."""
+    """The garbage collector would free it later: it runs rarely in a process with many objects."""
     sampler = api.sampler()
     ids = [
         api.submit("forward_backward", api.train(api.model(), 1)),

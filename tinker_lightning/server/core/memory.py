@@ -54,6 +54,11 @@ class Charge:
         self.expendable = False  # evicted before others
         self.size = 0
 
+    @property
+    def limit(self) -> int:
+        """The memory limit that this is part of."""
+        return self._budget.limit
+
     def resize(self, size: int, *, spares_bodies: bool = False) -> None:
         """Changes the size; raises `MemoryLimitExceeded` and keeps the old size if the new one does not fit.
 
@@ -191,9 +196,9 @@ class MemoryBudget:
         return min(rest, self._part(_WEIGHTS) - self._used["weights"]) if charge.pool == "weights" else rest
 
     def _fair(self, charge: Charge) -> int:
-        """Returns how much a message may grow, whatever is evicted: its owner takes half of what others leave at most.
+        """Returns how much a message may grow at most: its owner may keep half of what others leave.
 
-        Bodies do not count, because that of the request itself is one of them.
+        Only memory that cannot be evicted counts, and no bodies, because that of the request itself is one of them.
         """
         if charge.owner is None or charge.pool != "messages":
             return self.limit
