@@ -139,14 +139,11 @@ def test_a_result_counts_as_fetched_once_all_of_it_was_sent(
         full.setattr(api.trainer.memory, "_fair", lambda _: 0)
         assert fetch(1000)[0]["status"] == 429
     assert len(fetch(4)) == 4
-    assert not job.fetched
-    with job.sending():
-        pass
     assert job._charge is not None
-    assert not job._charge.expendable
+    states = [(job.fetched, job._charge.expendable)]
     assert not fetch(1000)[-1]["more_body"]
-    assert job.fetched
-    assert job._charge.expendable
+    states.append((job.fetched, job._charge.expendable))
+    assert states == [(False, False), (True, True)]
 
 
 def test_a_result_that_is_being_sent_stays_charged_when_it_is_forgotten(

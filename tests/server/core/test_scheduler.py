@@ -519,14 +519,25 @@ def test_requests_that_arrive_early_leave_memory_for_the_one_they_wait_for(limit
     assert limited.find("a:3").future.result(SOON) is None
 
 
-@pytest.mark.parametrize(("early", "first"), [((10 << 20) - 2 * JOB_BYTES, 0), ((5 << 20) - JOB_BYTES,) * 2])
+def test_no_memory_is_left_for_a_number_that_never_arrives() -> None:
+    scheduler = Scheduler(gap_timeout=0.1, memory=MemoryBudget(120 << 20))
+    try:
+        with pytest.raises(MemoryLimitExceeded):
+            submit_sized(scheduler, "a", 2, 6 << 20)
+        time.sleep(0.15)
+        assert submit_sized(scheduler, "a", 2, 6 << 20).future.result(SOON) is None
+    finally:
+        scheduler.close()
+
+
+@pytest.mark.parametrize(("early", "first"), [((10 << 20) - 4 * JOB_BYTES, 0), ((5 << 20) - 2 * JOB_BYTES,) * 2])
 def test_three_sessions_cannot_take_all_memory_with_requests_that_arrive_early(
     limited: Scheduler, early: int, first: int
 ) -> None:  # R5.11
     release = block(limited)
     try:
-        for owner in "abc":
-            for number, size in ((2, early), (1, first)):
+        for number, size in ((2, early), (1, first)):
+            for owner in "abc":
                 with suppress(MemoryLimitExceeded):
                     submit_sized(limited, owner, number, size)
         submit_sized(limited, "d", 1, 100 << 10)

@@ -67,7 +67,7 @@ class Charge:
         self._budget.resize(self, size, spares_bodies=spares_bodies)
 
     def set_evict(self, evict: Callable[[], object] | None, *, expendable: bool = False) -> None:
-        """Makes the memory evictable, or with None no longer so; raises `MemoryLimitExceeded` beyond the fair share."""
+        """Makes the memory evictable. None protects it again; raises `MemoryLimitExceeded` beyond the fair share."""
         self._budget.set_evict(self, evict, expendable=expendable)
 
     def release(self) -> None:
@@ -157,7 +157,7 @@ class MemoryBudget:
             trim_heap()
 
     def set_evict(self, charge: Charge, evict: Callable[[], object] | None, *, expendable: bool = False) -> None:
-        """Makes a charge evictable, or with None no longer so; raises if its owner may not keep so much."""
+        """Makes a charge evictable. None protects it again; raises if that exceeds the fair share of its owner."""
         with self._lock:
             size = charge.size
             if evict is None and charge.evict is not None and size > self._fair(charge):

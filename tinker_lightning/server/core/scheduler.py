@@ -91,11 +91,15 @@ class Scheduler:
         """Returns the memory to leave for the number that a job waits for, and the reason.
 
         It is as much as the waiting jobs take. Otherwise they could take all that their session may have: the number
-        that they wait for would be rejected until it is skipped.
+        that they wait for would be rejected until it is skipped. After that time, nothing is left for it.
         """
         with self._changed:
-            entry = self._lines.get(line or "", Line())
+            entry = Line() if line is None else self._lines.setdefault(line, Line())
             if line is None or number <= entry.missing:
+                return 0, ""
+            now = time.monotonic()
+            entry.blocked_since = entry.blocked_since or now
+            if now - entry.blocked_since >= self._gap_timeout:
                 return 0, ""
             reason = f"Number {entry.missing} of {line} has to arrive first, and memory is left for it. "
             return job.size + sum(each.size for each in entry.waiting.values()), reason
@@ -255,7 +259,7 @@ class Scheduler:
         now = time.monotonic()
         soonest: float | None = None
         for name, line in self._lines.items():
-            if line.blocked_since is None:
+            if line.blocked_since is None or not line.waiting:
                 continue
             left = line.blocked_since + self._gap_timeout - now
             if left <= 0:
