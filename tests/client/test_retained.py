@@ -15,6 +15,7 @@ from tests.helpers.reference import bits
 from tinker_lightning import AdamParams, Datum, ModelInput, RemoteAdamW, RemoteLM, TensorData
 from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotRetained
 from tinker_lightning.server.core import retained
+from tinker_lightning.server.core.sizes import dense_bytes
 from tinker_lightning.server.engine.base import BaseModel
 from tinker_lightning.testing import embedded_service
 from tinker_lightning.types.requests import ForwardBackwardRequest
@@ -250,8 +251,13 @@ def test_sparse_tensors_are_charged_before_they_are_made_dense(
     assert not [size for size in dense if size > 1000]
 
 
+def test_the_weights_that_a_forward_creates_are_charged() -> None:
+    bare = Datum(ModelInput.from_ints([1] * 1000), {"target_tokens": [1] * 1000})
+    assert dense_bytes([bare]) == dense_bytes([bare.with_inputs(weights=[0.0] * 1000)])
+
+
 def test_a_repeated_backward_is_answered_from_the_record(trainer: EmbeddedTrainer, service: ServiceClient) -> None:
-    """Also after its forward was freed, and without adding the gradient twice."""
+    """The record lasts after the forward was freed, and the gradient is not added twice."""
     client = model(service)
     RemoteLM(client)(DATA[:1])
     length = DATA[0].model_input.length

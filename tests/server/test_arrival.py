@@ -1,4 +1,4 @@
-"""Bodies that arrive slowly: they are given up, or make room for others."""  # R5.11
+"""Bodies that arrive slowly: they are rejected, or make room for others."""  # R5.11
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tinker_lightning.errors import MemoryLimitExceeded
 from tinker_lightning.server import EmbeddedTrainer, arrival, create_app
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks every 20 ms, and gives up bodies with less than 1000 bytes in 100 ms."""
+    """Measures every 20 ms, and rejects bodies with fewer than 1000 bytes in 100 ms."""
     monkeypatch.setattr(arrival, "BODY_SECONDS", 0.1)
     monkeypatch.setattr(arrival, "_LEAST_BYTES", 1000)
     monkeypatch.setattr(arrival, "_LOOK_SECONDS", 0.02)
@@ -63,7 +64,7 @@ class Upload:
         return self._sent[0]["status"], str(json.loads(self._sent[1]["body"]).get("detail"))
 
 
-def test_a_trickled_body_is_given_up_and_a_slow_one_is_not(trainer: EmbeddedTrainer) -> None:
+def test_a_trickled_body_is_rejected_and_a_slow_one_is_not(trainer: EmbeddedTrainer) -> None:
     async def upload() -> None:
         trickled, slow = Upload(trainer), Upload(trainer)
         for part in (trickled, slow):
@@ -74,7 +75,7 @@ def test_a_trickled_body_is_given_up_and_a_slow_one_is_not(trainer: EmbeddedTrai
             await asyncio.sleep(0.01)
         status, detail = await trickled.answer()
         assert status == 408
-        assert "bytes of the body arrived in 0.1 s; send it again" in detail
+        assert "bytes of the body arrived in 0.1 s; at least 1000 bytes are required. Check the network" in detail
         await slow.send(b"{}", more=False)
         assert (await slow.answer())[0] == 200
 
@@ -98,12 +99,52 @@ def test_slow_bodies_make_room_for_others_but_not_for_each_other(trainer: Embedd
         await large.send(b" " * (5 * MIB // 2))
         status, detail = await slow[0].answer()
         assert status == 429
-        assert "the body arrived too slowly while others needed its memory; send it again later" in detail
+        assert "arrived at less than 4.77 MiB per second, and other requests needed the 3.8 MiB" in detail
+        assert "within the memory limit of 64 MiB. Send it again later" in detail
         await large.send(b"{}", more=False)
         assert (await large.answer())[0] == 200
 
     asyncio.run(upload())
     assert trainer.memory.used("messages") < 10_000
+
+
+def test_a_slow_body_evicts_results_that_were_fetched(trainer: EmbeddedTrainer) -> None:
+    """A client with a slow uplink would otherwise be rejected for as long as nobody else needs memory."""
+    evicted: list[str] = []
+    for owner in "abc":
+        trainer.memory.charge(
+            "a result", 5 * MIB, "messages", owner=owner, evict=lambda: evicted.append("result"), expendable=True
+        )
+
+    async def upload() -> None:
+        slow = Upload(trainer)
+        await slow.send(b" " * 2000)
+        await asyncio.sleep(0.05)
+        await slow.send(b" " * MIB)
+        await slow.send(b"{}", more=False)
+        assert (await slow.answer())[0] == 200
+
+    asyncio.run(upload())
+    assert evicted == ["result"]
+
+
+def test_a_body_that_was_received_is_not_slow_any_more(trainer: EmbeddedTrainer) -> None:
+    """Decompressing it may evict those that are still arriving."""
+
+    async def upload() -> None:
+        slow = Upload(trainer)
+        await slow.send(b" " * (3 * MIB))
+        with trainer.memory.charge("a body", 0, "messages") as charge:
+            received = arrival.Arrival(charge)
+            async with received:
+                received.grow(2000)
+                await asyncio.sleep(0.05)
+                with pytest.raises(MemoryLimitExceeded):
+                    received.charge(3 * MIB)
+            received.charge(3 * MIB)
+        assert (await slow.answer())[0] == 429
+
+    asyncio.run(upload())
 
 
 def test_bodies_that_arrive_fast_keep_their_memory(trainer: EmbeddedTrainer) -> None:
@@ -116,6 +157,13 @@ def test_bodies_that_arrive_fast_keep_their_memory(trainer: EmbeddedTrainer) -> 
         assert (await first.answer())[0] == 200
 
     asyncio.run(upload())
+
+
+def test_closing_after_the_loop_has_ended_does_nothing() -> None:
+    async def begin() -> arrival.Arrival:
+        return arrival.Arrival()
+
+    asyncio.run(begin()).close()
 
 
 def test_half_of_a_body_does_not_delay_the_shutdown(trainer: EmbeddedTrainer) -> None:

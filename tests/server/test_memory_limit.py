@@ -127,7 +127,7 @@ def test_requests_behind_a_missing_number_are_bounded_and_end_with_the_session(s
     session = server.session()
     model = server.model(session)
     passes = training(model, 12345, [1] * 2000)
-    passes["forward_backward_input"]["data"] *= 100
+    passes["forward_backward_input"]["data"] *= 30
     content = json.dumps(passes)
     answers = []
     for number in range(2, 100):

@@ -280,7 +280,8 @@ class Connection:
         if self.url == HOSTED_URL:
             return ServerUnreachable(
                 f"nothing answers at {self.url} ({reason}). Check the network, set TINKER_BASE_URL to the URL of "
-                "another server, or train in this process: base_url='embedded', or no TINKER_API_KEY."
+                "another server, or pass base_url='embedded', or unset TINKER_API_KEY and TINKER_BASE_URL, to train in "
+                "this process."
             )
         return ServerUnreachable(
             f"nothing answers at {self.url} ({reason}). Is the server running? Start one with "

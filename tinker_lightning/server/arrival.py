@@ -9,22 +9,24 @@ from typing import TYPE_CHECKING, Self
 from starlette.exceptions import HTTPException
 
 from tinker_lightning.errors import MemoryLimitExceeded, TrainerClosed
+from tinker_lightning.server.core.memory import format_size
+from tinker_lightning.server.loops import call_soon
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from tinker_lightning.server.core.memory import Charge
 
-# A body that brings less than this in as many seconds is given up: 16 KiB per second.
+# A body is rejected if fewer than this many bytes of it arrive in this many seconds: 16 KiB per second.
 BODY_SECONDS = 30.0
 _LEAST_BYTES = 480 << 10
-# One that brings less than this between two looks at it yields its memory, if others need it: 1 MiB per second.
+# Its rate is measured every few seconds. Below 1 MiB per second, its memory can be evicted.
 _LOOK_SECONDS = 5.0
 _FAST_BYTES = 5 << 20
 
 
 class Arrival:
-    """Charges a body while it is received in an `async with` block, and ends the block if the body has to be given up.
+    """Charges a body while it is received in an `async with` block, and ends the block if the body is rejected.
 
     Args:
         charge: The memory of the body, if it is counted.
@@ -53,6 +55,7 @@ class Arrival:
         if self._next_look is not None:
             self._next_look.cancel()
             self._next_look = None
+        self._is_slow = False
         if self._charge is not None:
             self._charge.set_evict(None)  # what was received is needed now
         try:
@@ -68,9 +71,9 @@ class Arrival:
         self.charge(2 * size)  # in parts and joined
 
     def charge(self, size: int) -> None:
-        """Charges what the body takes. A slow one evicts nothing: two of them would evict each other forever."""
+        """Charges what the body takes. A slow one evicts no other body: two of them would evict each other forever."""
         if self._charge is not None:
-            self._charge.resize(size, may_evict=not self._is_slow)
+            self._charge.resize(size, spares_bodies=self._is_slow)
 
     def close(self) -> None:
         """Ends the block because the server stops; may be called from any thread, also before the block."""
@@ -81,7 +84,10 @@ class Arrival:
         arrived = self._size - self._sizes[-1]
         self._sizes.append(self._size)
         if len(self._sizes) == self._sizes.maxlen and self._size - self._sizes[0] < _LEAST_BYTES:
-            detail = f"{self._size - self._sizes[0]} bytes of the body arrived in {BODY_SECONDS:g} s; send it again"
+            detail = (
+                f"only {format_size(self._size - self._sizes[0])} of the body arrived in {BODY_SECONDS:g} s; at least "
+                f"{format_size(_LEAST_BYTES)} are required. Check the network, or send smaller batches."
+            )
             self._end(HTTPException(408, detail, {"Connection": "close"}))
             return
         self._is_slow = arrived < _FAST_BYTES
@@ -90,7 +96,13 @@ class Arrival:
         self._next_look = self._loop.call_later(_LOOK_SECONDS, self._look)
 
     def _evict(self) -> None:
-        error = MemoryLimitExceeded("the body arrived too slowly while others needed its memory; send it again later")
+        assert self._charge is not None  # noqa: S101  # which was evicted
+        rate = format_size(int(_FAST_BYTES / _LOOK_SECONDS))
+        error = MemoryLimitExceeded(
+            f"the body of this request arrived at less than {rate} per second, "
+            f"and other requests needed the {format_size(2 * self._size)} that it took within the memory limit of "
+            f"{format_size(self._charge.limit)}. Send it again later, or send smaller batches."
+        )
         error.is_temporary = True
         self._end(error)
 
@@ -101,4 +113,4 @@ class Arrival:
                 if self._next_look is not None:  # within the block
                     self._timer.reschedule(self._loop.time())
 
-        self._loop.call_soon_threadsafe(stop)
+        call_soon(self._loop, stop)

@@ -21,7 +21,7 @@ logger = logging.getLogger("tinker_lightning.server")
 
 # Seconds for a request to arrive up to the end of its headers.
 HEADER_SECONDS = 15.0
-# Seconds after which a response that nobody reads is given up.
+# Seconds after which a response that nobody reads is aborted.
 RESPONSE_SECONDS = 60.0
 # asyncio accepts this many connections at a time, before any of them is known here, and tries as often if it has no
 # descriptors left. More may wait in the queue of the operating system.

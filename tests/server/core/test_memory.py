@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded
-from tinker_lightning.server.core.memory import MemoryBudget, format_size, parse_size
+from tinker_lightning.server.core.memory import Charge, MemoryBudget, format_size, parse_size
 from tinker_lightning.server.core.process_memory import machine_memory
 
 MIB = 1 << 20
@@ -73,11 +73,38 @@ def test_what_is_no_longer_evictable_is_kept() -> None:
     charges[0].set_evict(None)
     memory.charge("a pass", 25 * MIB)
     assert evicted == [1]
-    with pytest.raises(MemoryLimitExceeded):
-        charges[0].resize(30 * MIB, may_evict=False)
     charges[0].set_evict(lambda: evicted.append(0))
     memory.charge("a pass", 50 * MIB)
     assert evicted == [1, 2, 0]
+
+
+def test_a_victim_is_evicted_though_its_owner_keeps_it_at_that_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is taken already; the owner finds that out when it charges it again."""
+    memory = MemoryBudget(100 * MIB)
+    evicted: list[str] = []
+    victim = memory.charge("a retained forward", 50 * MIB, evict=lambda: evicted.append("victim"))
+    remove = memory._remove
+
+    def removed(charge: Charge) -> None:
+        remove(charge)
+        charge.evict = None  # what its owner does as soon as it gets the lock
+
+    monkeypatch.setattr(memory, "_remove", removed)
+    memory.charge("a pass", 50 * MIB)
+    assert evicted == ["victim"]
+    assert victim.size == 0
+
+
+def test_what_takes_no_memory_is_not_evicted() -> None:
+    memory = MemoryBudget(100 * MIB)
+    evicted: list[str] = []
+    empty = memory.charge("a retained forward", 50 * MIB, evict=lambda: evicted.append("a"))
+    work = memory.charge("a pass", 75 * MIB)
+    empty.set_evict(lambda: evicted.append("empty"))
+    work.resize(0)
+    memory.charge("a retained forward", 50 * MIB, evict=lambda: evicted.append("b"))
+    memory.charge("a pass", 50 * MIB)
+    assert evicted == ["a", "b"]
 
 
 def test_weights_take_a_quarter() -> None:

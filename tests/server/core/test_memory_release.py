@@ -7,9 +7,11 @@ import gc
 import json
 import time
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from starlette.requests import ClientDisconnect
 
 from tinker_lightning.errors import MemoryLimitExceeded
 from tinker_lightning.server import EmbeddedTrainer, create_app
@@ -104,6 +106,46 @@ def test_an_encoded_result_is_charged_until_it_was_sent(api: Api, monkeypatch: p
     assert memory.used("messages") == before
 
 
+@pytest.mark.parametrize("accept", ["application/json", "application/x-protobuf"])
+def test_a_result_counts_as_fetched_once_all_of_it_was_sent(
+    api: Api, monkeypatch: pytest.MonkeyPatch, accept: str
+) -> None:
+    """Fetched results are evicted first, and a client that got a part or HTTP 429 asks again."""
+    monkeypatch.setattr(futures, "_SENT_BYTES", 32)
+    monkeypatch.setattr(futures, "_LARGE_RESULT", 1)
+    request_id = api.submit("forward_backward", api.train(api.model(), 1))
+    job = api.trainer.scheduler.find(request_id)
+    job.future.result(60)
+    headers = [(b"content-type", b"application/json"), (b"accept", accept.encode()), (b"host", b"localhost")]
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/api/v1/retrieve_future", "headers": headers}
+    scope |= {"query_string": b"", "asgi": {"spec_version": "2.4"}}
+
+    def fetch(parts: int) -> list[Any]:
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": json.dumps({"request_id": request_id}).encode()}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            if len(sent) == parts:
+                raise ConnectionError("closed")
+
+        with suppress(ConnectionError, ClientDisconnect):
+            asyncio.run(create_app(api.trainer)(dict(scope), receive, send))
+        return sent
+
+    with monkeypatch.context() as full:
+        full.setattr(api.trainer.memory, "_fair", lambda _: 0)
+        assert fetch(1000)[0]["status"] == 429
+    assert len(fetch(4)) == 4
+    assert job._charge is not None
+    states = [(job.fetched, job._charge.expendable)]
+    assert not fetch(1000)[-1]["more_body"]
+    states.append((job.fetched, job._charge.expendable))
+    assert states == [(False, False), (True, True)]
+
+
 def test_a_result_that_is_being_sent_stays_charged_when_it_is_forgotten(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,10 +201,13 @@ def test_weights_are_charged_while_they_are_loaded_for_a_sampler(
     )
     assert charged[0] >= sampler.size > 0
     assert small.memory.used("work") == 0
+    monkeypatch.setattr(small.memory, "limit", 1 << 10)
+    with pytest.raises(MemoryLimitExceeded, match="Create fewer samplers at once, or save weights of a lower rank"):
+        small.sampling.create_sampling_session(rq.CreateSamplingSessionRequest(session.session_id, 1, model_path=path))
 
 
 def test_an_evicted_result_is_freed_at_once(api: Api) -> None:
-    """And not when the garbage collector runs, which is rarely in a process with many objects."""
+    """The garbage collector would free it later: it runs rarely in a process with many objects."""
     sampler = api.sampler()
     ids = [
         api.submit("forward_backward", api.train(api.model(), 1)),

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from tests.helpers.fuzzing import examples
 from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotFound, OperationFailed, TrainerClosed
 from tinker_lightning.server import EmbeddedTrainer
-from tinker_lightning.server.core.jobs import Job
+from tinker_lightning.server.core.jobs import JOB_BYTES, Job
 from tinker_lightning.server.core.memory import MemoryBudget
 from tinker_lightning.server.core.scheduler import Scheduler
 
@@ -480,32 +481,103 @@ def test_finishing_a_session_fails_what_waits_and_drops_results_soon() -> None: 
         scheduler.close()
 
 
-def test_waiting_operations_are_given_up_if_others_need_their_memory() -> None:
-    """Behind a missing number they take what they take for minutes, and many sessions could fill the memory so."""
-    memory = MemoryBudget(120 << 20)
-    scheduler, log = Scheduler(gap_timeout=SOON * 10, memory=memory), Log()
+@pytest.fixture
+def limited() -> Iterator[Scheduler]:
+    """A scheduler with 30 MiB for messages, a third of it for one owner."""
+    scheduler = Scheduler(gap_timeout=SOON * 10, memory=MemoryBudget(120 << 20))
+    yield scheduler
+    scheduler.close()
 
-    def operation(owner: str, number: int, size: int) -> Job:
-        def run() -> None:
-            log.ran.append((owner, number))
 
-        job = Job(f"{owner}:{number}", "work", run, owner=owner, request_bytes=size)
-        return scheduler.submit(job, owner, number)
+def submit_sized(scheduler: Scheduler, owner: str, number: int, request: int = 0, result: int = 0) -> Job:
+    job = Job(f"{owner}:{number}", "work", lambda: None, owner=owner, request_bytes=request, result_bytes=result)
+    return scheduler.submit(job, owner, number)
 
+
+def test_requests_that_overtook_another_one_are_never_evicted(limited: Scheduler) -> None:  # R5.11
+    """A client that sends several requests at once would lose its run where others get HTTP 429 and try again."""
+    assert limited._memory is not None
+    early = {owner: submit_sized(limited, owner, 2, 4 << 20) for owner in "abcd"}
+    bodies = limited._memory.charge("bodies", 27 << 19, "messages")
+    with bodies, pytest.raises(MemoryLimitExceeded) as caught:
+        submit_sized(limited, "e", 1, 1 << 20)
+    assert caught.value.is_temporary
+    for owner, job in early.items():
+        assert submit_sized(limited, owner, 1, 4 << 20).future.result(SOON) is None
+        assert job.future.result(SOON) is None
+    assert submit_sized(limited, "e", 1, 1 << 20).future.result(SOON) is None
+
+
+def test_requests_that_arrive_early_leave_memory_for_the_one_they_wait_for(limited: Scheduler) -> None:  # R5.11
+    """Otherwise it is rejected until later numbers run without it."""
+    submit_sized(limited, "a", 3, 2 << 20)
+    with pytest.raises(MemoryLimitExceeded, match="Number 1 of a has to arrive first, and memory is left") as caught:
+        submit_sized(limited, "a", 2, 6 << 20)
+    assert caught.value.is_temporary
+    assert submit_sized(limited, "a", 1, 6 << 20).future.result(SOON) is None
+    assert submit_sized(limited, "a", 2, 6 << 20).future.result(SOON) is None
+    assert limited.find("a:3").future.result(SOON) is None
+
+
+def test_no_memory_is_left_for_a_number_that_never_arrives() -> None:
+    scheduler = Scheduler(gap_timeout=0.1, memory=MemoryBudget(120 << 20))
     try:
-        waiting = {owner: [operation(owner, number, 3 << 20) for number in (2, 3, 5)] for owner in "abd"}
-        assert operation("c", 1, 8 << 20).future.result(SOON) is None
-        errors = [job.future.exception(SOON) for job in waiting["a"]]
-        assert [type(error) for error in errors] == [MemoryLimitExceeded] * 3
-        assert "work waited for request 1 of a, which has not arrived, and other sessions needed" in str(errors[0])
-        assert not any(job.future.done() for job in waiting["b"])
-        # A repeat gets the same answer, and what comes later does not wait for the numbers that were given up.
-        assert operation("a", 2, 1) is waiting["a"][0]
-        operation("a", 6, 1)
-        operation("a", 4, 1)
-        assert operation("a", 1, 1).future.result(SOON) is None
-        scheduler.find("a:6").future.result(SOON)
-        assert log.ran == [("c", 1), ("a", 1), ("a", 4), ("a", 6)]
+        with pytest.raises(MemoryLimitExceeded):
+            submit_sized(scheduler, "a", 2, 6 << 20)
+        time.sleep(0.15)
+        assert submit_sized(scheduler, "a", 2, 6 << 20).future.result(SOON) is None
     finally:
         scheduler.close()
-    assert scheduler.find("b:2").future.exception(SOON) is not None
+
+
+@pytest.mark.parametrize(("early", "first"), [((10 << 20) - 4 * JOB_BYTES, 0), ((5 << 20) - 2 * JOB_BYTES,) * 2])
+def test_three_sessions_cannot_take_all_memory_with_requests_that_arrive_early(
+    limited: Scheduler, early: int, first: int
+) -> None:  # R5.11
+    release = block(limited)
+    try:
+        for number, size in ((2, early), (1, first)):
+            for owner in "abc":
+                with suppress(MemoryLimitExceeded):
+                    submit_sized(limited, owner, number, size)
+        submit_sized(limited, "d", 1, 100 << 10)
+    finally:
+        release()
+
+
+def test_three_sessions_cannot_take_all_memory_with_results_that_are_being_sent(limited: Scheduler) -> None:  # R5.11
+    jobs = []
+    for owner in "abc":
+        for number in range(1, 11):
+            jobs.append(submit_sized(limited, owner, number, 0, (1 << 20) - JOB_BYTES))
+            jobs[-1].future.result(SOON)
+    with ExitStack() as sent:
+        rejected = []
+        for job in jobs:
+            try:
+                sent.enter_context(job.sending())
+            except MemoryLimitExceeded as error:
+                rejected.append(error)
+        assert 0 < len(rejected) < 10
+        assert all(error.is_temporary for error in rejected)
+        submit_sized(limited, "d", 1, 100 << 10)
+    with jobs[-1].sending():
+        pass  # those that were rejected are kept, and can be sent later
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_a_job_that_is_submitted_again_is_charged_for_its_result_only(limited: Scheduler, is_sent: bool) -> None:
+    """The creation of a model is, after its result was dropped, because the model still has it."""
+    memory = limited._memory
+    assert memory is not None
+    job = limited.submit(Job("a:1", "work", lambda: None, owner="a", request_bytes=1 << 20, result_bytes=1000))
+    job.future.result(SOON)
+    with job.sending() if is_sent else nullcontext():
+        limited._forget(job)
+        assert limited.submit(job) is job
+        assert memory.used("messages") == JOB_BYTES + 1000
+    assert memory.used("messages") == JOB_BYTES + 1000
+    for owner in "bcd":
+        memory.charge("a result", 5 << 20, "messages", owner=owner)
+    memory.charge("a body", 15 << 20, "messages")
+    assert limited.known("a:1") is None  # it was evicted

@@ -69,23 +69,42 @@ class Job:
         self._senders = 0
         self._forgotten = False
 
-    def admit(self, memory: MemoryBudget, evict: Callable[[Job], object]) -> None:
+    @property
+    def size(self) -> int:
+        """The memory of the request and its result."""
+        return JOB_BYTES + self._request_bytes + self._result_bytes
+
+    def admit(self, memory: MemoryBudget, evict: Callable[[Job], object], *, spare: int = 0, reason: str = "") -> None:
         """Charges the request and its result; raises `MemoryLimitExceeded` if they do not fit.
 
         Args:
             memory: The budget.
             evict: Forgets the finished job, if its memory is needed.
+            spare: How many bytes must be left for other requests of the owner.
+            reason: What they are left for, as a sentence for the error message.
         """
+        if self._charge is not None:
+            if self.kept_since is not None:
+                self._readmit(self._charge)
+            return
         what = f"{self.kind}: the request and its result"
-        fix = "Fetch the results of earlier requests, or send smaller ones."
-        size = JOB_BYTES + self._request_bytes + self._result_bytes
-        self._charge = memory.charge(what, size, "messages", owner=self.owner, fix=fix)
+        fix = f"{reason}Fetch the results of earlier requests, or send smaller ones."
+        self._charge = memory.charge(what, self.size, "messages", owner=self.owner, spare=spare, fix=fix)
         self._evict = evict
 
-    def may_be_evicted(self, give_up: Callable[[], object] | None) -> None:
-        """Lets others have the memory of a job that waits for a missing number; None keeps it from now on."""
-        if self._charge is not None:
-            self._charge.set_evict(give_up)
+    def _readmit(self, charge: Charge) -> None:
+        """Charges the result of a job that was forgotten and is submitted again by an owner that still has it."""
+        with self._lock:
+            self._forgotten = False
+        try:
+            # Without the lock, because this may evict other jobs.
+            charge.resize(max(charge.size, self._settled))
+        except BaseException:
+            self.release()
+            raise
+        with self._lock:
+            if not self._senders:
+                charge.set_evict(lambda: self._evict(self), expendable=self.fetched)
 
     def execute(self) -> None:
         """Runs the job and stores its result or exception."""
@@ -125,8 +144,7 @@ class Job:
     def _settle(self, result_bytes: int) -> None:
         """Keeps charging for the result alone, which can be evicted from now on."""
         if self._charge is not None:
-            # Not more than is charged: the memory of a job that was given up belongs to others.
-            self._settled = min(self._charge.size, JOB_BYTES + result_bytes)
+            self._settled = JOB_BYTES + result_bytes
             self._charge.resize(self._settled)
             self._charge.set_evict(lambda: self._evict(self))
 
@@ -142,14 +160,15 @@ class Job:
         """Keeps the memory of the result charged while it is sent, also if the job is forgotten meanwhile.
 
         Raises:
-            MemoryLimitExceeded: If it was evicted in the last moment and others have its memory now.
+            MemoryLimitExceeded: If it was evicted at the last moment and others have its memory now, or if its session
+                keeps too much already.
         """
         if self._charge is None:
             yield
             return
         with self._lock:
-            self._senders += 1
             self._charge.set_evict(None)
+            self._senders += 1
         try:
             # Without the lock, because this may evict other jobs.
             self._charge.resize(max(self._charge.size, self._settled))
@@ -158,7 +177,7 @@ class Job:
             with self._lock:
                 self._senders -= 1
                 if not self._senders:
-                    self._charge.set_evict(lambda: self._evict(self), expendable=True)
+                    self._charge.set_evict(lambda: self._evict(self), expendable=self.fetched)
                     if self._forgotten:
                         self._charge.release()
 
@@ -223,14 +242,6 @@ class Line:
         self._pass(min(self.waiting) - 1)
         self.blocked_since = None
         return self.release()
-
-    def give_up(self) -> list[Job]:
-        """Removes the jobs that wait for a missing number and returns them; later numbers do not wait for them."""
-        abandoned = [self.waiting[number] for number in sorted(self.waiting)]
-        self.freed.update(self.waiting)
-        self.waiting.clear()
-        self.blocked_since = self.polled_since = None
-        return abandoned
 
     def _pass(self, number: int) -> None:
         self.last = number

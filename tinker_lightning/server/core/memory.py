@@ -9,8 +9,10 @@ The limit is divided so that no kind of use can starve another one:
     work        passes, sampling and retained forwards: what the others leave
 
 Some charges can be evicted. Retained forwards yield to any work, the oldest first. Messages yield to other messages:
-first results that were fetched and bodies that arrive slowly, then unread results, and requests that wait for a missing
-one, of the owner that holds most. An owner takes at most half of what the others leave, so that a few cannot fill all.
+first results that were fetched and bodies that arrive slowly, then unread results of the owner that holds most.
+Requests are never evicted: a client that sends several at once would lose those that overtake another one. Instead, an
+owner gets at most half of what the others leave, so that a few cannot take all, and requests that arrive early leave as
+much as they take for the one that they wait for.
 """
 
 from __future__ import annotations
@@ -52,12 +54,20 @@ class Charge:
         self.expendable = False  # evicted before others
         self.size = 0
 
-    def resize(self, size: int, *, may_evict: bool = True) -> None:
-        """Changes the size; raises `MemoryLimitExceeded` and keeps the old size if the new one does not fit."""
-        self._budget.resize(self, size, may_evict=may_evict)
+    @property
+    def limit(self) -> int:
+        """The memory limit that this is part of."""
+        return self._budget.limit
+
+    def resize(self, size: int, *, spares_bodies: bool = False) -> None:
+        """Changes the size; raises `MemoryLimitExceeded` and keeps the old size if the new one does not fit.
+
+        With `spares_bodies`, no request body is evicted for it.
+        """
+        self._budget.resize(self, size, spares_bodies=spares_bodies)
 
     def set_evict(self, evict: Callable[[], object] | None, *, expendable: bool = False) -> None:
-        """Makes the memory evictable; None keeps it."""
+        """Makes the memory evictable. None protects it again; raises `MemoryLimitExceeded` beyond the fair share."""
         self._budget.set_evict(self, evict, expendable=expendable)
 
     def release(self) -> None:
@@ -100,6 +110,7 @@ class MemoryBudget:
         owner: str | None = None,
         evict: Callable[[], object] | None = None,
         expendable: bool = False,
+        spare: int = 0,
         fix: str = "",
     ) -> Charge:
         """Takes memory before it is used; raises `MemoryLimitExceeded` if it does not fit.
@@ -111,14 +122,15 @@ class MemoryBudget:
             owner: The session whose message it is. Those of one session take at most a part of the messages' memory.
             evict: Frees the memory when something else needs it. The charge is released before this is called.
             expendable: Whether it is evicted before others.
+            spare: How many bytes must be left for another charge like this one.
             fix: What the caller can do about the error.
         """
         charge = Charge(self, what, pool, owner, evict)
         charge.expendable = expendable
-        self.resize(charge, size, fix)
+        self.resize(charge, size, fix, spare=spare)
         return charge
 
-    def resize(self, charge: Charge, size: int, fix: str = "", *, may_evict: bool = True) -> None:
+    def resize(self, charge: Charge, size: int, fix: str = "", *, spare: int = 0, spares_bodies: bool = False) -> None:
         """Changes the size of a charge; evicts others if it grows, unless it would not fit even then."""
         grown = size - charge.size
         evicted = 0
@@ -128,26 +140,28 @@ class MemoryBudget:
             trim_heap()
         while True:
             with self._lock:
-                missing = grown - self._free(charge)
-                if grown <= 0 or missing <= 0:
+                if grown <= 0 or grown + spare <= self._free(charge):
                     self._add(charge, grown)
                     break
-                may_fit = may_evict and size <= self._most(charge) and grown <= self._fair(charge)
-                victim = self._victim(charge, grown) if may_fit else None
+                may_fit = size + spare <= self._most(charge) and grown + spare <= self._fair(charge)
+                victim = self._victim(charge, grown + spare, spares_bodies=spares_bodies) if may_fit else None
                 if victim is None:
                     raise self._error(charge, grown, fix)
                 evicted += victim.size
+                evict = victim.evict  # with the lock, because its owner may change it at any time
                 self._remove(victim)
             # Without the lock, because the owner of a victim has a lock of its own.
-            if victim.evict is not None:
-                victim.evict()
+            if evict is not None:
+                evict()
         if evicted > self.limit >> 7:
             trim_heap()
 
     def set_evict(self, charge: Charge, evict: Callable[[], object] | None, *, expendable: bool = False) -> None:
-        """Makes a charge evictable, or no longer if None."""
+        """Makes a charge evictable. None protects it again; raises if that exceeds the fair share of its owner."""
         with self._lock:
             size = charge.size
+            if evict is None and charge.evict is not None and size > self._fair(charge):
+                raise self._error(charge, 0, "Try again later.")
             self._remove(charge)
             charge.evict, charge.expendable = evict, expendable
             self._add(charge, size)
@@ -182,9 +196,9 @@ class MemoryBudget:
         return min(rest, self._part(_WEIGHTS) - self._used["weights"]) if charge.pool == "weights" else rest
 
     def _fair(self, charge: Charge) -> int:
-        """Returns how much a message may grow, whatever is evicted: its owner takes half of what others leave at most.
+        """Returns how much a message may grow at most: its owner may keep half of what others leave.
 
-        Bodies do not count, because that of the request itself is one of them.
+        Only memory that cannot be evicted counts, and no bodies, because that of the request itself is one of them.
         """
         if charge.owner is None or charge.pool != "messages":
             return self.limit
@@ -199,21 +213,23 @@ class MemoryBudget:
         rest = self.limit - self._part(_MESSAGES) - self._used["models"]
         return min(rest, self._part(_WEIGHTS)) if charge.pool == "weights" else rest
 
-    def _victim(self, charge: Charge, grown: int) -> Charge | None:
+    def _victim(self, charge: Charge, grown: int, *, spares_bodies: bool) -> Charge | None:
         """Returns what to evict next, or None if nothing may be."""
         if charge.pool != "messages":
             return next((each for each in self._evictable if each.pool == "work"), None)
         own = charge.owner or ""
         own_only = self._owners[own] + grown > self._part(_MESSAGES * _share(charge.owner))
 
-        def results() -> Iterator[Charge]:
+        def messages() -> Iterator[Charge]:
             for each in self._evictable:
-                if each.pool == "messages" and each is not charge and (not own_only or each.owner == charge.owner):
+                if each.pool != "messages" or each is charge or (own_only and each.owner != charge.owner):
+                    continue
+                if each.owner is not None or not spares_bodies:
                     yield each
 
-        found = next((each for each in results() if each.expendable), None)
+        found = next((each for each in messages() if each.expendable), None)
         if found is None:
-            others = (each for each in results() if self._owners[each.owner or ""] > self._owners[own] + grown)
+            others = (each for each in messages() if self._owners[each.owner or ""] > self._owners[own] + grown)
             found = max(others, key=lambda each: self._owners[each.owner or ""], default=None)
         return found
 
@@ -225,12 +241,13 @@ class MemoryBudget:
                 count[charge.owner or ""] += size
                 if not count[charge.owner or ""]:
                     del count[charge.owner or ""]
-        if charge.evict is not None:
+        if charge.evict is not None and charge.size:
             self._evictable.setdefault(charge)
+        else:
+            self._evictable.pop(charge, None)
 
     def _remove(self, charge: Charge) -> None:
         self._add(charge, -charge.size)
-        self._evictable.pop(charge, None)
 
     def _error(self, charge: Charge, size: int, fix: str) -> MemoryLimitExceeded:
         most = self._most(charge)

@@ -147,7 +147,7 @@ class Passes:
         def run(base: BaseModel, adapter: Adapter) -> ForwardBackwardOutput:
             activations = forward.take()
             with self._work(base, adapter, kept, backward=True) as work:
-                # Made dense when they are charged.
+                # Sparse gradients are made dense after they are charged.
                 weights = [TensorData.of_array(-gradient.to_numpy()) for gradient in gradients]
                 data = [datum.with_inputs(weights=each) for datum, each in zip(kept, weights, strict=True)]
                 if activations is not None:

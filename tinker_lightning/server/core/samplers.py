@@ -51,7 +51,9 @@ class Sampling:
         if request.model_path is not None:
             path = TinkerPath.parse(request.model_path)
             # Charged while they are loaded, because many requests may do so at a time.
-            with self._memory.charge("the weights of a sampler", 2 * self._store.summary(path).size_bytes):
+            size = 2 * self._store.summary(path).size_bytes
+            fix = "Create fewer samplers at once, or save weights of a lower rank."
+            with self._memory.charge("the weights of a sampler", size, fix=fix):
                 saved = self._store.load(path)
                 self._catalog.check(saved.base_model)
                 sampler = Sampler(sampler_id, saved.base_model, saved.weights, str(path))

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotFound, OperationFailed, TrainerClosed
+from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, TrainerClosed
 from tinker_lightning.server.core.jobs import Job, Line
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ class Scheduler:
         """
         known = self.known(job.request_id)
         if known is None and self._memory is not None and not frees_memory:
-            job.admit(self._memory, self._forget)
+            spare, reason = self._spare(job, line, number)
+            job.admit(self._memory, self._forget, spare=spare, reason=reason)
         try:
             submitted = self._submit(job, line, number)
         except BaseException:
@@ -85,6 +86,23 @@ class Scheduler:
         if submitted is not job:
             job.release()
         return submitted
+
+    def _spare(self, job: Job, line: str | None, number: int) -> tuple[int, str]:
+        """Returns the memory to leave for the number that a job waits for, and the reason.
+
+        It is as much as the waiting jobs take. Otherwise they could take all that their session may have: the number
+        that they wait for would be rejected until it is skipped. After that time, nothing is left for it.
+        """
+        with self._changed:
+            entry = Line() if line is None else self._lines.setdefault(line, Line())
+            if line is None or number <= entry.missing:
+                return 0, ""
+            now = time.monotonic()
+            entry.blocked_since = entry.blocked_since or now
+            if now - entry.blocked_since >= self._gap_timeout:
+                return 0, ""
+            reason = f"Number {entry.missing} of {line} has to arrive first, and memory is left for it. "
+            return job.size + sum(each.size for each in entry.waiting.values()), reason
 
     def _submit(self, job: Job, line: str | None, number: int) -> Job:
         with self._changed:
@@ -109,8 +127,7 @@ class Scheduler:
                 entry.freed.discard(number)
                 entry.waiting[number] = job
                 job.line = line
-                job.may_be_evicted(lambda: self._give_up(line))
-                self._enqueue(entry.release())
+                self._ready.extend(entry.release())
             self._jobs[job.request_id] = job
             self._drop_old()
             if self._thread is None:
@@ -133,7 +150,7 @@ class Scheduler:
             entry = self._lines.setdefault(line, Line())
             if number > entry.last and number not in entry.waiting:
                 entry.freed.add(number)
-                self._enqueue(entry.release())
+                self._ready.extend(entry.release())
                 self._changed.notify_all()
 
     def find(self, request_id: str) -> Job:
@@ -191,7 +208,7 @@ class Scheduler:
                 line.polled_since = line.polled_since or now
                 if now - line.polled_since >= self._polled_gap_timeout:
                     logger.warning("%s: continuing without number %d, which was never sent", job.line, line.missing)
-                    self._enqueue(line.skip())
+                    self._ready.extend(line.skip())
                     self._changed.notify_all()
                     return None
             return line.missing
@@ -214,31 +231,6 @@ class Scheduler:
                 thread_id = ctypes.c_ulong(self._thread.ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(TrainerClosed))
                 self._thread.join(timeout)
-
-    def _enqueue(self, jobs: list[Job]) -> None:
-        for job in jobs:
-            job.may_be_evicted(None)
-        self._ready.extend(jobs)
-
-    def _give_up(self, name: str) -> None:
-        """Fails the jobs of a line that wait for a missing number, because other sessions need their memory.
-
-        All of them, because a step must not run without the passes before it.
-        """
-        with self._changed:
-            line = self._lines.get(name)
-            if line is None or not line.waiting:
-                return
-            missing = line.missing
-            abandoned = line.give_up()
-        logger.warning("%s: gave up %d requests that waited for number %d", name, len(abandoned), missing)
-        for job in abandoned:
-            job.fail(
-                MemoryLimitExceeded(
-                    f"{job.kind} waited for request {missing} of {name}, which has not arrived, and other sessions "
-                    "needed its memory. Send it again, with another number."
-                )
-            )
 
     def _work(self) -> None:
         with contextlib.suppress(TrainerClosed):  # raised in this thread by close()
@@ -267,7 +259,7 @@ class Scheduler:
         now = time.monotonic()
         soonest: float | None = None
         for name, line in self._lines.items():
-            if line.blocked_since is None:
+            if line.blocked_since is None or not line.waiting:
                 continue
             left = line.blocked_since + self._gap_timeout - now
             if left <= 0:
@@ -277,7 +269,7 @@ class Scheduler:
                     min(line.waiting),
                     self._gap_timeout,
                 )
-                self._enqueue(line.skip())
+                self._ready.extend(line.skip())
                 left = self._gap_timeout
             soonest = left if soonest is None else min(soonest, left)
         return soonest

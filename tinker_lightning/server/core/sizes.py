@@ -40,9 +40,10 @@ def tensor_bytes(tensor: TensorData | None) -> int:
 def dense_bytes(data: Sequence[Datum]) -> int:
     """Returns the memory of the inputs of a pass as dense tensors, with padding and log-probabilities.
 
-    A few bytes of sparse rows can declare a large tensor.
+    A few bytes of sparse rows can declare a large tensor. Targets without weights get some.
     """
     elements = sum(math.prod(tensor.shape) for datum in data for tensor in datum.loss_fn_inputs.values())
+    elements += sum(_targets(datum) for datum in data if "weights" not in datum.loss_fn_inputs)
     lengths = [max(1, _length(datum)) for datum in data]
     # Targets and log-probabilities are padded to the largest number of alternatives.
     width = max((-(-_targets(datum) // length) for datum, length in zip(data, lengths, strict=True)), default=0)

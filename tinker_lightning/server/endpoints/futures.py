@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from starlette.concurrency import run_in_threadpool
@@ -16,6 +17,7 @@ from tinker_lightning.server.core.jobs import Job
 from tinker_lightning.server.core.sizes import encoded_bytes, result_bytes
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.http import JSON, PROTOBUF, answer, error_fields, error_text, submits_in_turn
+from tinker_lightning.server.loops import call_soon
 from tinker_lightning.types import ForwardBackwardOutput, SampleResponse
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types.responses import FutureResponse
@@ -87,8 +89,12 @@ async def _result(request: Request, job: Job) -> Response:
         if missing is not None:  # concurrent submissions may have overtaken each other and arrived by now
             missing = scheduler.missing_before(job, submits_in_turn=False)
         return pending(job, missing)
-    scheduler.mark_fetched(job)
     response = await _outcome(request, job)
+    # Only now, because fetched results are evicted first, and one that was not sent to its end is still needed.
+    if isinstance(response, _StreamedResponse | _ChargedResponse):
+        response.on_sent = partial(scheduler.mark_fetched, job)
+    else:
+        scheduler.mark_fetched(job)
     # The standard header for what a server measures, which clients that look for it read.
     response.headers["server-timing"] = f"queue;dur={1000 * job.queued:.3f}, run;dur={1000 * job.ran:.3f}"
     return response
@@ -131,17 +137,25 @@ class _StreamedResponse(StreamingResponse):
     The result stays charged until all of it was sent.
     """
 
+    on_sent: Callable[[], None]
+
     def __init__(self, job: Job) -> None:
-        super().__init__(_batched(wire_json.pieces(job.future.result())), media_type=JSON)
+        super().__init__(self._parts(), media_type=JSON)
         self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._job.sending():
             await super().__call__(scope, receive, send)
 
+    def _parts(self) -> Iterator[bytes]:
+        yield from _batched(wire_json.pieces(self._job.future.result()))
+        self.on_sent()
+
 
 class _ChargedResponse(Response):
     """A response whose content is charged until all of it was sent."""
+
+    on_sent: Callable[[], None]
 
     def __init__(self, content: bytes, charge: Charge) -> None:
         super().__init__(content, media_type=PROTOBUF)
@@ -155,6 +169,7 @@ class _ChargedResponse(Response):
                 end = start + _SENT_BYTES
                 more = end < len(self.body)
                 await send({"type": "http.response.body", "body": bytes(self.body[start:end]), "more_body": more})
+        self.on_sent()
 
 
 def _batched(pieces: Iterable[bytes]) -> Iterator[bytes]:
@@ -216,8 +231,7 @@ def _alarm() -> tuple[asyncio.Event, Callable[..., None]]:
     loop, woken = asyncio.get_running_loop(), asyncio.Event()
 
     def wake(_: object = None) -> None:
-        with suppress(RuntimeError):  # the loop is closed, so nobody is waiting
-            loop.call_soon_threadsafe(woken.set)
+        call_soon(loop, woken.set)
 
     return woken, wake
 
