@@ -7,17 +7,21 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from examples.grpo import digits, right
 from examples.multi_turn import GuessTheNumber
+from tests.helpers.trainers import SMALL, quiet
 from tinker_lightning.data import RolloutData
 from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.recipes import GRPO
 from tinker_lightning.rl import Environment, RolloutLoader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = SMALL
 ROWS = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(6)]
 
 
@@ -153,3 +157,10 @@ def test_what_is_neither_a_prompt_nor_an_environment() -> None:
     for item, message in ((GuessTheNumber, "got the class GuessTheNumber; pass an instance"), (3.5, "got float")):
         with pytest.raises(InvalidInput, match=message):
             RolloutLoader([item], right)
+
+
+def test_a_mistake_in_the_data_leaves_torch_as_it_was() -> None:
+    before = DataLoader.__init__
+    with GRPO("tiny", rank=4) as module, pytest.raises(InvalidInput, match="cannot be imported"):
+        quiet(max_steps=1).fit(module, RolloutData("no_package.games", rewards=right))
+    assert DataLoader.__init__ is before

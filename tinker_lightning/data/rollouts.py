@@ -92,6 +92,15 @@ class RolloutData(pl.LightningDataModule):
             if self._sources[part] is not None:
                 setattr(self, f"{method}_dataloader", functools.partial(self._loader, part))
 
+    def setup(self, stage: str) -> None:
+        """Reads the data of a stage.
+
+        Not when Lightning asks for a loader: it patches `DataLoader` meanwhile, and an exception would leave it so.
+        """
+        for part in {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",)}.get(stage, ()):
+            if self._sources[part] is not None:
+                self._loader(part)
+
     def _loader(self, part: str) -> RolloutLoader:
         if part not in self._loaders:
             own: dict[str, Any] = self._training if part == "train" else {"shuffle": False}
