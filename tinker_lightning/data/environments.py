@@ -30,7 +30,7 @@ def imported(path: str, option: str) -> Any:
         ) from error
     except Exception as error:  # of the user's module
         raise InvalidInput(f"{option}: importing {package} failed with {type(error).__name__}: {error}") from error
-    if name not in vars(module) and not hasattr(module, name):
+    if not hasattr(module, name):
         near = _nearest(name, [each for each in vars(module) if not each.startswith("_")])
         raise InvalidInput(f"{option}: {path!r} cannot be imported: the module {package} has no {name!r}.{near}")
     return getattr(module, name)
@@ -107,7 +107,7 @@ def _environment(make: Any, row: Any, where: str) -> Environment:
 
 
 def _called(make: Any, arguments: Mapping[str, Any], where: str) -> Any:
-    """Calls a class or function, unless it does not take the arguments."""
+    """Calls a class or function; raises `InvalidInput` for arguments that it does not take."""
     if not callable(make):
         raise InvalidInput(f"{where}: expected a class or a function, got {_a(make)}")
     if inspect.isabstract(make):
