@@ -1,4 +1,6 @@
-"""Servers in separate processes, so that they share neither interpreter nor event loop with the measured client."""
+"""Separate processes, for servers that share neither interpreter nor event loop with the measured client, and for ways
+that would share threads and memory with the ones they are compared with.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +32,37 @@ def process(serve: Callable[..., None], *arguments: Any) -> Iterator[Any]:
     finally:
         child.terminate()
         child.join()
+
+
+@contextlib.contextmanager
+def worker(build: Callable[..., dict[str, Callable[[], Any]]], *arguments: Any) -> Iterator[Callable[[str], Any]]:
+    """Calls `build(stack, *arguments)` in another process; yields a function that runs one of its results there.
+
+    `build` enters what is to be closed at the end into the stack.
+    """
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    child = context.Process(target=_work, args=(build, arguments, there), daemon=True)
+    child.start()
+    there.close()
+
+    def run(name: str) -> Any:
+        here.send(name)
+        return here.recv()
+
+    try:
+        yield run
+    finally:
+        here.close()
+        child.join()
+
+
+def _work(build: Callable[..., dict[str, Callable[[], Any]]], arguments: tuple[Any, ...], pipe: Any) -> None:
+    with contextlib.ExitStack() as stack:
+        ways = build(stack, *arguments)
+        with contextlib.suppress(EOFError):  # the end
+            while True:
+                pipe.send(ways[pipe.recv()]())
 
 
 def _run(serve: Callable[..., None], arguments: tuple[Any, ...], sender: Any) -> None:

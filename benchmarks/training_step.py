@@ -1,9 +1,9 @@
 """Time and memory of a training step of smollm2-135m, rank 32, next to plain Lightning with transformers and peft.
 
 A step is a forward and backward pass over 8 sequences and an optimizer step: with a built-in and with a custom loss, by
-the client and by `Trainer.fit` on the embedded trainer in this process, and in a `LightningModule` that holds the model
-itself and pads to the longest sequence. Medians of interleaved rounds. The memory is the peak of a process that only
-does this.
+the client and by `Trainer.fit` on the embedded trainer in one process, and in a `LightningModule` that holds the model
+itself and pads to the longest sequence, in another. Medians of interleaved rounds. The memory is the peak of a process
+that only does this.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import statistics
 import tempfile
 import time
-from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -22,18 +22,21 @@ from torch.utils.data import DataLoader
 from benchmarks import lightning_step, report
 from benchmarks.engine_passes import EQUAL, MIXED, RANK, Plain, make_data
 from benchmarks.pass_memory import peak
-from benchmarks.processes import process
+from benchmarks.processes import process, worker
 from tinker_lightning import RemoteModule, collate
 from tinker_lightning.server import EmbeddedTrainer
+from tinker_lightning.server.engine.catalog import Catalog
 from tinker_lightning.testing import embedded_service
 from tinker_lightning.types import AdamParams, Datum
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import ExitStack
 
     from torch import Tensor
 
 MODEL = "smollm2-135m"
+PLAIN = "Lightning + transformers + peft"
 STEPS = 2  # of a round
 
 
@@ -130,43 +133,55 @@ def use_memory(path: str | None, ready: Callable[[float], None]) -> None:
     ready(peak(os.getpid()))
 
 
-def main() -> None:
-    options = report.arguments(__doc__)
+def build_ours(stack: ExitStack, share: int) -> dict[str, Callable[[], float]]:
+    """Returns the ways with a trainer in this process, on every `share`-th sequence."""
     lightning_step.quiet()
     torch.set_num_threads(2)
+    equal, mixed = make_data(EQUAL[::share]), make_data(MIXED[::share])
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    service = stack.enter_context(embedded_service(EmbeddedTrainer([MODEL], data_dir=folder)))
+    client = service.create_lora_training_client(MODEL, rank=RANK)
+    built_in, custom = (kind(service.create_lora_training_client(MODEL, rank=RANK)) for kind in (RemoteModule, Custom))
+    return {
+        "client, built-in loss": lambda: loop(client, equal, custom=False),
+        "client, custom loss": lambda: loop(client, equal, custom=True),
+        "Trainer.fit, built-in loss": lambda: fit(built_in, "tinker", equal),
+        "Trainer.fit, custom loss": lambda: fit(custom, "tinker", equal),
+        "client, built-in loss, mixed lengths": lambda: loop(client, mixed, custom=False),
+        "Trainer.fit, built-in loss, mixed lengths": lambda: fit(built_in, "tinker", mixed),
+    }
+
+
+def build_plain(stack: ExitStack, path: str, share: int) -> dict[str, Callable[[], float]]:
+    """Returns the ways with a model in this process."""
+    del stack
+    lightning_step.quiet()
+    torch.set_num_threads(2)
+    equal, mixed = make_data(EQUAL[::share]), make_data(MIXED[::share])
+    module = PlainModule(path)
+    return {PLAIN: lambda: fit(module, "auto", equal), f"{PLAIN}, mixed lengths": lambda: fit(module, "auto", mixed)}
+
+
+def main() -> None:
+    options = report.arguments(__doc__)
     rounds = 1 if options.quick else 3
     share = 4 if options.quick else 1  # of the sequences
-    equal, mixed = make_data(EQUAL[::share]), make_data(MIXED[::share])
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        service = stack.enter_context(embedded_service(EmbeddedTrainer([MODEL], data_dir=folder)))
-        client = service.create_lora_training_client(MODEL, rank=RANK)
-        built_in, custom = (
-            kind(service.create_lora_training_client(MODEL, rank=RANK)) for kind in (RemoteModule, Custom)
-        )
-        path = client.get_info().model_data.tokenizer_id or ""
-        plain = PlainModule(path)
-        found = measure(
-            {
-                "client, built-in loss": lambda: loop(client, equal, custom=False),
-                "client, custom loss": lambda: loop(client, equal, custom=True),
-                "Trainer.fit, built-in loss": lambda: fit(built_in, "tinker", equal),
-                "Trainer.fit, custom loss": lambda: fit(custom, "tinker", equal),
-                "Lightning + transformers + peft": lambda: fit(plain, "auto", equal),
-            },
-            rounds,
-        )
-        lengths = measure(
-            {
-                "Trainer.fit, built-in loss, mixed lengths": lambda: fit(built_in, "tinker", mixed),
-                "Lightning + transformers + peft, mixed lengths": lambda: fit(plain, "auto", mixed),
-            },
-            rounds,
-        )
+    path = Catalog([MODEL]).get(MODEL).tokenizer_id
+    ours = ("client, built-in loss", "client, custom loss", "Trainer.fit, built-in loss", "Trainer.fit, custom loss")
+    ours_mixed = ("client, built-in loss, mixed lengths", "Trainer.fit, built-in loss, mixed lengths")
+    # A process each: the threads of two models in one process slow each other down, even while one of them waits.
+    with worker(build_ours, share) as run, worker(build_plain, path, share) as run_plain:
+        ways: dict[str, Callable[[], float]] = {name: partial(run, name) for name in (*ours, *ours_mixed)}
+        ways |= {name: partial(run_plain, name) for name in (PLAIN, f"{PLAIN}, mixed lengths")}
+        found = measure(ways, rounds)
     rows = [
-        {"step": name, "seconds": seconds, "times faster than transformers + peft": list(part.values())[-1] / seconds}
-        for part in (found, lengths)
-        for name, seconds in part.items()
+        {
+            "step": name,
+            "seconds": found[name],
+            "times faster than transformers + peft": found[plain] / found[name],
+        }
+        for plain, names in ((PLAIN, ours), (f"{PLAIN}, mixed lengths", ours_mixed))
+        for name in (*names, plain)
     ]
     report.show(rows)
     custom_share = {
@@ -174,7 +189,7 @@ def main() -> None:
     }
     report.show([{"custom loss, times the built-in": way, "ratio": ratio} for way, ratio in custom_share.items()])
     memory = []
-    for name, model in (("Trainer.fit, mixed lengths", None), ("Lightning + transformers + peft, mixed lengths", path)):
+    for name, model in (("Trainer.fit, mixed lengths", None), (f"{PLAIN}, mixed lengths", path)):
         with process(use_memory, model) as megabytes:
             memory.append({"process": name, "peak, MB": megabytes})
     report.show(memory)
