@@ -10,7 +10,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tinker_lightning.client import recording
+from tinker_lightning.client import idle_threads, recording
 from tinker_lightning.errors import ClientClosed, ClientForked, ResultTimeout
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ class TinkerFuture(Generic[T]):
         """Waits like `wait`. Cancelling the waiting task does not cancel the operation on the server."""
         if self.done():
             return
+        idle_threads.end()
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tinker_lightning.client import idle_threads
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -105,7 +107,8 @@ class Recording:
 
 
 def wait(sources: Iterable[concurrent.futures.Future[Any]], timeout: float | None = None) -> Any:
-    """Waits like `concurrent.futures.wait`; a recording of this thread counts the time."""
+    """Waits like `concurrent.futures.wait`, without idle threads; a recording of this thread counts the time."""
+    idle_threads.end()
     recording = _by_thread.get(threading.get_ident()) if _by_thread else None
     if recording is None:
         return concurrent.futures.wait(sources, timeout)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from tinker_lightning.client import adapter_upload, checkpoints, discovery, download
+from tinker_lightning.client import adapter_upload, checkpoints, discovery, download, idle_threads
 from tinker_lightning.client.async_names import in_thread
 from tinker_lightning.client.channel import Channel
 from tinker_lightning.client.futures import TinkerFuture
@@ -71,6 +71,8 @@ class ServiceClient:
         target = discovery.find(base_url, api_key, dialect)
         if transport is not None:
             target = replace(target, transport=transport, in_process=in_process)
+        if target.in_process is not None:
+            idle_threads.enable()
         self.url = target.url
         project_id = project_id or os.environ.get("TINKER_PROJECT_ID") or None
         about = SessionInfo(dict(user_metadata or {}), project_id, display_name)
