@@ -291,7 +291,7 @@ def test_closing_finishes_what_runs_fails_what_waits_and_refuses_what_comes() ->
     for operation in (queued, early):
         error = operation.future.exception(SOON)
         assert isinstance(error, TrainerClosed)
-        assert "closed before this job could run" in str(error)
+        assert "closed before this job could finish" in str(error)
     assert not current.future.done()
     go.set()
     closer.join(SOON)

@@ -178,7 +178,7 @@ def test_closing_answers_waiting_pollers_at_once_and_refuses_new_work(
             while failed.status_code == 408:
                 failed = await asyncio.wait_for(http.post("retrieve_future", json={"request_id": request_id}), SOON)
             assert failed.json()["category"] == "server"
-            assert "closed before this job could run" in failed.json()["error"]
+            assert "closed before this job could finish" in failed.json()["error"]
             refused = await http.post("create_model", json={**body, "model_seq_id": 1})
             assert refused.status_code == 503
             busy()

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.helpers.sampling import sample
 from tinker_lightning.errors import OperationFailed
 from tinker_lightning.server.engine import prompt_scores
 from tinker_lightning.server.engine.prompt_scores import PromptScoring
-from tinker_lightning.server.engine.sampler import sample
 from tinker_lightning.types import ModelInput, SampleResponse, SamplingParams, TensorData
 
 if TYPE_CHECKING:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.helpers.sampling import sample
 from tinker_lightning.errors import InvalidDatum, InvalidInput, OperationFailed
 from tinker_lightning.server.engine.adapter import Adapter
 from tinker_lightning.server.engine.passes import run_pass
 from tinker_lightning.server.engine.prompt_scores import PromptScoring
-from tinker_lightning.server.engine.sampler import _Stop, sample
+from tinker_lightning.server.engine.sampler import _Stop
 from tinker_lightning.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams
 
 if TYPE_CHECKING:
@@ -324,3 +325,22 @@ def test_logits_that_are_not_finite_are_an_error(tiny: BaseModel, memory: Adapte
         tensor.mul_(1e30)
     with pytest.raises(OperationFailed, match="logits are not finite"):
         run(tiny, weights)
+
+
+def test_pauses_in_which_others_use_the_model_change_nothing(tiny: BaseModel, unsure: Adapter) -> None:
+    other = Adapter(tiny.lora.new_weights(LoraConfig(rank=4, seed=3)))
+
+    def train_another() -> None:
+        pauses.append(None)
+        run_pass(tiny, other, [Datum.from_tokens(encode(PROMPT))], "cross_entropy", {})
+        sample(tiny, None, ModelInput.from_ints(encode(PROMPT)), SamplingParams(max_tokens=2))
+        assert torch.is_grad_enabled()
+
+    settings = SamplingParams(max_tokens=9, seed=5, temperature=1.0)
+    options: dict[str, Any] = {"num_samples": 5, "wave": 2}
+    prompt = ModelInput.from_ints(encode(PROMPT))
+    expected = sample(tiny, unsure.weights, prompt, settings, **options)
+    pauses: list[None] = []
+    got = sample(tiny, unsure.weights, prompt, settings, **options, should_pause=lambda: True, in_pauses=train_another)
+    assert got == expected
+    assert len(pauses) > 9

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.helpers.sampling import sample
 from tinker_lightning.server.engine.adapter import Adapter
 from tinker_lightning.server.engine.catalog import Catalog
 from tinker_lightning.server.engine.passes import run_pass
-from tinker_lightning.server.engine.sampler import sample
 from tinker_lightning.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams
 
 if TYPE_CHECKING:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from tinker_lightning.errors import OperationFailed, TinkerLightningError
+from tinker_lightning.errors import MemoryLimitExceeded, OperationFailed, TinkerLightningError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from tinker_lightning.server.core.memory import Charge, MemoryBudget
 
 logger = logging.getLogger("tinker_lightning.server")
+
+Progress: TypeAlias = Literal["ended", "paused", "waits for memory"]
 
 # What a job takes in addition to its request and its result.
 JOB_BYTES = 2048
@@ -29,7 +32,7 @@ class Job:
     Args:
         request_id: The id; equal requests have the same one.
         kind: The operation.
-        run: The work.
+        run: The work: returns the result, or a generator that yields where it can pause and returns the result.
         owner: The session that the job belongs to.
         request_bytes: The memory of the request, from its submission until it has run.
         result_bytes: The most memory that the result takes.
@@ -62,6 +65,7 @@ class Job:
         self.queued = self.ran = 0.0  # how many seconds it waited and ran
         self._created = time.perf_counter()
         self._run: Callable[[], Any] | None = run
+        self._slices: Generator[None, None, Any] | None = None
         self._request_bytes, self._result_bytes, self._measure = request_bytes, result_bytes, measure
         self._charge: Charge | None = None
         self._settled = 0  # what is charged for the result
@@ -106,40 +110,62 @@ class Job:
             if not self._senders:
                 charge.set_evict(lambda: self._evict(self), expendable=self.fetched)
 
-    def execute(self) -> None:
-        """Runs the job and stores its result or exception."""
-        run, self._run = self._run, None  # frees the request
-        assert run is not None  # noqa: S101  # a job is executed once
+    def execute(self, *, may_wait: bool = False) -> Progress:
+        """Runs the job until it pauses or ends, and then stores its result or exception.
+
+        With `may_wait`, it returns if there is not enough memory at the moment, to be executed again from the start.
+        """
+        assert self._run is not None  # noqa: S101  # a job that has ended is not executed
         started = time.perf_counter()
-        self.queued = started - self._created
-        outcome = "ok"
-        defect: BaseException | None = None
-        failure: BaseException | None = None
         try:
-            result = run()
+            result = self._run() if self._slices is None else self._slices
+            if isinstance(result, Generator):
+                self._slices = result
+                try:
+                    next(self._slices)
+                except StopIteration as ended:
+                    result = ended.value
+                else:
+                    self.ran += time.perf_counter() - started
+                    return "paused"
         except BaseException as error:
-            failure = error
-            self.ran = time.perf_counter() - started
-            outcome = "failed: " + str(error).partition("\n")[0]
-            defect = None if isinstance(error, TinkerLightningError) else error
-            self._settle(0)
-            self.kept_since = time.monotonic()
-            self.future.set_exception(error)
+            if may_wait and isinstance(error, MemoryLimitExceeded) and error.is_temporary:
+                self._slices = None
+                return "waits for memory"
+            failure: BaseException | None = error
         else:
-            self.ran = time.perf_counter() - started
+            failure = None
+        now = time.perf_counter()
+        self.ran += now - started
+        self.queued = now - self._created - self.ran
+        self._forget_request()
+        outcome = "ok" if failure is None else "failed: " + str(failure).partition("\n")[0]
+        if failure is None:
             self._settle(min(self._result_bytes, self._measure(result)) if self._measure else self._result_bytes)
             self.kept_since = time.monotonic()
             self.future.set_result(result)
+        else:
+            self._settle(0)
+            self.kept_since = time.monotonic()
+            self.future.set_exception(failure)
+        defect = None if isinstance(failure, TinkerLightningError) else failure
         level = logging.INFO if defect is None else logging.ERROR
         logger.log(level, "op=%s %sms=%.1f %s", self.kind, self.labels, 1000 * self.ran, outcome, exc_info=defect)
         _forget_frames(failure)
+        return "ended"
 
     def fail(self, error: TinkerLightningError) -> None:
-        """Ends a job that has not started."""
-        self._run = None
+        """Ends a job that does not run at the moment."""
+        self._forget_request()
         self._settle(0)
         self.kept_since = time.monotonic()
         self.future.set_exception(error)
+
+    def _forget_request(self) -> None:
+        self._run = None
+        if self._slices is not None:
+            self._slices.close()
+            self._slices = None
 
     def _settle(self, result_bytes: int) -> None:
         """Keeps charging for the result alone, which can be evicted from now on."""

@@ -14,6 +14,8 @@ from tinker_lightning.server.engine.prompt_scores import PromptScoring
 from tinker_lightning.server.engine.sampler import MAX_SAMPLES, SamplingShape, sample
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from tinker_lightning.server.core.memory import MemoryBudget
     from tinker_lightning.server.core.scheduler import Scheduler
     from tinker_lightning.server.engine.catalog import Catalog
@@ -71,7 +73,7 @@ class Sampling:
         name = sampler.sampler_id.partition(":")[2]
         unseeded = None if self._sampling_seed is None else f"{self._sampling_seed}/{name}/{request.seq_id}"
 
-        def run() -> SampleResponse:
+        def run() -> Generator[None, None, SampleResponse]:
             base = self._catalog.get(sampler.base_model)
             weights = sampler.weights
             if weights is None and sampler.model_path is not None:
@@ -85,23 +87,26 @@ class Sampling:
             what = f"sampling {wave} of {request.num_samples} sequences at a time"
             fix = "Send a shorter prompt, or set a smaller max_tokens."
             with self._memory.charge(what, shape.bytes(wave), fix=fix):
-                return sample(
-                    base,
-                    weights,
-                    request.prompt,
-                    request.sampling_params,
-                    num_samples=request.num_samples,
-                    scoring=PromptScoring(
-                        request.prompt_logprobs,
-                        request.prompt_logprobs_last_n,
-                        request.topk_prompt_logprobs,
-                        request.target_prompt_logprobs,
-                        request.prompt_alt_tokens_k,
-                    ),
-                    topk_sample_logprobs=request.topk_sample_logprobs,
-                    unseeded=unseeded,
-                    wave=wave,
-                    raise_if_cancelled=job.raise_if_cancelled,
+                return (
+                    yield from sample(
+                        base,
+                        weights,
+                        request.prompt,
+                        request.sampling_params,
+                        num_samples=request.num_samples,
+                        scoring=PromptScoring(
+                            request.prompt_logprobs,
+                            request.prompt_logprobs_last_n,
+                            request.topk_prompt_logprobs,
+                            request.target_prompt_logprobs,
+                            request.prompt_alt_tokens_k,
+                        ),
+                        topk_sample_logprobs=request.topk_sample_logprobs,
+                        unseeded=unseeded,
+                        wave=wave,
+                        raise_if_cancelled=job.raise_if_cancelled,
+                        should_pause=self._scheduler.should_pause,
+                    )
                 )
 
         job = Job(

@@ -1,5 +1,7 @@
 """Runs jobs one at a time. The jobs of a model run in the order of their numbers, and each number runs exactly once.
 
+Sessions take turns, and a job that pauses lets those of other sessions run meanwhile.
+
 A job may be submitted before one with a lower number (then it waits), or twice (the second submission returns the
 first job). If a number is missing for `gap_timeout` seconds, the jobs after it run without it, and submitting it
 later raises. A client that submits one request after the other has given up a number once it polls for a later one, so
@@ -13,11 +15,11 @@ import ctypes
 import logging
 import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING
 
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, TrainerClosed
 from tinker_lightning.server.core.jobs import Job, Line
+from tinker_lightning.server.core.turns import Turns
 
 if TYPE_CHECKING:
     from tinker_lightning.server.core.memory import MemoryBudget
@@ -36,6 +38,7 @@ FETCHED_RETENTION = 300.0
 FINISHED_RETENTION = 60.0
 # Fetched results of one session beyond this number are dropped, oldest first.
 MAX_FETCHED = 1024
+_CLOSED = "the trainer was closed before this job could finish"
 
 
 class Scheduler:
@@ -60,7 +63,7 @@ class Scheduler:
         self._next_cleaning = 0.0
         self._jobs: dict[str, Job] = {}
         self._lines: dict[str, Line] = {}
-        self._ready: deque[Job] = deque()
+        self._turns = Turns()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -116,7 +119,7 @@ class Scheduler:
             if job.kept_since is not None:
                 job.mark_fetched()  # its result was dropped, but its owner still has the job
             elif line is None:
-                self._ready.append(job)
+                self._turns.add([job])
             else:
                 entry = self._lines.setdefault(line, Line())
                 if number <= entry.last:
@@ -127,7 +130,7 @@ class Scheduler:
                 entry.freed.discard(number)
                 entry.waiting[number] = job
                 job.line = line
-                self._ready.extend(entry.release())
+                self._turns.add(entry.release())
             self._jobs[job.request_id] = job
             self._drop_old()
             if self._thread is None:
@@ -150,7 +153,7 @@ class Scheduler:
             entry = self._lines.setdefault(line, Line())
             if number > entry.last and number not in entry.waiting:
                 entry.freed.add(number)
-                self._ready.extend(entry.release())
+                self._turns.add(entry.release())
                 self._changed.notify_all()
 
     def find(self, request_id: str) -> Job:
@@ -208,21 +211,25 @@ class Scheduler:
                 line.polled_since = line.polled_since or now
                 if now - line.polled_since >= self._polled_gap_timeout:
                     logger.warning("%s: continuing without number %d, which was never sent", job.line, line.missing)
-                    self._ready.extend(line.skip())
+                    self._turns.add(line.skip())
                     self._changed.notify_all()
                     return None
             return line.missing
+
+    def should_pause(self) -> bool:
+        """Returns whether the running job should pause, because it is the turn of another session."""
+        with self._changed:
+            return self._turns.should_pause
 
     def close(self, timeout: float = 30.0) -> None:
         """Fails waiting jobs and stops the thread; a job that still runs after `timeout` seconds is interrupted."""
         with self._changed:
             self._closed = True
-            waiting = [*self._ready, *(op for line in self._lines.values() for op in line.waiting.values())]
-            self._ready.clear()
+            waiting = [*self._turns.clear(), *(job for line in self._lines.values() for job in line.waiting.values())]
             self._lines.clear()
             self._changed.notify_all()
         for job in waiting:
-            job.future.set_exception(TrainerClosed("the trainer was closed before this job could run"))
+            job.fail(TrainerClosed(_CLOSED))
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
@@ -234,12 +241,18 @@ class Scheduler:
 
     def _work(self) -> None:
         with contextlib.suppress(TrainerClosed):  # raised in this thread by close()
-            while (job := self._next()) is not None:
-                job.execute()
-                del job  # do not keep its result alive
+            while (started := self._next()) is not None:
+                job, may_wait = started
+                progress = job.execute(may_wait=may_wait)
+                with self._changed:
+                    closed = self._closed
+                    self._turns.stop(progress)
+                if closed and progress != "ended":
+                    job.fail(TrainerClosed(_CLOSED))
+                del started, job  # do not keep its result alive
 
-    def _next(self) -> Job | None:
-        """Waits for the next job; returns None once the trainer is closed."""
+    def _next(self) -> tuple[Job, bool] | None:
+        """Waits for the next job, and says whether paused jobs hold memory; returns None once the trainer is closed."""
         with self._changed:
             while True:
                 self._drop_old()
@@ -247,8 +260,8 @@ class Scheduler:
                 wait = self._skip_gaps()
                 if self._closed:
                     return None
-                if self._ready:
-                    return self._ready.popleft()
+                if (job := self._turns.start()) is not None:
+                    return job, self._turns.others_hold_memory
                 if self._jobs:
                     cleaning = max(1.0, self._next_cleaning - time.monotonic())
                     wait = cleaning if wait is None else min(wait, cleaning)
@@ -269,7 +282,7 @@ class Scheduler:
                     min(line.waiting),
                     self._gap_timeout,
                 )
-                self._ready.extend(line.skip())
+                self._turns.add(line.skip())
                 left = self._gap_timeout
             soonest = left if soonest is None else min(soonest, left)
         return soonest

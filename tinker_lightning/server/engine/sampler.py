@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +22,8 @@ from tinker_lightning.server.engine.prompt_scores import PromptScores, PromptSco
 from tinker_lightning.types import SampledSequence, SampleResponse, SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
     from tinker_lightning.server.engine.lora import LoraWeights
     from tinker_lightning.types import ModelInput
     from tinker_lightning.types.responses import TopkLogprobs
@@ -72,13 +73,15 @@ def sample(
     unseeded: str | None = None,
     wave: int = MAX_SAMPLES,
     raise_if_cancelled: Callable[[], None] = lambda: None,
-) -> SampleResponse:
-    """Samples continuations of a prompt, which is processed once for all of them.
+    should_pause: Callable[[], bool] = lambda: False,
+) -> Generator[None, None, SampleResponse]:
+    """Samples continuations of a prompt, which is processed once for all of them; yields where it pauses.
 
     Temperature, top-k and top-p affect the choice of tokens but not the returned log-probabilities, which are
     comparable with those of a forward pass. Without a seed in `params`, draws follow from `unseeded`, or are random.
-    `raise_if_cancelled` is called before each token. At most `wave` sequences are sampled at a time; each has its own
-    random numbers, so that they do not depend on the waves.
+    `raise_if_cancelled` and `should_pause` are called before each token; the model is free for other work in a pause.
+    At most `wave` sequences are sampled at a time; each has its own random numbers, so that they do not depend on the
+    waves.
     """
     raise_if_cancelled()
     tokens_T = read_tokens("prompt", prompt, base)
@@ -88,26 +91,35 @@ def sample(
     if budget == 0 and not scoring:
         raise InvalidInput(f"prompt: its {len(tokens_T)} tokens fill the context and leave no room for a continuation")
     check_size("topk_sample_logprobs", num_samples * budget * topk_sample_logprobs)
+    decoder = base.model.get_decoder()
     with base.lora.use(weights):
-        decoder = base.model.get_decoder()
         output = decoder(input_ids=tokens_T[None], use_cache=True)
         hidden_TD = output.last_hidden_state[0]
         scores = PromptScores()
         if scoring:
             generator = _generator(params.seed, unseeded, -1)
             scores = score_prompt(base, hidden_TD, tokens_T, scoring, params.temperature, generator)
-        sequences = [_Sequence(_generator(params.seed, unseeded, i)) for i in range(num_samples)]
-        if budget:
-            cache, last_D = output.past_key_values, hidden_TD[-1].clone()
-            del output, hidden_TD  # frees the hidden states of the prompt
-            run = _Run(base, decoder, params, topk_sample_logprobs, raise_if_cancelled)
-            for start in range(0, num_samples, wave):
-                part = sequences[start : start + wave]
-                # The last wave needs the cache of the prompt no more.
-                own = cache if start + wave >= num_samples else copy.deepcopy(cache)
-                own.batch_repeat_interleave(len(part))
-                run.continue_all(own, last_D.expand(len(part), -1), part, budget)
-                del own
+    sequences = [_Sequence(_generator(params.seed, unseeded, i)) for i in range(num_samples)]
+    if budget:
+        cache, last_D = output.past_key_values, hidden_TD[-1].clone()
+        del output, hidden_TD  # frees the hidden states of the prompt
+        run = _Run(base, decoder, params, topk_sample_logprobs)
+        for start in range(0, num_samples, wave):
+            part = sequences[start : start + wave]
+            # The last wave needs the cache of the prompt no more.
+            own = cache if start + wave >= num_samples else copy.deepcopy(cache)
+            own.batch_repeat_interleave(len(part))
+            steps = run.continue_all(own, last_D.expand(len(part), -1), part, budget)
+            del own
+            while True:
+                with base.lora.use(weights):
+                    for _ in steps:
+                        raise_if_cancelled()
+                        if should_pause():
+                            break
+                    else:
+                        break
+                yield
     return scores.response([sequence.result(topk_sample_logprobs) for sequence in sequences])
 
 
@@ -134,14 +146,15 @@ class _Run:
     decoder: Any
     params: SamplingParams
     topk: int
-    raise_if_cancelled: Callable[[], None]
 
-    def continue_all(self, cache: Any, hidden_SD: Tensor, sequences: list[_Sequence], budget: int) -> None:
-        """Appends tokens to the sequences until all are stopped or the budget is used up."""
+    def continue_all(
+        self, cache: Any, hidden_SD: Tensor, sequences: list[_Sequence], budget: int
+    ) -> Generator[None, None, None]:
+        """Appends tokens to the sequences until all are stopped or the budget is used up; yields before each token."""
         stop = _Stop(self.base, self.params)
         active = sequences
         for step in range(budget):
-            self.raise_if_cancelled()
+            yield
             chosen_S = self._next(hidden_SD, active)
             for sequence in active:
                 sequence.stopped = stop.reached(sequence.tokens)
