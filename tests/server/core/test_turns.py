@@ -53,7 +53,7 @@ def slices(turns: Turns, clock: Clock, endless: Job, seconds: float, total: floa
         assert started is not None
         before = clock.now
         if started is endless:
-            while not turns.should_pause and clock.now < end:
+            while not turns.should_pause() and clock.now < end:
                 clock.now += MIN_SLICE / 4
             turns.stop("paused")
         else:
@@ -106,12 +106,12 @@ def test_a_client_that_sends_one_job_after_the_other_neither_starves_nor_displac
     turns.add([endless])
     assert turns.start() is endless
     clock.now += alone
-    assert not turns.should_pause  # nobody waits
+    assert not turns.should_pause()  # nobody waits
     own = waited = 0.0
     for i in range(40):
         turns.add([job(f"b{i}")])
         before = clock.now
-        while not turns.should_pause:
+        while not turns.should_pause():
             clock.now += MIN_SLICE / 4
         waited += clock.now - before
         turns.stop("paused")
@@ -132,12 +132,12 @@ def test_a_job_waits_for_memory_until_another_one_has_ended(turns: Turns, clock:
     assert turns.start() is paused
     clock.now += 1.0
     turns.add([large, small, job("b1")])
-    assert not turns.should_pause
+    assert not turns.should_pause()
     clock.now += MIN_SLICE / 2
-    assert turns.should_pause
+    assert turns.should_pause()
     turns.stop("paused")
     assert turns.start() is large
-    assert turns.others_hold_memory
+    assert turns.others_hold_memory()
     turns.stop("waits for memory")
     assert turns.start() is small
     turns.stop("paused")
@@ -146,9 +146,9 @@ def test_a_job_waits_for_memory_until_another_one_has_ended(turns: Turns, clock:
     assert turns.start() is large  # before the other one of its session
     turns.stop("waits for memory")
     assert turns.start() is paused
-    assert not turns.others_hold_memory
+    assert not turns.others_hold_memory()
     clock.now += MIN_SLICE * 2
-    assert not turns.should_pause  # for a job that cannot start anyway
+    assert not turns.should_pause()  # for a job that cannot start anyway
     turns.stop("ended")
     assert names(turns, clock, 1.0) == ["b0", "b1"]
 
@@ -168,4 +168,4 @@ def test_clearing_returns_all_that_wait(turns: Turns, clock: Clock) -> None:
     assert started in jobs
     assert set(turns.clear()) == set(jobs)
     assert turns.start() is None
-    assert not turns.others_hold_memory
+    assert not turns.others_hold_memory()

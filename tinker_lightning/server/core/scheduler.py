@@ -219,7 +219,7 @@ class Scheduler:
     def should_pause(self) -> bool:
         """Returns whether the running job should pause, because it is the turn of another session."""
         with self._changed:
-            return self._turns.should_pause
+            return self._turns.should_pause()
 
     def close(self, timeout: float = 30.0) -> None:
         """Fails waiting jobs and stops the thread; a job that still runs after `timeout` seconds is interrupted."""
@@ -261,7 +261,7 @@ class Scheduler:
                 if self._closed:
                     return None
                 if (job := self._turns.start()) is not None:
-                    return job, self._turns.others_hold_memory
+                    return job, self._turns.others_hold_memory()
                 if self._jobs:
                     cleaning = max(1.0, self._next_cleaning - time.monotonic())
                     wait = cleaning if wait is None else min(wait, cleaning)

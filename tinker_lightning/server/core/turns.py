@@ -72,14 +72,12 @@ class Turns:
         else:
             self._waiting_for_memory.add(job.owner)
 
-    @property
     def others_hold_memory(self) -> bool:
-        """Whether a job is paused, which keeps its memory."""
+        """Returns whether a job is paused, which keeps its memory."""
         return bool(self._paused)
 
-    @property
     def should_pause(self) -> bool:
-        """Whether the running job has had its share of the time, and another session has a job that can run."""
+        """Returns whether the running job has had its share of the time, and another session has a job that can run."""
         if self._running is None or self._clock() - self._since < MIN_SLICE:
             return False
         owner = self._running.owner
