@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import peft
@@ -22,7 +23,7 @@ from tinker_lightning.server.engine.passes import Activations, run_pass
 from tinker_lightning.types import Datum, LoraConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from tinker_lightning.server.engine.base import BaseModel
 
@@ -83,15 +84,21 @@ class Plain:
         self.model.zero_grad()
 
 
-def measure(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, tuple[float, float]]:
+def timed(run: Callable[[], object]) -> tuple[float, float]:
+    """Returns the wall and the processor time that it takes."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    run()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def measure(ways: Mapping[str, Callable[[], tuple[float, float]]], rounds: int) -> dict[str, tuple[float, float]]:
     """Returns the medians of wall and processor time of each way, in interleaved rounds after one to warm up."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for round_ in range(rounds + 1):
         for name, run in ways.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            run()
+            taken = run()
             if round_:
-                times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+                times[name].append(taken)
     return {name: _medians(found) for name, found in times.items()}
 
 
@@ -117,10 +124,7 @@ def main() -> None:
         ("80 % of weight 0 / all weighted, standard endpoint", (engine.built_in, masked), (engine.built_in, equal)),
         ("80 % of weight 0 / all weighted, RemoteModule", (_counted(engine), masked), (engine.built_in, equal)),
     ):
-        ways: dict[str, Callable[[], None]] = {
-            "a": lambda run=first: run[0](run[1]),  # type: ignore[misc]
-            "b": lambda run=second: run[0](run[1]),  # type: ignore[misc]
-        }
+        ways = {"a": partial(timed, partial(*first)), "b": partial(timed, partial(*second))}
         found = measure(ways, 1 if options.quick else 5)
         (wall, cpu), (other_wall, other_cpu) = found["a"], found["b"]
         rows.append({"pass": name, "times faster": other_wall / wall, "by processor time": other_cpu / cpu})

@@ -9,7 +9,6 @@ that only does this.
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
 import time
 from functools import partial
@@ -20,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks import lightning_step, report
-from benchmarks.engine_passes import EQUAL, MIXED, RANK, Plain, make_data
+from benchmarks.engine_passes import EQUAL, MIXED, RANK, Plain, make_data, measure
 from benchmarks.pass_memory import peak
 from benchmarks.processes import process, worker
 from tinker_lightning import RemoteModule, collate
@@ -107,15 +106,10 @@ def loop(client: Any, data: list[Datum], *, custom: bool) -> float:
     return (time.perf_counter() - started) / STEPS
 
 
-def measure(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Returns the median of each way, in interleaved rounds after one to warm up."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for round_ in range(rounds + 1):
-        for name, run in ways.items():
-            seconds = run()
-            if round_:
-                times[name].append(seconds)
-    return {name: statistics.median(found) for name, found in times.items()}
+def with_processor_time(run: Callable[[], float]) -> tuple[float, float]:
+    """Returns the wall and the processor time of a step."""
+    before = time.process_time()
+    return run(), (time.process_time() - before) / STEPS
 
 
 def use_memory(path: str | None, ready: Callable[[float], None]) -> None:
@@ -133,7 +127,7 @@ def use_memory(path: str | None, ready: Callable[[float], None]) -> None:
     ready(peak(os.getpid()))
 
 
-def build_ours(stack: ExitStack, share: int) -> dict[str, Callable[[], float]]:
+def build_ours(stack: ExitStack, share: int) -> dict[str, Callable[[], tuple[float, float]]]:
     """Returns the ways with a trainer in this process, on every `share`-th sequence."""
     lightning_step.quiet()
     torch.set_num_threads(2)
@@ -142,7 +136,7 @@ def build_ours(stack: ExitStack, share: int) -> dict[str, Callable[[], float]]:
     service = stack.enter_context(embedded_service(EmbeddedTrainer([MODEL], data_dir=folder)))
     client = service.create_lora_training_client(MODEL, rank=RANK)
     built_in, custom = (kind(service.create_lora_training_client(MODEL, rank=RANK)) for kind in (RemoteModule, Custom))
-    return {
+    ways: dict[str, Callable[[], float]] = {
         "client, built-in loss": lambda: loop(client, equal, custom=False),
         "client, custom loss": lambda: loop(client, equal, custom=True),
         "Trainer.fit, built-in loss": lambda: fit(built_in, "tinker", equal),
@@ -150,16 +144,21 @@ def build_ours(stack: ExitStack, share: int) -> dict[str, Callable[[], float]]:
         "client, built-in loss, mixed lengths": lambda: loop(client, mixed, custom=False),
         "Trainer.fit, built-in loss, mixed lengths": lambda: fit(built_in, "tinker", mixed),
     }
+    return {name: partial(with_processor_time, way) for name, way in ways.items()}
 
 
-def build_plain(stack: ExitStack, path: str, share: int) -> dict[str, Callable[[], float]]:
+def build_plain(stack: ExitStack, path: str, share: int) -> dict[str, Callable[[], tuple[float, float]]]:
     """Returns the ways with a model in this process."""
     del stack
     lightning_step.quiet()
     torch.set_num_threads(2)
     equal, mixed = make_data(EQUAL[::share]), make_data(MIXED[::share])
     module = PlainModule(path)
-    return {PLAIN: lambda: fit(module, "auto", equal), f"{PLAIN}, mixed lengths": lambda: fit(module, "auto", mixed)}
+    ways: dict[str, Callable[[], float]] = {
+        PLAIN: lambda: fit(module, "auto", equal),
+        f"{PLAIN}, mixed lengths": lambda: fit(module, "auto", mixed),
+    }
+    return {name: partial(with_processor_time, way) for name, way in ways.items()}
 
 
 def main() -> None:
@@ -171,29 +170,39 @@ def main() -> None:
     ours_mixed = ("client, built-in loss, mixed lengths", "Trainer.fit, built-in loss, mixed lengths")
     # A process each: the threads of two models in one process slow each other down, even while one of them waits.
     with worker(build_ours, share) as run, worker(build_plain, path, share) as run_plain:
-        ways: dict[str, Callable[[], float]] = {name: partial(run, name) for name in (*ours, *ours_mixed)}
-        ways |= {name: partial(run_plain, name) for name in (PLAIN, f"{PLAIN}, mixed lengths")}
-        found = measure(ways, rounds)
-    rows = [
-        {
-            "step": name,
-            "seconds": found[name],
-            "times faster than transformers + peft": found[plain] / found[name],
-        }
-        for plain, names in ((PLAIN, ours), (f"{PLAIN}, mixed lengths", ours_mixed))
-        for name in (*names, plain)
-    ]
+        plain = {name: partial(run_plain, name) for name in (PLAIN, f"{PLAIN}, mixed lengths")}
+        parts = [
+            measure({name: partial(run, name) for name in names} | {other: plain[other]}, rounds)
+            for names, other in ((ours, PLAIN), (ours_mixed, f"{PLAIN}, mixed lengths"))
+        ]
+    rows = []
+    for found in parts:
+        *_, (plain_wall, plain_cpu) = found.values()
+        rows += [
+            {
+                "step": name,
+                "seconds": wall,
+                "times faster than transformers + peft": plain_wall / wall,
+                "by processor time": plain_cpu / cpu,
+            }
+            for name, (wall, cpu) in found.items()
+        ]
     report.show(rows)
-    custom_share = {
-        way: found[f"{way}, custom loss"] / found[f"{way}, built-in loss"] for way in ("client", "Trainer.fit")
-    }
-    report.show([{"custom loss, times the built-in": way, "ratio": ratio} for way, ratio in custom_share.items()])
+    customs = [
+        {
+            "custom loss": way,
+            "times the built-in": parts[0][f"{way}, custom loss"][0] / parts[0][f"{way}, built-in loss"][0],
+            "by processor time": parts[0][f"{way}, custom loss"][1] / parts[0][f"{way}, built-in loss"][1],
+        }
+        for way in ("client", "Trainer.fit")
+    ]
+    report.show(customs)
     memory = []
     for name, model in (("Trainer.fit, mixed lengths", None), (f"{PLAIN}, mixed lengths", path)):
         with process(use_memory, model) as megabytes:
             memory.append({"process": name, "peak, MB": megabytes})
     report.show(memory)
-    report.write(options.json, {"training step": rows, "custom loss": custom_share, "step memory": memory})
+    report.write(options.json, {"training step": rows, "custom loss": customs, "step memory": memory})
 
 
 if __name__ == "__main__":
