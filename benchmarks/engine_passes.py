@@ -124,7 +124,7 @@ def main() -> None:
         ("80 % of weight 0 / all weighted, standard endpoint", (engine.built_in, masked), (engine.built_in, equal)),
         ("80 % of weight 0 / all weighted, RemoteModule", (_counted(engine), masked), (engine.built_in, equal)),
     ):
-        ways = {"a": partial(timed, partial(*first)), "b": partial(timed, partial(*second))}
+        ways = {"a": partial(timed, partial(first[0], first[1])), "b": partial(timed, partial(second[0], second[1]))}
         found = measure(ways, 1 if options.quick else 5)
         (wall, cpu), (other_wall, other_cpu) = found["a"], found["b"]
         rows.append({"pass": name, "times faster": other_wall / wall, "by processor time": other_cpu / cpu})

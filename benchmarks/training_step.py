@@ -70,14 +70,24 @@ class PlainModule(pl.LightningModule):
 
 
 class _Start(pl.Callback):
-    seconds = 0.0
+    clock: Clock
 
     def on_train_start(self, *_: Any) -> None:
-        self.seconds = time.perf_counter()
+        self.clock = Clock()
 
 
-def fit(module: pl.LightningModule, strategy: str, data: list[Datum]) -> float:
-    """Returns the seconds of a step of `Trainer.fit`, with the wait for the last one."""
+class Clock:
+    """The wall and processor time of the steps from now on."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def per_step(self) -> tuple[float, float]:
+        return (time.perf_counter() - self._wall) / STEPS, (time.process_time() - self._cpu) / STEPS
+
+
+def fit(module: pl.LightningModule, strategy: str, data: list[Datum]) -> tuple[float, float]:
+    """Returns the wall and processor time of a step of `Trainer.fit`, with the wait for the last one."""
     start = _Start()
     trainer = pl.Trainer(
         strategy=strategy,
@@ -91,25 +101,19 @@ def fit(module: pl.LightningModule, strategy: str, data: list[Datum]) -> float:
         callbacks=[start],
     )
     trainer.fit(module, DataLoader(data * STEPS, len(data), collate_fn=collate))  # type: ignore[arg-type]
-    return (time.perf_counter() - start.seconds) / STEPS
+    return start.clock.per_step()
 
 
-def loop(client: Any, data: list[Datum], *, custom: bool) -> float:
-    """Returns the seconds of a step of the client."""
-    started = time.perf_counter()
+def loop(client: Any, data: list[Datum], *, custom: bool) -> tuple[float, float]:
+    """Returns the wall and processor time of a step of the client."""
+    clock = Clock()
     for _ in range(STEPS):
         if custom:
             client.forward_backward_custom(data, mean_nll)
         else:
             client.forward_backward(data, "cross_entropy")
         client.optim_step(AdamParams(learning_rate=1e-4)).result()
-    return (time.perf_counter() - started) / STEPS
-
-
-def with_processor_time(run: Callable[[], float]) -> tuple[float, float]:
-    """Returns the wall and the processor time of a step."""
-    before = time.process_time()
-    return run(), (time.process_time() - before) / STEPS
+    return clock.per_step()
 
 
 def use_memory(path: str | None, ready: Callable[[float], None]) -> None:
@@ -136,7 +140,7 @@ def build_ours(stack: ExitStack, share: int) -> dict[str, Callable[[], tuple[flo
     service = stack.enter_context(embedded_service(EmbeddedTrainer([MODEL], data_dir=folder)))
     client = service.create_lora_training_client(MODEL, rank=RANK)
     built_in, custom = (kind(service.create_lora_training_client(MODEL, rank=RANK)) for kind in (RemoteModule, Custom))
-    ways: dict[str, Callable[[], float]] = {
+    return {
         "client, built-in loss": lambda: loop(client, equal, custom=False),
         "client, custom loss": lambda: loop(client, equal, custom=True),
         "Trainer.fit, built-in loss": lambda: fit(built_in, "tinker", equal),
@@ -144,7 +148,6 @@ def build_ours(stack: ExitStack, share: int) -> dict[str, Callable[[], tuple[flo
         "client, built-in loss, mixed lengths": lambda: loop(client, mixed, custom=False),
         "Trainer.fit, built-in loss, mixed lengths": lambda: fit(built_in, "tinker", mixed),
     }
-    return {name: partial(with_processor_time, way) for name, way in ways.items()}
 
 
 def build_plain(stack: ExitStack, path: str, share: int) -> dict[str, Callable[[], tuple[float, float]]]:
@@ -154,16 +157,15 @@ def build_plain(stack: ExitStack, path: str, share: int) -> dict[str, Callable[[
     torch.set_num_threads(2)
     equal, mixed = make_data(EQUAL[::share]), make_data(MIXED[::share])
     module = PlainModule(path)
-    ways: dict[str, Callable[[], float]] = {
+    return {
         PLAIN: lambda: fit(module, "auto", equal),
         f"{PLAIN}, mixed lengths": lambda: fit(module, "auto", mixed),
     }
-    return {name: partial(with_processor_time, way) for name, way in ways.items()}
 
 
 def main() -> None:
     options = report.arguments(__doc__)
-    rounds = 1 if options.quick else 3
+    rounds = 1 if options.quick else 5
     share = 4 if options.quick else 1  # of the sequences
     path = Catalog([MODEL]).get(MODEL).tokenizer_id
     ours = ("client, built-in loss", "client, custom loss", "Trainer.fit, built-in loss", "Trainer.fit, custom loss")

@@ -107,9 +107,11 @@ class MemoryLimitExceeded(InvalidInput, MemoryError):
 
     Attributes:
         is_temporary: Whether it would fit if other requests took less memory.
+        fits_without_work: Whether it would fit now if no pass and no sampling took any.
     """
 
     is_temporary: bool = False
+    fits_without_work: bool = False
 
 
 # The classes that a server may name in a response. All others have a different meaning in the client.

@@ -20,7 +20,7 @@ _end_team: Callable[[int], object] | None = None
 
 
 def enable() -> None:
-    """Called when a trainer starts in this process."""
+    """Called when a client connects to a trainer in this process."""
     global _end_team
     try:
         library = ctypes.CDLL(None)
@@ -32,6 +32,6 @@ def enable() -> None:
 
 
 def end() -> None:
-    """Ends the OpenMP threads of the calling thread, if a trainer in this process could use the cores."""
+    """Ends the OpenMP threads of the calling thread, if this process has had a trainer."""
     if _end_team is not None:
         _end_team(_SOFT)

@@ -40,7 +40,7 @@ class OperationRecord:
         requests: The number of requests, including polls and retries.
         bytes_sent: The bodies of its requests, as they were sent.
         bytes_received: The bodies of its responses, as they arrived.
-        queued: How long it waited on the server before it ran, if the server reports it.
+        queued: How long it waited on the server, including pauses, if the server reports it.
         ran: How long it ran on the server, if the server reports it.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,16 +20,17 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
     from pathlib import Path
 
+    from tinker_lightning.server.core.memory import Pool
+
 SOON = 30.0
 MEGABYTE = 1 << 20
 
 
 class Long(Job):
-    """A job that pauses whenever it should, until it is told to end. It holds memory meanwhile."""
+    """A job that pauses whenever it should, until `may_end` is set. It holds memory meanwhile."""
 
     def __init__(self, scheduler: Scheduler, owner: str = "long", memory: MemoryBudget | None = None) -> None:
         self.may_end = threading.Event()
-        self.paused = threading.Event()
         self.was_closed = False
 
         def run() -> Generator[None, None, str]:
@@ -37,7 +39,6 @@ class Long(Job):
                 while not self.may_end.wait(0.001):
                     self.raise_if_cancelled()
                     if scheduler.should_pause():
-                        self.paused.set()
                         yield
                 return "done"
             except GeneratorExit:
@@ -47,7 +48,7 @@ class Long(Job):
                 if charge is not None:
                     charge.release()
 
-        super().__init__(f"{owner}:1", "sample", run, owner=owner)
+        super().__init__(f"{owner}:1", "sample", run, owner=owner, can_pause=True)
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def short(name: str) -> Job:
 
 
 def test_another_session_need_not_wait_for_the_end(scheduler: Scheduler) -> None:
-    """R5.6."""
+    """R5.11."""
     long = Long(scheduler)
     scheduler.submit(long)
     for i in range(3):
@@ -77,12 +78,13 @@ def test_another_session_need_not_wait_for_the_end(scheduler: Scheduler) -> None
     assert long.queued >= 0
 
 
-def test_what_does_not_fit_beside_a_paused_job_waits_for_it() -> None:
-    """R5.7: it would have run if nothing were paused, so it must not fail."""
+def test_what_does_not_fit_next_to_a_paused_job_waits_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    """R5.11: it would have run if nothing were paused, so it must not fail."""
     memory = MemoryBudget(400 * MEGABYTE)
     scheduler = Scheduler(memory=memory)
     long = Long(scheduler, memory=memory)
     attempts: list[str] = []
+    caplog.set_level("INFO", "tinker_lightning.server")
 
     def take(name: str, size: int) -> str:
         attempts.append(name)
@@ -102,11 +104,33 @@ def test_what_does_not_fit_beside_a_paused_job_waits_for_it() -> None:
             impossible.future.result(SOON)  # at once, because waiting would not help
         assert not large.future.done()
         assert not after.future.done()  # not out of its turn
+        assert "op=work waits until other work ends: large would take" in caplog.text
         long.may_end.set()
         assert [large.future.result(SOON), after.future.result(SOON)] == ["large", "after"]
-        assert attempts.count("large") >= 2
+        assert attempts.count("large") == 2
         assert attempts.count("after") == attempts.count("small") == 1
         assert memory.used("work") == 0
+    finally:
+        long.may_end.set()
+        scheduler.close()
+
+
+def test_a_request_that_the_end_of_paused_jobs_would_not_help_fails_at_once() -> None:
+    """R5.11: adapters take the memory that it needs, not sampling."""
+    memory = MemoryBudget(400 * MEGABYTE)
+    scheduler = Scheduler(memory=memory)
+    long = Long(scheduler, memory=memory)
+    try:
+        with memory.charge("adapters", 99 * MEGABYTE, "weights"):
+            scheduler.submit(long)
+            asked: list[tuple[str, int, Pool]] = [("another", 2, "weights"), ("a pass", 202, "work")]
+            for name, size, pool in asked:
+                run = partial(memory.charge, name, size * MEGABYTE, pool)
+                job = scheduler.submit(Job(f"{name}:1", "work", run, owner=name))
+                with pytest.raises(MemoryLimitExceeded, match=f"{name} would take") as caught:
+                    job.future.result(SOON)
+                assert caught.value.is_temporary
+                assert not long.future.done()
     finally:
         long.may_end.set()
         scheduler.close()
@@ -126,8 +150,14 @@ def test_closing_ends_a_paused_job_and_frees_its_memory() -> None:
     scheduler = Scheduler(memory=memory)
     long, go = Long(scheduler, memory=memory), threading.Event()
     scheduler.submit(long)
-    blocking = scheduler.submit(Job("other:1", "work", lambda: go.wait(SOON), owner="other"))
-    assert long.paused.wait(SOON)
+    running = threading.Event()
+
+    def block() -> bool:
+        running.set()
+        return go.wait(SOON)
+
+    blocking = scheduler.submit(Job("other:1", "work", block, owner="other"))
+    assert running.wait(SOON)
     closing = threading.Thread(target=scheduler.close)
     closing.start()
     with pytest.raises(TrainerClosed, match="could finish"):
@@ -148,7 +178,7 @@ def test_closing_ends_a_job_that_pauses_just_then() -> None:
         go.wait(SOON)
         yield
 
-    job = scheduler.submit(Job("a:1", "sample", run, owner="a"))
+    job = scheduler.submit(Job("a:1", "sample", run, owner="a", can_pause=True))
     assert pausing.wait(SOON)
     closing = threading.Thread(target=scheduler.close)
     closing.start()
@@ -158,6 +188,7 @@ def test_closing_ends_a_job_that_pauses_just_then() -> None:
     with pytest.raises(TrainerClosed):
         job.future.result(SOON)
     closing.join(SOON)
+    scheduler.close()  # finds nothing left
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +202,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
 
 
 def test_a_client_trains_while_another_one_samples(api: Api) -> None:
-    """R5.6: the weights and the samples are the same as one after the other."""
+    """R5.10: the weights and the samples are the same as one after the other."""
 
     def train(model: str, while_running: str | None = None) -> dict[str, bytes]:
         for seq in (1, 3, 5):

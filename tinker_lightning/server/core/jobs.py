@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinker_lightning.server")
 
-Progress: TypeAlias = Literal["ended", "paused", "waits for memory"]
+Progress: TypeAlias = Literal["ended", "paused", "blocked"]
 
 # What a job takes in addition to its request and its result.
 JOB_BYTES = 2048
@@ -32,8 +32,9 @@ class Job:
     Args:
         request_id: The id; equal requests have the same one.
         kind: The operation.
-        run: The work: returns the result, or a generator that yields where it can pause and returns the result.
+        run: The work: returns the result, or a generator that yields where it pauses and returns the result.
         owner: The session that the job belongs to.
+        can_pause: Whether `run` returns a generator.
         request_bytes: The memory of the request, from its submission until it has run.
         result_bytes: The most memory that the result takes.
         measure: Returns the memory that a result takes.
@@ -47,6 +48,7 @@ class Job:
         run: Callable[[], Any],
         *,
         owner: str | None = None,
+        can_pause: bool = False,
         request_bytes: int = 0,
         result_bytes: int = 0,
         measure: Callable[[Any], int] | None = None,
@@ -55,6 +57,7 @@ class Job:
         self.request_id = request_id
         self.kind = kind
         self.owner = owner
+        self.can_pause = can_pause
         self.labels = "".join(f"{name}={value} " for name, value in labels.items())
         self.future: Future[Any] = Future()
         self.future.set_running_or_notify_cancel()  # so that a waiter that times out cannot cancel it
@@ -62,10 +65,11 @@ class Job:
         self.fetched = False
         self.cancelled = False
         self.line: str | None = None  # where it is numbered
-        self.queued = self.ran = 0.0  # how many seconds it waited and ran
+        self.queued = self.ran = 0.0  # how many seconds it waited, including pauses, and ran
         self._created = time.perf_counter()
         self._run: Callable[[], Any] | None = run
         self._slices: Generator[None, None, Any] | None = None
+        self._was_blocked = False
         self._request_bytes, self._result_bytes, self._measure = request_bytes, result_bytes, measure
         self._charge: Charge | None = None
         self._settled = 0  # what is charged for the result
@@ -110,13 +114,15 @@ class Job:
             if not self._senders:
                 charge.set_evict(lambda: self._evict(self), expendable=self.fetched)
 
-    def execute(self, *, may_wait: bool = False) -> Progress:
+    def execute(self, *, may_block: bool = False) -> Progress:
         """Runs the job until it pauses or ends, and then stores its result or exception.
 
-        With `may_wait`, it returns if there is not enough memory at the moment, to be executed again from the start.
+        With `may_block`, a job that lacks memory which other work holds is blocked: it has to be executed again.
         """
         assert self._run is not None  # noqa: S101  # a job that has ended is not executed
         started = time.perf_counter()
+        failure: BaseException | None = None
+        result: Any = None
         try:
             result = self._run() if self._slices is None else self._slices
             if isinstance(result, Generator):
@@ -128,26 +134,24 @@ class Job:
                 else:
                     self.ran += time.perf_counter() - started
                     return "paused"
-        except BaseException as error:
-            if may_wait and isinstance(error, MemoryLimitExceeded) and error.is_temporary:
+        except MemoryLimitExceeded as error:
+            if may_block and error.fits_without_work:
+                self._log_blocked(error)
                 self._slices = None
-                return "waits for memory"
-            failure: BaseException | None = error
-        else:
-            failure = None
+                return "blocked"
+            failure = error
+        except BaseException as error:
+            failure = error
         now = time.perf_counter()
         self.ran += now - started
         self.queued = now - self._created - self.ran
-        self._forget_request()
-        outcome = "ok" if failure is None else "failed: " + str(failure).partition("\n")[0]
         if failure is None:
-            self._settle(min(self._result_bytes, self._measure(result)) if self._measure else self._result_bytes)
-            self.kept_since = time.monotonic()
+            self._end(min(self._result_bytes, self._measure(result)) if self._measure else self._result_bytes)
             self.future.set_result(result)
         else:
-            self._settle(0)
-            self.kept_since = time.monotonic()
+            self._end(0)
             self.future.set_exception(failure)
+        outcome = "ok" if failure is None else "failed: " + str(failure).partition("\n")[0]
         defect = None if isinstance(failure, TinkerLightningError) else failure
         level = logging.INFO if defect is None else logging.ERROR
         logger.log(level, "op=%s %sms=%.1f %s", self.kind, self.labels, 1000 * self.ran, outcome, exc_info=defect)
@@ -155,17 +159,23 @@ class Job:
         return "ended"
 
     def fail(self, error: TinkerLightningError) -> None:
-        """Ends a job that does not run at the moment."""
-        self._forget_request()
-        self._settle(0)
-        self.kept_since = time.monotonic()
+        """Ends a job that is not running."""
+        self._end(0)
         self.future.set_exception(error)
 
-    def _forget_request(self) -> None:
+    def _end(self, result_bytes: int) -> None:
+        """Frees the request."""
         self._run = None
         if self._slices is not None:
             self._slices.close()
             self._slices = None
+        self._settle(result_bytes)
+        self.kept_since = time.monotonic()
+
+    def _log_blocked(self, error: MemoryLimitExceeded) -> None:
+        if not self._was_blocked:
+            self._was_blocked = True
+            logger.info("op=%s %swaits until other work ends: %s", self.kind, self.labels, error)
 
     def _settle(self, result_bytes: int) -> None:
         """Keeps charging for the result alone, which can be evicted from now on."""

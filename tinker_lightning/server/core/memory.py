@@ -263,6 +263,11 @@ class MemoryBudget:
             "EmbeddedTrainer(memory_limit=)."
         )
         error.is_temporary = temporary
+        if charge.pool != "messages":
+            by_others = self._used["models"] + self._used["weights"]
+            rest = self.limit - self._part(_MESSAGES) - by_others
+            of_weights = self._part(_WEIGHTS) - self._used["weights"]
+            error.fits_without_work = total <= rest if charge.pool == "work" else size <= min(rest, of_weights)
         return error
 
 

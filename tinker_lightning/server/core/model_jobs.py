@@ -51,6 +51,7 @@ class ModelJobs:
             kind,
             lambda: run(*model.ready()),
             owner=model.session_id,
+            can_pause=False,
             request_bytes=request_bytes,
             result_bytes=result_bytes,
             measure=measure_result,

@@ -74,6 +74,7 @@ class Sampling:
         unseeded = None if self._sampling_seed is None else f"{self._sampling_seed}/{name}/{request.seq_id}"
 
         def run() -> Generator[None, None, SampleResponse]:
+            job.raise_if_cancelled()  # it may have waited for memory
             base = self._catalog.get(sampler.base_model)
             weights = sampler.weights
             if weights is None and sampler.model_path is not None:
@@ -82,8 +83,9 @@ class Sampling:
             if weights is not None:
                 base.lora.check(weights)
             shape = SamplingShape.of(base, request.prompt.length, request.sampling_params.max_tokens)
-            # From the limit and not from the load, so that a repeated request runs in the same waves.
-            wave = shape.wave(request.num_samples, self._memory.work_limit)
+            # From the limit and not from the load, so that a repeated request runs in the same waves. The other half is
+            # for what other sessions run while this one is paused.
+            wave = shape.wave(request.num_samples, self._memory.work_limit // 2)
             what = f"sampling {wave} of {request.num_samples} sequences at a time"
             fix = "Send a shorter prompt, or set a smaller max_tokens."
             with self._memory.charge(what, shape.bytes(wave), fix=fix):
@@ -114,6 +116,7 @@ class Sampling:
             "sample",
             run,
             owner=sampler.sampler_id.partition(":")[0],
+            can_pause=True,
             request_bytes=4 * request.prompt.length + tensor_bytes(request.target_prompt_logprobs),
             result_bytes=sample_result_bytes(request, self._context(sampler.base_model)),
             measure=result_bytes,

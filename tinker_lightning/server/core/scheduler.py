@@ -18,8 +18,8 @@ import time
 from typing import TYPE_CHECKING
 
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, TrainerClosed
+from tinker_lightning.server.core.fair_queue import FairQueue
 from tinker_lightning.server.core.jobs import Job, Line
-from tinker_lightning.server.core.turns import Turns
 
 if TYPE_CHECKING:
     from tinker_lightning.server.core.memory import MemoryBudget
@@ -63,7 +63,7 @@ class Scheduler:
         self._next_cleaning = 0.0
         self._jobs: dict[str, Job] = {}
         self._lines: dict[str, Line] = {}
-        self._turns = Turns()
+        self._ready = FairQueue()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -119,7 +119,7 @@ class Scheduler:
             if job.kept_since is not None:
                 job.mark_fetched()  # its result was dropped, but its owner still has the job
             elif line is None:
-                self._turns.add([job])
+                self._ready.add([job])
             else:
                 entry = self._lines.setdefault(line, Line())
                 if number <= entry.last:
@@ -130,7 +130,7 @@ class Scheduler:
                 entry.freed.discard(number)
                 entry.waiting[number] = job
                 job.line = line
-                self._turns.add(entry.release())
+                self._ready.add(entry.release())
             self._jobs[job.request_id] = job
             self._drop_old()
             if self._thread is None:
@@ -153,7 +153,7 @@ class Scheduler:
             entry = self._lines.setdefault(line, Line())
             if number > entry.last and number not in entry.waiting:
                 entry.freed.add(number)
-                self._turns.add(entry.release())
+                self._ready.add(entry.release())
                 self._changed.notify_all()
 
     def find(self, request_id: str) -> Job:
@@ -211,7 +211,7 @@ class Scheduler:
                 line.polled_since = line.polled_since or now
                 if now - line.polled_since >= self._polled_gap_timeout:
                     logger.warning("%s: continuing without number %d, which was never sent", job.line, line.missing)
-                    self._turns.add(line.skip())
+                    self._ready.add(line.skip())
                     self._changed.notify_all()
                     return None
             return line.missing
@@ -219,13 +219,13 @@ class Scheduler:
     def should_pause(self) -> bool:
         """Returns whether the running job should pause, because it is the turn of another session."""
         with self._changed:
-            return self._turns.should_pause()
+            return self._ready.should_pause()
 
     def close(self, timeout: float = 30.0) -> None:
         """Fails waiting jobs and stops the thread; a job that still runs after `timeout` seconds is interrupted."""
         with self._changed:
             self._closed = True
-            waiting = [*self._turns.clear(), *(job for line in self._lines.values() for job in line.waiting.values())]
+            waiting = [*self._ready.clear(), *(job for line in self._lines.values() for job in line.waiting.values())]
             self._lines.clear()
             self._changed.notify_all()
         for job in waiting:
@@ -241,18 +241,17 @@ class Scheduler:
 
     def _work(self) -> None:
         with contextlib.suppress(TrainerClosed):  # raised in this thread by close()
-            while (started := self._next()) is not None:
-                job, may_wait = started
-                progress = job.execute(may_wait=may_wait)
+            while (job := self._next()) is not None:
+                progress = job.execute(may_block=self._ready.has_paused_jobs())
                 with self._changed:
-                    closed = self._closed
-                    self._turns.stop(progress)
-                if closed and progress != "ended":
+                    is_left = self._closed and progress != "ended"
+                    self._ready.stop("ended" if is_left else progress)
+                if is_left:
                     job.fail(TrainerClosed(_CLOSED))
-                del started, job  # do not keep its result alive
+                del job  # do not keep its result alive
 
-    def _next(self) -> tuple[Job, bool] | None:
-        """Waits for the next job, and says whether paused jobs hold memory; returns None once the trainer is closed."""
+    def _next(self) -> Job | None:
+        """Waits for the next job; returns None once the trainer is closed."""
         with self._changed:
             while True:
                 self._drop_old()
@@ -260,8 +259,8 @@ class Scheduler:
                 wait = self._skip_gaps()
                 if self._closed:
                     return None
-                if (job := self._turns.start()) is not None:
-                    return job, self._turns.others_hold_memory()
+                if (job := self._ready.start()) is not None:
+                    return job
                 if self._jobs:
                     cleaning = max(1.0, self._next_cleaning - time.monotonic())
                     wait = cleaning if wait is None else min(wait, cleaning)
@@ -282,7 +281,7 @@ class Scheduler:
                     min(line.waiting),
                     self._gap_timeout,
                 )
-                self._turns.add(line.skip())
+                self._ready.add(line.skip())
                 left = self._gap_timeout
             soonest = left if soonest is None else min(soonest, left)
         return soonest

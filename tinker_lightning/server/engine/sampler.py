@@ -120,6 +120,7 @@ def sample(
                     else:
                         break
                 yield
+                raise_if_cancelled()
     return scores.response([sequence.result(topk_sample_logprobs) for sequence in sequences])
 
 
