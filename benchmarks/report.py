@@ -41,13 +41,13 @@ def write(path: Path | None, results: dict[str, Any]) -> None:
         path.write_text(json.dumps({**others, "machine": machine, **results}, indent=2) + "\n")
 
 
-def bars(folder: Path | None, name: str, measure: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Draws a bar for each row and number as `name.png`, on a logarithmic scale. A row starts with its label."""
+def bars(folder: Path | None, name: str, measure: str, rows: Sequence[dict[str, Any]], *, scale: str = "log") -> None:
+    """Draws a bar for each row and number as `name.png`. A row starts with its label."""
     if folder is None:
         return
     columns = [key for key, value in rows[0].items() if isinstance(value, int | float)]
     width = 0.8 / len(rows)
-    with _figure(folder / f"{name}.png", measure) as axes:
+    with _figure(folder / f"{name}.png", measure, scale) as axes:
         for i, row in enumerate(rows):
             places = [j + (i - (len(rows) - 1) / 2) * width for j in range(len(columns))]
             drawn = axes.bar(places, [row[column] for column in columns], width, label=next(iter(row.values())))
@@ -69,12 +69,12 @@ def lines(folder: Path | None, name: str, measure: str, rows: Sequence[dict[str,
 
 
 @contextmanager
-def _figure(path: Path, measure: str) -> Iterator[Any]:
+def _figure(path: Path, measure: str, scale: str = "log") -> Iterator[Any]:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     yield axes
-    axes.set_yscale("log")
+    axes.set_yscale(scale)
     axes.set_ylabel(measure)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -204,6 +204,9 @@ def main() -> None:
         with process(use_memory, model) as megabytes:
             memory.append({"process": name, "peak, MB": megabytes})
     report.show(memory)
+    equal, mixed = ({name.removesuffix(", mixed lengths"): wall for name, (wall, _) in part.items()} for part in parts)
+    drawn = [{"way": name, "8 x 128 tokens": equal[name], "32 to 256 tokens": mixed[name]} for name in mixed]
+    report.bars(options.plots, "training_step", "seconds per step", drawn, scale="linear")
     report.write(options.json, {"training step": rows, "custom loss": customs, "step memory": memory})
 
 

@@ -164,7 +164,7 @@ class Job:
         self.future.set_exception(error)
 
     def _end(self, result_bytes: int) -> None:
-        """Frees the request."""
+        """Frees the request, and keeps the memory of the result charged."""
         self._run = None
         if self._slices is not None:
             self._slices.close()
