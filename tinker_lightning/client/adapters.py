@@ -34,6 +34,7 @@ def as_backend(client: Any, dialect: str | os.PathLike[str] | Dialect | None = N
         Unsupported: If what its server does with a gradient is not known.
     """
     speaks = as_dialect(dialect)
+    client = created(client)
     if hasattr(client, "prepare_gradient") or not all(hasattr(client, name) for name in _OF_VENDORS):
         if speaks is not None:
             raise InvalidInput(f"dialect: not supported for a {type(client).__name__}. Pass it to connect() instead.")
@@ -66,6 +67,7 @@ def _checked(client: Any) -> TrainingBackend:
 
 def as_sampler(client: Any) -> Any:
     """Returns a sampling client with our methods, types and errors; the official SDK's in a thin wrapper."""
+    client = created(client)
     if not hasattr(client, "sample"):
         raise InvalidInput(
             f"{type(client).__name__} cannot sample. Pass a sampling client that create_sampling_client() returned."
@@ -75,6 +77,11 @@ def as_sampler(client: Any) -> Any:
 
         return OfficialSamplingClient(client)
     return client
+
+
+def created(client: Any) -> Any:
+    """Returns the client of which the SDK has returned a future; version 0.38 does so for all clients."""
+    return client.result() if _is_official(client, "APIFuture") else client
 
 
 def _sdk_client(client: Any, wrappers: int) -> Any | None:

@@ -19,6 +19,7 @@ import tinker
 from tinker import types as sdk
 
 from tinker_lightning.client import checkpoints, chunking, download, live_weights, server_pass
+from tinker_lightning.client.adapters import created
 from tinker_lightning.client.async_names import awaited
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.loop import BackgroundLoop
@@ -143,10 +144,10 @@ class OfficialTrainingClient(BaseTrainingClient):
         self._flush()
         save = self.client.save_weights_and_get_sampling_client
         if self.dialect.samples_old_weights:
-            return OfficialSamplingClient(self._calls.translated("save_weights_for_sampler", save))
+            return self._sampler("save_weights_for_sampler", save)
         version = self._live.version(self.model_id)
         guard = partial(self._live.sample_version, f"weights of {self.model_id} that were saved before", version)
-        return OfficialSamplingClient(self._calls.translated("save_weights_for_sampler", save), guard)
+        return self._sampler("save_weights_for_sampler", save, guard)
 
     def submit_sampling_client(self) -> TinkerFuture[OfficialSamplingClient]:
         """Returns a client that samples from the current weights as a future; waits, because the SDK does."""
@@ -156,18 +157,21 @@ class OfficialTrainingClient(BaseTrainingClient):
         """Returns a client that samples from saved weights."""
         create = partial(self.client.create_sampling_client, model_path)
         if self.dialect.samples_old_weights:
-            return OfficialSamplingClient(self._calls.translated("create_sampling_client", create))
+            return self._sampler("create_sampling_client", create)
         guard = partial(self._live.sample, model_path, checkpoints.run_of(model_path))
-        return OfficialSamplingClient(self._calls.translated("create_sampling_client", create), guard)
+        return self._sampler("create_sampling_client", create, guard)
 
     def create_base_sampling_client(self, base_model: str | None = None) -> OfficialSamplingClient:
         """Returns a client that samples from a base model; by default that of the trained one."""
         name = base_model or self.get_info().model_data.model_name
 
-        def create() -> Any:
-            return tinker.SamplingClient.create(self._inner.holder, base_model=name).result()
+        create = partial(tinker.SamplingClient.create, self._inner.holder, base_model=name)
+        return self._sampler("create_sampling_client", create)
 
-        return OfficialSamplingClient(self._calls.translated("create_sampling_client", create))
+    def _sampler(
+        self, operation: str, create: Callable[[], Any], guard: Callable[..., Any] = lambda send: send()
+    ) -> OfficialSamplingClient:
+        return OfficialSamplingClient(self._calls.translated(operation, lambda: created(create())), guard)
 
     def max_context_length(self) -> int | None:
         """Returns None: the SDK's training client does not report it, and the server checks it."""
