@@ -193,6 +193,26 @@ class LoadWeightsRequest(ModelRequest):
 
 
 @dataclass(frozen=True, slots=True)
+class CreateFromWeightsRequest:
+    """Creates a model with the adapter of saved weights: `load_weights` for a session instead of a model."""
+
+    type: ClassVar[str] = "load_weights"
+    session_id: str
+    model_seq_id: int
+    path: str
+    optimizer: bool = False
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: dict[str, Any] | None = None
+    weights_access_token: str | None = None
+
+    @property
+    def model_id(self) -> str:
+        """The id of the new model, which clients derive as well."""
+        return f"{self.session_id}:train:{self.model_seq_id}"
+
+
+@dataclass(frozen=True, slots=True)
 class SaveWeightsForSamplerRequest(ModelRequest):
     """Saves weights for sampling: under a name, or as an unnamed snapshot in a sampling session."""
 

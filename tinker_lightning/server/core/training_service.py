@@ -14,7 +14,7 @@ from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -49,36 +49,65 @@ class Training:
 
     def create_model(self, request: rq.CreateModelRequest) -> Job:
         """Creates an adapter on a base model."""
+        config = request.lora_config or LoraConfig()
+        return self._create(request, "create_model", request.base_model, config, lambda *_: None)
+
+    def create_from_weights(self, request: rq.CreateFromWeightsRequest) -> Job:
+        """Creates a model with saved weights, optionally with the optimizer state."""
+        path = TinkerPath.parse(request.path)
+        saved = self._store.summary(path)
+        if request.base_model not in (None, saved.base_model):
+            raise InvalidInput(f"base_model: {path} was trained on {saved.base_model}, not on {request.base_model}")
+
+        def load(base: BaseModel, adapter: Adapter) -> rs.LoadWeightsResponse:
+            self._load(path, base, adapter, optimizer=request.optimizer)
+            return rs.LoadWeightsResponse(str(path), request.model_id)
+
+        return self._create(request, "load_weights", saved.base_model, saved.lora_config, load)
+
+    def _create(
+        self,
+        request: rq.CreateModelRequest | rq.CreateFromWeightsRequest,
+        kind: str,
+        base_model: str,
+        config: LoraConfig,
+        fill: Callable[[BaseModel, Adapter], rs.LoadWeightsResponse | None],
+    ) -> Job:
+        """Creates an adapter; `fill` may change it, and return the result."""
         if request.model_seq_id < 0:
             raise InvalidInput(f"model_seq_id must be at least 0, got {request.model_seq_id}")
         optimizer = (request.optimizer_config or {}).get("type", "adamw")
         if optimizer != "adamw":
             raise InvalidInput(f"optimizer_config: only adamw is supported, not {optimizer!r}")
-        config = request.lora_config or LoraConfig()
         session = self._registry.session(request.session_id, must_be_open=True)
-        self._catalog.check(request.base_model)
+        self._catalog.check(base_model)
         model_id = f"{session.session_id}:train:{request.model_seq_id}"
 
-        def run() -> rs.CreateModelResponse:
-            base = self._catalog.get(request.base_model)
+        def run() -> rs.CreateModelResponse | rs.LoadWeightsResponse:
+            base = self._catalog.get(base_model)
             # The weights, their gradient and two moments of the optimizer.
             size = 4 * base.lora.weights_bytes(config)
             fix = "Use a smaller rank, or unload models that are no longer needed."
             charge = self._memory.charge(f"an adapter of rank {config.rank}", size, "weights", fix=fix)
-            adapter = Adapter(base.lora.new_weights(config), base.token_budget)
+            try:
+                adapter = Adapter(base.lora.new_weights(config), base.token_budget)
+                result = fill(base, adapter)
+            except BaseException:
+                charge.release()
+                raise
             model.charge, model.base, model.adapter = charge, base, adapter
-            return rs.CreateModelResponse(model_id)
+            return result or rs.CreateModelResponse(model_id)
 
         creation = Job(
             f"{model_id}:create",
-            "create_model",
+            kind,
             run,
             owner=session.session_id,
             model=model_id,
-            base=request.base_model,
+            base=base_model,
             rank=config.rank,
         )
-        model = Model(model_id, session.session_id, request.base_model, config, request.user_metadata, creation)
+        model = Model(model_id, session.session_id, base_model, config, request.user_metadata, creation)
         return self._scheduler.submit(self._registry.add_model(model).creation)
 
     def unload_model(self, request: rq.UnloadModelRequest) -> Job:
@@ -124,26 +153,29 @@ class Training:
         path = TinkerPath.parse(request.path)
 
         def run(base: BaseModel, adapter: Adapter) -> rs.LoadWeightsResponse:
-            # The weights and the state of the optimizer, as they are loaded.
-            with self._memory.charge("load_weights", 4 * adapter.weights.nbytes):
-                saved = self._store.load(path, training_state=request.optimizer)
-            if saved.base_model != base.name:
-                raise InvalidInput(f"path: {path} was trained on {saved.base_model}, but this model is {base.name}")
-            loaded, own = saved.weights.config, adapter.weights.config
-            for name in ("rank", "train_unembed", "train_mlp", "train_attn"):
-                if getattr(loaded, name) != getattr(own, name):
-                    raise InvalidInput(
-                        f"path: {path} has {name}={getattr(loaded, name)}, but this model has {getattr(own, name)}. "
-                        "Create a model from the state instead."
-                    )
-            base.lora.check(saved.weights)
+            self._load(path, base, adapter, optimizer=request.optimizer)
             self._retained.drop(request.model_id)
-            adapter.load(saved.weights, saved.training_state)
-            if saved.training_state is not None and saved.token_budget is not None:
-                adapter.token_budget = saved.token_budget  # so that a resumed run rounds as it did before
             return rs.LoadWeightsResponse(str(path), request.model_id)
 
         return self._jobs.submit(request, "load_weights", run)
+
+    def _load(self, path: TinkerPath, base: BaseModel, adapter: Adapter, *, optimizer: bool) -> None:
+        # The weights and the state of the optimizer, as they are loaded.
+        with self._memory.charge("load_weights", 4 * adapter.weights.nbytes):
+            saved = self._store.load(path, training_state=optimizer)
+        if saved.base_model != base.name:
+            raise InvalidInput(f"path: {path} was trained on {saved.base_model}, but this model is {base.name}")
+        loaded, own = saved.weights.config, adapter.weights.config
+        for name in ("rank", "train_unembed", "train_mlp", "train_attn"):
+            if getattr(loaded, name) != getattr(own, name):
+                raise InvalidInput(
+                    f"path: {path} has {name}={getattr(loaded, name)}, but this model has {getattr(own, name)}. "
+                    "Create a model from the state instead."
+                )
+        base.lora.check(saved.weights)
+        adapter.load(saved.weights, saved.training_state)
+        if saved.training_state is not None and saved.token_budget is not None:
+            adapter.token_budget = saved.token_budget  # so that a resumed run rounds as it did before
 
     def save_weights_for_sampler(self, request: rq.SaveWeightsForSamplerRequest) -> Job:
         """Saves weights for sampling: under a name on disk, or without a name in memory as a new sampler."""

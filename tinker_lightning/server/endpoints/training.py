@@ -89,6 +89,24 @@ async def retained_backward(request: Request) -> Submission:
     return await _submit(request, protobuf.decode_forward_backward, submit, may_be_compressed=True)
 
 
+async def load_weights(request: Request) -> Submission:
+    """Loads weights into a model, or creates one with them if a session is given instead."""
+    content_type(request, JSON)
+    training = trainer_of(request).training
+
+    def parse(body: bytes) -> rq.LoadWeightsRequest | rq.CreateFromWeightsRequest:
+        if wire_json.loads(body).get("session_id") is not None:
+            return wire_json.parse(rq.CreateFromWeightsRequest, body)
+        return wire_json.parse(rq.LoadWeightsRequest, body)
+
+    def submit(message: rq.LoadWeightsRequest | rq.CreateFromWeightsRequest) -> Job:
+        if isinstance(message, rq.LoadWeightsRequest):
+            return training.load_weights(message)
+        return training.create_from_weights(message)
+
+    return await _submit(request, parse, submit)
+
+
 def _numbered(cls: type[T], submit: Callable[[Training, T], Job]) -> Callable[[Request], Awaitable[Submission]]:
     """Returns the endpoint of a numbered job whose request is JSON."""
 
@@ -142,7 +160,7 @@ submissions = {
     "/forward_backward": forward_backward,
     "/optim_step": _numbered(rq.OptimStepRequest, Training.optim_step),
     "/save_weights": _numbered(rq.SaveWeightsRequest, Training.save_weights),
-    "/load_weights": _numbered(rq.LoadWeightsRequest, Training.load_weights),
+    "/load_weights": load_weights,
     "/save_weights_for_sampler": _numbered(rq.SaveWeightsForSamplerRequest, Training.save_weights_for_sampler),
     "/save_weights_external": _numbered(rq.SaveWeightsExternalRequest, Training.save_weights_external),
 }
