@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.client.backend import TrainingBackend
 from tinker_lightning.client.dialects.known import as_dialect
+from tinker_lightning.client.sdk.official import created, is_official
 from tinker_lightning.errors import InvalidInput, Unsupported
 
 if TYPE_CHECKING:
@@ -72,29 +73,20 @@ def as_sampler(client: Any) -> Any:
         raise InvalidInput(
             f"{type(client).__name__} cannot sample. Pass a sampling client that create_sampling_client() returned."
         )
-    if _is_official(client, "SamplingClient"):
+    if is_official(client, "SamplingClient"):
         from tinker_lightning.client.sdk.clients import OfficialSamplingClient
 
         return OfficialSamplingClient(client)
     return client
 
 
-def created(client: Any) -> Any:
-    """Returns the client of which the SDK has returned a future; version 0.38 does so for all clients."""
-    return client.result() if _is_official(client, "APIFuture") else client
-
-
 def _sdk_client(client: Any, wrappers: int) -> Any | None:
     """Returns the SDK's training client that a client is or wraps: the object with the SDK's connection."""
-    if _is_official(client, "TrainingClient") or "tinker" in _packages(getattr(client, "holder", None)):
+    if is_official(client, "TrainingClient") or "tinker" in _packages(getattr(client, "holder", None)):
         return client
     wrapped = getattr(client, "__dict__", {}).values() if wrappers else ()
     found = (_sdk_client(each, wrappers - 1) for each in wrapped if hasattr(each, "forward_backward_custom"))
     return next((each for each in found if each is not None), None)
-
-
-def _is_official(client: Any, name: str) -> bool:
-    return any(base.__module__.split(".")[0] == "tinker" and base.__name__ == name for base in type(client).__mro__)
 
 
 def _packages(instance: Any) -> set[str]:

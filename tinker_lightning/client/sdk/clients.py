@@ -19,13 +19,13 @@ import tinker
 from tinker import types as sdk
 
 from tinker_lightning.client import checkpoints, chunking, download, live_weights, server_pass
-from tinker_lightning.client.adapters import created
 from tinker_lightning.client.async_names import awaited
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.loop import BackgroundLoop
 from tinker_lightning.client.sampling_base import BaseSamplingClient
 from tinker_lightning.client.sdk import convert, inputs
 from tinker_lightning.client.sdk.behind import detect_behind, server_url
+from tinker_lightning.client.sdk.official import created
 from tinker_lightning.client.sdk.requests import Calls
 from tinker_lightning.client.training_base import BaseTrainingClient
 from tinker_lightning.errors import InvalidInput, NotFound, Unsupported
