@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.helpers.api import Api
 from tinker_lightning.errors import MemoryLimitExceeded, OperationFailed, TrainerClosed
-from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.server.core.jobs import Job
 from tinker_lightning.server.core.memory import MemoryBudget
 from tinker_lightning.server.core.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
-    from pathlib import Path
 
+    from tests.helpers.api import Api
     from tinker_lightning.server.core.memory import Pool
 
 SOON = 30.0
@@ -189,16 +187,6 @@ def test_closing_ends_a_job_that_pauses_just_then() -> None:
         job.future.result(SOON)
     closing.join(SOON)
     scheduler.close()  # finds nothing left
-
-
-@pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    folder: Path = tmp_path_factory.mktemp("pauses")
-    trainer = EmbeddedTrainer(["tiny"], data_dir=folder)
-    api = Api(trainer)
-    yield api
-    api.close()
-    trainer.close()
 
 
 def test_a_client_trains_while_another_one_samples(api: Api) -> None:

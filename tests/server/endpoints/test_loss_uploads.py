@@ -176,7 +176,7 @@ def test_a_loss_belongs_to_its_session(api: Api) -> None:
     model = api.model(session)
     assert "metrics" in api.run("forward_backward", named(api, model, 1, "minimal"))
     api.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
-    api.run("create_model", {"session_id": api.session(), "model_seq_id": 0, "base_model": "tiny"})  # behind the finish
+    api.trainer.scheduler.find(f"{session}:finish").future.result(60)
     assert api.request("GET", f"{EXT}/losses?session_id={session}").json()["available_loss_functions"][-1] == "gspo"
     assert register(api, session).status_code == 400
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.core.checkpoint_store import CheckpointStore, CheckpointSummary, TinkerPath
@@ -63,7 +63,7 @@ class Training:
             self._load(path, base, adapter, optimizer=request.optimizer)
             return rs.LoadWeightsResponse(str(path), request.model_id)
 
-        return self._create(request, "load_weights", saved.base_model, saved.lora_config, load)
+        return self._create(request, "load_weights", saved.base_model, saved.lora_config, load, path=request.path)
 
     def _create(
         self,
@@ -72,8 +72,9 @@ class Training:
         base_model: str,
         config: LoraConfig,
         fill: Callable[[BaseModel, Adapter], rs.LoadWeightsResponse | None],
+        **labels: Any,
     ) -> Job:
-        """Creates an adapter; `fill` may change it, and return the result."""
+        """Creates an adapter; `fill` may change it, and return the result. The labels tell two creations apart."""
         if request.model_seq_id < 0:
             raise InvalidInput(f"model_seq_id must be at least 0, got {request.model_seq_id}")
         optimizer = (request.optimizer_config or {}).get("type", "adamw")
@@ -106,9 +107,16 @@ class Training:
             model=model_id,
             base=base_model,
             rank=config.rank,
+            **labels,
         )
         model = Model(model_id, session.session_id, base_model, config, request.user_metadata, creation)
-        return self._scheduler.submit(self._registry.add_model(model).creation)
+        known = self._registry.add_model(model).creation
+        if (known.kind, known.labels) != (kind, creation.labels):
+            raise InvalidInput(
+                f"model_seq_id: {request.model_seq_id} of this session was already used for {known.kind} "
+                f"({known.labels.strip()}). Use the next number for another model."
+            )
+        return self._scheduler.submit(known)
 
     def unload_model(self, request: rq.UnloadModelRequest) -> Job:
         """Frees the memory of a model after the jobs that were submitted before."""

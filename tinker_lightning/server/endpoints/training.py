@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.routing import Route
 
-from tinker_lightning.errors import MemoryLimitExceeded, NotRetained, TinkerLightningError
+from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotRetained, TinkerLightningError
 from tinker_lightning.server.bodies import parse_body, read, received
 from tinker_lightning.server.core.training_service import Training
 from tinker_lightning.server.endpoints import trainer_of
@@ -95,7 +95,13 @@ async def load_weights(request: Request) -> Submission:
     training = trainer_of(request).training
 
     def parse(body: bytes) -> rq.LoadWeightsRequest | rq.CreateFromWeightsRequest:
-        if wire_json.loads(body).get("session_id") is not None:
+        message = wire_json.loads(body)
+        if message.get("session_id") is not None:
+            if message.get("model_id") is not None:
+                raise InvalidInput(
+                    "load_weights: give either model_id and seq_id, to load into a model, or session_id and "
+                    "model_seq_id, to create one"
+                )
             return wire_json.parse(rq.CreateFromWeightsRequest, body)
         return wire_json.parse(rq.LoadWeightsRequest, body)
 
