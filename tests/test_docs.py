@@ -67,5 +67,5 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_readme_gives_the_command_that_is_checked() -> None:
-    assert "python -m pip install tox && python -m tox\n" in (ROOT / "README.md").read_text()
-    assert "python -m pip install tox && python -m tox\n" in (ROOT / ".ci" / "run").read_text()
+    assert "python -m pip install -c constraints.txt tox && python -m tox\n" in (ROOT / "README.md").read_text()
+    assert "python -m pip install -c constraints.txt tox && python -m tox\n" in (ROOT / ".ci" / "run").read_text()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import tomllib
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 # Checkers of the source, which `tox -e lowest` does not run.
@@ -25,6 +27,33 @@ def test_every_lower_bound_is_pinned() -> None:
             continue
         (lower,) = (each.version for each in requirement.specifier if each.operator == ">=")
         assert pinned[requirement.name].contains(lower), requirement
+
+
+def test_the_lock_covers_every_requirement() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    locked = {canonicalize_name(name): release for name, _, release in (line.partition("==") for line in lines)}
+    assert all("==" in line and "+" not in line for line in lines)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    reached: set[str] = set()
+    waiting = [*project["build-system"]["requires"], *project["project"]["dependencies"], "tox"]
+    waiting += [text for name in ("embedded", "tinker", "examples", "dev") for text in extras[name]]
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        name = canonicalize_name(requirement.name)
+        if f"{name}{sorted(requirement.extras)}" in reached:
+            continue
+        reached.add(f"{name}{sorted(requirement.extras)}")
+        assert name in locked, f"{name} is not in constraints.txt; run tox -e lock"
+        try:
+            if version(name).partition("+")[0] != locked[name]:
+                continue  # an environment without the lock
+        except PackageNotFoundError:  # tox and the build backend are not installed next to the tests
+            continue
+        for each in map(Requirement, requires(name) or ()):
+            if each.marker is None or any(each.marker.evaluate({"extra": x}) for x in ("", *requirement.extras)):
+                waiting.append(str(each))
+    assert len(reached) > 30
 
 
 def test_contributing_names_files_that_exist() -> None:
