@@ -28,7 +28,7 @@ CYCLE = 3.0
 def serve_cycles(folder: str, extended: bool, seconds: float, ready: Callable[[str], None]) -> None:
     """Serves `tiny` in cycles of this many seconds."""
     from tinker_lightning.server import create_app
-    from tinker_lightning.server.core.jobs import Job
+    from tinker_lightning.server.trainer.jobs import Job
 
     trainer = tiny_trainer(folder)
     start = time.monotonic()

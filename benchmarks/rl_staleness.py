@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks import report
 from tinker_lightning import SamplingParams
-from tinker_lightning.client.dialects.known import known
+from tinker_lightning.client.dialects import dialect_named
 from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
 from tinker_lightning.recipes import GRPO
 from tinker_lightning.rl import Environment, RolloutLoader
@@ -113,7 +113,7 @@ class Simulated:
     retains = True
     can_expire = False
     server = "simulated"
-    dialect = known("embedded")
+    dialect = dialect_named("embedded")
 
     def __init__(self, times: Times) -> None:
         self.unread = UnreadFailures()

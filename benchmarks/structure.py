@@ -115,8 +115,8 @@ class Brevity(RemoteModule):
 
 def report_path(names: bool) -> None:
     """Prints the files and the file changes of micro-batches in the middle of a fit."""
-    datums = [Datum.from_tokens([1, 2, 3, 4, 5, index]) for index in range(64)]
-    loader = DataLoader(datums, batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+    datums: Any = [Datum.from_tokens([1, 2, 3, 4, 5, index]) for index in range(64)]
+    loader: DataLoader[Any] = DataLoader(datums, batch_size=2, collate_fn=collate)
     seen = MicroBatches()
     with tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(

@@ -15,8 +15,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from tinker_lightning import SamplingParams
+from tinker_lightning.callbacks import GenerationEval, SampleTable
 from tinker_lightning.data import ChatData
-from tinker_lightning.lightning.callbacks import GenerationEval, SampleTable
 from tinker_lightning.recipes import SFT
 
 DATA = Path(__file__).parent / "data"

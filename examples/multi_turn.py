@@ -16,7 +16,7 @@ from examples.grpo import improve
 from tinker_lightning import SamplingParams
 from tinker_lightning.data import RolloutData
 from tinker_lightning.recipes import GRPO
-from tinker_lightning.rl import Chat, Environment, Policy, Trajectory
+from tinker_lightning.rl import Conversation, Environment, Policy, Trajectory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +32,7 @@ class GuessTheNumber(Environment):
 
     async def rollout(self, policy: Policy) -> Trajectory:
         """Plays until the number is found. A guess that ignores the hints so far costs a little."""
-        chat = Chat(policy, as_text=True, params=SamplingParams(max_tokens=2, stop=["\n"]))
+        chat = Conversation(policy, as_text=True, params=SamplingParams(max_tokens=2, stop=["\n"]))
         low, high, valid = 1, 9, 0
         hint = "I think of a number from 1 to 9.\nGuess:"
         for turn in range(TURNS):

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from tinker_lightning import Datum, RemoteModule, SamplingParams
+from tinker_lightning.callbacks import ExportAdapter, GenerationEval
 from tinker_lightning.data import ChatData
-from tinker_lightning.lightning.callbacks import ExportAdapter, GenerationEval
 
 DATA = Path(__file__).parent / "data"
 GREEDY = SamplingParams(max_tokens=40, temperature=0)

@@ -19,7 +19,7 @@ import torch
 
 from tinker_lightning import AdamParams, Datum, LossFnOutput, Regularizer, custom_loss, losses
 from tinker_lightning.client import ServiceClient, TrainingClient
-from tinker_lightning.client.retry_policy import RetryPolicy
+from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.data import ChatData, PreferenceData
 from tinker_lightning.errors import TinkerLightningError
 from tinker_lightning.recipes import DPO, SFT

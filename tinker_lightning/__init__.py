@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tinker_lightning.errors import TinkerLightningError
 from tinker_lightning.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData, collate
 
 if TYPE_CHECKING:
-    from tinker_lightning.client import ServiceClient, connect
+    from tinker_lightning.client import SamplingClient, ServiceClient, TrainingClient, as_backend, connect
     from tinker_lightning.lightning.module import RemoteModule
     from tinker_lightning.lightning.strategy import TinkerStrategy
     from tinker_lightning.losses.regularizers.regularizer import Regularizer
     from tinker_lightning.lossgraph.server_loss import LossFnOutput, custom_loss
     from tinker_lightning.remote.adamw import RemoteAdamW
     from tinker_lightning.remote.lm import RemoteLM
+
+    __version__: str
 
 __all__ = [
     "AdamParams",
@@ -24,10 +27,15 @@ __all__ = [
     "RemoteAdamW",
     "RemoteLM",
     "RemoteModule",
+    "SamplingClient",
     "SamplingParams",
     "ServiceClient",
     "TensorData",
+    "TinkerLightningError",
     "TinkerStrategy",
+    "TrainingClient",
+    "__version__",
+    "as_backend",
     "collate",
     "connect",
     "custom_loss",
@@ -40,11 +48,16 @@ _LAZY = {
     "RemoteAdamW": "remote.adamw",
     "RemoteLM": "remote.lm",
     "RemoteModule": "lightning.module",
+    "SamplingClient": "client",
     "ServiceClient": "client",
     "TinkerStrategy": "lightning.strategy",
+    "TrainingClient": "client",
+    "as_backend": "client",
     "connect": "client",
     "custom_loss": "lossgraph.server_loss",
 }
+# Packages that are attributes without an import of their own.
+_PACKAGES = ("callbacks", "data", "doctor", "lightning", "losses", "metrics", "recipes", "rl", "testing")
 
 # These register `Trainer(strategy="tinker")`; the others do so only where Lightning is imported already.
 _LIGHTNING = {"RemoteModule", "TinkerStrategy"}
@@ -52,12 +65,22 @@ _TRAINED = {"RemoteAdamW", "RemoteLM"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
     import sys
 
+    if name in _PACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("tinker-lightning")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _LIGHTNING or (name in _TRAINED and "lightning.pytorch" in sys.modules):
         importlib.import_module(f"{__name__}.lightning.strategy")
     value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_PACKAGES})

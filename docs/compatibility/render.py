@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tinker_lightning.client.doctor import Report
+from tinker_lightning.doctor import Report
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parent / "doctor.md"

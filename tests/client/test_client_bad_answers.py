@@ -12,8 +12,7 @@ from tests.helpers.backends import QUICK
 from tests.helpers.client_data import DATA
 from tinker_lightning import ModelInput, SamplingParams
 from tinker_lightning.client import ServiceClient
-from tinker_lightning.client.dialects import Surrogate
-from tinker_lightning.client.dialects.known import known
+from tinker_lightning.client.dialects import Surrogate, dialect_named
 from tinker_lightning.errors import (
     InvalidDatum,
     InvalidInput,
@@ -128,7 +127,7 @@ def test_a_submission_without_a_receipt(shared: EmbeddedTrainer) -> None:
 
 
 def test_an_unreachable_server_does_not_delay_close(shared: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinker_lightning.client.session._FINISH_SECONDS", 0.2)
+    monkeypatch.setattr("tinker_lightning.client.transport.session._FINISH_SECONDS", 0.2)
     meddler = Meddler(httpx.ASGITransport(create_app(shared)))
 
     def gone() -> httpx.Response:
@@ -167,7 +166,7 @@ NUMBERS = '{"data": [-1.0], "dtype": "float32"}'
 
 def _stranger(meddler: Meddler) -> ServiceClient:
     """Connects to a server of an unknown project."""
-    dialect = known("protobuf").but(surrogate=Surrogate())
+    dialect = dialect_named("protobuf").but(surrogate=Surrogate())
     return ServiceClient(base_url="http://embedded", transport=meddler, retry_policy=QUICK, dialect=dialect)
 
 

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from tests.helpers.backends import QUICK, recording
 from tinker_lightning.client import ServiceClient
-from tinker_lightning.client.retry_policy import RetryPolicy
+from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.errors import (
     ConnectionDropped,
     InvalidInput,
@@ -66,7 +66,9 @@ def test_no_server() -> None:
 
 
 def test_hosted_tinker_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinker_lightning.client.connection.HOSTED_URL", "http://127.0.0.1:9")  # where nothing listens
+    monkeypatch.setattr(
+        "tinker_lightning.client.transport.connection.HOSTED_URL", "http://127.0.0.1:9"
+    )  # where nothing listens
     with visiting("http://127.0.0.1:9") as service:
         error = str(fail_with(service))
         assert (
@@ -170,7 +172,7 @@ async def redirect(_: Any) -> Response:
 def test_a_server_of_another_kind(
     answer: Callable[..., Any], kind: type[TinkerLightningError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinker_lightning.client.connection.FIRST_CONTACT_SECONDS", 0.3)
+    monkeypatch.setattr("tinker_lightning.client.transport.connection.FIRST_CONTACT_SECONDS", 0.3)
     app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
     with recording(app, RetryPolicy(300.0)) as recorded:
         error = fail_with(recorded.service)

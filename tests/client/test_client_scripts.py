@@ -11,7 +11,7 @@ import os, signal, threading, time, warnings
 from tinker_lightning import Datum
 from tinker_lightning.client import connect
 from tinker_lightning.errors import ClientForked
-from tinker_lightning.server.core import passes
+from tinker_lightning.server.trainer import passes
 from tinker_lightning.testing import embedded_service
 import peft, transformers.models.llama.modeling_llama  # which a trainer would import in each script
 

@@ -14,7 +14,7 @@ from tinker_lightning.client import loss_uploads as client_losses
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lossgraph import server_loss
 from tinker_lightning.server import EmbeddedTrainer
-from tinker_lightning.server.core import loss_registry
+from tinker_lightning.server.trainer import loss_registry
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:

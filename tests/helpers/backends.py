@@ -11,7 +11,7 @@ import tinker
 
 from tests.helpers.reference import bits
 from tinker_lightning.client import ServiceClient, as_backend, as_sampler
-from tinker_lightning.client.retry_policy import RetryPolicy
+from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.server import EmbeddedTrainer, create_app
 from tinker_lightning.testing import RecordingTransport, embedded_service
 

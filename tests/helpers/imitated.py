@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, get_args
 import httpx
 import torch
 
+from tests.helpers.imitations.serving import Kind
 from tinker_lightning import Datum
 from tinker_lightning.server.engine.adapter import Adapter
 from tinker_lightning.server.engine.passes import run_pass
-from tinker_lightning.testing.imitations.serving import Kind
 from tinker_lightning.types.requests import ForwardBackwardRequest
 from tinker_lightning.wire import json as wire_json
 from tinker_lightning.wire import protobuf
@@ -20,8 +20,8 @@ from tinker_lightning.wire import protobuf
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tests.helpers.imitations import Imitation
     from tinker_lightning.server import EmbeddedTrainer
-    from tinker_lightning.testing import Imitation
 
 KINDS = get_args(Kind)
 PROTOBUF = "application/x-protobuf"

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import torch
 
+from tests.helpers.imitations.serving import Kind
 from tinker_lightning import AdamParams, Datum, ModelInput, ServiceClient
-from tinker_lightning.client.retry_policy import RetryPolicy
-from tinker_lightning.testing.imitations.serving import Kind
+from tinker_lightning.client.transport.retries import RetryPolicy
 
 if TYPE_CHECKING:
     import httpx
 
+    from tests.helpers.imitations import Imitation
     from tinker_lightning.client import TrainingClient
     from tinker_lightning.client.dialects import Dialect
-    from tinker_lightning.testing import Imitation
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 # The changes of the weights are linear in the gradient, so that a wrong factor shows.

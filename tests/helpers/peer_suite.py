@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tinker_lightning import AdamParams, Datum, ModelInput, RemoteModule, ServiceClient, connect
-from tinker_lightning.client.doctor import CHECKS, examine
+from tinker_lightning.doctor import CHECKS, examine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

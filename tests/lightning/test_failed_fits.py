@@ -68,7 +68,7 @@ def test_failed_look_ahead_passes_are_reported_too(service: ServiceClient, monke
             asked.set()  # not before: the first failure would end the look-ahead
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr("tinker_lightning.server.core.passes.run_pass", held)
+    monkeypatch.setattr("tinker_lightning.server.trainer.passes.run_pass", held)
     module = new(service, Ahead)
     unknown: Any = [Datum.from_tokens([5, 6, 99999])] * N
     with pytest.raises(InvalidDatum, match=r"99999.*forward 1 of") as caught:

@@ -11,18 +11,19 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.helpers.counting import count_passes
+from tests.helpers.imitations import imitate
 from tests.helpers.reference import bits
 from tests.helpers.trainers import DATA, SMALL, loader, logprobs_of, new, quiet
 from tinker_lightning import RemoteModule, ServiceClient, losses
 from tinker_lightning.errors import Unsupported
 from tinker_lightning.server import EmbeddedTrainer
-from tinker_lightning.testing import embedded_service, imitate
+from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tinker_lightning.testing.imitations.serving import Kind
+    from tests.helpers.imitations.serving import Kind
 
 pytestmark = SMALL
 

@@ -15,8 +15,8 @@ from tests.helpers.soaking import mostly_soak
 from tests.helpers.trainers import SMALL, quiet
 from tests.helpers.wandb_log import finished_records, history
 from tinker_lightning import SamplingParams
+from tinker_lightning.callbacks import RemoteMonitor, SampleTable
 from tinker_lightning.data import ChatData, PreferenceData
-from tinker_lightning.lightning.callbacks import RemoteMonitor, SampleTable
 from tinker_lightning.recipes import DPO, SFT
 
 if TYPE_CHECKING:

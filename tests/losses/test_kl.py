@@ -14,7 +14,8 @@ from torch.distributions import Categorical, kl_divergence
 
 from tests.helpers.loss_cases import assert_same, batch, entry, value_and_gradient
 from tinker_lightning import Datum
-from tinker_lightning.losses import cross_entropy, k1, k2, k3, kl_regularized
+from tinker_lightning.losses import cross_entropy, kl_regularized
+from tinker_lightning.losses.kl import k1, k2, k3
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ from tests.helpers.rollouts import PROMPTS, Stream, code_points, record, rollout
 from tests.helpers.soaking import diagonal, first_only
 from tests.helpers.trainers import SMALL, new, quiet
 from tinker_lightning import RemoteModule, SamplingParams
-from tinker_lightning.client.dialects.known import known
+from tinker_lightning.client.dialects import dialect_named
 from tinker_lightning.client.training import TrainingClient
 from tinker_lightning.errors import InvalidInput, Unsupported
 from tinker_lightning.recipes import GRPO
@@ -127,7 +127,7 @@ def test_set_ups_that_cannot_be_on_policy_raise(service: ServiceClient) -> None:
 
 
 def test_a_server_that_cannot_sample_old_weights(service: ServiceClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    dialect = known("embedded").but(samples_old_weights=False)
+    dialect = dialect_named("embedded").but(samples_old_weights=False)
     monkeypatch.setattr(TrainingClient, "dialect", dialect)
     with pytest.raises(Unsupported, match="staleness=1 samples from weights that are no longer in training"):
         quiet().fit(new(service, GRPO), rollouts(staleness=1))

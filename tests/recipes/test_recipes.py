@@ -21,10 +21,10 @@ from tests.helpers.soaking import first_only
 from tests.helpers.trainers import SMALL, new, quiet
 from tests.helpers.waits import Distant, Trace
 from tinker_lightning import Datum, RemoteModule, collate
+from tinker_lightning.callbacks import CostMonitor, RemoteMonitor
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.data import ChatData, PreferenceData, RolloutData
 from tinker_lightning.errors import InvalidDatum, InvalidInput
-from tinker_lightning.lightning.callbacks import CostMonitor, RemoteMonitor
 from tinker_lightning.recipes import DPO, GRPO, SFT, recommended_lr
 from tinker_lightning.remote.lm import RemoteLM
 from tinker_lightning.server import EmbeddedTrainer, create_app

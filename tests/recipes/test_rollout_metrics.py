@@ -12,9 +12,9 @@ from tests.helpers.backends import reach
 from tests.helpers.rollouts import PROMPTS, code_points, group_of, lower, rollouts
 from tests.helpers.trainers import SMALL, loader, logprobs_of, new, quiet
 from tinker_lightning import RemoteModule
+from tinker_lightning.callbacks import SampleTable
 from tinker_lightning.client.training import TrainingClient
 from tinker_lightning.errors import InvalidInput, NotFound
-from tinker_lightning.lightning.callbacks import SampleTable
 from tinker_lightning.recipes import GRPO
 from tinker_lightning.recipes.trained_group import TrainedGroup
 from tinker_lightning.remote.calls import PendingBackward

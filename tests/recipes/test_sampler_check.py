@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.helpers.imitations import imitate
 from tests.helpers.rollouts import code_points, group_of, rollouts
 from tests.helpers.soaking import first_only
 from tests.helpers.trainers import SMALL, new, quiet
@@ -18,13 +19,12 @@ from tinker_lightning.recipes.policy_scores import Scored
 from tinker_lightning.recipes.sampler_check import SamplerCheck
 from tinker_lightning.recipes.trained_group import TrainedGroup
 from tinker_lightning.server import EmbeddedTrainer
-from tinker_lightning.testing import imitate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tinker_lightning.testing import Imitation
+    from tests.helpers.imitations import Imitation
 
 pytestmark = SMALL
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.helpers.fuzzing import examples
 from tinker_lightning import SamplingParams
 from tinker_lightning.errors import InvalidDatum, InvalidInput, RolloutFailed, TooLong
-from tinker_lightning.rl import Chat, Completion, Environment, Policy, SamplerPolicy, Trajectory
+from tinker_lightning.rl import Completion, Conversation, Environment, Policy, SamplerPolicy, Trajectory
 
 if TYPE_CHECKING:
     from tinker_lightning.client import ServiceClient
@@ -50,8 +50,8 @@ def rendered(tokenizer: Any, messages: Any) -> Any:
 
 
 def test_sampled_conversations_are_one_datum(policy: SamplerPolicy) -> None:
-    async def talk() -> Chat:
-        chat = Chat(policy, system="Be brief.")
+    async def talk() -> Conversation:
+        chat = Conversation(policy, system="Be brief.")
         for question in ("Who?", "Where?", "When?"):
             await chat.reply(question)
         return chat
@@ -78,8 +78,8 @@ def test_tokens_trained_are_the_tokens_sampled(
 ) -> None:
     scripted = Scripted(policy.tokenizer, *(answer for _, answer in turns))
 
-    async def talk() -> Chat:
-        chat = Chat(scripted, as_text=as_text)
+    async def talk() -> Conversation:
+        chat = Conversation(scripted, as_text=as_text)
         for i, (question, _) in enumerate(turns):
             await chat.reply(f"{i}{question}")
         return chat
@@ -103,8 +103,8 @@ def test_tokens_trained_are_the_tokens_sampled(
 def test_prompts_are_those_of_the_template_if_the_answers_are_plain_text(policy: SamplerPolicy) -> None:
     scripted = Scripted(policy.tokenizer, [*b"Ann", END], [*b"cut"], [*b"now", END])
 
-    async def talk() -> Chat:
-        chat = Chat(scripted, system="Be brief.")
+    async def talk() -> Conversation:
+        chat = Conversation(scripted, system="Be brief.")
         await chat.reply("Who?")
         await chat.reply({"role": "tool", "content": "no result"}, "Where?")
         await chat.reply("When?")
@@ -120,7 +120,7 @@ def test_plain_text_is_appended_as_it_is(policy: SamplerPolicy) -> None:
     scripted = Scripted(policy.tokenizer, list(b" 4"), list(b" 6"))
 
     async def talk() -> None:
-        chat = Chat(scripted, as_text=True)
+        chat = Conversation(scripted, as_text=True)
         await chat.reply("2 + 2 =")
         await chat.reply("\n2 + 4 =")
 
@@ -131,8 +131,8 @@ def test_plain_text_is_appended_as_it_is(policy: SamplerPolicy) -> None:
 def test_an_empty_answer_is_followed_by_the_next_turn(policy: SamplerPolicy) -> None:
     scripted = Scripted(policy.tokenizer, [], [*b"yes", END])
 
-    async def talk() -> Chat:
-        chat = Chat(scripted)
+    async def talk() -> Conversation:
+        chat = Conversation(scripted)
         assert (await chat.reply("Well?")).text == ""
         await chat.reply("Well?")
         return chat
@@ -145,14 +145,14 @@ def test_an_empty_answer_is_followed_by_the_next_turn(policy: SamplerPolicy) -> 
 
 class Endless(Environment):
     async def rollout(self, policy: Policy) -> Trajectory:
-        chat = Chat(policy, max_turns=3, as_text=True)
+        chat = Conversation(policy, max_turns=3, as_text=True)
         while True:
             await chat.reply("again ")
 
 
 class Growing(Environment):
     async def rollout(self, policy: Policy) -> Trajectory:
-        chat = Chat(policy, max_prompt_tokens=100, as_text=True)
+        chat = Conversation(policy, max_prompt_tokens=100, as_text=True)
         while True:
             await chat.reply("a longer and longer prompt ")
 
@@ -161,7 +161,7 @@ class Growing(Environment):
     ("environment", "error", "message"),
     [
         (Endless(), RolloutFailed, "another answer after max_turns=3"),
-        (Growing(), TooLong, r"turn 3: the prompt has \d+ tokens, but max_prompt_tokens of the Chat is 100"),
+        (Growing(), TooLong, r"turn 3: the prompt has \d+ tokens, but max_prompt_tokens of the Conversation is 100"),
     ],
 )
 def test_environments_that_never_end(
@@ -173,8 +173,8 @@ def test_environments_that_never_end(
 
 def test_mistakes(policy: SamplerPolicy) -> None:
     with pytest.raises(InvalidInput, match="max_turns must be at least 1"):
-        Chat(policy, max_turns=0)
+        Conversation(policy, max_turns=0)
     with pytest.raises(InvalidInput, match="neither a system message nor tools"):
-        Chat(policy, as_text=True, system="Be brief.")
+        Conversation(policy, as_text=True, system="Be brief.")
     with pytest.raises(InvalidDatum, match="message 0 has the unknown role 'usr'; did you mean 'user'"):
-        asyncio.run(Chat(policy).reply({"role": "usr", "content": "Hello"}))
+        asyncio.run(Conversation(policy).reply({"role": "usr", "content": "Hello"}))

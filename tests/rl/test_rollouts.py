@@ -16,10 +16,10 @@ from tests.helpers.rollouts import PROMPTS, Stream, lower, rollouts
 from tests.helpers.soaking import first_only
 from tinker_lightning import SamplingParams
 from tinker_lightning.errors import InvalidInput, RolloutFailed
-from tinker_lightning.losses.regularizers.background import on_loop
 from tinker_lightning.rl import Completion, Environment, RolloutLoader, Trajectory, Turn
 from tinker_lightning.rl.admission import Window
 from tinker_lightning.rl.units import PolicySource
+from tinker_lightning.threads.background import on_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -14,9 +14,9 @@ from tests.helpers.soaking import first_only
 from tinker_lightning import Datum, LossFnOutput, connect, custom_loss, losses
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.lightning import routes
-from tinker_lightning.server.core import loss_registry
 from tinker_lightning.server.engine import batch_pass
 from tinker_lightning.server.engine.inputs import stack_inputs
+from tinker_lightning.server.trainer import loss_registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -16,7 +16,7 @@ import pytest
 
 from tinker_lightning import Datum
 from tinker_lightning.client import ServiceClient
-from tinker_lightning.client.retry_policy import RetryPolicy
+from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.server import EmbeddedTrainer, create_app
 from tinker_lightning.testing import Fault, FaultyTransport, embedded_service
 from tinker_lightning.types import AdamParams

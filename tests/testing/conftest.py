@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.helpers.imitated import Peer
+    from tests.helpers.imitations import Imitation
+    from tests.helpers.imitations.serving import Kind
     from tinker_lightning.server import EmbeddedTrainer
-    from tinker_lightning.testing import Imitation
-    from tinker_lightning.testing.imitations.serving import Kind
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +35,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTraine
 @pytest.fixture(scope="module")
 def unchanged(trainer: EmbeddedTrainer) -> Iterator[Callable[[Kind], Imitation]]:
     """Imitations without changes, each started once for the tests of a file: stopping one takes a while."""
-    from tinker_lightning.testing import imitate
+    from tests.helpers.imitations import imitate
 
     started: dict[Kind, Imitation] = {}
 
@@ -53,7 +53,7 @@ def unchanged(trainer: EmbeddedTrainer) -> Iterator[Callable[[Kind], Imitation]]
 def peer(trainer: EmbeddedTrainer, unchanged: Callable[[Kind], Imitation]) -> Iterator[Callable[..., Peer]]:
     """Connects to imitations; those with changes end with the test."""
     from tests.helpers.imitated import Peer
-    from tinker_lightning.testing import imitate
+    from tests.helpers.imitations import imitate
 
     with contextlib.ExitStack() as stack:
 

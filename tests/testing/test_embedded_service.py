@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tinker_lightning import Datum, testing
-from tinker_lightning.client.retry_policy import RetryPolicy
+from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.errors import TrainerClosed
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import Fault, FaultyTransport, RecordingTransport, embedded_service

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.helpers.imitated import Peer
-    from tinker_lightning.testing.imitations.serving import Kind
+    from tests.helpers.imitations.serving import Kind
 
 # Checkpoints
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tests.helpers.imitated import Peer
-    from tinker_lightning.testing.imitations.serving import Kind
+    from tests.helpers.imitations.serving import Kind
 
 
 def test_tuft_cross_entropy_is_a_plain_sum(peer: Callable[..., Peer]) -> None:

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from tests.helpers.imitated import KINDS, PROTOBUF, SUBTRACT, close, datum
+from tests.helpers.imitations import Imitation, imitate
 from tests.helpers.soaking import mostly_soak
 from tinker_lightning import Datum
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.testing import Imitation, imitate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from tests.helpers.imitated import Peer
+    from tests.helpers.imitations.serving import Kind
     from tinker_lightning.server import EmbeddedTrainer
-    from tinker_lightning.testing.imitations.serving import Kind
 
 # Endpoints, encodings and forms of answers
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import default_collate
 from transformers import PreTrainedTokenizerFast
 
-import tinker_lightning.lightning.batches  # noqa: F401 which teaches torch's default to leave datums alone
+import tinker_lightning.rows.batches  # noqa: F401 which teaches torch's default to leave datums alone
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.types import Datum, ImageChunk, ModelInput, ProvenanceSpan, TensorData
 

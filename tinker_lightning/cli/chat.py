@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tinker_lightning.client import ServiceClient
     from tinker_lightning.client.sampling import SamplingClient
-    from tinker_lightning.lightning.rows import RowFormat
+    from tinker_lightning.rows.formats import RowFormat
     from tinker_lightning.types import SamplingParams
 
 _USAGE = "Type a message. Ctrl-C stops an answer, /reset starts a new chat, /quit or Ctrl-D ends."
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         with contextlib.suppress(ImportError):  # not on Windows
             import readline  # noqa: F401 which lets `input` edit the line
     from tinker_lightning.client import connect
-    from tinker_lightning.lightning.rows import RowFormat
+    from tinker_lightning.rows.formats import RowFormat
     from tinker_lightning.types import SamplingParams
 
     params = SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)

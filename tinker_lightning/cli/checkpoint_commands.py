@@ -96,7 +96,7 @@ def _place(service: ServiceClient) -> str:
     """Returns where the checkpoints are: a server, or the folder of the trainer in this process."""
     if service.url != "http://embedded":
         return service.url
-    from tinker_lightning.server.core.trainer import default_data_dir
+    from tinker_lightning.server.trainer.trainer import default_data_dir
 
     return str(default_data_dir() / "checkpoints")
 

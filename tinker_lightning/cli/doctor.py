@@ -44,10 +44,10 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Checks a server and prints the report; returns the exit code."""
-    from tinker_lightning.client.discovery import EMBEDDED
-    from tinker_lightning.client.doctor import CHECKS, TOKENS, examine
-    from tinker_lightning.client.retry_policy import RetryPolicy
     from tinker_lightning.client.service import ServiceClient
+    from tinker_lightning.client.transport.discovery import EMBEDDED
+    from tinker_lightning.client.transport.retries import RetryPolicy
+    from tinker_lightning.doctor import CHECKS, TOKENS, examine
     from tinker_lightning.errors import InvalidInput
 
     checks = [check for check in CHECKS if options.check is None or check.name in options.check]
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
             f"up to {TOKENS:,} tokens. Pass --yes to run them."
         )
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("tinker_lightning.client.doctor").setLevel(logging.INFO)  # a slow server takes minutes
+    logging.getLogger("tinker_lightning.doctor").setLevel(logging.INFO)  # a slow server takes minutes
     policy = RetryPolicy(_RETRY_SECONDS)
     with ServiceClient(base_url=url, api_key=options.api_key, dialect=options.dialect, retry_policy=policy) as service:
         report = examine(service, options.model, checks)

@@ -45,8 +45,8 @@ def run(options: argparse.Namespace) -> int:
             f"{options.source} is neither a checkpoint file nor a tinker:// path. `tinker-lightning checkpoints list` "
             "lists the paths."
         )
+    from tinker_lightning.callbacks import ExportAdapter
     from tinker_lightning.client import connect
-    from tinker_lightning.lightning.callbacks import ExportAdapter
     from tinker_lightning.lightning.module import RemoteModule
 
     export = ExportAdapter(

@@ -13,7 +13,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 
 import tinker_lightning.data
 import tinker_lightning.recipes  # noqa: F401
-from tinker_lightning.lightning import callbacks
+from tinker_lightning import callbacks
 from tinker_lightning.lightning.module import RemoteModule
 
 if TYPE_CHECKING:

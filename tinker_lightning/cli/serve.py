@@ -64,8 +64,8 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the server until it is interrupted; returns the exit code."""
     try:
-        from tinker_lightning.server.core.memory import parse_size
         from tinker_lightning.server.serve import serve
+        from tinker_lightning.server.trainer.memory import parse_size
     except ImportError as error:
         raise TinkerLightningError(
             f"the embedded trainer needs {error.name}, which is not installed. Install it with: "

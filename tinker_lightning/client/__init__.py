@@ -1,12 +1,12 @@
 """The client of any Tinker server: sessions, numbered requests, futures, retries."""
 
-from tinker_lightning.client.adapters import as_backend, as_sampler
 from tinker_lightning.client.backend import TrainingBackend
-from tinker_lightning.client.custom import CustomLossFuture
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.loss_handle import LossHandle
+from tinker_lightning.client.passes.custom import CustomLossFuture
 from tinker_lightning.client.rest import RestClient
 from tinker_lightning.client.sampling import SamplingClient
+from tinker_lightning.client.sdk.adapters import as_backend, as_sampler
 from tinker_lightning.client.service import ServiceClient, connect
 from tinker_lightning.client.training import TrainingClient
 

@@ -10,7 +10,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tinker_lightning.client import idle_threads, recording
+from tinker_lightning.client.transport import idle_threads, recording
 from tinker_lightning.errors import ClientClosed, ClientForked, ResultTimeout
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.loss_handle import LossHandle
-from tinker_lightning.client.operations import encode, perform
+from tinker_lightning.client.transport.operations import encode, perform
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.lossgraph.datum_inputs import scale_by_input
@@ -20,7 +20,7 @@ from tinker_lightning.types import responses as rs
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from tinker_lightning.client.channel import Channel
+    from tinker_lightning.client.transport.channel import Channel
     from tinker_lightning.lossgraph.graph_loss import GraphLoss, Source
     from tinker_lightning.lossgraph.server_loss import ServerLoss
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 from urllib.parse import quote, urlencode
 
-from tinker_lightning.client import checkpoints
 from tinker_lightning.client.async_names import awaited
+from tinker_lightning.client.files import checkpoints
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.types import WeightsInfoResponse
 from tinker_lightning.types import responses as rs
@@ -14,7 +14,7 @@ from tinker_lightning.types import responses as rs
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from tinker_lightning.client.channel import Channel
+    from tinker_lightning.client.transport.channel import Channel
 
     AccessScope: TypeAlias = Literal["owned", "accessible"]
 

@@ -9,14 +9,14 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
-from tinker_lightning.client import checkpoints, tokenizer
 from tinker_lightning.client.async_names import awaited, in_thread
-from tinker_lightning.client.channel import joined
 from tinker_lightning.client.dialects.dialect import Dialect
+from tinker_lightning.client.files import checkpoints, tokenizer
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.client.operations import Operation, encode, perform, recorded
 from tinker_lightning.client.sampling_base import BaseSamplingClient
 from tinker_lightning.client.sdk import inputs
+from tinker_lightning.client.transport.channel import joined
+from tinker_lightning.client.transport.operations import Operation, encode, perform, recorded
 from tinker_lightning.errors import InvalidInput, InvalidMessage, ResultExpired, Unsupported
 from tinker_lightning.types import SampleResponse, SamplingParams
 from tinker_lightning.types.requests import CreateSamplingSessionRequest, SampleRequest
@@ -26,8 +26,8 @@ from tinker_lightning.wire import json as wire_json
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tinker_lightning.client.channel import Channel
-    from tinker_lightning.client.session import Session
+    from tinker_lightning.client.transport.channel import Channel
+    from tinker_lightning.client.transport.session import Session
 
 # How often a sample is requested again whose result the server no longer has.
 _RESAMPLINGS = 3

@@ -7,17 +7,18 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from tinker_lightning.client import adapter_upload, checkpoints, discovery, download, idle_threads
 from tinker_lightning.client.async_names import in_thread
-from tinker_lightning.client.channel import Channel
+from tinker_lightning.client.files import checkpoints, download, upload
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.loss_uploads import Losses
 from tinker_lightning.client.rest import RestClient
-from tinker_lightning.client.retry_policy import RetryPolicy
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.sdk import inputs
-from tinker_lightning.client.session import Session, SessionInfo, fetch_capabilities
 from tinker_lightning.client.training import TrainingClient
+from tinker_lightning.client.transport import discovery, idle_threads
+from tinker_lightning.client.transport.channel import Channel
+from tinker_lightning.client.transport.retries import RetryPolicy
+from tinker_lightning.client.transport.session import Session, SessionInfo, fetch_capabilities
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.types import LoraConfig, WeightsInfoResponse
 from tinker_lightning.types import responses as rs
@@ -178,7 +179,7 @@ class ServiceClient:
             user_metadata: What the server records about the model.
         """
         self._channel.raise_left_over()
-        uploaded = adapter_upload.upload(self._channel, path, base_model)
+        uploaded = upload.upload(self._channel, path, base_model)
         return self.create_training_client_from_state(uploaded, user_metadata=user_metadata)
 
     create_lora_training_client_from_adapter_async = in_thread(create_lora_training_client_from_adapter)

@@ -7,18 +7,20 @@ import threading
 import uuid
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from tinker_lightning.client import checkpoints, download, pass_requests, server_pass, tokenizer
 from tinker_lightning.client.async_names import in_thread, submitted
 from tinker_lightning.client.dialects import measure
 from tinker_lightning.client.dialects.surrogate import Surrogate
+from tinker_lightning.client.files import checkpoints, download, tokenizer
+from tinker_lightning.client.files.removal import remove
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.client.operations import Operation, encode, perform, recorded
-from tinker_lightning.client.removal import remove
+from tinker_lightning.client.passes import encoding
+from tinker_lightning.client.passes import request as pass_request
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.sdk import inputs
-from tinker_lightning.client.session import fetch_capabilities
-from tinker_lightning.client.submit_order import SubmitOrder, perform_all
 from tinker_lightning.client.training_base import BaseTrainingClient
+from tinker_lightning.client.transport.operations import Operation, encode, perform, recorded
+from tinker_lightning.client.transport.order import SubmitOrder, perform_all
+from tinker_lightning.client.transport.session import fetch_capabilities
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, Unsupported
 from tinker_lightning.types import (
     AdamParams,
@@ -38,14 +40,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from tinker_lightning.client.channel import Channel
     from tinker_lightning.client.dialects.dialect import Dialect
-    from tinker_lightning.client.live_weights import LiveWeights
     from tinker_lightning.client.loss_handle import LossHandle
     from tinker_lightning.client.loss_uploads import Losses
-    from tinker_lightning.client.pass_requests import Parts
-    from tinker_lightning.client.recording import Recording
-    from tinker_lightning.client.server_pass import ServerPass
+    from tinker_lightning.client.passes.encoding import Parts
+    from tinker_lightning.client.passes.live_weights import LiveWeights
+    from tinker_lightning.client.passes.request import ServerPass
+    from tinker_lightning.client.transport.channel import Channel
+    from tinker_lightning.client.transport.recording import Recording
     from tinker_lightning.lossgraph.server_loss import ServerLoss
 
 T = TypeVar("T")
@@ -89,8 +91,8 @@ class TrainingClient(BaseTrainingClient):
     ) -> ServerPass:
         """Checks a pass and converts it into the request that `send` takes; raises `InvalidInput` if it is invalid."""
         session = self._channel.session
-        request = server_pass.prepare(session, self.losses, data, loss_fn, loss_fn_config, loss_fn_inputs, scale)
-        if request.whole and len(pass_requests.split(session, request.data)) > 1:
+        request = pass_request.prepare(session, self.losses, data, loss_fn, loss_fn_config, loss_fn_inputs, scale)
+        if request.whole and len(encoding.split(session, request.data)) > 1:
             raise InvalidInput(
                 f"data: {len(request.data)} datums do not fit into one request, and {request.loss} is computed from "
                 "the whole batch at once. Send a smaller batch."
@@ -330,7 +332,7 @@ class TrainingClient(BaseTrainingClient):
         return self._start([self._encoded(request, forward_only=False) for request in requests])
 
     def _encoded(self, request: ServerPass, *, forward_only: bool) -> Parts[ForwardBackwardOutput]:
-        return pass_requests.parts(self._channel.session, self.model_id, request, forward_only=forward_only)
+        return encoding.parts(self._channel.session, self.model_id, request, forward_only=forward_only)
 
     def _submit(
         self,

@@ -8,15 +8,16 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinker_lightning.client import loss_handle, server_pass
+from tinker_lightning.client import loss_handle
 from tinker_lightning.client.async_names import submitted
-from tinker_lightning.client.custom import CustomLosses, evaluation_of
-from tinker_lightning.client.export import export_adapter
+from tinker_lightning.client.files.export import export_adapter
 from tinker_lightning.client.futures import UnreadFailures
-from tinker_lightning.client.held import HeldPasses
 from tinker_lightning.client.loss_handle import LossHandle
+from tinker_lightning.client.passes import request as pass_request
+from tinker_lightning.client.passes.custom import CustomLosses, evaluation_of
+from tinker_lightning.client.passes.held import HeldPasses
+from tinker_lightning.client.passes.request import ServerPass
 from tinker_lightning.client.sdk import inputs
-from tinker_lightning.client.server_pass import ServerPass
 from tinker_lightning.errors import InvalidInput, Unsupported
 from tinker_lightning.losses import surrogate
 
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.dialects.surrogate import Surrogate
     from tinker_lightning.client.futures import TinkerFuture
-    from tinker_lightning.client.live_weights import LiveWeights
-    from tinker_lightning.client.recording import Recording
+    from tinker_lightning.client.passes.live_weights import LiveWeights
+    from tinker_lightning.client.transport.recording import Recording
     from tinker_lightning.losses.regularizers.regularizer import Regularizer
     from tinker_lightning.losses.surrogate import LossFn
     from tinker_lightning.lossgraph.server_loss import ServerLoss
@@ -241,7 +242,7 @@ class BaseTrainingClient(ABC):
         carrier = self.dialect.surrogate or self._measured()
         if carrier.loss == "importance_sampling" and logprobs is None:
             logprobs = surrogate.leaves(self._forward(data).result(), data)
-        return server_pass.of_surrogate(carrier, carrier.datums(data, gradients, logprobs), retained)
+        return pass_request.of_surrogate(carrier, carrier.datums(data, gradients, logprobs), retained)
 
     def record(self, recording: Recording | None) -> None:
         """Adds all operations of this client's session to a recording; None stops that."""
@@ -264,7 +265,7 @@ class BaseTrainingClient(ABC):
         """
         if loss == surrogate.SURROGATE and self.dialect.surrogate is None:
             self._measured()
-        return not server_pass.gap(self.dialect, loss)
+        return not pass_request.gap(self.dialect, loss)
 
     def _measured(self) -> Surrogate:
         """Returns the surrogate that was measured on a server of an unknown kind.
@@ -304,7 +305,7 @@ class BaseTrainingClient(ABC):
         return future
 
     def _post_forward(self, request: ServerPass) -> TinkerFuture[ForwardBackwardOutput]:
-        sent = server_pass.as_forward(self.dialect, request)
+        sent = pass_request.as_forward(self.dialect, request)
         return request.received(self._post_pass(sent, forward_only=True))
 
     def _post_backwards(self, requests: list[ServerPass]) -> Iterator[TinkerFuture[ForwardBackwardOutput]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tinker_lightning.data.row_data import RowData, check_choice
 
 if TYPE_CHECKING:
-    from tinker_lightning.lightning.rows import RowFormat
+    from tinker_lightning.rows.formats import RowFormat
     from tinker_lightning.types import Datum
 
 

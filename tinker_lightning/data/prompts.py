@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tinker_lightning.data.row_data import RowData
 
 if TYPE_CHECKING:
-    from tinker_lightning.lightning.rows import RowFormat
+    from tinker_lightning.rows.formats import RowFormat
 
 
 class PromptData(RowData):

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from tinker_lightning.data.sources import Converter, Counts, Rows, Stream, check_source, describe, rows_of
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.lightning.module import RemoteModule
-from tinker_lightning.lightning.rows import PromptFormat, RowFormat
+from tinker_lightning.rows.formats import PromptFormat, RowFormat
 from tinker_lightning.types import Datum, collate
 
 logger = logging.getLogger("tinker_lightning")

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, TooLong
-from tinker_lightning.lightning.rows import is_chat
+from tinker_lightning.rows.formats import is_chat
 from tinker_lightning.types import Datum, ModelInput
 
 logger = logging.getLogger("tinker_lightning")

@@ -19,11 +19,13 @@ from lightning.pytorch.strategies import launchers
 from packaging.version import Version
 
 from tinker_lightning.errors import IncompatibleLightning
+from tinker_lightning.rows.batches import except_datums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     import lightning.pytorch as pl
+    from lightning.pytorch.plugins import Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,3 +252,9 @@ def before_launch(check: Callable[[pl.Trainer, Any], None]) -> None:
         wrapper = checked(launch)
         setattr(wrapper, _IS_CHECKED, True)
         private.set(launchers, wrapper)
+
+
+def keep_datums(plugin: Precision) -> None:
+    """Makes a precision plugin leave datums and prompts unchanged."""
+    convert = functools.partial(type(plugin).convert_input, plugin)
+    plugin.convert_input = functools.partial(except_datums, convert=convert)  # type: ignore[method-assign]

@@ -15,22 +15,22 @@ import torch
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 
-from tinker_lightning.client.export import export_adapter
+from tinker_lightning.client.files.export import export_adapter
 from tinker_lightning.errors import InvalidInput, InvalidLoss, TinkerLightningError
 from tinker_lightning.lightning import _compat, routes, wandb_runs
-from tinker_lightning.lightning.batches import count_datums, datums_of, except_datums
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.deferred_metrics import DeferredMetrics
 from tinker_lightning.lightning.hyperparameters import api_keys, fixed, for_files, left_out
 from tinker_lightning.lightning.lazy_client import LazyClient
-from tinker_lightning.lightning.metrics import Scores
 from tinker_lightning.lightning.predict import Samples
-from tinker_lightning.lightning.rows import RowFormat
 from tinker_lightning.lightning.secret import Secret
 from tinker_lightning.losses.likelihood import likelihood_metrics
 from tinker_lightning.losses.reduction import total_weight, weights_of
+from tinker_lightning.metrics.scores import Scores
 from tinker_lightning.remote import group
 from tinker_lightning.remote.lm import RemoteLM
+from tinker_lightning.rows.batches import count_datums, datums_of, except_datums
+from tinker_lightning.rows.formats import RowFormat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 
 from tinker_lightning import losses
-from tinker_lightning.client.chunking import reduced
+from tinker_lightning.client.passes.chunking import reduced
 from tinker_lightning.errors import InvalidInput, OperationFailed
 from tinker_lightning.lightning import _compat, metric_names
 from tinker_lightning.lightning.metric_names import LOSS, TOTAL, VALUE

@@ -11,8 +11,8 @@ from tinker_lightning.errors import InvalidInput, InvalidLoss, MissingInput, Ope
 from tinker_lightning.lightning import metric_names
 from tinker_lightning.lightning.deferred_metrics import of_pass
 from tinker_lightning.lightning.metric_names import TOTAL, VALUE
-from tinker_lightning.lightning.rows import DatumLike
 from tinker_lightning.losses.regularizers import composition
+from tinker_lightning.rows.formats import DatumLike
 
 if TYPE_CHECKING:
     from collections.abc import Callable

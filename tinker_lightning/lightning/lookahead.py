@@ -10,9 +10,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from tinker_lightning.lightning.base import RemoteBase
-from tinker_lightning.lightning.batches import as_list
-from tinker_lightning.lightning.resume import rng
-from tinker_lightning.lightning.resume.loaders import ResumableLoader
+from tinker_lightning.lightning.checkpoint import rng
+from tinker_lightning.lightning.checkpoint.loaders import ResumableLoader
+from tinker_lightning.rows.batches import as_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

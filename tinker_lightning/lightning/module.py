@@ -12,14 +12,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning import _compat, checks, evaluation, hooks, metric_names
 from tinker_lightning.lightning.base import RemoteBase
-from tinker_lightning.lightning.batches import as_list, keep_datums
+from tinker_lightning.lightning.checkpoint import rng
 from tinker_lightning.lightning.deferred_metrics import combined
 from tinker_lightning.lightning.metric_names import LOSS, TOTAL
-from tinker_lightning.lightning.resume import rng
 from tinker_lightning.losses.reduction import weights_of
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.remote.adamw import RemoteAdamW, RemoteOptimizer
 from tinker_lightning.remote.handle import RemoteHandle
+from tinker_lightning.rows.batches import as_list
 from tinker_lightning.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class RemoteModule(RemoteBase):
             pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
             if trainer is not None and trainer.lightning_module is self:
                 hooks.attach(trainer, self)
-                keep_datums(trainer.precision_plugin)
+                _compat.keep_datums(trainer.precision_plugin)
                 checks.check(trainer, self)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: ARG002

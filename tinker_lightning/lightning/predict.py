@@ -5,14 +5,14 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from tinker_lightning.lightning.batches import prompts_of
 from tinker_lightning.remote.token_count import tokens_of
+from tinker_lightning.rows.batches import prompts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tinker_lightning.lightning.rows import RowFormat
     from tinker_lightning.remote.lm import RemoteLM
+    from tinker_lightning.rows.formats import RowFormat
     from tinker_lightning.types import SamplingParams
 
 

@@ -14,20 +14,19 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning import _compat, checks, wandb_runs
 from tinker_lightning.lightning.base import LAST_WAIT
-from tinker_lightning.lightning.batches import count_datums, except_datums, keep_datums
-from tinker_lightning.lightning.checkpoint import contents
-from tinker_lightning.lightning.checkpoint.retention import TTL_DAYS, StateRetention
-from tinker_lightning.lightning.lookahead import LookAhead
-from tinker_lightning.lightning.module import RemoteModule
-from tinker_lightning.lightning.resume import loop_position, rng
-from tinker_lightning.lightning.resume.loaders import (
+from tinker_lightning.lightning.checkpoint import contents, loop_position, rng
+from tinker_lightning.lightning.checkpoint.loaders import (
     IsolatedRngLoader,
     PositionedLoader,
     ResumableLoader,
     TrainedPosition,
     check_state,
 )
+from tinker_lightning.lightning.checkpoint.retention import TTL_DAYS, StateRetention
+from tinker_lightning.lightning.lookahead import LookAhead
+from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.remote import group
+from tinker_lightning.rows.batches import count_datums, except_datums
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,7 +90,7 @@ class TinkerStrategy(SingleDeviceStrategy):
             checks.check_processes(self.lightning_module.trainer)
         if isinstance(self.precision_plugin, MixedPrecision):
             self.precision_plugin.device = "cpu"
-        keep_datums(self.precision_plugin)
+        _compat.keep_datums(self.precision_plugin)
         super().setup_environment()
 
     # Data.

@@ -7,7 +7,7 @@ keywords; `functools.partial` binds them.
 
 from tinker_lightning.losses.advantages import group_advantages
 from tinker_lightning.losses.batch import Batch
-from tinker_lightning.losses.kl import k1, k2, k3, kl_estimate, kl_regularized
+from tinker_lightning.losses.kl import kl_estimate, kl_regularized
 from tinker_lightning.losses.likelihood import cross_entropy, topk_distillation
 from tinker_lightning.losses.policy import cispo, dro, grpo, gspo, importance_sampling, ppo, reinforce
 from tinker_lightning.losses.preference import contrastive, dpo, ipo, orpo, preference_nll
@@ -24,9 +24,6 @@ __all__ = [
     "gspo",
     "importance_sampling",
     "ipo",
-    "k1",
-    "k2",
-    "k3",
     "kl_estimate",
     "kl_regularized",
     "orpo",

@@ -11,11 +11,11 @@ import numpy as np
 from tinker_lightning import losses
 from tinker_lightning.client.sdk.inputs import to_datum
 from tinker_lightning.errors import InvalidDatum, InvalidInput
-from tinker_lightning.lightning.batches import in_row
 from tinker_lightning.lightning.module import RemoteModule
-from tinker_lightning.lightning.rows import DatumLike, RowFormat
 from tinker_lightning.losses.library import check_settings
 from tinker_lightning.recipes.references import References
+from tinker_lightning.rows.batches import in_row
+from tinker_lightning.rows.formats import DatumLike, RowFormat
 
 if TYPE_CHECKING:
     from pathlib import Path

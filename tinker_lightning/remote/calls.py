@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.client.server_pass import ServerPass
+from tinker_lightning.client.passes.request import ServerPass
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.scaling import check_factor

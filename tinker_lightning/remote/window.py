@@ -10,9 +10,9 @@ import uuid
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tinker_lightning.client.adapters import as_backend
 from tinker_lightning.client.backend import TrainingBackend
 from tinker_lightning.client.futures import UnreadFailures
+from tinker_lightning.client.sdk.adapters import as_backend
 from tinker_lightning.errors import InvalidInput, LossNotFinite, ResultTimeout, TinkerLightningError
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.scaling import LINEAR_ONLY

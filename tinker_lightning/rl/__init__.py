@@ -1,6 +1,6 @@
 """Reinforcement learning: rewards, environments and what was sampled in them."""
 
-from tinker_lightning.rl.conversation import Chat
+from tinker_lightning.rl.conversation import Conversation
 from tinker_lightning.rl.environment import Environment, Policy, PromptEnvironment
 from tinker_lightning.rl.groups import Group
 from tinker_lightning.rl.policy import SamplerPolicy
@@ -9,8 +9,8 @@ from tinker_lightning.rl.rollouts import RolloutBatch, RolloutLoader
 from tinker_lightning.rl.trajectory import Completion, Receipt, Trajectory, Turn
 
 __all__ = [
-    "Chat",
     "Completion",
+    "Conversation",
     "Environment",
     "Group",
     "Policy",

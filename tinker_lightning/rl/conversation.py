@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tinker_lightning.types.chat import Message
 
 
-class Chat:
+class Conversation:
     """A conversation of an environment with a policy.
 
     What the policy has sampled is never tokenized again: only the messages between two answers are, so a whole
@@ -66,15 +66,15 @@ class Chat:
         if len(self.turns) == self.max_turns:
             raise RolloutFailed(
                 f"the environment asked for another answer after max_turns={self.max_turns}. End the episode, or raise "
-                "max_turns of the Chat."
+                "max_turns of the Conversation."
             )
         new = [each if isinstance(each, Mapping) else {"role": "user", "content": each} for each in messages]
         check_messages(new)
         prompt = self._prompt(new)
         if self.max_prompt_tokens is not None and len(prompt) > self.max_prompt_tokens:
             raise TooLong(
-                f"turn {len(self.turns)}: the prompt has {len(prompt)} tokens, but max_prompt_tokens of the Chat is "
-                f"{self.max_prompt_tokens}. End the episode earlier, or raise it."
+                f"turn {len(self.turns)}: the prompt has {len(prompt)} tokens, but max_prompt_tokens of the "
+                f"Conversation is {self.max_prompt_tokens}. End the episode earlier, or raise it."
             )
         [completion] = await self.policy.sample(prompt, params=params or self.params)
         self.turns.append(Turn(prompt, completion))

@@ -9,9 +9,9 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from tinker_lightning.errors import RolloutFailed
-from tinker_lightning.lightning.rows import PromptLike, RowFormat
 from tinker_lightning.rl.rewards import Rewards
 from tinker_lightning.rl.trajectory import Completion, Trajectory, Turn
+from tinker_lightning.rows.formats import PromptLike, RowFormat
 from tinker_lightning.types import ModelInput, SamplingParams
 from tinker_lightning.types.chat import Message
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinker_lightning.errors import InvalidInput, Unsupported
-from tinker_lightning.lightning.rows import RowFormat, is_chat
 from tinker_lightning.rl.trajectory import Completion
+from tinker_lightning.rows.formats import RowFormat, is_chat
 from tinker_lightning.types import ModelInput, SamplingParams
 
 if TYPE_CHECKING:

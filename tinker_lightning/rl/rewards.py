@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tinker_lightning.errors import InvalidInput, InvalidTensor, RewardFailed
-from tinker_lightning.losses.regularizers.background import on_thread
+from tinker_lightning.threads.background import on_thread
 from tinker_lightning.types.tensor import as_array
 
 if TYPE_CHECKING:

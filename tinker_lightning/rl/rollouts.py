@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning.resume.loaders import TrainedPosition
+from tinker_lightning.lightning.checkpoint.loaders import TrainedPosition
 from tinker_lightning.remote.saved_state import check_keys
 from tinker_lightning.rl.checks import check_settings
 from tinker_lightning.rl.groups import Group

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning.rows import PromptLike
 from tinker_lightning.rl.environment import Environment, PromptEnvironment
+from tinker_lightning.rows.formats import PromptLike
 
 if TYPE_CHECKING:
     from collections.abc import Callable

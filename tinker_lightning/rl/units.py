@@ -21,11 +21,11 @@ from tinker_lightning.errors import (
     Unauthorized,
     Unsupported,
 )
-from tinker_lightning.losses.regularizers.background import on_loop, seconds_blocked
 from tinker_lightning.rl.groups import Group
 from tinker_lightning.rl.policy import SamplerPolicy
 from tinker_lightning.rl.seeds import SeededPolicy
 from tinker_lightning.rl.trajectory import Trajectory
+from tinker_lightning.threads.background import on_loop, seconds_blocked
 from tinker_lightning.types import SamplingParams
 
 if TYPE_CHECKING:

@@ -4,6 +4,6 @@
 """
 
 from tinker_lightning.server.app import create_app
-from tinker_lightning.server.core.trainer import EmbeddedTrainer
+from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
 
 __all__ = ["EmbeddedTrainer", "create_app"]

@@ -10,7 +10,6 @@ from starlette.middleware import Middleware
 from starlette.routing import Mount
 
 from tinker_lightning.errors import InvalidInput, TinkerLightningError
-from tinker_lightning.server.core.signing import Signer
 from tinker_lightning.server.endpoints import (
     checkpoints,
     downloads,
@@ -23,9 +22,10 @@ from tinker_lightning.server.endpoints import (
     training,
 )
 from tinker_lightning.server.http import ApiKey, on_crash, on_error, on_http_error
+from tinker_lightning.server.trainer.signing import Signer
 
 if TYPE_CHECKING:
-    from tinker_lightning.server.core.trainer import EmbeddedTrainer
+    from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
 
 
 def create_app(trainer: EmbeddedTrainer, *, api_key: str | None = None, extended: bool = True) -> Starlette:

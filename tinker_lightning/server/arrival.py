@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Self
 from starlette.exceptions import HTTPException
 
 from tinker_lightning.errors import MemoryLimitExceeded, TrainerClosed
-from tinker_lightning.server.core.memory import format_size
-from tinker_lightning.server.loops import call_soon
+from tinker_lightning.server.trainer.memory import format_size
+from tinker_lightning.threads.callbacks import call_soon
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from tinker_lightning.server.core.memory import Charge
+    from tinker_lightning.server.trainer.memory import Charge
 
 # A body is rejected if fewer than this many bytes of it arrive in this many seconds: 16 KiB per second.
 BODY_SECONDS = 30.0

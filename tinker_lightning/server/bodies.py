@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from tinker_lightning.server.core.trainer import EmbeddedTrainer
+    from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
 
 MAX_BODY_BYTES = 256 << 20
 # The limit for JSON is lower, because parsing JSON blocks all other threads.

@@ -12,9 +12,9 @@ import uvicorn
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.app import create_app
 from tinker_lightning.server.connections import BACKLOG, QUEUE, Connections, OncePerMinute, most_connections
-from tinker_lightning.server.core.process_memory import return_large_blocks
-from tinker_lightning.server.core.trainer import EmbeddedTrainer
 from tinker_lightning.server.http import LocalHost, is_loopback
+from tinker_lightning.server.trainer.process_memory import return_large_blocks
+from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Test utilities: a real trainer in the same process, imitations of other servers, and transports with faults.
+"""Test utilities: a real trainer in the same process, and transports that record requests or inject faults.
 
 @pytest.fixture
 def service():
@@ -7,16 +7,6 @@ def service():
 """
 
 from tinker_lightning.testing.embedded_service import embedded_service
-from tinker_lightning.testing.imitations import Behaviour, Imitation, imitate
 from tinker_lightning.testing.transports import Fault, FaultyTransport, RecordedRequest, RecordingTransport
 
-__all__ = [
-    "Behaviour",
-    "Fault",
-    "FaultyTransport",
-    "Imitation",
-    "RecordedRequest",
-    "RecordingTransport",
-    "embedded_service",
-    "imitate",
-]
+__all__ = ["Fault", "FaultyTransport", "RecordedRequest", "RecordingTransport", "embedded_service"]

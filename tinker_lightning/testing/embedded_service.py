@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from tinker_lightning.client.retry_policy import RetryPolicy
 from tinker_lightning.client.service import ServiceClient
+from tinker_lightning.client.transport.retries import RetryPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

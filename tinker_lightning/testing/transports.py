@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import httpx
 
-from tinker_lightning.client.connection import PROTOBUF
+from tinker_lightning.client.transport.connection import PROTOBUF
 from tinker_lightning.wire import compression, protobuf
 from tinker_lightning.wire import json as wire_json
 

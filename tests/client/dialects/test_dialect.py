@@ -5,28 +5,28 @@ import json
 import pytest
 
 from tinker_lightning.client.dialects.dialect import NEWER_FIELDS, Dialect
-from tinker_lightning.client.dialects.known import KNOWN, known
+from tinker_lightning.client.dialects.servers import KNOWN, dialect_named
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.errors import InvalidInput
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_dialect_survives_json(name: str) -> None:
-    assert Dialect.from_dict(json.loads(json.dumps(known(name).to_dict()))) == known(name)
+    assert Dialect.from_dict(json.loads(json.dumps(dialect_named(name).to_dict()))) == dialect_named(name)
 
 
 def test_fields_that_are_not_newer_are_always_sent() -> None:
     for dialect in KNOWN.values():
         assert dialect.knows("optim_step", "adam_params")
         assert dialect.knows("create_model", "lora_config")
-    assert known("hosted").knows("create_model", "optimizer_config")
-    assert not known("tuft").knows("create_model", "optimizer_config")
+    assert dialect_named("hosted").knows("create_model", "optimizer_config")
+    assert not dialect_named("tuft").knows("create_model", "optimizer_config")
 
 
 def test_every_known_surrogate_is_exact_or_absent() -> None:
-    assert known("json").surrogate is None
-    assert known("protobuf").surrogate is None
-    assert all(known(name).surrogate for name in ("hosted", "embedded", "skyrl", "tuft", "twinkle"))
+    assert dialect_named("json").surrogate is None
+    assert dialect_named("protobuf").surrogate is None
+    assert all(dialect_named(name).surrogate for name in ("hosted", "embedded", "skyrl", "tuft", "twinkle"))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_every_known_surrogate_is_exact_or_absent() -> None:
 )
 def test_an_invalid_dialect_names_the_field(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
-        known("json").but(**changes)
+        dialect_named("json").but(**changes)
 
 
 @pytest.mark.parametrize(
@@ -70,15 +70,15 @@ def test_an_invalid_file_names_the_field(plain: dict[str, object], message: str)
 
 
 def test_names_may_be_any_collection() -> None:
-    listed = known("json").but(losses=["ppo"], newer_fields=["save_weights.overwrite"])
-    frozen = known("json").but(losses=frozenset({"ppo"}), newer_fields=frozenset({"save_weights.overwrite"}))
+    listed = dialect_named("json").but(losses=["ppo"], newer_fields=["save_weights.overwrite"])
+    frozen = dialect_named("json").but(losses=frozenset({"ppo"}), newer_fields=frozenset({"save_weights.overwrite"}))
     assert listed == frozen
     assert hash(listed) == hash(frozen)
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(InvalidInput, match="'sky' is unknown; choose from auto, hosted, embedded, skyrl"):
-        known("sky")
+        dialect_named("sky")
 
 
 def test_newer_fields_name_real_fields() -> None:

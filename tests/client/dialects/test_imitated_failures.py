@@ -11,16 +11,16 @@ import httpx
 import pytest
 
 from tests.helpers.imitated_clients import BATCH, KINDS, STEP, connected, logprobs_of, model_on, preference
+from tests.helpers.imitations import imitate
 from tinker_lightning import ServiceClient
-from tinker_lightning.client.dialects.known import known
-from tinker_lightning.client.retry_policy import RetryPolicy
+from tinker_lightning.client.dialects import dialect_named
+from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.errors import AnswerLost, NotFound, TinkerLightningError
 from tinker_lightning.server import create_app
-from tinker_lightning.testing import imitate
 
 if TYPE_CHECKING:
+    from tests.helpers.imitations.serving import Kind
     from tinker_lightning.server import EmbeddedTrainer
-    from tinker_lightning.testing.imitations.serving import Kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -28,7 +28,7 @@ def test_a_lost_answer_never_doubles_a_gradient(kind: Kind, trainer: EmbeddedTra
     drops = {"forward_backward": [2] if kind in ("open-rl", "tuft") else [1]}  # where the first one is the forward
     with (
         imitate(kind, trainer=trainer, drops_answers=drops) as server,
-        connected(server, known(kind)) as service,
+        connected(server, dialect_named(kind)) as service,
     ):
         client = model_on(service)
         saved = client.save_state("before").result().path
@@ -76,7 +76,7 @@ def test_what_a_proxy_answers_never_doubles_a_gradient(
 ) -> None:
     with imitate(kind, trainer=trainer) as server:
         proxy = Proxy(server.transport)
-        with connected(server, known(kind), proxy) as service:
+        with connected(server, dialect_named(kind), proxy) as service:
             client = model_on(service)
             proxy.answer = answer
 
@@ -95,7 +95,7 @@ def test_what_a_proxy_answers_never_doubles_a_gradient(
 def test_a_server_that_turns_a_pass_away_gets_it_again(trainer: EmbeddedTrainer) -> None:
     with imitate("tuft", trainer=trainer) as server:
         proxy = Proxy(server.transport)
-        with connected(server, known("tuft"), proxy) as service:
+        with connected(server, dialect_named("tuft"), proxy) as service:
             client = model_on(service)
             proxy.answer, proxy.passes_on = httpx.Response(503, json={"detail": "starting"}), False
             client.forward_backward(BATCH, "cross_entropy").result()
@@ -112,7 +112,7 @@ def test_a_rejected_request_leaves_its_number_to_the_next(trainer: EmbeddedTrain
 
 @pytest.mark.parametrize(("kind", "wrong"), [("skyrl", "tuft"), ("tuft", "skyrl")])
 def test_a_wrong_dialect_is_named_as_the_cause(kind: Kind, wrong: str, trainer: EmbeddedTrainer) -> None:
-    with imitate(kind, trainer=trainer) as server, connected(server, known(wrong)) as service:
+    with imitate(kind, trainer=trainer) as server, connected(server, dialect_named(wrong)) as service:
         client = model_on(service)
         with pytest.raises(TinkerLightningError, match=f"Does the server speak the dialect '{wrong}'"):
             client.forward(BATCH, "cross_entropy").result()
@@ -161,7 +161,7 @@ class CrashingOnce(httpx.AsyncBaseTransport):
 def test_a_checkpoint_is_found_after_passing_crashes(kind: Kind, hides_runs: bool, trainer: EmbeddedTrainer) -> None:
     with imitate(kind, trainer=trainer) as server:
         transport = CrashingOnce(server.transport, hides_runs=hides_runs)
-        with connected(server, known(kind), transport) as service:
+        with connected(server, dialect_named(kind), transport) as service:
             saved = model_on(service).save_state("here").result().path
             transport.start()
             assert service.checkpoint_exists(saved)
@@ -184,7 +184,7 @@ def test_a_crash_does_not_lose_the_answer_to_the_next_request(trainer: EmbeddedT
 
 
 def test_no_step_follows_a_lost_answer_where_requests_could_be_concurrent(trainer: EmbeddedTrainer) -> None:
-    dialect = known("together").but(concurrent=True)
+    dialect = dialect_named("together").but(concurrent=True)
     with (
         imitate("together", trainer=trainer, drops_answers={"forward_backward": [1]}) as server,
         connected(server, dialect) as service,

@@ -10,15 +10,15 @@ import pytest
 import tinker
 
 from tests.helpers.imitated_clients import BATCH, STEP, connected, model_on, pair, preference
+from tests.helpers.imitations import imitate
 from tinker_lightning import AdamParams
 from tinker_lightning.client import as_backend
 from tinker_lightning.client.sdk.clients import OfficialTrainingClient
 from tinker_lightning.errors import InvalidInput, Unsupported
-from tinker_lightning.testing import imitate
 
 if TYPE_CHECKING:
+    from tests.helpers.imitations.serving import Kind
     from tinker_lightning.server import EmbeddedTrainer
-    from tinker_lightning.testing.imitations.serving import Kind
 
 
 @pytest.mark.parametrize("per_request", [128, 1])

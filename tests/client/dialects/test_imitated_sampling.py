@@ -12,10 +12,10 @@ import pytest
 import tinker
 
 from tests.helpers.imitated_clients import BATCH, STEP, connected, model_on, preference
+from tests.helpers.imitations import imitate
 from tinker_lightning import ServiceClient
 from tinker_lightning.client import as_backend
 from tinker_lightning.errors import Unsupported
-from tinker_lightning.testing import imitate
 
 if TYPE_CHECKING:
     from collections.abc import Callable

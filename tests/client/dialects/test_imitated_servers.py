@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 
 from tests.helpers.imitated_clients import BATCH, KINDS, STEP, connected, logprobs_of, model_on, preference
+from tests.helpers.imitations import imitate
 from tests.helpers.soaking import first_only
 from tinker_lightning import AdamParams, Datum, SamplingParams, ServiceClient
-from tinker_lightning.client.dialects.known import known
+from tinker_lightning.client.dialects import dialect_named
 from tinker_lightning.errors import Unsupported
-from tinker_lightning.testing import embedded_service, imitate
+from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
+    from tests.helpers.imitations.serving import Kind
     from tinker_lightning.client import TrainingClient
     from tinker_lightning.server import EmbeddedTrainer
-    from tinker_lightning.testing.imitations.serving import Kind
 
 
 def trained(service: ServiceClient, calls: list[list[Datum]]) -> np.ndarray[Any, Any]:
@@ -98,7 +99,7 @@ def test_the_sum_of_a_forward_is_that_of_the_callers_weights(kind: Kind, trainer
 def test_a_backward_without_logprobs_trains_and_has_no_sum(kind: Kind, trainer: EmbeddedTrainer) -> None:
     with (
         imitate(kind, trainer=trainer, lacks_backward_logprobs=True, metrics=()) as server,
-        connected(server, known(kind)) as service,
+        connected(server, dialect_named(kind)) as service,
     ):
         client = model_on(service)
         before = logprobs_of(client)
@@ -131,7 +132,7 @@ def stepped(client: TrainingClient) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_whole_path(kind: Kind, trainer: EmbeddedTrainer) -> None:
-    with imitate(kind, trainer=trainer) as server, connected(server, known(kind)) as service:
+    with imitate(kind, trainer=trainer) as server, connected(server, dialect_named(kind)) as service:
         client = model_on(service)
         before = logprobs_of(client)
         first = stepped(client)

@@ -11,20 +11,20 @@ import pytest
 import tinker
 
 from tests.helpers.imitated_clients import BATCH, STEP, connected, logprobs_of, model_on, preference
+from tests.helpers.imitations import imitate
 from tinker_lightning import AdamParams, Datum, RemoteAdamW, RemoteLM
 from tinker_lightning.client import as_backend
-from tinker_lightning.client.dialects import encoding
-from tinker_lightning.client.dialects.known import known
+from tinker_lightning.client.dialects import dialect_named, encoding
 from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError, Unsupported
-from tinker_lightning.testing import embedded_service, imitate
+from tinker_lightning.testing import embedded_service
 from tinker_lightning.types import requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.helpers.imitations.serving import Kind
     from tinker_lightning.client import TrainingClient
     from tinker_lightning.server import EmbeddedTrainer
-    from tinker_lightning.testing.imitations.serving import Kind
 
 EXACT: dict[str, Any] = {"seed_ignored": False, "ignores_lora_flags": False}
 
@@ -147,7 +147,7 @@ def test_no_step_follows_a_window_without_its_own(trainer: EmbeddedTrainer, monk
 def test_a_load_that_clears_the_gradient_begins_a_window(
     trainer: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dialect = known("skyrl").but(clears_gradient=True)
+    dialect = dialect_named("skyrl").but(clears_gradient=True)
     with imitate("skyrl", trainer=trainer) as server, connected(server, dialect) as service:
         client = model_on(service)
         path = client.save_state("state").result().path
@@ -186,7 +186,7 @@ def test_no_step_follows_a_part_of_a_window(trainer: EmbeddedTrainer, monkeypatc
 
 @pytest.mark.parametrize("kind", ["skyrl", "together"])
 def test_a_step_whose_settings_are_not_supported_leaves_nothing_behind(kind: Kind, trainer: EmbeddedTrainer) -> None:
-    dialect = known(kind).but(clips_gradients=False)
+    dialect = dialect_named(kind).but(clips_gradients=False)
     with imitate(kind, trainer=trainer) as server, connected(server, dialect) as service:
         model = RemoteLM(model_on(service))
         optimizer = RemoteAdamW(model.parameters(), grad_clip_norm=1.0)

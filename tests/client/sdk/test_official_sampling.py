@@ -9,7 +9,7 @@ import pytest
 import tinker
 
 from tinker_lightning import ModelInput, SamplingParams, connect
-from tinker_lightning.client.adapters import as_sampler
+from tinker_lightning.client.sdk.adapters import as_sampler
 from tinker_lightning.client.sdk.clients import OfficialSamplingClient
 from tinker_lightning.errors import Unsupported
 from tinker_lightning.types import TensorData

@@ -12,18 +12,19 @@ import pytest
 import tinker
 
 from tests.helpers.imitated_clients import BATCH, STEP, logprobs_of, model_on, pair, preference
+from tests.helpers.imitations import imitate
 from tinker_lightning import AdamParams
 from tinker_lightning.client import as_backend
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.errors import Unsupported
 from tinker_lightning.server import EmbeddedTrainer
-from tinker_lightning.testing import embedded_service, imitate
+from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tinker_lightning.testing import Imitation
-    from tinker_lightning.testing.imitations.serving import Kind
+    from tests.helpers.imitations import Imitation
+    from tests.helpers.imitations.serving import Kind
 
 LARGE = [*BATCH, pair(5, 4), pair(7, 5)]
 

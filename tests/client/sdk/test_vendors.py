@@ -21,7 +21,7 @@ from tests.helpers.client_data import DATA
 from tests.helpers.trainers import quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.client import as_backend
-from tinker_lightning.client.dialects.known import known
+from tinker_lightning.client.dialects import dialect_named
 from tinker_lightning.client.sdk import convert
 from tinker_lightning.errors import InvalidInput, Unsupported
 from tinker_lightning.types import AdamParams, collate
@@ -276,7 +276,7 @@ def test_an_unknown_client_needs_the_dialect_of_its_server(way: Backend, tmp_pat
         with pytest.raises(Unsupported, match=r"Logging has the methods .* as_backend\(client, dialect=...\)"):
             as_backend(Logging(inner), dialect=unknown)
     measured = tmp_path / "measured.json"  # as `tinker-lightning doctor --save` writes it
-    measured.write_text(json.dumps({"dialect": known("together").but(name="mine").to_dict()}))
+    measured.write_text(json.dumps({"dialect": dialect_named("together").but(name="mine").to_dict()}))
     for file in (measured, str(measured)):
         assert as_backend(Logging(inner), dialect=file).dialect.name == "mine"
     assert train(as_backend(Logging(inner), dialect="together")) == train(ours)

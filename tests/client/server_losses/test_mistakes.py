@@ -28,7 +28,7 @@ from tests.helpers.server_losses import (
 )
 from tinker_lightning import AdamParams, LossFnOutput, custom_loss, losses
 from tinker_lightning.client import ServiceClient, TrainingClient
-from tinker_lightning.client.retry_policy import RetryPolicy
+from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.errors import (
     ClientClosed,
     InvalidDatum,
@@ -308,7 +308,7 @@ def test_a_batch_that_does_not_fit_is_not_split(
     service: ServiceClient, model: TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     custom_loss(service, name="mine")(minimal)
-    monkeypatch.setattr("tinker_lightning.client.chunking.split", lambda data, *_: [[each] for each in data])
+    monkeypatch.setattr("tinker_lightning.client.passes.chunking.split", lambda data, *_: [[each] for each in data])
     with pytest.raises(InvalidInput, match=r"3 datums do not fit into one request, and mine@.* is computed from"):
         model.forward_backward(texts(), "mine")
 

@@ -19,8 +19,9 @@ from tests.helpers.checkpoints import state_in
 from tests.helpers.soaking import first_only, mostly_soak
 from tests.helpers.trainers import SMALL, loader, new, quiet
 from tinker_lightning import RemoteModule
-from tinker_lightning.client import ServiceClient, checkpoints
-from tinker_lightning.client.dialects.known import EMBEDDED
+from tinker_lightning.client import ServiceClient
+from tinker_lightning.client.dialects.servers import EMBEDDED
+from tinker_lightning.client.files import checkpoints
 from tinker_lightning.errors import TinkerLightningError
 from tinker_lightning.lightning.checkpoint.retention import StateRetention
 from tinker_lightning.lightning.strategy import TinkerStrategy

@@ -26,8 +26,9 @@ from tinker_lightning.errors import (
     NotFound,
     ResultTimeout,
 )
-from tinker_lightning.losses.regularizers import background, composition
+from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.losses.regularizers.regularizer import Regularizer
+from tinker_lightning.threads import background
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tinker_lightning.server.core import signing
+from tinker_lightning.server.trainer import signing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,7 +145,7 @@ def test_a_signature_is_for_one_file_until_one_moment(api: Api, monkeypatch: pyt
         assert api.request("GET", f"http://embedded{path}?{query}").status_code == 403, (path, query)
     assert api.request("GET", f"http://embedded{parts.path}?{parts.query}").status_code == 200
     now = time.time()
-    monkeypatch.setattr("tinker_lightning.server.core.signing.time.time", lambda: now + signing.VALID_SECONDS + 1)
+    monkeypatch.setattr("tinker_lightning.server.trainer.signing.time.time", lambda: now + signing.VALID_SECONDS + 1)
     assert api.request("GET", f"http://embedded{parts.path}?{parts.query}").status_code == 403
 
 

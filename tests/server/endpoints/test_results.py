@@ -13,8 +13,8 @@ import pytest
 
 from tests.helpers.api import Api
 from tinker_lightning.server import EmbeddedTrainer, create_app
-from tinker_lightning.server.core.jobs import Job
 from tinker_lightning.server.endpoints import futures
+from tinker_lightning.server.trainer.jobs import Job
 from tinker_lightning.wire import protobuf
 
 if TYPE_CHECKING:

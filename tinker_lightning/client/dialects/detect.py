@@ -7,15 +7,15 @@ import logging
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from tinker_lightning.client.connection import JSON
-from tinker_lightning.client.dialects import known
+from tinker_lightning.client.dialects import servers
+from tinker_lightning.client.transport.connection import JSON
 from tinker_lightning.errors import InvalidMessage, TinkerLightningError
 from tinker_lightning.types.responses import PRODUCT
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
-    from tinker_lightning.client.connection import Connection
     from tinker_lightning.client.dialects.dialect import Dialect
+    from tinker_lightning.client.transport.connection import Connection
     from tinker_lightning.types import ServerCapabilities
 
 logger = logging.getLogger("tinker_lightning.client")
@@ -24,7 +24,7 @@ _FORWARD = "/api/v1/forward"
 _FORWARD_BACKWARD = "/api/v1/forward_backward"
 _HOSTED = "thinkingmachines.dev"
 # The titles in the API descriptions of servers that have one.
-_TITLES = {"Tinker API Mock": known.SKYRL, "TuFT": known.TUFT}
+_TITLES = {"Tinker API Mock": servers.SKYRL, "TuFT": servers.TUFT}
 _OPEN_RL_TITLE = "Open-RL Server MVP"
 _TWINKLE_PATH = "/twinkle/"
 
@@ -36,22 +36,22 @@ async def detect(connection: Connection, capabilities: ServerCapabilities) -> Di
     servers with protobuf passes do not have it. The API's description, where it is published, names the server.
     """
     if capabilities.server == PRODUCT:
-        return known.EMBEDDED
+        return servers.EMBEDDED
     if _is_hosted(connection.url):
-        return known.HOSTED  # never probed: requests there may cost money
+        return servers.HOSTED  # never probed: requests there may cost money
     (title, paths), (status, body) = await asyncio.gather(_description(connection), _empty_forward(connection))
     if title in _TITLES:
         return _TITLES[title]
     if title == _OPEN_RL_TITLE:
         # Its versions differ, and the title does not tell them apart, so its gradients are measured.
-        return known.unmeasured(known.OPEN_RL).but(forward="zero_weights" if status == 404 else "forward")
+        return servers.unmeasured(servers.OPEN_RL).but(forward="zero_weights" if status == 404 else "forward")
     if any(_TWINKLE_PATH in path for path in paths):
-        return known.TWINKLE
+        return servers.TWINKLE
     if status == 404:
         # Without an endpoint for forwards, a JSON server returns log-probabilities for weights of zero.
-        return known.JSON.but(forward="zero_weights") if _takes_json(paths) else known.PROTOBUF
+        return servers.JSON.but(forward="zero_weights") if _takes_json(paths) else servers.PROTOBUF
     if status is not None and 400 <= status < 500 and status not in (401, 403):
-        return known.JSON
+        return servers.JSON
     reason = "does not answer it" if status is None else f"answers HTTP {status}: {body[:80]!r}"
     logger.warning(
         "%s: cannot tell which encoding the server takes, because it %s to an empty POST %s. Assuming protobuf; pass "
@@ -60,7 +60,7 @@ async def detect(connection: Connection, capabilities: ServerCapabilities) -> Di
         reason,
         _FORWARD,
     )
-    return known.PROTOBUF
+    return servers.PROTOBUF
 
 
 def _is_hosted(url: str) -> bool:

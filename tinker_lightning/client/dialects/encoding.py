@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tinker_lightning.client.connection import JSON, PROTOBUF
+from tinker_lightning.client.transport.connection import JSON, PROTOBUF
 from tinker_lightning.errors import InvalidInput, Unsupported
 from tinker_lightning.types import TensorData
 from tinker_lightning.wire import json as wire_json

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from tinker_lightning.client.connection import Connection
-from tinker_lightning.client.credentials import Credentials
-from tinker_lightning.client.dialects import known
+from tinker_lightning.client.dialects import servers
 from tinker_lightning.client.dialects.detect import detect
-from tinker_lightning.client.loop import BackgroundLoop
-from tinker_lightning.client.retry_policy import RetryPolicy
-from tinker_lightning.client.session import fetch_capabilities
+from tinker_lightning.client.transport.connection import Connection
+from tinker_lightning.client.transport.credentials import Credentials
+from tinker_lightning.client.transport.retries import RetryPolicy
+from tinker_lightning.client.transport.session import fetch_capabilities
+from tinker_lightning.threads.event_loop import BackgroundLoop
 
 if TYPE_CHECKING:
     from tinker_lightning.client.dialects.dialect import Dialect
@@ -23,7 +23,7 @@ def detect_behind(client: Any) -> Dialect:
     """Returns the dialect of the server that a client of the official SDK talks to."""
     url = server_url(client)
     if url is None:
-        return known.HOSTED
+        return servers.HOSTED
     connection = Connection(url, Credentials(_given(client, "api_key", "TINKER_API_KEY")), None, _RETRY_POLICY)
     loop = BackgroundLoop(connection.close)
     try:

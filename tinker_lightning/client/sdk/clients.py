@@ -18,10 +18,10 @@ import httpx
 import tinker
 from tinker import types as sdk
 
-from tinker_lightning.client import checkpoints, chunking, download, live_weights, server_pass
 from tinker_lightning.client.async_names import awaited
+from tinker_lightning.client.files import checkpoints, download
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.client.loop import BackgroundLoop
+from tinker_lightning.client.passes import chunking, live_weights, request
 from tinker_lightning.client.sampling_base import BaseSamplingClient
 from tinker_lightning.client.sdk import convert, inputs
 from tinker_lightning.client.sdk.behind import detect_behind, server_url
@@ -29,6 +29,7 @@ from tinker_lightning.client.sdk.official import created
 from tinker_lightning.client.sdk.requests import Calls
 from tinker_lightning.client.training_base import BaseTrainingClient
 from tinker_lightning.errors import InvalidInput, NotFound, Unsupported
+from tinker_lightning.threads.event_loop import BackgroundLoop
 from tinker_lightning.types import (
     ForwardBackwardOutput,
     GetInfoResponse,
@@ -45,9 +46,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tinker_lightning.client.dialects.dialect import Dialect
-    from tinker_lightning.client.live_weights import LiveWeights
     from tinker_lightning.client.loss_uploads import Losses
-    from tinker_lightning.client.server_pass import ServerPass
+    from tinker_lightning.client.passes.live_weights import LiveWeights
+    from tinker_lightning.client.passes.request import ServerPass
     from tinker_lightning.types import AdamParams, Datum, SamplingParams
 
 # A batch below both limits is sent in one request by every version of the SDK. Some split it at 5,000,000 bytes by an
@@ -89,8 +90,8 @@ class OfficialTrainingClient(BaseTrainingClient):
         scale: float = 1.0,
     ) -> ServerPass:
         """Checks a pass and converts it into the request that `send` takes; takes `Datum`s only."""
-        datums = server_pass.spread(data, loss_fn_inputs or {})
-        return server_pass.built_in(self.dialect, datums, inputs.loss_name(loss_fn), loss_fn_config or {}, scale)
+        datums = request.spread(data, loss_fn_inputs or {})
+        return request.built_in(self.dialect, datums, inputs.loss_name(loss_fn), loss_fn_config or {}, scale)
 
     def prepare_step(self, params: AdamParams) -> None:
         """Checks the settings of a step; waits for samples that it must not overtake, and lets no other one begin."""

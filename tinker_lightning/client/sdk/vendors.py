@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinker import types as sdk
 
-from tinker_lightning.client.dialects import known
+from tinker_lightning.client.dialects import servers
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.client.sdk import convert
 from tinker_lightning.client.sdk.clients import OfficialTrainingClient
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.futures import TinkerFuture
-    from tinker_lightning.client.server_pass import ServerPass
+    from tinker_lightning.client.passes.request import ServerPass
     from tinker_lightning.types import Datum, ForwardBackwardOutput, GetInfoResponse
 
 
@@ -43,7 +43,7 @@ class VendorTrainingClient(OfficialTrainingClient):
         super().__init__(client)
         self._types = _types_of(client)
         self._has_own_call = dialect is None
-        self._dialect = dialect or known.JSON.but(
+        self._dialect = dialect or servers.JSON.but(
             name=type(client).__module__.split(".")[0],
             # This carries gradients to `_post_pass` only, which hands them to the vendor's own call.
             surrogate=Surrogate(),

@@ -10,8 +10,10 @@ from tinker_lightning.losses.regularizers.functions import (
     symmetric_kl,
     topology,
 )
+from tinker_lightning.losses.regularizers.regularizer import Regularizer
 
 __all__ = [
+    "Regularizer",
     "consistency",
     "entropy",
     "forward_kl",

@@ -18,8 +18,8 @@ from tinker_lightning.errors import (
     TinkerLightningError,
 )
 from tinker_lightning.losses import surrogate
-from tinker_lightning.losses.regularizers.background import blocker, on_loop, on_thread
 from tinker_lightning.losses.regularizers.regularizer import as_regularizers
+from tinker_lightning.threads.background import blocker, on_loop, on_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

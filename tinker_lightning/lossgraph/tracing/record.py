@@ -24,7 +24,6 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
-from tinker_lightning.losses.regularizers.background import Modes
 from tinker_lightning.lossgraph.graphs import functions
 from tinker_lightning.lossgraph.graphs.functions import FUNCTIONS
 from tinker_lightning.lossgraph.graphs.graph import Graph
@@ -45,6 +44,7 @@ from tinker_lightning.lossgraph.tracing.values import (
     reject,
     stand_ins,
 )
+from tinker_lightning.threads.background import Modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

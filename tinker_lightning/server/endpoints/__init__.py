@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from tinker_lightning.server.core.trainer import EmbeddedTrainer
+    from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
 
 
 def trainer_of(request: Request) -> EmbeddedTrainer:

@@ -10,9 +10,9 @@ from starlette.routing import Route
 
 from tinker_lightning.errors import InvalidInput, NotFound
 from tinker_lightning.server.bodies import read
-from tinker_lightning.server.core.checkpoint_store import CheckpointSummary, TinkerPath
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.http import answer
+from tinker_lightning.server.trainer.checkpoint_store import CheckpointSummary, TinkerPath
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from tinker_lightning.server.core.checkpoint_store import Kind
-    from tinker_lightning.server.core.trainer import EmbeddedTrainer
+    from tinker_lightning.server.trainer.checkpoint_store import Kind
+    from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
 
 T = TypeVar("T")
 

@@ -16,10 +16,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.server.core.checkpoint_store import ADAPTER_FILES, TinkerPath
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.endpoints.checkpoints import path_of
 from tinker_lightning.server.http import SIGNED, answer
+from tinker_lightning.server.trainer.checkpoint_store import ADAPTER_FILES, TinkerPath
 from tinker_lightning.types.responses import ExternalWeightsUrlsResponse
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
-    from tinker_lightning.server.core.signing import Signer
+    from tinker_lightning.server.trainer.signing import Signer
 
 _ARCHIVE = "adapter.tar"
 # An empty file that marks the archive as complete for the official SDK.

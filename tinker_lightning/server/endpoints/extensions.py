@@ -11,10 +11,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
 
 from tinker_lightning.server.bodies import MAX_BODY_BYTES, read
-from tinker_lightning.server.core import adapter_import
 from tinker_lightning.server.endpoints import losses, sampling, trainer_of, training
 from tinker_lightning.server.endpoints.futures import Submission, answer_result
 from tinker_lightning.server.http import answer
+from tinker_lightning.server.trainer import adapter_import
 from tinker_lightning.types.requests import ImportAdapterRequest
 from tinker_lightning.types.responses import FutureResponse
 

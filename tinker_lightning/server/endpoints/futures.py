@@ -13,11 +13,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from tinker_lightning.server.bodies import read
-from tinker_lightning.server.core.jobs import Job
-from tinker_lightning.server.core.sizes import encoded_bytes, result_bytes
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.http import JSON, PROTOBUF, answer, error_fields, error_text, submits_in_turn
-from tinker_lightning.server.loops import call_soon
+from tinker_lightning.server.trainer.jobs import Job
+from tinker_lightning.server.trainer.sizes import encoded_bytes, result_bytes
+from tinker_lightning.threads.callbacks import call_soon
 from tinker_lightning.types import ForwardBackwardOutput, SampleResponse
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types.responses import FutureResponse
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
-    from tinker_lightning.server.core.memory import Charge
-    from tinker_lightning.server.core.trainer import EmbeddedTrainer
+    from tinker_lightning.server.trainer.memory import Charge
+    from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
 
     Submit: TypeAlias = Callable[[Request], Awaitable["Submission"]]
     Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]

@@ -9,10 +9,10 @@ from starlette.routing import Route
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.bodies import read
-from tinker_lightning.server.core.jobs import Job
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.endpoints.futures import Submission, answer_receipt
 from tinker_lightning.server.http import answer
+from tinker_lightning.server.trainer.jobs import Job
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 

@@ -9,10 +9,10 @@ from starlette.routing import Route
 
 from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotRetained, TinkerLightningError
 from tinker_lightning.server.bodies import parse_body, read, received
-from tinker_lightning.server.core.training_service import Training
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.endpoints.futures import Submission, answer_receipt, finished, pending
 from tinker_lightning.server.http import JSON, PROTOBUF, answer, content_type
+from tinker_lightning.server.trainer.training_service import Training
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 from tinker_lightning.wire import json as wire_json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from tinker_lightning.server.core.jobs import Job
+    from tinker_lightning.server.trainer.jobs import Job
 
 T = TypeVar("T")
 

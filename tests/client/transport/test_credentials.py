@@ -1,0 +1,137 @@
+"""The key, the token that some servers want instead of it, and the session they open."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from starlette.responses import JSONResponse
+
+from tests.helpers.backends import recording
+from tests.helpers.client_data import DATA
+from tinker_lightning.client.transport.connection import Connection
+from tinker_lightning.client.transport.credentials import Credentials
+from tinker_lightning.client.transport.retries import RetryPolicy
+from tinker_lightning.errors import NotATinkerServer, Unauthorized
+from tinker_lightning.server import create_app
+from tinker_lightning.server.endpoints import handshake
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from tinker_lightning.server import EmbeddedTrainer
+
+KEY = "tml-raw"
+
+
+class Tokens:
+    """Hands out tokens for the key, and takes nothing else for other requests."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        lifetime: float = 0.0,
+        answer: dict[str, Any] | None = None,
+        claims: dict[str, Any] | None = None,
+    ) -> None:
+        self.app, self.lifetime, self.answer, self.claims = app, lifetime, answer, claims
+        self.made: list[str] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope["headers"]).get(b"x-api-key", b"").decode()
+        by_key = scope["path"].endswith(("/client/config", "/auth/token"))
+        if given not in ([KEY] if by_key else self.made[-2:]):
+            await JSONResponse({"detail": f"{scope['path']} does not take {given}"}, 401)(scope, receive, send)
+        elif scope["path"].endswith("/auth/token"):
+            claims = {
+                **({"exp": time.time() + self.lifetime} if self.claims is None else self.claims),
+                "n": len(self.made),
+            }
+            payload = base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
+            self.made.append(f"eyJh.{payload}.sig")
+            await JSONResponse({"jwt": self.made[-1]} if self.answer is None else self.answer)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
+@pytest.fixture(autouse=True)
+def _with_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "CLIENT_CONFIG", {**handshake.CLIENT_CONFIG, "pjwt_auth_enabled": True})
+
+
+def test_the_key_is_exchanged_once_for_a_token(shared: EmbeddedTrainer) -> None:
+    tokens = Tokens(create_app(shared), lifetime=3600)
+    with recording(tokens, api_key=KEY) as recorded:
+        model = recorded.service.create_lora_training_client("tiny", rank=4)
+        for _ in range(3):
+            model.forward(DATA, "cross_entropy")
+        model.optim_step().result()
+    assert len(tokens.made) == 1
+    keys = {each.path.rsplit("/", 1)[1]: each.headers["x-api-key"] for each in recorded.record.requests}
+    assert keys.pop("config") == keys.pop("token") == KEY
+    assert set(keys.values()) == {tokens.made[0]}
+
+
+def test_a_token_is_replaced_before_it_ends(shared: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = Tokens(create_app(shared), lifetime=3600)
+    with recording(tokens, api_key=KEY) as recorded:
+        model = recorded.service.create_lora_training_client("tiny", rank=4)
+        model.forward(DATA, "cross_entropy").result()
+        assert len(tokens.made) == 1
+        nearly_over = SimpleNamespace(time=lambda: time.time() + 3550)  # a minute is kept in reserve
+        monkeypatch.setattr("tinker_lightning.client.transport.credentials.time", nearly_over)
+        model.forward(DATA, "cross_entropy").result()
+        assert len(tokens.made) == 2
+
+
+@pytest.mark.parametrize("answer", [{}, {"jwt": 3}])
+def test_an_exchange_that_returns_no_token(shared: EmbeddedTrainer, answer: dict[str, Any]) -> None:
+    tokens = Tokens(create_app(shared), 3600, answer)
+    with recording(tokens, api_key=KEY) as recorded, pytest.raises(NotATinkerServer, match="auth/token: jwt"):
+        recorded.service.create_sampling_client(base_model="tiny")
+
+
+def test_a_key_that_gets_no_token(shared: EmbeddedTrainer) -> None:
+    tokens = Tokens(create_app(shared), 3600)
+    with recording(tokens, api_key="tml-other") as recorded, pytest.raises(Unauthorized, match="Set TINKER_API_KEY"):
+        recorded.service.create_sampling_client(base_model="tiny")
+
+
+@pytest.mark.parametrize("claims", [{"exp": 0.0}, {"exp": "soon"}, {}])
+def test_a_token_that_does_not_say_when_it_ends_is_used_once(shared: EmbeddedTrainer, claims: dict[str, Any]) -> None:
+    tokens = Tokens(create_app(shared), claims=claims)
+    with recording(tokens, api_key=KEY) as recorded:
+        recorded.service.get_server_capabilities()
+        recorded.service.create_sampling_client(base_model="tiny")
+    assert len(tokens.made) >= 3
+
+
+def test_headers_of_the_user_reach_no_other_server() -> None:
+    seen: list[tuple[str, str | None]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append((request.url.host, request.headers.get("x-gateway")))
+        elsewhere = {"location": "https://storage.example/adapter"}
+        return (
+            httpx.Response(302, headers=elsewhere) if request.url.path == "/archive" else httpx.Response(200, json={})
+        )
+
+    async def download() -> None:
+        credentials = Credentials(None)
+        headers = {"X-Gateway": "secret"}
+        transport = httpx.MockTransport(answer)
+        connection = Connection("http://server.example", credentials, transport, RetryPolicy(1.0), headers)
+        await connection.send("GET", "/api/v1/healthz")
+        for url in ("http://server.example/archive", "https://storage.example/adapter"):
+            async with connection.stream(url):
+                pass
+        await connection.close()
+
+    asyncio.run(download())
+    assert seen == [("server.example", "secret")] * 2 + [("storage.example", None)] * 2

@@ -1,0 +1,294 @@
+"""Which requests are retried, how often, with which number, and what is logged."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from tests.helpers.backends import QUICK
+from tests.helpers.client_data import DATA
+from tests.helpers.soaking import mostly_soak
+from tinker_lightning import AdamParams
+from tinker_lightning.client import ServiceClient
+from tinker_lightning.client.transport.retries import RetryPolicy, StatusLog
+from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, ServerUnreachable, TinkerLightningError
+from tinker_lightning.server import EmbeddedTrainer, create_app
+from tinker_lightning.testing import RecordingTransport
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Iterator
+
+
+FAST = AdamParams(learning_rate=1e-2)
+
+
+class Script(httpx.AsyncBaseTransport):
+    """Answers an endpoint with the given responses in turn, and then forwards requests."""
+
+    def __init__(self, inner: httpx.AsyncBaseTransport) -> None:
+        self.answers: dict[str, list[httpx.Response | Exception]] = {}
+        self.arrivals: list[tuple[float, str]] = []
+        self._inner = inner
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        endpoint = request.url.path.rsplit("/", 1)[1]
+        self.arrivals.append((time.monotonic(), endpoint))
+        if self.answers.get(endpoint):
+            answer = self.answers[endpoint].pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        return await self._inner.handle_async_request(request)
+
+    def gaps(self, endpoint: str) -> list[float]:
+        """The seconds between the arrivals at an endpoint."""
+        times = [time for time, name in self.arrivals if name == endpoint]
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+
+class Scripted:
+    def __init__(self, service: ServiceClient, script: Script, record: RecordingTransport) -> None:
+        self.service, self.script, self.record = service, script, record
+        self.model = service.create_lora_training_client("tiny", rank=4, seed=1)
+
+    def numbers(self, endpoint: str) -> list[int]:
+        requests = [each for each in self.record.requests if each.path.endswith(f"/{endpoint}")]
+        return [each.message["seq_id"] if isinstance(each.message, dict) else each.message.seq_id for each in requests]
+
+
+@pytest.fixture(params=["extended", "plain"])
+def scripted(shared: EmbeddedTrainer, request: pytest.FixtureRequest) -> Iterator[Scripted]:
+    script = Script(httpx.ASGITransport(create_app(shared, extended=request.param == "extended")))
+    record = RecordingTransport(script)
+    with ServiceClient(base_url="http://embedded", transport=record, retry_policy=QUICK) as service:
+        yield Scripted(service, script, record)
+
+
+def again(status: int, **headers: str) -> httpx.Response:
+    return httpx.Response(status, json={"detail": "not now"}, headers=headers)
+
+
+RETRIED: dict[str, Callable[[], httpx.Response | Exception]] = {
+    "408": lambda: again(408),
+    "409": lambda: again(409),
+    "429": lambda: again(429),
+    "402": lambda: again(402),
+    "500": lambda: again(500),
+    "503": lambda: again(503),
+    "html 502": lambda: httpx.Response(502, html="<html>Bad Gateway</html>"),
+    "html 408": lambda: httpx.Response(408, html="<html>Request Time-out</html>"),
+    "empty 400": lambda: httpx.Response(400),
+    "x-should-retry": lambda: again(422, **{"x-should-retry": "true"}),
+    "reset": lambda: httpx.ReadError("reset"),
+    "refused": lambda: httpx.ConnectError("refused"),
+    "timeout": lambda: httpx.ReadTimeout("slow"),
+}
+
+
+@pytest.mark.parametrize(
+    "fault", mostly_soak(RETRIED, but=["429", "500", "html 502", "x-should-retry", "reset", "timeout"])
+)
+def test_retries_keep_their_number(scripted: Scripted, fault: str) -> None:
+    for endpoint in ("forward_backward", "optim_step"):
+        scripted.script.answers[endpoint] = [RETRIED[fault](), RETRIED[fault]()]
+    scripted.model.forward_backward(DATA, "cross_entropy").result()
+    assert scripted.model.optim_step(FAST).result().metrics["grad_norm"] > 0  # type: ignore[index]
+    assert scripted.numbers("forward_backward") == [1, 1, 1]
+    assert scripted.numbers("optim_step") == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("response", "kind"),
+    [
+        (lambda: again(400), InvalidInput),
+        (lambda: again(404), NotFound),
+        (lambda: again(422), InvalidInput),
+        (lambda: again(413), InvalidInput),
+        (lambda: again(500, **{"x-should-retry": "false"}), OperationFailed),
+    ],
+)
+def test_errors_that_a_retry_cannot_fix_are_not_retried(
+    scripted: Scripted, response: Callable[[], httpx.Response], kind: type[TinkerLightningError]
+) -> None:
+    scripted.script.answers["forward_backward"] = [response()]
+    with pytest.raises(kind, match="not now"):
+        scripted.model.forward(DATA, "cross_entropy").result()
+    assert scripted.numbers("forward_backward") == [1]
+
+
+@pytest.mark.parametrize(
+    ("headers", "least"),
+    [({"retry-after-ms": "300"}, 0.3), ({"retry-after": "0.3"}, 0.3), ({"retry-after": "100"}, 0.0), ({}, 0.0)],
+)
+def test_the_server_says_when(scripted: Scripted, headers: dict[str, str], least: float) -> None:
+    scripted.script.answers["optim_step"] = [again(429, **headers)]
+    scripted.model.optim_step(FAST).result()
+    (gap,) = scripted.script.gaps("optim_step")
+    assert least <= gap < least + 10
+
+
+def test_delays_grow_up_to_a_limit() -> None:
+    retry_policy = RetryPolicy(300.0, first_delay=1.0, longest_delay=10.0)
+    delays = [retry_policy.delay(attempt, None) for attempt in (0, 1, 2, 3, 4, 5000)]
+    for delay, longest in zip(delays, (1, 2, 4, 8, 10, 10), strict=True):
+        assert 0.75 * longest <= delay <= longest
+    assert retry_policy.delay(7, again(402)) == 5.0
+
+
+def test_retries_end_after_the_limit(trainer: EmbeddedTrainer) -> None:
+    trainer.scheduler._gap_timeout = 0.1  # for what is never sent leaves a gap
+    script = Script(httpx.ASGITransport(create_app(trainer)))
+    retry_policy = replace(QUICK, seconds=0.3)
+    with ServiceClient(base_url="http://embedded", transport=script, retry_policy=retry_policy) as service:
+        model = service.create_lora_training_client("tiny", rank=4)
+        script.answers["optim_step"] = [again(503)] * 1000
+        started = time.monotonic()
+        with pytest.raises(OperationFailed, match=r"not now \(HTTP 503\).*optim_step 1 of"):
+            model.optim_step().result()
+        assert 0.2 < time.monotonic() - started < 10
+        script.answers["optim_step"] = [httpx.ReadTimeout("slow")] * 1000
+        with pytest.raises(ServerUnreachable, match="no response within 60 s"):
+            model.optim_step().result()
+        script.answers.clear()
+        model.optim_step().result()
+
+
+def test_every_outage_is_shown_also_after_one_that_failed(
+    shared: EmbeddedTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = Script(httpx.ASGITransport(create_app(shared)))
+    with ServiceClient(
+        base_url="http://embedded", transport=script, retry_policy=replace(QUICK, seconds=0.2)
+    ) as service:
+        for _ in range(2):
+            script.answers["create_model"] = [again(500)] * 1000
+            with pytest.raises(OperationFailed, match="HTTP 500"):
+                service.create_lora_training_client("tiny", rank=4)
+            script.answers.clear()
+            service.create_lora_training_client("tiny", rank=4)
+    shown = [record.getMessage() for record in caplog.records if "waiting because of HTTP 500" in record.getMessage()]
+    assert len(shown) == 2
+
+
+def test_an_account_without_credit_has_its_own_retry_limit(
+    shared: EmbeddedTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = Script(httpx.ASGITransport(create_app(shared)))
+    retry_policy = replace(QUICK, seconds=0.1, billing_delay=0.05)
+    config = {"billing_exception_max_pause_duration_sec": 2.0, "parallel_fwdbwd_chunks": True}
+    script.answers["config"] = [httpx.Response(200, json=config)]
+    with ServiceClient(base_url="http://embedded", transport=script, retry_policy=retry_policy) as service:
+        model = service.create_lora_training_client("tiny", rank=4)
+        script.answers["optim_step"] = [again(402)] * 6
+        model.optim_step().result()
+        assert all(gap >= 0.05 for gap in script.gaps("optim_step"))
+        script.answers["optim_step"] = [again(402)] * 1000
+        with pytest.raises(OperationFailed, match="HTTP 402"):
+            model.optim_step().result()
+        script.answers.clear()
+    shown = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(shown) == 3  # waiting, continuing, waiting
+    assert "waiting because of HTTP 402 (POST http://embedded/ext/v1/optim_step: not now" in shown[0]
+    assert "continuing" in shown[1]
+
+
+def test_a_pause_is_shown_once_however_many_requests_meet_it(
+    scripted: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    scripted.script.answers["forward_backward"] = [again(429) for _ in range(12)]
+    futures = [scripted.model.forward(DATA, "cross_entropy") for _ in range(4)]
+    for future in futures:
+        future.result()
+    shown = [record.getMessage() for record in caplog.records if "waiting because of HTTP 429" in record.getMessage()]
+    assert 1 <= len(shown) <= 4
+
+
+def pending(status: int, state: str = "active", reason: str | None = None) -> httpx.Response:
+    body = {"type": "try_again", "request_id": "r", "queue_state": state, "queue_state_reason": reason}
+    return httpx.Response(status, json=body)
+
+
+@pytest.fixture
+def plain(shared: EmbeddedTrainer) -> Iterator[Scripted]:
+    """Where results are fetched."""
+    script = Script(httpx.ASGITransport(create_app(shared, extended=False)))
+    record = RecordingTransport(script)
+    with ServiceClient(base_url="http://embedded", transport=record, retry_policy=QUICK) as service:
+        yield Scripted(service, script, record)
+
+
+@pytest.mark.parametrize("status", [200, 408])
+def test_queue_states_are_shown_once_per_change(plain: Scripted, status: int, caplog: pytest.LogCaptureFixture) -> None:
+    states = [("active", None), *[("paused_capacity", "no machine is free")] * 3, ("paused_rate_limit", None)]
+    plain.script.answers["retrieve_future"] = [pending(status, *state) for state in states]
+    assert plain.model.forward(DATA, "cross_entropy").result().metrics["loss:sum"] > 0
+    model = plain.model.model_id
+    assert [record.getMessage() for record in caplog.records if record.name == "tinker_lightning.client"] == [
+        f"{model}: the server's queue is paused_capacity (no machine is free)",
+        f"{model}: the server's queue is paused_rate_limit (no reason given)",
+        f"{model}: continuing",
+    ]
+
+
+@pytest.mark.parametrize("reading", [httpx.ReadTimeout("slow"), httpx.Response(408), httpx.Response(408, html="<p>")])
+def test_a_poll_that_times_out_is_repeated(
+    plain: Scripted,
+    reading: httpx.Response | Exception,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tinker_lightning.client.transport.connection._SILENT_SECONDS", 0.0)
+    plain.script.answers["retrieve_future"] = [reading] * 3
+    assert plain.model.forward(DATA, "cross_entropy").result().metrics["loss:sum"] > 0
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_poll_held_longer_than_the_read_timeout_is_repeated(shared: EmbeddedTrainer) -> None:
+    script = Script(httpx.ASGITransport(create_app(shared, extended=False)))
+    retry_policy = replace(QUICK, seconds=0.05)
+    with ServiceClient(base_url="http://embedded", transport=script, retry_policy=retry_policy) as service:
+        model = service.create_lora_training_client("tiny", rank=4)
+        script.answers["retrieve_future"] = [httpx.ReadTimeout("slow")] * 20
+        model.optim_step().result()
+        assert script.answers["retrieve_future"] == []
+
+
+def test_a_server_that_does_not_hold_polls_is_not_flooded(plain: Scripted) -> None:
+    plain.script.answers["retrieve_future"] = [pending(200)] * 6
+    plain.model.optim_step(FAST).result()
+    assert sum(plain.script.gaps("retrieve_future")[-6:]) >= 0.01 * (2**6 - 1)
+
+
+def test_a_submission_that_outlasts_the_long_poll_is_fetched(
+    shared: EmbeddedTrainer, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinker_lightning.server.endpoints.futures.LONG_POLL_SECONDS", 0.05)
+    record = RecordingTransport(httpx.ASGITransport(create_app(shared)))
+    with ServiceClient(base_url="http://embedded", transport=record) as service:
+        model = service.create_lora_training_client("tiny", rank=4)
+        future = model.forward(DATA, "cross_entropy")
+        while record.requests[-1].path != "/api/v1/retrieve_future":
+            time.sleep(0.01)
+        held.set()
+        assert future.result().metrics["loss:sum"] > 0
+    assert [each.path for each in record.requests].count("/ext/v1/forward_backward") == 1
+
+
+def test_states_are_logged_once_per_change(caplog: pytest.LogCaptureFixture) -> None:
+    notices = StatusLog()
+    for state in ("active", "full", "full", "closed", "active", "active", "full"):
+        notices.show("model", state)
+        notices.show("other", "active")
+    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
+        "model: full",
+        "model: closed",
+        "model: continuing",
+        "model: full",
+    ]

@@ -1,0 +1,203 @@
+"""Counts tokens, converts them to dollars, and stops a run at a limit."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import CombinedLoader
+
+from tinker_lightning.callbacks.generating import remote
+from tinker_lightning.client.sdk.inputs import to_datums
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.lightning.checkpoint import rng
+from tinker_lightning.remote import group
+from tinker_lightning.remote.token_count import TokenCount, tokens_of
+from tinker_lightning.rows.batches import as_list
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from tinker_lightning.lightning.base import RemoteBase
+
+logger = logging.getLogger("tinker_lightning")
+
+_KEYS = ("train", "prefill", "sample")
+# How many rows of the training data the estimate looks at.
+_ROWS = 32
+
+
+class CostMonitor(pl.Callback):
+    """Logs the tokens trained, prefilled and sampled, and what they cost.
+
+    Before training it logs an estimate, `estimate`, from a few rows of the data: what the training passes will cost,
+    without validation and samples. A resumed run continues the count.
+
+    Args:
+        prices: A JSON or TOML file, or a dict: by the name of a base model, the dollars per million tokens as `train`,
+            `prefill` and `sample`. The name `*` applies to all other models.
+        max_usd: Stops training and saves a checkpoint, `saved`, before the next step could exceed this many dollars.
+        path: The checkpoint to save at the limit; by default `max_usd.ckpt` in the trainer's `default_root_dir`.
+    """
+
+    def __init__(
+        self,
+        prices: str | PathLike[str] | Mapping[str, Mapping[str, float]],
+        *,
+        max_usd: float | None = None,
+        path: str | PathLike[str] | None = None,
+    ) -> None:
+        if max_usd is not None and not (math.isfinite(max_usd) and max_usd > 0):
+            raise InvalidInput(f"CostMonitor: max_usd must be above 0, got {max_usd}")
+        self._table = _checked(prices, "prices") if isinstance(prices, Mapping) else _read(Path(prices))
+        self.max_usd = max_usd
+        self.path = path
+        self.tokens = TokenCount()
+        self.estimate: float | None = None
+        self.saved: Path | None = None
+        self._prices: Mapping[str, float] = {}
+        self._seen = TokenCount()
+        self._step = 0
+        self._largest_step = 0.0
+
+    @property
+    def usd(self) -> float:
+        """What the run has cost so far."""
+        return self._usd(self.tokens)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Looks up the prices of the model."""
+        del trainer
+        module = remote(self, pl_module)
+        self._prices = self._prices_of(module.lm.backend.get_info().model_data.model_name or "")
+        self._seen = _count(module)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Logs what the training passes that are left will cost."""
+        self._step, self._largest_step, self.saved = trainer.global_step, 0.0, None
+        per_batch = _tokens_per_batch(trainer, remote(self, pl_module))
+        total = trainer.estimated_stepping_batches
+        if per_batch is None or not math.isfinite(total):
+            logger.info("CostMonitor: no estimate, because the length of the data or of the training is not known")
+            return
+        batches = max(total - trainer.global_step, 0) * trainer.accumulate_grad_batches
+        self.estimate = batches * self._usd(per_batch)
+        logger.info("CostMonitor: training passes will cost about $%.4g", self.estimate)
+        if self.max_usd is not None and self.usd + self.estimate > self.max_usd:
+            logger.warning(
+                "CostMonitor: training will stop early: about $%.4g of training passes, but max_usd=%g",
+                self.usd + self.estimate,
+                self.max_usd,
+            )
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """Logs tokens and dollars; stops and saves if the next step could exceed the limit."""
+        if trainer.global_step == self._step:
+            return  # in the middle of an accumulation window
+        self._step = trainer.global_step
+        before = self.usd
+        self._update(remote(self, pl_module))
+        names = {f"cost/tokens_{name}": float(number) for name, number in asdict(self.tokens).items()}
+        pl_module.log_dict(names, batch_size=1)
+        pl_module.log("usd", self.usd, prog_bar=True, batch_size=1)
+        self._largest_step = max(self._largest_step, self.usd - before)
+        if self.max_usd is None or self.usd + self._largest_step <= self.max_usd:
+            return
+        trainer.should_stop = True
+        if self.saved is None:
+            self.saved = Path(self.path or Path(trainer.default_root_dir, "max_usd.ckpt"))
+            trainer.save_checkpoint(self.saved)
+            logger.warning(
+                "CostMonitor: $%.4g were spent and the next step could exceed max_usd=%g. Training stops; resume from "
+                "%s with a higher limit.",
+                self.usd,
+                self.max_usd,
+                self.saved,
+            )
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Counts what was sent after the last step."""
+        del trainer
+        self._update(remote(self, pl_module))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the tokens counted so far."""
+        return asdict(self.tokens)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the tokens counted before the checkpoint was saved."""
+        self.tokens = TokenCount(**state_dict)
+
+    def _update(self, module: RemoteBase) -> None:
+        now = _count(module)
+        self.tokens, self._seen = self.tokens + (now - self._seen), now
+
+    def _usd(self, tokens: TokenCount) -> float:
+        numbers = (tokens.trained, tokens.prefilled, tokens.sampled)
+        return sum(number * self._prices.get(key, 0.0) for key, number in zip(_KEYS, numbers, strict=True)) / 1e6
+
+    def _prices_of(self, model: str) -> Mapping[str, float]:
+        found = self._table.get(model, self._table.get("*"))
+        if found is None:
+            near = difflib.get_close_matches(model, self._table, 1)
+            hint = f"did you mean {near[0]!r}? It" if near else "it"
+            raise InvalidInput(
+                f"CostMonitor: the price table has no model {model!r}; {hint} has {', '.join(self._table)}. Add the "
+                "model, or prices for all other models under '*'."
+            )
+        return found
+
+
+def _count(module: RemoteBase) -> TokenCount:
+    return sum((each.tokens for each in group.remotes_of(module)), start=TokenCount())
+
+
+def _tokens_per_batch(trainer: pl.Trainer, module: RemoteBase) -> TokenCount | None:
+    """Returns the mean tokens of a batch by some rows of the data; None for data that cannot be looked at."""
+    total = 0.0
+    for loader in CombinedLoader(trainer.train_dataloader).flattened:
+        try:
+            rows, collate, size = loader.dataset, loader.collate_fn, min(loader.batch_size or 1, len(loader.dataset))
+            # Whole batches, because rows may belong together, such as those of a pair.
+            starts = range(0, len(rows) - size + 1, size * max(1, len(rows) // max(_ROWS, size)))
+            with rng.kept():
+                batches = [collate([rows[i] for i in range(start, start + size)]) for start in starts]
+                counts = [tokens_of(to_datums(as_list(module.datums(batch)))) for batch in batches]
+        except (AttributeError, TypeError, NotImplementedError, InvalidInput):  # of streams and loaders of other kinds
+            return None
+        total += sum(counts) / len(counts)
+    tokens = TokenCount(trained=round(total))
+    # A loss of log-probabilities takes a forward pass of its own.
+    return replace(tokens, prefilled=tokens.trained) if module.chosen_route().needs_logprobs else tokens
+
+
+def _read(path: Path) -> Mapping[str, Mapping[str, float]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        table = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise InvalidInput(f"CostMonitor: the price table {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise InvalidInput(f"CostMonitor: the price table {path} is not valid: {error}") from error
+    return _checked(table, str(path))
+
+
+def _checked(table: Any, where: str) -> Mapping[str, Mapping[str, float]]:
+    if not isinstance(table, Mapping) or not table:
+        raise InvalidInput(f"CostMonitor: {where} must map names of models to prices, got {table!r}")
+    for model, prices in table.items():
+        is_valid = isinstance(prices, Mapping) and set(prices) == set(_KEYS)
+        if not is_valid or not all(isinstance(each, int | float) and each >= 0 for each in prices.values()):
+            raise InvalidInput(
+                f"CostMonitor: {where}: the prices of {model!r} must be numbers named {', '.join(_KEYS)}, in dollars "
+                f"per million tokens, got {prices!r}"
+            )
+    return table

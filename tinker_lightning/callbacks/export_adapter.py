@@ -1,0 +1,244 @@
+"""Exports the adapter at the end of a fit, ready for transformers, peft and vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning.pytorch as pl
+
+from tinker_lightning.callbacks.generating import remote
+from tinker_lightning.client.files.export import CONFIG, check_target, export_adapter
+from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError
+from tinker_lightning.lightning.checkpoint import contents
+from tinker_lightning.wire import folders
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from os import PathLike
+
+    from tinker_lightning.lightning.base import RemoteBase
+    from tinker_lightning.remote.saved_state import SavedState
+
+logger = logging.getLogger("tinker_lightning")
+
+# Hub ids of models that the embedded trainer builds itself.
+_HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+
+
+class ExportAdapter(pl.Callback):
+    """Saves the adapter with its tokenizer as a PEFT folder when a fit ends; `folder` is its path then.
+
+    Args:
+        path: A new or empty folder.
+        which: `"last"`, or `"best"`: the best checkpoint of the first `ModelCheckpoint` that monitors a metric. The
+            module keeps its last weights.
+        base_model: What `base_model_name_or_path` names, so that others can load the adapter; by default the hub id of
+            the model, if the server names one.
+        merged: A new or empty folder for a model with the adapter merged into its weights; loads the base model.
+        check: Whether to check that transformers and peft load the adapter; loads no weights of the base model.
+        overwrite: Whether to replace earlier exports.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        which: Literal["last", "best"] = "last",
+        *,
+        base_model: str | None = None,
+        merged: str | PathLike[str] | None = None,
+        check: bool = True,
+        overwrite: bool = False,
+    ) -> None:
+        if which not in ("last", "best"):
+            raise InvalidInput(f"ExportAdapter: which must be 'last' or 'best', got {which!r}")
+        missing = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
+        if missing and (check or merged is not None):
+            raise InvalidInput(
+                f"ExportAdapter needs {' and '.join(missing)} to check and merge adapters. Install them with: python "
+                "-m pip install 'tinker-lightning[embedded]', or set check=False and merged=None."
+            )
+        self.path = path
+        self.which = which
+        self.base_model = base_model
+        self.merged = merged
+        self.check = check
+        self.overwrite = overwrite
+        self.folder: Path | None = None
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Raises `InvalidInput` before anything is trained if the export would fail."""
+        remote(self, pl_module)
+        self._check_folders()
+        if self.which == "best" and not _monitoring(trainer):
+            raise InvalidInput(
+                "ExportAdapter(which='best') needs a ModelCheckpoint that monitors a metric, for example "
+                "ModelCheckpoint(monitor='val_loss')"
+            )
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Exports the adapter."""
+        module = remote(self, pl_module)
+        if self.which == "last":
+            self.export(module)
+            return
+        file = _monitoring(trainer)[0].best_model_path
+        if not file:
+            raise InvalidInput("there is no best checkpoint to export, because no checkpoint was saved in this fit")
+        with _loaded(module, contents.state_in(trainer.strategy.checkpoint_io.load_checkpoint(file), file)):
+            self.export(module)
+
+    @property
+    def _overwrites(self) -> bool:
+        return self.overwrite or self.folder is not None  # a second fit replaces the export of the first
+
+    def export(self, module: RemoteBase) -> Path:
+        """Exports the current adapter of a module, and returns its folder."""
+        self._check_folders()
+        module.drain()
+        base = ""
+
+        def finish(part: Path) -> None:
+            nonlocal base
+            base = self._name_base(module, part)
+            _save_tokenizer(module, part)
+            if self.check:
+                _check_loads(part, base)
+
+        folder = export_adapter(module.lm.backend, self.path, overwrite=self._overwrites, finish=finish)
+        if self.merged is not None:
+            with folders.new_folder(Path(self.merged).expanduser().resolve(), overwrite=self._overwrites) as part:
+                _merge(folder, base, part)
+                _save_tokenizer(module, part)
+        self.folder = folder
+        return folder
+
+    def _check_folders(self) -> None:
+        check_target(self.path, self._overwrites)
+        if self.merged is not None:
+            _check_merged(Path(self.merged).expanduser(), self._overwrites)
+
+    def _name_base(self, module: RemoteBase, folder: Path) -> str:
+        """Writes a portable name of the base model; returns what it is loaded from on this machine."""
+        file = folder / CONFIG
+        config = json.loads(file.read_text(encoding="utf-8"))
+        given = str(config.get("base_model_name_or_path") or "")
+        name = module.lm.backend.get_info().model_data.model_name or ""
+        hub_id = _HUB_IDS.get(name, name if name.count("/") == 1 and not Path(name).exists() else "")
+        config["base_model_name_or_path"] = self.base_model or hub_id or given
+        if not self.base_model and not hub_id:
+            warnings.warn(
+                f"{CONFIG} names the base model {given!r}, which other machines may not have. Pass its hub id: "
+                "ExportAdapter(base_model='organisation/model').",
+                stacklevel=2,
+            )
+        file.write_text(json.dumps(config, indent=2), encoding="utf-8")
+        return given if Path(given).is_dir() else config["base_model_name_or_path"]
+
+
+def _monitoring(trainer: pl.Trainer) -> list[Any]:
+    """Returns the checkpoint callbacks that monitor a metric."""
+    return [one for one in trainer.checkpoint_callbacks if getattr(one, "monitor", None) is not None]
+
+
+@contextmanager
+def _loaded(module: RemoteBase, state: SavedState) -> Iterator[None]:
+    """Loads a state into the model for the length of a `with` block."""
+    handle = module.lm.handle.remote
+    saved = handle.saved
+    current = handle.save()
+    try:
+        handle.load(state)
+        yield
+    finally:
+        handle.load(current)
+        handle.saved = saved
+        if saved is None:
+            try:
+                module.delete_state(current.path)
+            except TinkerLightningError as error:
+                logger.warning("%s could not be deleted and stays on the server: %s", current.path, error)
+
+
+def _save_tokenizer(module: RemoteBase, folder: Path) -> None:
+    try:
+        module.tokenizer.save_pretrained(folder)
+    except TinkerLightningError as error:
+        warnings.warn(f"the export has no tokenizer: {error}", stacklevel=2)
+
+
+def _check_loads(folder: Path, base: str) -> None:
+    """Raises `OperationFailed` if the adapter does not fit its base model; warns if the base is not available."""
+    import peft
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    if (folder / "tokenizer_config.json").exists():
+        AutoTokenizer.from_pretrained(folder)
+    try:
+        config = AutoConfig.from_pretrained(base)
+    except (OSError, ValueError) as error:
+        warnings.warn(
+            f"the adapter is exported, but not checked: its base model {base!r} is not available: {error}",
+            stacklevel=2,
+        )
+        return
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # advice for those who will train the adapter
+        model = peft.get_peft_model(
+            AutoModelForCausalLM.from_config(config), peft.PeftConfig.from_pretrained(str(folder))
+        )
+        wanted = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    found = {name: list(tensor.shape) for name, tensor in peft.load_peft_weights(str(folder), device="cpu").items()}
+    expected = {name: list(tensor.shape) for name, tensor in wanted.items()}
+    if wrong := sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
+        raise OperationFailed(
+            f"the adapter does not fit {base!r}: peft expects {wrong[0]} with shape {expected.get(wrong[0])}, the "
+            f"server sent {found.get(wrong[0])}. Pass the base model that was trained as base_model=, or check=False."
+        )
+
+
+def _merge(adapter: Path, base: str, folder: Path) -> None:
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with _without_bars(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # advice on tied weights, which are untied here
+        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+        head = model.get_output_embeddings()
+        if head.weight is model.get_input_embeddings().weight:
+            # An adapter of the output matrix must not change the embedding that shares its weights.
+            head.weight = torch.nn.Parameter(head.weight.detach().clone())
+            model.config.tie_word_embeddings = False
+        peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(folder)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Hides the progress bars of transformers in a `with` block."""
+    from transformers.utils import logging as bars
+
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()
+
+
+def _check_merged(folder: Path, overwrite: bool) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if not overwrite:
+            raise InvalidInput(f"{folder} is not empty. Choose another folder, or set overwrite=True to replace it.")
+        if not (folder / "config.json").exists():
+            raise InvalidInput(
+                f"{folder} does not contain a model, and overwrite=True would delete what it contains. Choose another "
+                "folder."
+            )

@@ -1,0 +1,123 @@
+"""What callbacks that sample from the model have in common: prompts, and when to sample."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.lightning.base import RemoteBase
+from tinker_lightning.rows.formats import is_chat, is_row
+from tinker_lightning.types import SamplingParams
+from tinker_lightning.types.chat import to_answer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class GeneratingCallback(pl.Callback, ABC):
+    """Samples continuations of prompts every few steps, or after each validation, and calls `on_samples`.
+
+    Args:
+        prompts: Texts, chats, dicts with `prompt` or `messages`, model inputs or lists of tokens.
+        every_n_steps: How many optimizer steps lie between two samplings; None samples after each validation, or after
+            each epoch of training if there is no validation.
+        sampling_params: How tokens are chosen; by default greedily, up to 64.
+        num_samples: How many continuations of each prompt to sample, in one request.
+    """
+
+    def __init__(
+        self,
+        prompts: Iterable[Any],
+        *,
+        every_n_steps: int | None = None,
+        sampling_params: SamplingParams | None = None,
+        num_samples: int = 1,
+    ) -> None:
+        name = type(self).__name__
+        self.rows = [prompts] if is_row(prompts) else list(prompts)
+        if not self.rows:
+            raise InvalidInput(f"{name}: prompts is empty")
+        if every_n_steps is not None and every_n_steps < 1:
+            raise InvalidInput(f"{name}: every_n_steps must be at least 1, or None, got {every_n_steps}")
+        if num_samples < 1:
+            raise InvalidInput(f"{name}: num_samples must be at least 1, got {num_samples}")
+        self.every_n_steps = every_n_steps
+        self.sampling_params = sampling_params or SamplingParams(max_tokens=64, temperature=0)
+        self.num_samples = num_samples
+        self._last_step = -1
+
+    @abstractmethod
+    def on_samples(
+        self, trainer: pl.Trainer, module: RemoteBase, samples: list[list[dict[str, Any]]], *, in_epoch: bool
+    ) -> None:
+        """Handles the samples of each prompt: dicts with `tokens`, `logprobs`, `stop_reason` and usually `text`.
+
+        `in_epoch` is true between the batches of an epoch, where `module.log` would repeat a value at later steps.
+        """
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Raises `InvalidInput` if the module is not a remote one."""
+        del trainer, stage
+        remote(self, pl_module)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """Samples if enough steps were taken."""
+        step = trainer.global_step
+        # A micro-batch that takes no step leaves the count where it was.
+        if self.every_n_steps and step and step % self.every_n_steps == 0 and step != self._last_step:
+            self._sample(trainer, pl_module, in_epoch=True)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Samples, unless an interval is set; `Trainer.validate` always samples."""
+        if not trainer.sanity_checking and (self.every_n_steps is None or trainer.state.fn == TrainerFn.VALIDATING):
+            self._sample(trainer, pl_module, in_epoch=False)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Samples if there is no validation and no interval."""
+        if self.every_n_steps is None and not trainer.enable_validation:
+            self._sample(trainer, pl_module, in_epoch=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the last step that was sampled at, so that a resumed run does not sample there again."""
+        return {"last_step": self._last_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the last step that was sampled at."""
+        self._last_step = state_dict["last_step"]
+
+    def _sample(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, in_epoch: bool) -> None:
+        module = remote(self, pl_module)
+        found = module._samples.of(self.rows, self.sampling_params, self.num_samples)
+        self.on_samples(trainer, module, [one.get("samples", [one]) for one in found], in_epoch=in_epoch)
+        self._last_step = trainer.global_step
+
+
+def remote(callback: pl.Callback, module: pl.LightningModule) -> RemoteBase:
+    """Returns a remote module; raises `InvalidInput` for any other."""
+    if not isinstance(module, RemoteBase):
+        raise InvalidInput(
+            f"{type(callback).__name__} needs a RemoteModule, but the trainer runs a {type(module).__name__}"
+        )
+    return module
+
+
+def logged_step(trainer: pl.Trainer) -> int:
+    """Returns the step under which Lightning logs metrics of the step that was taken last."""
+    return max(trainer.global_step - 1, 0)
+
+
+def shown(row: Any) -> str:
+    """Returns the text of a prompt as a reader would like to see it: of a chat, the message that is answered.
+
+    >>> shown({"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]})
+    '2 + 2?'
+    >>> shown([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}])
+    '2 + 2?'
+    """
+    value = row.get("prompt", row.get("messages", row)) if isinstance(row, Mapping) else row
+    return str(to_answer(value)[-1]["content"]) if is_chat(value) else str(value)

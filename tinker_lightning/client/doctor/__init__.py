@@ -1,6 +1,0 @@
-"""Checks what a server does, on scratch models that are removed afterwards."""
-
-from tinker_lightning.client.doctor.examination import CHECKS, TOKENS, examine
-from tinker_lightning.client.doctor.report import Report
-
-__all__ = ["CHECKS", "TOKENS", "Report", "examine"]

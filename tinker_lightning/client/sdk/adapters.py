@@ -1,0 +1,93 @@
+"""Adapts the official SDK's clients, and those with its methods, to the interfaces of this package."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tinker_lightning.client.backend import TrainingBackend
+from tinker_lightning.client.dialects.servers import as_dialect
+from tinker_lightning.client.sdk.official import created, is_official
+from tinker_lightning.errors import InvalidInput, Unsupported
+
+if TYPE_CHECKING:
+    import os
+
+    from tinker_lightning.client.dialects.dialect import Dialect
+
+# What makes a client of another vendor trainable: the SDK's names.
+_OF_VENDORS = ("forward", "forward_backward_custom", "optim_step", "save_state")
+# The packages of vendors whose `forward_backward_custom` is known to send the gradient of the loss.
+_TRUSTED = frozenset({"together", "fireworks"})
+# How many clients may be wrapped around the SDK's.
+_WRAPPERS = 3
+
+
+def as_backend(client: Any, dialect: str | os.PathLike[str] | Dialect | None = None) -> TrainingBackend:
+    """Returns a training client as a `TrainingBackend`: ours unchanged, the SDK's or a vendor's in a wrapper.
+
+    Args:
+        client: The training client. One that wraps the official SDK's is recognized if it has that as an attribute.
+        dialect: What the server behind a client of another library speaks, as in `connect()`; detected if it is not
+            given.
+
+    Raises:
+        InvalidInput: If the client cannot be trained.
+        Unsupported: If what its server does with a gradient is not known.
+    """
+    speaks = as_dialect(dialect)
+    client = created(client)
+    if hasattr(client, "prepare_gradient") or not all(hasattr(client, name) for name in _OF_VENDORS):
+        if speaks is not None:
+            raise InvalidInput(f"dialect: not supported for a {type(client).__name__}. Pass it to connect() instead.")
+        return _checked(client)
+    if (inner := _sdk_client(client, _WRAPPERS)) is not None:
+        from tinker_lightning.client.sdk.clients import OfficialTrainingClient
+
+        return OfficialTrainingClient(client, inner, speaks)
+    if speaks is None and not _packages(client) & _TRUSTED:
+        raise Unsupported(
+            f"{type(client).__name__} has the methods of a training client, but the server behind it is not known, so "
+            "custom losses might train wrong. Pass the client that it wraps, or as_backend(client, dialect=...) with "
+            "what the server speaks: the name of a known dialect, or one that `tinker-lightning doctor` has measured."
+        )
+    from tinker_lightning.client.sdk.vendors import VendorTrainingClient
+
+    return VendorTrainingClient(client, speaks)
+
+
+def _checked(client: Any) -> TrainingBackend:
+    wanted = [name for name in vars(TrainingBackend) if not name.startswith("_")]
+    if missing := [name for name in wanted if not hasattr(client, name)]:
+        raise InvalidInput(
+            f"{type(client).__name__} cannot be trained: it has no {', '.join(missing)}. Pass a training client that "
+            "create_lora_training_client() returned, or implement tinker_lightning.client.TrainingBackend."
+        )
+    backend: TrainingBackend = client
+    return backend
+
+
+def as_sampler(client: Any) -> Any:
+    """Returns a sampling client with our methods, types and errors; the official SDK's in a thin wrapper."""
+    client = created(client)
+    if not hasattr(client, "sample"):
+        raise InvalidInput(
+            f"{type(client).__name__} cannot sample. Pass a sampling client that create_sampling_client() returned."
+        )
+    if is_official(client, "SamplingClient"):
+        from tinker_lightning.client.sdk.clients import OfficialSamplingClient
+
+        return OfficialSamplingClient(client)
+    return client
+
+
+def _sdk_client(client: Any, wrappers: int) -> Any | None:
+    """Returns the SDK's training client that a client is or wraps: the object with the SDK's connection."""
+    if is_official(client, "TrainingClient") or "tinker" in _packages(getattr(client, "holder", None)):
+        return client
+    wrapped = getattr(client, "__dict__", {}).values() if wrappers else ()
+    found = (_sdk_client(each, wrappers - 1) for each in wrapped if hasattr(each, "forward_backward_custom"))
+    return next((each for each in found if each is not None), None)
+
+
+def _packages(instance: Any) -> set[str]:
+    return {base.__module__.split(".")[0] for base in type(instance).__mro__}

@@ -1,0 +1,1 @@
+"""Requests over HTTP: connections, sessions, operations from submission to result, and retries."""

@@ -1,0 +1,378 @@
+"""One operation from submission to result: one round trip where the server can wait, two elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import httpx
+
+from tinker_lightning.client.dialects import encoding
+from tinker_lightning.client.transport.connection import JSON, PROTOBUF
+from tinker_lightning.client.transport.recording import OperationRecord
+from tinker_lightning.errors import (
+    AnswerLost,
+    InvalidInput,
+    InvalidMessage,
+    NotFound,
+    NotRetained,
+    OperationFailed,
+    ResultExpired,
+    ServerUnreachable,
+    TinkerLightningError,
+    input_error,
+)
+from tinker_lightning.losses.builtin import LOSSES
+from tinker_lightning.types import ForwardBackwardOutput, OptimStepResponse, SampleResponse
+from tinker_lightning.types.requests import (
+    ForwardBackwardRequest,
+    ModelRequest,
+    RetrieveFutureRequest,
+    SampleRequest,
+)
+from tinker_lightning.wire import compression, protobuf
+from tinker_lightning.wire import json as wire_json
+
+if TYPE_CHECKING:
+    from tinker_lightning.client.dialects.dialect import Dialect
+    from tinker_lightning.client.transport.session import Session
+
+T = TypeVar("T")
+E = TypeVar("E", bound=TinkerLightningError)
+
+# Our server's id of an operation whose submission is answered with the result.
+REQUEST_ID_HEADER = "x-request-id"
+
+_BINARY: dict[type[Any], Callable[[bytes], Any]] = {
+    ForwardBackwardOutput: protobuf.decode_output,
+    SampleResponse: protobuf.decode_sample,
+}
+# The names of metrics that some servers call differently.
+_METRICS = {
+    "skyrl.ai/grad_norm": "grad_norm",
+    "skyrl.ai/learning_rate": "learning_rate",
+    "grad_norm:mean": "grad_norm",
+}
+# The longest pause between polls of a server that answers polls immediately.
+_POLL_SECONDS = 1.0
+# How many answers of 500 to a poll are taken for a passing fault.
+_BROKEN_POLLS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Operation(Generic[T]):
+    """An encoded request: what the user called, where it is posted, and the class of its result."""
+
+    name: str
+    endpoint: str
+    body: bytes
+    content_type: str
+    result: type[T]
+    model_id: str | None = None  # or the sampler's id
+    seq_id: int | None = None
+    request: Any = None  # kept where the number may change until the operation is posted
+    whole: Callable[[], Operation[T]] | None = None  # the same with its datums, if the server does not retain them
+    datums: int | None = None  # of a pass
+    targets: list[int] | None = None  # of each datum, where the result has the log-probability of each
+    record: OperationRecord | None = None  # if it is measured
+
+    def __str__(self) -> str:
+        return self.name if self.model_id is None else f"{self.name} {self.seq_id} of {self.model_id}"
+
+
+def encode(dialect: Dialect, name: str, endpoint: str, request: Any, result: type[T]) -> Operation[T]:
+    """Encodes a request in the terms of a dialect.
+
+    Raises:
+        InvalidInput: If it contains something that cannot be sent.
+    """
+    if isinstance(request, ForwardBackwardRequest):
+        standard, body, content_type = encoding.encode_pass(dialect, request)
+        endpoint = standard if endpoint == "forward_backward" else endpoint
+        count, targets = len(request.data), _targets(dialect, request)
+        operation = Operation(name, endpoint, body, content_type, result, datums=count, targets=targets)
+    else:
+        operation = Operation(name, endpoint, encoding.encode_json(dialect, endpoint, request), JSON, result)
+    if dialect.numbers == "strict":
+        operation = replace(operation, request=request)
+    if isinstance(request, ModelRequest):
+        return replace(operation, model_id=request.model_id, seq_id=request.seq_id)
+    if isinstance(request, SampleRequest):
+        return replace(operation, model_id=request.sampling_session_id, seq_id=request.seq_id)
+    return operation
+
+
+def _targets(dialect: Dialect, request: ForwardBackwardRequest) -> list[int] | None:
+    """Returns the number of targets of each datum if their log-probabilities are read.
+
+    Those of a backward are read where the server's sum is that of other weights, and the loss is computed here.
+    """
+    is_read = request.forward_only or dialect.unit_forward_weights or dialect.forward == "zero_weights"
+    given = [datum.loss_fn_inputs.get("target_tokens") for datum in request.data]
+    if not is_read or request.loss_fn not in LOSSES or any(targets is None for targets in given):
+        return None
+    return [math.prod(targets.shape) for targets in given if targets is not None]
+
+
+def renumbered(dialect: Dialect, operation: Operation[T], seq_id: int) -> Operation[T]:
+    """Returns an operation with another number."""
+    request = replace(operation.request, seq_id=seq_id)
+    again = encode(dialect, operation.name, operation.endpoint, request, operation.result)
+    return replace(again, record=operation.record)
+
+
+def recorded(session: Session, operation: Operation[T]) -> Operation[T]:
+    """Returns an operation that is submitted now, measured if the session has a recording."""
+    if session.recording is None:
+        return operation
+    return replace(operation, record=session.recording.begin(operation.name, operation.model_id))
+
+
+async def perform(
+    session: Session, operation: Operation[T], *, on_submitted: Callable[[bool], None] | None = None
+) -> T:
+    """Submits an operation and waits for its result.
+
+    Args:
+        session: The session.
+        operation: The operation.
+        on_submitted: Called after the submission with whether the server has taken it, or may have.
+
+    Raises:
+        TinkerLightningError: With the operation, its model, number and request id in the message.
+    """
+    request_id = ""
+    record = operation.record
+    if record is not None:
+        record.posted = time.perf_counter()
+    try:
+        taken = True
+        try:
+            try:
+                response = await _submit(session, operation)
+            except NotRetained:
+                if operation.whole is None:
+                    raise
+                operation = replace(operation.whole(), record=record)
+                response = await _submit(session, operation)
+        except TinkerLightningError as error:
+            taken = isinstance(error, AnswerLost)
+            raise
+        finally:
+            if on_submitted is not None:
+                on_submitted(taken)
+        request_id = response.headers.get(REQUEST_ID_HEADER, "")
+        if not session.extensions.submit_and_wait or response.status_code == 408:
+            request_id = str(session.connection.json(response).get("request_id") or "")
+            response = await _fetch(session, operation, request_id)
+        return _decode(session, operation, response)
+    except TinkerLightningError as error:
+        # Of the same class, so that `except` keeps its meaning. What happened comes first, ids come last.
+        which = f" ({operation}{request_id and f', request {request_id}'})" if operation.model_id or request_id else ""
+        kind = NotFound if _is_missing_checkpoint(operation, error) else type(error)
+        located = kind(f"{operation.name}: {error}{_hint(session, operation, error)}{which}")
+        raise with_ids(located, operation, request_id or None) from error
+    finally:
+        if record is not None:
+            record.ended = time.perf_counter()
+
+
+def with_ids(error: E, operation: Operation[Any], request_id: str | None = None) -> E:
+    """Returns the error with the ids of the operation that it belongs to."""
+    error.operation, error.model_id = operation.name, operation.model_id
+    error.seq_id, error.request_id = operation.seq_id, request_id
+    return error
+
+
+def _is_missing_checkpoint(operation: Operation[Any], error: TinkerLightningError) -> bool:
+    """Returns whether a server that has one error for all failures reports that there is no such checkpoint."""
+    is_plain = type(error) is OperationFailed and operation.endpoint == "load_weights"
+    return is_plain and "checkpoint not found" in str(error).lower()
+
+
+def _hint(session: Session, operation: Operation[Any], error: TinkerLightningError) -> str:
+    """Returns the likely cause if an operation meets no endpoint for it, or a pass one that crashes on its encoding."""
+    name, text = session.dialect.name, str(error)
+    missing = text.endswith((": Not Found", "(HTTP 405)", "(HTTP 415)"))
+    is_pass = operation.result is ForwardBackwardOutput and not session.dialect.deduplicates
+    if not missing and not (is_pass and (isinstance(error, NotFound) or "(HTTP 500)" in text)):
+        return ""
+    end = "" if text.endswith((".", "?")) else "."
+    return (
+        f"{end} Does the server speak the dialect {name!r}? connect(url, dialect='auto') detects what it speaks. If it "
+        f"did before, {session.connection.url} was replaced, or servers of several versions share this URL."
+    )
+
+
+async def _submit(session: Session, operation: Operation[Any]) -> httpx.Response:
+    wait = session.extensions.submit_and_wait
+    body = operation.body
+    headers = {"Content-Type": operation.content_type, "Accept": _accept(operation) if wait else JSON}
+    if session.config.proto_compress_fwdbwd and operation.content_type == PROTOBUF:
+        body = compression.compress(body)
+        headers["Content-Encoding"] = "zstd"
+    prefix = "/ext/v1/" if wait else "/api/v1/"
+    accept = _is_receipt if wait else None
+    return await session.connection.send(
+        "POST",
+        prefix + operation.endpoint,
+        body,
+        headers=headers,
+        accept=accept,
+        repeatable=_is_repeatable(session.dialect, operation),
+        record=operation.record,
+    )
+
+
+def _is_repeatable(dialect: Dialect, operation: Operation[Any]) -> bool:
+    """Returns whether an operation that may have been received can be sent again without harm."""
+    if dialect.deduplicates or operation.endpoint in ("asample", "create_model"):
+        return True  # a second model or sample harms nobody
+    return operation.name == "forward" and dialect.numbers == "ignored"
+
+
+async def _fetch(session: Session, operation: Operation[Any], request_id: str) -> httpx.Response:
+    """Polls until the result is available; logs each change of the server's queue state once."""
+    if not request_id:
+        where = f"/api/v1/{operation.endpoint}: request_id: missing, so its result cannot be requested"
+        raise session.connection.not_a_tinker_server(where)
+    body = encoding.encode_json(session.dialect, "retrieve_future", RetrieveFutureRequest(request_id))
+    headers = {"Accept": _accept(operation)}
+    subject = operation.model_id or operation.name
+    quick = 0.01
+    broken = 0
+    # Others answer 500 for as long as they are asked for a result that they cannot encode, such as NaN.
+    accept = _is_expected if session.dialect.deduplicates else _is_expected_or_broken
+    while True:
+        asked = time.monotonic()
+        try:
+            response = await session.connection.send(
+                "POST",
+                "/api/v1/retrieve_future",
+                body,
+                headers=headers,
+                accept=accept,
+                is_poll=True,
+                record=operation.record,
+            )
+        except NotFound as error:
+            if operation.endpoint == "load_weights" and not session.dialect.deduplicates:
+                raise  # such servers answer a poll with the failure itself
+            raise ResultExpired(
+                f"{session.connection.url} does not have its result, or no longer: {error}. If several servers share "
+                "this address, connect to one of them."
+            ) from error
+        except InvalidInput as error:
+            if session.dialect.deduplicates:
+                raise
+            raise OperationFailed(str(error)) from error
+        except ServerUnreachable as error:
+            if isinstance(error.__cause__, httpx.ReadTimeout):
+                continue  # the server holds polls for longer than our read timeout
+            raise
+        if response.status_code == 410:
+            raise ResultExpired(
+                f"{session.connection.url} no longer keeps its result. Resume from the last checkpoint."
+            )
+        if response.status_code == 500:
+            broken += 1
+            if broken > _BROKEN_POLLS:
+                raise OperationFailed(
+                    f"{session.connection.url} cannot return the result: POST /api/v1/retrieve_future answers HTTP 500 "
+                    f"({response.text[:100]!r}). Results with NaN cannot be encoded as JSON: look for a token id that "
+                    "the model does not have, or for weights that are no longer finite."
+                )
+            await asyncio.sleep(broken * _POLL_SECONDS)
+            continue
+        pending = _pending(response)
+        if pending is None:
+            session.connection.status_log.show(subject, "active")
+            return response
+        state = str(pending.get("queue_state") or "active")
+        state = state if state == "active" else f"the server's queue is {state}"
+        session.connection.status_log.show(subject, state, str(pending.get("queue_state_reason") or ""))
+        if time.monotonic() - asked < _POLL_SECONDS:
+            await asyncio.sleep(quick)
+            quick = min(2 * quick, _POLL_SECONDS)
+
+
+def _decode(session: Session, operation: Operation[T], response: httpx.Response) -> T:
+    if PROTOBUF in response.headers.get("content-type", "") and operation.result in _BINARY:
+        try:
+            decoded: T = _BINARY[operation.result](response.content)
+        except InvalidMessage as error:
+            where = f"{response.url.path}: the result of {operation.name} is malformed"
+            raise session.connection.not_a_tinker_server(f"{where}: {error}") from error
+    else:
+        message = session.connection.json(response)
+        if "error" in message:
+            raise _failure(message)
+        decoded = session.connection.parse(operation.result, response)
+    if isinstance(decoded, ForwardBackwardOutput) and (reason := _defect(session, operation, decoded)):
+        raise session.connection.not_a_tinker_server(f"{response.url.path}: {reason}")
+    if isinstance(decoded, OptimStepResponse) and decoded.metrics:
+        return replace(decoded, metrics={_METRICS.get(name, name): value for name, value in decoded.metrics.items()})
+    return decoded
+
+
+def _defect(session: Session, operation: Operation[Any], output: ForwardBackwardOutput) -> str | None:
+    """Returns what is wrong with the result of a pass, such as that of another operation in its place.
+
+    A backward may come without log-probabilities: its gradient is accumulated, and only its loss is not known.
+    """
+    is_forward = operation.name == "forward"
+    is_bare = not is_forward and not output.loss_fn_outputs and bool(output.metrics)
+    if operation.datums and len(output.loss_fn_outputs) != operation.datums and not is_bare:
+        return f"loss_fn_outputs has {len(output.loss_fn_outputs)} entries for {operation.datums} datums"
+    for name in output.metrics if not session.dialect.deduplicates else ():
+        if ":" not in name:
+            return (
+                f"metrics: {name!r} has no colon, so how to combine it is unknown; write it as {name}:sum, :mean, ..."
+            )
+    for i, (targets, tensors) in enumerate(zip(operation.targets or (), output.loss_fn_outputs, strict=False)):
+        field = f"loss_fn_outputs[{i}].logprobs"
+        if "logprobs" not in tensors:
+            if not is_forward:
+                continue
+            return f"{field}: missing; there is only {', '.join(tensors) or 'nothing'}"
+        if (found := math.prod(tensors["logprobs"].shape)) != targets:
+            return f"{field}: has {found} values for {targets} targets"
+    return None
+
+
+def _pending(response: httpx.Response) -> dict[str, Any] | None:
+    """Returns the message of an answer that asks to poll again; None for a result."""
+    if PROTOBUF in response.headers.get("content-type", ""):
+        return None
+    try:
+        message = wire_json.loads(response.content)
+    except InvalidMessage:
+        message = {}
+    return message if response.status_code == 408 or message.get("type") == "try_again" else None
+
+
+def _is_expected(response: httpx.Response) -> bool:
+    return response.status_code in (408, 410)
+
+
+def _is_expected_or_broken(response: httpx.Response) -> bool:
+    return response.status_code in (408, 410, 500)
+
+
+def _is_receipt(response: httpx.Response) -> bool:
+    """Whether a 408 confirms the submission, instead of being a timeout of a proxy in between."""
+    return response.status_code == 408 and bool((_pending(response) or {}).get("request_id"))
+
+
+def _failure(message: dict[str, Any]) -> TinkerLightningError:
+    error = str(message["error"])
+    is_users = message.get("category") == "user"
+    return input_error(message.get("error_class"))(error) if is_users else OperationFailed(error)
+
+
+def _accept(operation: Operation[Any]) -> str:
+    return f"{PROTOBUF}, {JSON}" if operation.result in _BINARY else JSON

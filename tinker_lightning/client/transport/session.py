@@ -1,0 +1,191 @@
+"""A session with a server: handshake, heartbeat and end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from tinker_lightning.client.dialects.detect import detect
+from tinker_lightning.client.transport.config import ClientConfig, Extensions
+from tinker_lightning.errors import InvalidInput, NotFound, TinkerLightningError
+from tinker_lightning.types.requests import ClientConfigRequest, CreateSessionRequest, SessionHeartbeatRequest
+from tinker_lightning.types.responses import ServerCapabilities
+from tinker_lightning.wire import json as wire_json
+
+if TYPE_CHECKING:
+    from tinker_lightning.client.dialects.dialect import Dialect
+    from tinker_lightning.client.transport.connection import Connection
+    from tinker_lightning.client.transport.recording import Recording
+
+logger = logging.getLogger("tinker_lightning.client")
+
+# The generation of the protocol, as a version of the official SDK.
+SDK_VERSION = "0.36.0"
+_HEARTBEAT_SECONDS = 10.0
+_WARNING_SECONDS = 120.0
+_FINISH_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """What a server records about a session; see `ServiceClient`."""
+
+    user_metadata: dict[str, str] = field(default_factory=dict)
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _CreatedSession:
+    session_id: str
+    info_message: str | None = None
+    warning_message: str | None = None
+    error_message: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    jwt: str
+
+
+class Session:
+    """A session with a server. Created by `Session.open` on the client's event loop."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        session_id: str,
+        config: ClientConfig,
+        capabilities: ServerCapabilities,
+        dialect: Dialect,
+    ) -> None:
+        self.connection = connection
+        connection.has_session = True
+        self.session_id = session_id
+        self.config = config
+        self.dialect = dialect
+        # Requests of one model may be posted concurrently where the server orders them by their number. Where an answer
+        # that is lost ends the training, a step must not be under way before the answers to its passes.
+        concurrent = config.parallel_fwdbwd_chunks if dialect.concurrent is None else dialect.concurrent
+        self.is_concurrent = concurrent and dialect.deduplicates
+        announced = capabilities.extensions
+        self.extensions = Extensions(**{each.name: each.name in announced for each in fields(Extensions)})
+        self.recording: Recording | None = None  # what operations are reported to, if anyone measures them
+        self._counters: dict[str, int] = {}
+        self._is_owner = True
+        self._heart = asyncio.create_task(self._beat())
+
+    @classmethod
+    async def open(
+        cls, connection: Connection, dialect: Dialect | None = None, about: SessionInfo | None = None
+    ) -> Session:
+        """Opens a session in two round trips: the configuration, then session and capabilities together.
+
+        Args:
+            connection: The connection to the server.
+            dialect: What the server speaks; detected if it is not given.
+            about: What the server records about the session.
+        """
+        about = about or SessionInfo()
+        tags = [tag.strip() for tag in os.environ.get("TINKER_TAGS", "").split(",") if tag.strip()]
+        request = CreateSessionRequest(tags, about.user_metadata, SDK_VERSION, about.display_name, about.project_id)
+        try:
+            config = await cls._configure(connection)
+            created, capabilities = await asyncio.gather(
+                connection.post("/api/v1/create_session", request, _CreatedSession), fetch_capabilities(connection)
+            )
+            if dialect is None:
+                dialect = await detect(connection, capabilities)
+                logger.info("%s: detected the dialect %r", connection.url, dialect.name)
+        except (NotFound, InvalidInput) as error:  # these requests contain nothing from the user
+            raise connection.not_a_tinker_server(str(error)) from error
+        messages = created.info_message, created.warning_message, created.error_message
+        for level, message in zip((logging.INFO, logging.WARNING, logging.ERROR), messages, strict=True):
+            if message:
+                logger.log(level, "%s", message)
+        return cls(connection, created.session_id, config, capabilities, dialect)
+
+    @classmethod
+    async def join(cls, connection: Connection, dialect: Dialect | None, session_id: str) -> Session:
+        """Joins the session of another process, which keeps it alive and ends it."""
+        config = await cls._configure(connection)
+        capabilities = await fetch_capabilities(connection)
+        session = cls(connection, session_id, config, capabilities, dialect or await detect(connection, capabilities))
+        session._heart.cancel()
+        session._is_owner = False
+        return session
+
+    @staticmethod
+    async def _configure(connection: Connection) -> ClientConfig:
+        config = await _configuration(connection)
+        connection.billing_pause_seconds = config.billing_exception_max_pause_duration_sec
+        if config.pjwt_auth_enabled:
+            connection.credentials.use_tokens(lambda: _token(connection))
+        return config
+
+    def count(self, kind: str) -> int:
+        """Returns the next number of a kind; the server recognizes a repeated model or sampler by its number."""
+        number = self._counters.get(kind, 0)
+        self._counters[kind] = number + 1
+        return number
+
+    async def finish(self, status: str, detail: str | None = None) -> None:
+        """Finishes the session; older servers and unreachable ones are ignored."""
+        self._heart.cancel()
+        if not self._is_owner:
+            return
+        body = wire_json.dumps({"reason": {"type": status} | ({} if detail is None else {"detail": detail})})
+        path = f"/api/v1/sessions/{self.session_id}/finish"
+        try:
+            async with asyncio.timeout(_FINISH_SECONDS):
+                await self.connection.send("POST", path, body)
+        except (TinkerLightningError, TimeoutError) as error:
+            logger.debug("the session could not be finished: %s", error)
+
+    async def _beat(self) -> None:
+        alive = time.monotonic()
+        body = wire_json.dumps(SessionHeartbeatRequest(self.session_id))
+        while True:
+            await asyncio.sleep(_HEARTBEAT_SECONDS)
+            try:
+                response = await self.connection.send(
+                    "POST",
+                    "/api/v1/session_heartbeat",
+                    body,
+                    accept=lambda response: response.status_code == 410,
+                    seconds=0,
+                )
+            except TinkerLightningError as error:
+                if time.monotonic() - alive > _WARNING_SECONDS:
+                    logger.warning("no heartbeat has reached %s for minutes: %s", self.connection.url, error)
+                    alive = time.monotonic()
+            else:
+                if response.status_code == 410:
+                    return
+                alive = time.monotonic()
+
+
+async def fetch_capabilities(connection: Connection) -> ServerCapabilities:
+    """Fetches the server's capabilities."""
+    try:
+        return await connection.get("/api/v1/get_server_capabilities", ServerCapabilities)
+    except NotFound:
+        return ServerCapabilities([])
+
+
+async def _configuration(connection: Connection) -> ClientConfig:
+    body = wire_json.dumps(ClientConfigRequest(SDK_VERSION))
+    try:
+        response = await connection.send("POST", "/api/v1/client/config", body, raw_key=True)
+    except NotFound:
+        return ClientConfig()  # an early generation of servers
+    return connection.parse(ClientConfig, response)
+
+
+async def _token(connection: Connection) -> str:
+    response = await connection.send("POST", "/api/v1/auth/token", b"{}", raw_key=True)
+    return connection.parse(_Token, response).jwt

@@ -1,0 +1,163 @@
+"""Checks of the gradients of built-in losses, and of custom losses by this client."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tinker_lightning.client.dialects import measure
+from tinker_lightning.client.dialects.surrogate import Surrogate
+from tinker_lightning.doctor.check import Check, Finding, NotOffered
+from tinker_lightning.doctor.factors import FAILS, measured_surrogate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from tinker_lightning.doctor.probe import Probe
+
+# The gradient of the custom loss that is checked, by datum and position: of both signs, with a sum of zero in a datum.
+_GRADIENT = {(0, 1): 1.0, (0, 3): -1.0, (1, 6): 0.7}
+_CORRECTED = "This client sends custom losses by another loss if one is exact here: see the last check. "
+
+
+def _plain(fault: Callable[[measure.Scratch], str | None]) -> Callable[[Probe], Finding]:
+    def run(probe: Probe) -> Finding:
+        return Finding(fault(probe.scratch))
+
+    return run
+
+
+def _entropy_is_plain(probe: Probe) -> bool | None:
+    """Returns whether `cross_entropy` is a plain sum; None if not all checks of that have run."""
+    statuses = [probe.statuses.get(check.name) for check in (LINEAR, LENGTH, BATCH, CALLS)]
+    if "failed" in statuses:
+        return False
+    return True if set(statuses) == {"ok"} else None
+
+
+def _advantages(probe: Probe) -> Finding:
+    """Also decides which loss carries the gradients of custom losses, if it is known what `cross_entropy` is."""
+    found: dict[str, Surrogate | str] = {
+        "cispo": measured_surrogate(probe.scratch, "cispo"),
+        "importance_sampling": measured_surrogate(probe.scratch, "importance_sampling"),
+    }
+    linear = [each for each in found.values() if isinstance(each, Surrogate)]
+    dialect: dict[str, Any] = {}
+    if (is_plain := _entropy_is_plain(probe)) is not None:
+        carrier = Surrogate() if is_plain else next(iter(linear), None)
+        dialect = {"surrogate": carrier, "losses": _losses(probe, carrier, found), "sends_other_losses": False}
+    what = found["importance_sampling"]
+    if isinstance(what, str):
+        if what.startswith(FAILS):
+            raise NotOffered(f"importance_sampling: {what}", **dialect)
+        return Finding(f"importance_sampling: {what}", dialect=dialect)
+    factors = [
+        *(["the length of each sequence"] if what.per_length else []),
+        *(["the number of sequences of a call"] if what.per_batch == "call" else []),
+        *(["the number of sequences since the last step"] if what.per_batch == "window" else []),
+    ]
+    fault = f"importance_sampling is divided by {' and by '.join(factors)}" if factors else None
+    return Finding(fault, dialect=dialect)
+
+
+def _losses(probe: Probe, carrier: Surrogate | None, found: dict[str, Surrogate | str]) -> frozenset[str] | None:
+    """Returns the built-in losses that are the protocol's up to the factors of the carrier; None for all."""
+    if carrier is None:
+        return frozenset()
+    factors = carrier.per_length, carrier.per_batch
+    good = {
+        loss
+        for loss, each in found.items()
+        if isinstance(each, Surrogate) and (each.per_length, each.per_batch) == factors
+    }
+    if carrier.loss == "cross_entropy":
+        good.add("cross_entropy")
+    known = probe.dialect.losses
+    if known is not None:
+        return frozenset(good | (known - {"cross_entropy", *found}))
+    return None if {"cross_entropy", "importance_sampling"} <= good else frozenset(good)
+
+
+def _custom(probe: Probe) -> Finding:
+    session, scratch = probe.service.session, probe.scratch
+    surrogate = probe.dialect.surrogate
+    if surrogate is None:
+        return Finding("no built-in loss of this server is known to carry the gradient of a custom loss exactly")
+    truth = _truth(scratch)
+    raw, session.dialect = session.dialect, probe.dialect
+    try:
+        for calls in ([[0, 1]], [[0], [1]]):
+            found = scratch.change(lambda calls=calls: [_send(scratch, call) for call in calls])  # type: ignore[misc]
+            if measure.differs(found, truth):
+                cosine = float(found @ truth / max(float(np.linalg.norm(found) * np.linalg.norm(truth)), 1e-30))
+                return Finding(
+                    f"sent in {len(calls)} call(s) as {surrogate.loss}, a custom loss has the wrong gradient: cosine "
+                    f"{cosine:.4f}, norm {measure.ratio(found, truth):.4g} times the right one",
+                    dialect={"surrogate": None},
+                )
+    finally:
+        session.dialect = raw
+    return Finding(detail=f"sent as {surrogate.loss}")
+
+
+def _truth(scratch: measure.Scratch) -> NDArray[np.float64]:
+    """Returns the response to the gradient of the custom loss, whatever the server divides `cross_entropy` by.
+
+    All parts are measured in one sequence, and so have one factor: that of its first token, which a sequence of only
+    this token does not have.
+    """
+    whole, divided = scratch.response([measure.ONE_TOKEN]), scratch.response([measure.at_token(1, 0)])
+    total = np.zeros_like(whole)
+    for (_, k), gradient in _GRADIENT.items():
+        total -= gradient * scratch.response([measure.at_token(1, k)])
+    return total * measure.ratio(whole, divided)
+
+
+def _send(scratch: measure.Scratch, datums: Sequence[int]) -> object:
+    def loss(_: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        terms = [g * logprobs[datums.index(i)][k] for (i, k), g in _GRADIENT.items() if i in datums]
+        return torch.stack(terms).sum(), {}
+
+    return scratch.backend.forward_backward_custom([scratch.data[i] for i in datums], loss)
+
+
+LINEAR = Check(
+    "linear",
+    "the gradient of cross_entropy is linear in the weights: sign, negative, zero sum",
+    _CORRECTED + "The official SDK's custom losses train wrong on this server.",
+    _plain(measure.linearity_fault),
+)
+LENGTH = Check(
+    "length",
+    "the gradient of a token does not depend on the length of its sequence",
+    _CORRECTED + "With other clients, tokens of long sequences count less than those of short ones.",
+    _plain(measure.length_fault),
+)
+BATCH = Check(
+    "batch",
+    "the gradients of datums in one call add up",
+    _CORRECTED + "With other clients, the learning rate depends on the batch.",
+    _plain(measure.batch_fault),
+)
+CALLS = Check(
+    "calls",
+    "the gradients of several calls add up",
+    _CORRECTED + "With other clients, the learning rate depends on the number of calls per step.",
+    _plain(measure.calls_fault),
+)
+ADVANTAGES = Check(
+    "advantages",
+    "importance_sampling is a plain sum, linear in the advantages",
+    "This client multiplies the advantages by known factors. With other clients, scale the learning rate.",
+    _advantages,
+)
+CUSTOM = Check(
+    "custom losses",
+    "custom losses of this client have their exact gradient",
+    "Do not train custom losses on this server. Make its cross_entropy the plain sum of -weights * logprobs.",
+    _custom,
+)

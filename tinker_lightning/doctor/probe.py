@@ -1,0 +1,105 @@
+"""The scratch models on which a server is checked."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tinker_lightning.client.dialects.measure import Scratch
+from tinker_lightning.client.dialects.surrogate import Surrogate
+from tinker_lightning.client.files.removal import remove
+from tinker_lightning.client.transport.operations import encode, perform
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from tinker_lightning.client.service import ServiceClient
+    from tinker_lightning.client.training import TrainingClient
+    from tinker_lightning.types import requests as rq
+
+T = TypeVar("T")
+
+
+class Probe:
+    """Creates scratch models on a server, and removes them.
+
+    While it is open, the client sends what it is asked to send, without the corrections of the server's dialect.
+
+    Args:
+        service: A client of the server.
+        base_model: The base model of the scratch models.
+
+    Attributes:
+        dialect: The dialect of the server, as far as it is measured.
+        statuses: The outcomes of the checks so far, by their names.
+        left: The paths of the checkpoints that could not be removed.
+    """
+
+    def __init__(self, service: ServiceClient, base_model: str) -> None:
+        self.service = service
+        self.base_model = base_model
+        self.dialect = service.session.dialect
+        self.statuses: dict[str, str] = {}
+        self.left: list[str] = []
+        self._detected = self.dialect
+        self._scratch: Scratch | None = None
+        self._models: list[TrainingClient] = []
+        self._paths: list[str] = []
+        service.session.dialect = self.dialect.but(
+            surrogate=Surrogate(),
+            losses=None,
+            clips_gradients=True,
+            resets_optimizer=True,
+            clears_gradient=True,
+            deletes_checkpoints=True,
+            samples_old_weights=True,
+        )
+
+    @property
+    def scratch(self) -> Scratch:
+        """The model that most checks measure."""
+        if self._scratch is None:
+            client = self.model()
+            self._scratch = Scratch(client, self.save(client))
+            self._models.remove(client)
+            self._paths.remove(self._scratch.start)
+        return self._scratch
+
+    def model(self, seed: int = 0, **flags: Any) -> TrainingClient:
+        """Creates a model that is removed at the end of the check."""
+        client = self.service.create_lora_training_client(self.base_model, rank=8, seed=seed, **flags)
+        self._models.append(client)
+        return client
+
+    def measured(self, client: TrainingClient) -> Scratch:
+        """Returns a model to be measured, with steps of the same size as those of `scratch`."""
+        return Scratch(client, self.save(client), self.scratch.rate)
+
+    def save(self, client: TrainingClient) -> str:
+        """Saves a state that is removed at the end of the check; returns its path."""
+        path = str(client.save_state(f"doctor-{uuid.uuid4().hex[:8]}").result().path)
+        self._paths.append(path)
+        return path
+
+    def forget(self, path: str) -> None:
+        """Does not remove a state that is already gone."""
+        self._paths.remove(path)
+
+    def post(self, endpoint: str, request: rq.ModelRequest, result: type[T]) -> Future[T]:
+        """Posts a request under the number that it has, whatever was sent before."""
+        session = self.service.session
+        operation = encode(session.dialect, endpoint, endpoint, request, result)
+        return self.service._channel.run(perform(session, operation))
+
+    def end_check(self) -> None:
+        """Removes the checkpoints and models of a check, as far as the server can."""
+        self.left += remove(self.service._channel, self._models, self._paths)
+        self._paths, self._models = [], []
+
+    def close(self) -> None:
+        """Removes everything, and gives the client its dialect back."""
+        if self._scratch is not None:
+            self._paths.append(self._scratch.start)
+            self._models.append(self._scratch.backend)  # type: ignore[arg-type]
+        self.end_check()
+        self.service.session.dialect = self._detected

@@ -1,1 +1,0 @@
-"""Exact resume: data position, loop position and random number generators."""

@@ -1,0 +1,1 @@
+"""Rows of datasets (texts, chats and dicts) as datums, pairs and prompts."""

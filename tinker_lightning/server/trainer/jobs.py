@@ -1,0 +1,284 @@
+"""Jobs, and the lines in which the numbered jobs of a model wait for their turn."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Generator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from tinker_lightning.errors import MemoryLimitExceeded, OperationFailed, TinkerLightningError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tinker_lightning.server.trainer.memory import Charge, MemoryBudget
+
+logger = logging.getLogger("tinker_lightning.server")
+
+Progress: TypeAlias = Literal["ended", "paused", "blocked"]
+
+# What a job takes in addition to its request and its result.
+JOB_BYTES = 2048
+
+
+class Job:
+    """A unit of work and its result, which can be fetched any number of times.
+
+    Args:
+        request_id: The id; equal requests have the same one.
+        kind: The operation.
+        run: The work: returns the result, or a generator that yields where it pauses and returns the result.
+        owner: The session that the job belongs to.
+        can_pause: Whether `run` returns a generator.
+        request_bytes: The memory of the request, from its submission until it has run.
+        result_bytes: The most memory that the result takes.
+        measure: Returns the memory that a result takes.
+        **labels: Fields for the log.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        kind: str,
+        run: Callable[[], Any],
+        *,
+        owner: str | None = None,
+        can_pause: bool = False,
+        request_bytes: int = 0,
+        result_bytes: int = 0,
+        measure: Callable[[Any], int] | None = None,
+        **labels: object,
+    ) -> None:
+        self.request_id = request_id
+        self.kind = kind
+        self.owner = owner
+        self.can_pause = can_pause
+        self.labels = "".join(f"{name}={value} " for name, value in labels.items())
+        self.future: Future[Any] = Future()
+        self.future.set_running_or_notify_cancel()  # so that a waiter that times out cannot cancel it
+        self.kept_since: float | None = None  # when it finished, or was last fetched
+        self.fetched = False
+        self.cancelled = False
+        self.line: str | None = None  # where it is numbered
+        self.queued = self.ran = 0.0  # how many seconds it waited, including pauses, and ran
+        self._created = time.perf_counter()
+        self._run: Callable[[], Any] | None = run
+        self._slices: Generator[None, None, Any] | None = None
+        self._was_blocked = False
+        self._request_bytes, self._result_bytes, self._measure = request_bytes, result_bytes, measure
+        self._charge: Charge | None = None
+        self._settled = 0  # what is charged for the result
+        self._lock = threading.Lock()
+        self._senders = 0
+        self._forgotten = False
+
+    @property
+    def size(self) -> int:
+        """The memory of the request and its result."""
+        return JOB_BYTES + self._request_bytes + self._result_bytes
+
+    def admit(self, memory: MemoryBudget, evict: Callable[[Job], object], *, spare: int = 0, reason: str = "") -> None:
+        """Charges the request and its result; raises `MemoryLimitExceeded` if they do not fit.
+
+        Args:
+            memory: The budget.
+            evict: Forgets the finished job, if its memory is needed.
+            spare: How many bytes must be left for other requests of the owner.
+            reason: What they are left for, as a sentence for the error message.
+        """
+        if self._charge is not None:
+            if self.kept_since is not None:
+                self._readmit(self._charge)
+            return
+        what = f"{self.kind}: the request and its result"
+        fix = f"{reason}Fetch the results of earlier requests, or send smaller ones."
+        self._charge = memory.charge(what, self.size, "messages", owner=self.owner, spare=spare, fix=fix)
+        self._evict = evict
+
+    def _readmit(self, charge: Charge) -> None:
+        """Charges the result of a job that was forgotten and is submitted again by an owner that still has it."""
+        with self._lock:
+            self._forgotten = False
+        try:
+            # Without the lock, because this may evict other jobs.
+            charge.resize(max(charge.size, self._settled))
+        except BaseException:
+            self.release()
+            raise
+        with self._lock:
+            if not self._senders:
+                charge.set_evict(lambda: self._evict(self), expendable=self.fetched)
+
+    def execute(self, *, may_block: bool = False) -> Progress:
+        """Runs the job until it pauses or ends, and then stores its result or exception.
+
+        With `may_block`, a job that lacks memory which other work holds is blocked: it has to be executed again.
+        """
+        assert self._run is not None  # noqa: S101  # a job that has ended is not executed
+        started = time.perf_counter()
+        failure: BaseException | None = None
+        result: Any = None
+        try:
+            result = self._run() if self._slices is None else self._slices
+            if isinstance(result, Generator):
+                self._slices = result
+                try:
+                    next(self._slices)
+                except StopIteration as ended:
+                    result = ended.value
+                else:
+                    self.ran += time.perf_counter() - started
+                    return "paused"
+        except MemoryLimitExceeded as error:
+            if may_block and error.fits_without_work:
+                self._log_blocked(error)
+                self._slices = None
+                return "blocked"
+            failure = error
+        except BaseException as error:
+            failure = error
+        now = time.perf_counter()
+        self.ran += now - started
+        self.queued = now - self._created - self.ran
+        if failure is None:
+            self._end(min(self._result_bytes, self._measure(result)) if self._measure else self._result_bytes)
+            self.future.set_result(result)
+        else:
+            self._end(0)
+            self.future.set_exception(failure)
+        outcome = "ok" if failure is None else "failed: " + str(failure).partition("\n")[0]
+        defect = None if isinstance(failure, TinkerLightningError) else failure
+        level = logging.INFO if defect is None else logging.ERROR
+        logger.log(level, "op=%s %sms=%.1f %s", self.kind, self.labels, 1000 * self.ran, outcome, exc_info=defect)
+        _forget_frames(failure)
+        return "ended"
+
+    def fail(self, error: TinkerLightningError) -> None:
+        """Ends a job that is not running."""
+        self._end(0)
+        self.future.set_exception(error)
+
+    def _end(self, result_bytes: int) -> None:
+        """Frees the request, and keeps the memory of the result charged."""
+        self._run = None
+        if self._slices is not None:
+            self._slices.close()
+            self._slices = None
+        self._settle(result_bytes)
+        self.kept_since = time.monotonic()
+
+    def _log_blocked(self, error: MemoryLimitExceeded) -> None:
+        if not self._was_blocked:
+            self._was_blocked = True
+            logger.info("op=%s %swaits until other work ends: %s", self.kind, self.labels, error)
+
+    def _settle(self, result_bytes: int) -> None:
+        """Keeps charging for the result alone, which can be evicted from now on."""
+        if self._charge is not None:
+            self._settled = JOB_BYTES + result_bytes
+            self._charge.resize(self._settled)
+            self._charge.set_evict(lambda: self._evict(self))
+
+    def release(self) -> None:
+        """Returns the memory of a job that is forgotten, once its result is not being sent any more."""
+        with self._lock:
+            self._forgotten = True
+            if self._charge is not None and not self._senders:
+                self._charge.release()
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Keeps the memory of the result charged while it is sent, also if the job is forgotten meanwhile.
+
+        Raises:
+            MemoryLimitExceeded: If it was evicted at the last moment and others have its memory now, or if its session
+                keeps too much already.
+        """
+        if self._charge is None:
+            yield
+            return
+        with self._lock:
+            self._charge.set_evict(None)
+            self._senders += 1
+        try:
+            # Without the lock, because this may evict other jobs.
+            self._charge.resize(max(self._charge.size, self._settled))
+            yield
+        finally:
+            with self._lock:
+                self._senders -= 1
+                if not self._senders:
+                    self._charge.set_evict(lambda: self._evict(self), expendable=self.fetched)
+                    if self._forgotten:
+                        self._charge.release()
+
+    def raise_if_cancelled(self) -> None:
+        """Raises `OperationFailed` if the client has cancelled the job."""
+        if self.cancelled:
+            raise OperationFailed(f"{self.kind} was cancelled by the client")
+
+    def mark_fetched(self) -> None:
+        """Records that the result was fetched, and keeps it a little longer in case the response was lost."""
+        self.fetched = True
+        self.kept_since = time.monotonic()
+        if self._charge is not None:
+            self._charge.expendable = True
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Frees the local variables of the calls that failed, such as tensors, which an error keeps with its traceback."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+@dataclass(slots=True)
+class Line:
+    """The numbered jobs of a model."""
+
+    last: int = 0  # the highest number that was released
+    waiting: dict[int, Job] = field(default_factory=dict)
+    freed: set[int] = field(default_factory=set)  # numbers of rejected submissions
+    blocked_since: float | None = None
+    polled_since: float | None = None  # when a client first asked for a result beyond the missing number
+
+    @property
+    def missing(self) -> int:
+        """The lowest number that has neither arrived nor been rejected."""
+        number = self.last + 1
+        while number in self.freed:
+            number += 1
+        return number
+
+    def release(self) -> list[Job]:
+        """Returns the jobs whose turn has come."""
+        ready = []
+        while self.waiting:
+            number = self.missing
+            if number not in self.waiting:
+                break
+            ready.append(self.waiting.pop(number))
+            self._pass(number)
+        if not self.waiting:
+            self.blocked_since = self.polled_since = None
+        elif ready or self.blocked_since is None:
+            self.blocked_since = time.monotonic()
+            self.polled_since = None
+        return ready
+
+    def skip(self) -> list[Job]:
+        """Stops waiting for missing numbers and returns the jobs after them."""
+        self._pass(min(self.waiting) - 1)
+        self.blocked_since = None
+        return self.release()
+
+    def _pass(self, number: int) -> None:
+        self.last = number
+        self.freed = {n for n in self.freed if n > number}

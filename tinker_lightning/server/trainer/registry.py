@@ -1,0 +1,275 @@
+"""Sessions, and the models and samplers created in them."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotFound
+from tinker_lightning.server.engine.adapter import Adapter
+from tinker_lightning.server.engine.base import BaseModel
+from tinker_lightning.server.engine.lora import LoraWeights
+from tinker_lightning.server.trainer.jobs import Job
+from tinker_lightning.server.trainer.memory import Charge, MemoryBudget, format_size
+from tinker_lightning.types import LoraConfig
+from tinker_lightning.wire import json as wire_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Memory limit for sampler weights. Each sampler can be as large as an adapter, and an RL run creates one per step.
+SAMPLER_BYTES = 2 << 30
+# Limits for what a session or a model is described by, and for the number of sessions that are remembered.
+MAX_METADATA_BYTES = 64 << 10
+MAX_SESSIONS = 10_000
+_METADATA = "metadata"  # the owner of all metadata, of which the oldest is dropped
+_ABANDONED_SECONDS = 60.0
+
+
+def _metadata_bytes(metadata: dict[str, Any]) -> int:
+    """Returns the memory that metadata takes; raises `InvalidInput` if it is too large to be kept."""
+    for name, value in metadata.items():
+        if value is not None and (size := len(wire_json.dumps(value))) > MAX_METADATA_BYTES:
+            raise InvalidInput(
+                f"{name}: {size} bytes as JSON, but at most {MAX_METADATA_BYTES} are kept. Store large data elsewhere."
+            )
+    return wire_json.parsed_bytes(wire_json.dumps(metadata))
+
+
+@dataclass(slots=True)
+class ClientSession:
+    """A client session, which owns its models and samplers."""
+
+    session_id: str
+    user_metadata: dict[str, Any] | None = None
+    display_name: str | None = None
+    models: list[str] = field(default_factory=list)
+    samplers: list[str] = field(default_factory=list)
+    last_heartbeat: float | None = None  # monotonic time, which stops while a laptop sleeps
+    finished: bool = False
+    charge: Charge | None = None  # for the metadata
+
+    def forget_metadata(self) -> None:
+        """Drops the metadata."""
+        self.user_metadata = self.display_name = None
+        if self.charge is not None:
+            self.charge.release()
+
+
+@dataclass(slots=True)
+class Model:
+    """An adapter in training. `base` and `adapter` are set from the end of the creation job until `unload`."""
+
+    model_id: str
+    session_id: str
+    base_model: str
+    lora_config: LoraConfig
+    user_metadata: dict[str, Any] | None
+    creation: Job
+    base: BaseModel | None = None
+    adapter: Adapter | None = None
+    charge: Charge | None = None  # for the adapter
+    metadata_charge: Charge | None = None
+    last_request_time: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    def ready(self) -> tuple[BaseModel, Adapter]:
+        """Returns the base model and the adapter; raises `NotFound` if creation failed or the model was unloaded."""
+        base, adapter = self.base, self.adapter
+        if base is None or adapter is None:
+            error = self.creation.future.exception() if self.creation.future.done() else None
+            reason = f"its creation failed ({error})" if error else "it was unloaded"
+            raise NotFound(f"model_id: {self.model_id} has no weights: {reason}. Create a new model.")
+        return base, adapter
+
+    def unload(self) -> None:
+        """Frees the memory of the model. Checkpoints are kept."""
+        self.base = self.adapter = None
+        if self.charge is not None:
+            self.charge.release()
+        self.forget_metadata()
+
+    def forget_metadata(self) -> None:
+        """Drops the metadata."""
+        self.user_metadata = None
+        if self.metadata_charge is not None:
+            self.metadata_charge.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """A base model and, optionally, adapter weights that training does not change."""
+
+    sampler_id: str
+    base_model: str
+    weights: LoraWeights | None = None
+    model_path: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Size of the weights in bytes."""
+        return 0 if self.weights is None else self.weights.nbytes
+
+
+class Registry:
+    """Sessions, models and samplers by id. All methods are thread-safe."""
+
+    def __init__(self, memory: MemoryBudget) -> None:
+        self._memory = memory
+        self._charge = memory.charge("the weights of samplers", 0, "weights")
+        self._lock = threading.Lock()
+        self._sessions: dict[str, ClientSession] = {}
+        self._models: dict[str, Model] = {}
+        self._samplers: dict[str, Sampler] = {}
+        self._clones: Counter[str] = Counter()
+
+    def open_session(
+        self, user_metadata: dict[str, Any] | None = None, display_name: str | None = None
+    ) -> ClientSession:
+        """Creates a session; raises `InvalidInput` if its metadata is too large."""
+        session = ClientSession(f"session-{uuid.uuid4().hex[:16]}", user_metadata, display_name)
+        size = _metadata_bytes({"user_metadata": user_metadata, "display_name": display_name})
+        session.charge = self._charge_metadata("session", size, session.forget_metadata)
+        with self._lock:
+            self._sessions[session.session_id] = session
+            if len(self._sessions) > MAX_SESSIONS:
+                self._forget_session()
+        return session
+
+    def _charge_metadata(self, of: str, size: int, evict: Callable[[], object]) -> Charge:
+        return self._memory.charge(
+            f"the metadata of a {of}", size, "messages", owner=_METADATA, evict=evict, expendable=True
+        )
+
+    def _forget_session(self) -> None:
+        """Removes the oldest session that is finished, or that its client has never used."""
+        now = time.monotonic()
+        for session in self._sessions.values():
+            unused = not session.models and not session.samplers
+            beat = session.last_heartbeat
+            if session.finished or (unused and (beat is None or now - beat > _ABANDONED_SECONDS)):
+                del self._sessions[session.session_id]
+                session.forget_metadata()
+                return
+
+    def session(self, session_id: str, *, must_be_open: bool = False) -> ClientSession:
+        """Returns the session with this id; raises `InvalidInput` if it must be open but is finished."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise NotFound(
+                f"session_id: there is no session {session_id!r}: it has ended, or the server was restarted. Open "
+                "another with create_session, or create a new client"
+            )
+        if must_be_open and session.finished:
+            raise InvalidInput(f"session_id: {session_id} is finished; open a new one with create_session")
+        return session
+
+    def sessions(self) -> list[ClientSession]:
+        """Returns all sessions since the server started."""
+        with self._lock:
+            return list(self._sessions.values())
+
+    def add_model(self, model: Model) -> Model:
+        """Adds a model, or returns the existing one with its id; raises `InvalidInput` if its metadata is too large."""
+        size = _metadata_bytes({"user_metadata": model.user_metadata})
+        model.metadata_charge = self._charge_metadata("model", size, model.forget_metadata)
+        with self._lock:
+            kept = self._models.setdefault(model.model_id, model)
+            if kept is model:
+                self._sessions[model.session_id].models.append(model.model_id)
+        if kept is not model:
+            model.forget_metadata()
+        return kept
+
+    def has_model(self, model_id: str) -> bool:
+        """Returns whether a model with this id was created, even if it has been unloaded."""
+        return model_id in self._models
+
+    def model(self, model_id: str) -> Model:
+        """Returns the model with this id; raises `NotFound` if there is none."""
+        model = self._models.get(model_id)
+        if model is None:
+            raise NotFound(f"model_id: there is no model {model_id!r}; call create_model first")
+        return model
+
+    def models(self) -> list[Model]:
+        """Returns all models since the server started."""
+        with self._lock:
+            return list(self._models.values())
+
+    def add_sampler(self, session_id: str, sampler: Sampler) -> Sampler:
+        """Adds a sampler, or returns the existing sampler with its id."""
+        with self._lock:
+            kept = self._samplers.setdefault(sampler.sampler_id, sampler)
+            session = self._sessions[session_id]
+            if sampler.sampler_id not in session.samplers:
+                session.samplers.append(sampler.sampler_id)
+            try:
+                self._make_room()
+            except MemoryLimitExceeded:
+                self._samplers.pop(sampler.sampler_id, None)
+                raise
+            return kept
+
+    def keep_weights(self, sampler_id: str, weights: LoraWeights) -> None:
+        """Restores the weights of a sampler after they were evicted and loaded again."""
+        with self._lock:
+            if sampler_id in self._samplers:
+                before = self._samplers[sampler_id]
+                self._samplers[sampler_id] = replace(before, weights=weights)
+                try:
+                    self._make_room()
+                except MemoryLimitExceeded:  # they are loaded again for the next request
+                    self._samplers[sampler_id] = before
+
+    def _make_room(self) -> None:
+        """Evicts the least recently used weights, but never the most recent ones. Unsaved weights are lost."""
+        total = 0
+        for name, sampler in reversed(list(self._samplers.items())):
+            if total and sampler.size and total + sampler.size > self._most:
+                if sampler.model_path is None:
+                    del self._samplers[name]
+                else:
+                    self._samplers[name] = replace(sampler, weights=None)
+            else:
+                total += sampler.size
+        self._charge.resize(total)
+
+    @property
+    def _most(self) -> int:
+        return min(SAMPLER_BYTES, self._memory.limit // 8)
+
+    def sampler(self, sampler_id: str) -> Sampler:
+        """Returns the sampler with this id; raises `NotFound` if there is none, or if it was evicted."""
+        with self._lock:
+            sampler = self._samplers.pop(sampler_id, None)
+            if sampler is not None:
+                self._samplers[sampler_id] = sampler  # moves it to the end, as most recently used
+        if sampler is None:
+            raise NotFound(
+                f"sampling_session_id: there is no sampler {sampler_id!r}, or it was evicted, because only the last "
+                f"{format_size(self._most)} of unsaved weights are kept. Save weights under a name to keep them."
+            )
+        return sampler
+
+    def join_sampler(self, sampler_id: str) -> int:
+        """Returns the number of a further client of a sampler, from 1; clients number their requests after it."""
+        self.sampler(sampler_id)
+        with self._lock:
+            self._clones[sampler_id] += 1
+            return self._clones[sampler_id]
+
+    def free(self, session: ClientSession) -> None:
+        """Frees the memory of all models and samplers of a session."""
+        with self._lock:
+            for model_id in session.models:
+                self._models[model_id].unload()
+            for sampler_id in session.samplers:
+                self._samplers.pop(sampler_id, None)
+                self._clones.pop(sampler_id, None)
+            self._make_room()
+            session.forget_metadata()

@@ -1,0 +1,146 @@
+"""Creation of samplers, and sampling jobs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.server.engine.prompt_scores import PromptScoring
+from tinker_lightning.server.engine.sampler import MAX_SAMPLES, SamplingShape, sample
+from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore, TinkerPath
+from tinker_lightning.server.trainer.completions import CLONE_STRIDE, Completions
+from tinker_lightning.server.trainer.jobs import Job
+from tinker_lightning.server.trainer.registry import Registry, Sampler
+from tinker_lightning.server.trainer.sizes import result_bytes, sample_result_bytes, tensor_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from tinker_lightning.server.engine.catalog import Catalog
+    from tinker_lightning.server.trainer.memory import MemoryBudget
+    from tinker_lightning.server.trainer.scheduler import Scheduler
+    from tinker_lightning.types import SampleResponse
+    from tinker_lightning.types import requests as rq
+
+# The context length of a model that is not loaded yet.
+_UNKNOWN_CONTEXT = 8192
+
+
+class Sampling:
+    """Creates samplers and samples from them."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        catalog: Catalog,
+        store: CheckpointStore,
+        scheduler: Scheduler,
+        memory: MemoryBudget,
+        sampling_seed: int | None = None,
+    ) -> None:
+        self._registry = registry
+        self._catalog = catalog
+        self._store = store
+        self._scheduler = scheduler
+        self._memory = memory
+        self._sampling_seed = sampling_seed
+        self.completions = Completions()
+
+    def create_sampling_session(self, request: rq.CreateSamplingSessionRequest) -> Sampler:
+        """Creates a sampler from a base model or from saved weights."""
+        session = self._registry.session(request.session_id, must_be_open=True)
+        sampler_id = f"{session.session_id}:sample:{request.sampling_session_seq_id}"
+        if request.model_path is not None:
+            path = TinkerPath.parse(request.model_path)
+            # Charged while they are loaded, because many requests may do so at a time.
+            size = 2 * self._store.summary(path).size_bytes
+            fix = "Create fewer samplers at once, or save weights of a lower rank."
+            with self._memory.charge("the weights of a sampler", size, fix=fix):
+                saved = self._store.load(path)
+                self._catalog.check(saved.base_model)
+                sampler = Sampler(sampler_id, saved.base_model, saved.weights, str(path))
+                return self._registry.add_sampler(session.session_id, sampler)
+        self._catalog.check(request.base_model or "")
+        return self._registry.add_sampler(session.session_id, Sampler(sampler_id, request.base_model or ""))
+
+    def sample(self, request: rq.SampleRequest) -> Job:
+        """Submits a sampling job. The jobs of a sampler may run in any order."""
+        sampler = self._registry.sampler(request.sampling_session_id)
+        if request.num_samples > MAX_SAMPLES:
+            raise InvalidInput(f"num_samples: {request.num_samples} exceeds the maximum of {MAX_SAMPLES}")
+
+        # The session is left out of the sampler's name, because its random id would differ between runs.
+        name = sampler.sampler_id.partition(":")[2]
+        unseeded = None if self._sampling_seed is None else f"{self._sampling_seed}/{name}/{request.seq_id}"
+
+        def run() -> Generator[None, None, SampleResponse]:
+            job.raise_if_cancelled()  # it may have waited for memory
+            base = self._catalog.get(sampler.base_model)
+            weights = sampler.weights
+            if weights is None and sampler.model_path is not None:
+                weights = self._store.load(TinkerPath.parse(sampler.model_path)).weights
+                self._registry.keep_weights(sampler.sampler_id, weights)
+            if weights is not None:
+                base.lora.check(weights)
+            shape = SamplingShape.of(base, request.prompt.length, request.sampling_params.max_tokens)
+            # From the limit and not from the load, so that a repeated request runs in the same waves. The other half is
+            # for what other sessions run while this one is paused.
+            wave = shape.wave(request.num_samples, self._memory.work_limit // 2)
+            what = f"sampling {wave} of {request.num_samples} sequences at a time"
+            fix = "Send a shorter prompt, or set a smaller max_tokens."
+            with self._memory.charge(what, shape.bytes(wave), fix=fix):
+                return (
+                    yield from sample(
+                        base,
+                        weights,
+                        request.prompt,
+                        request.sampling_params,
+                        num_samples=request.num_samples,
+                        scoring=PromptScoring(
+                            request.prompt_logprobs,
+                            request.prompt_logprobs_last_n,
+                            request.topk_prompt_logprobs,
+                            request.target_prompt_logprobs,
+                            request.prompt_alt_tokens_k,
+                        ),
+                        topk_sample_logprobs=request.topk_sample_logprobs,
+                        unseeded=unseeded,
+                        wave=wave,
+                        raise_if_cancelled=job.raise_if_cancelled,
+                        should_pause=self._scheduler.should_pause,
+                    )
+                )
+
+        job = Job(
+            f"{sampler.sampler_id}:{request.seq_id}",
+            "sample",
+            run,
+            owner=sampler.sampler_id.partition(":")[0],
+            can_pause=True,
+            request_bytes=4 * request.prompt.length + tensor_bytes(request.target_prompt_logprobs),
+            result_bytes=sample_result_bytes(request, self._context(sampler.base_model)),
+            measure=result_bytes,
+            sampler=sampler.sampler_id,
+            seq=request.seq_id,
+            samples=request.num_samples,
+        )
+        submitted = self._scheduler.submit(job)
+        if submitted is job:
+            target = sampler.sampler_id, request.seq_id // CLONE_STRIDE
+            # Without the job: a future keeps its callbacks, and the result would wait for the garbage collector.
+            request_id = job.request_id
+            job.future.add_done_callback(
+                lambda future: self.completions.record(target, request_id, succeeded=future.exception() is None)
+            )
+        return submitted
+
+    def _context(self, base_model: str) -> int:
+        base = self._catalog.loaded(base_model)
+        return _UNKNOWN_CONTEXT if base is None else base.max_context_length
+
+    def cancel(self, request_id: str) -> None:
+        """Cancels a sampling job, before it starts or at its next token."""
+        job = self._scheduler.find(request_id)
+        if job.kind != "sample":
+            raise InvalidInput(f"request_id: {request_id} is a {job.kind}; only sampling can be cancelled")
+        job.cancelled = True

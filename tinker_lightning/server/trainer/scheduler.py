@@ -1,0 +1,314 @@
+"""Runs jobs one at a time. The jobs of a model run in the order of their numbers, and each number runs exactly once.
+
+Sessions take turns, and a job that pauses lets those of other sessions run meanwhile.
+
+A job may be submitted before one with a lower number (then it waits), or twice (the second submission returns the
+first job). If a number is missing for `gap_timeout` seconds, the jobs after it run without it, and submitting it
+later raises. A client that submits one request after the other has given up a number once it polls for a later one, so
+`polled_gap_timeout` seconds of polling suffice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, TrainerClosed
+from tinker_lightning.server.trainer.fair_queue import FairQueue
+from tinker_lightning.server.trainer.jobs import Job, Line
+
+if TYPE_CHECKING:
+    from tinker_lightning.server.trainer.memory import MemoryBudget
+
+logger = logging.getLogger("tinker_lightning.server")
+
+# Longer than a client takes to notice a lost request (clients wait a minute for an answer) and to send it again.
+# Otherwise one broken connection would cost a step.
+GAP_TIMEOUT = 120.0
+# A number that a client skipped: it drew the number and failed before it sent the request.
+POLLED_GAP_TIMEOUT = 6.0
+# An unfetched result is kept for a client that may be disconnected, a fetched one in case the response was lost.
+RETENTION = 3600.0
+FETCHED_RETENTION = 300.0
+# For a client that finishes its session while a response is under way.
+FINISHED_RETENTION = 60.0
+# Fetched results of one session beyond this number are dropped, oldest first.
+MAX_FETCHED = 1024
+_CLOSED = "the trainer was closed before this job could finish"
+
+
+class Scheduler:
+    """Executes jobs on a dedicated thread. All methods are thread-safe, and all timeouts are in seconds."""
+
+    def __init__(
+        self,
+        gap_timeout: float = GAP_TIMEOUT,
+        polled_gap_timeout: float = POLLED_GAP_TIMEOUT,
+        retention: float = RETENTION,
+        fetched_retention: float = FETCHED_RETENTION,
+        finished_retention: float = FINISHED_RETENTION,
+        memory: MemoryBudget | None = None,
+    ) -> None:
+        self._memory = memory
+        self._finished_retention = finished_retention
+        self._fetched: dict[str | None, dict[str, None]] = {}  # request ids by owner, oldest first
+        self._gap_timeout = gap_timeout
+        self._polled_gap_timeout = polled_gap_timeout
+        self._retention = retention
+        self._fetched_retention = fetched_retention
+        self._next_cleaning = 0.0
+        self._jobs: dict[str, Job] = {}
+        self._lines: dict[str, Line] = {}
+        self._ready = FairQueue()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, job: Job, line: str | None = None, number: int = 0, *, frees_memory: bool = False) -> Job:
+        """Queues a job, or returns the job that was submitted earlier with the same request id.
+
+        The jobs of a line run in the order of their numbers, from 1. A job without a line may run at any time. One that
+        frees memory is not charged, because it must run also when there is none left.
+
+        Raises:
+            MemoryLimitExceeded: If the request or its result do not fit into memory.
+        """
+        known = self.known(job.request_id)
+        if known is None and self._memory is not None and not frees_memory:
+            spare, reason = self._spare(job, line, number)
+            job.admit(self._memory, self._forget, spare=spare, reason=reason)
+        try:
+            submitted = self._submit(job, line, number)
+        except BaseException:
+            job.release()
+            raise
+        if submitted is not job:
+            job.release()
+        return submitted
+
+    def _spare(self, job: Job, line: str | None, number: int) -> tuple[int, str]:
+        """Returns the memory to leave for the number that a job waits for, and the reason.
+
+        It is as much as the waiting jobs take. Otherwise they could take all that their session may have: the number
+        that they wait for would be rejected until it is skipped. After that time, nothing is left for it.
+        """
+        with self._changed:
+            entry = Line() if line is None else self._lines.setdefault(line, Line())
+            if line is None or number <= entry.missing:
+                return 0, ""
+            now = time.monotonic()
+            entry.blocked_since = entry.blocked_since or now
+            if now - entry.blocked_since >= self._gap_timeout:
+                return 0, ""
+            reason = f"Number {entry.missing} of {line} has to arrive first, and memory is left for it. "
+            return job.size + sum(each.size for each in entry.waiting.values()), reason
+
+    def _submit(self, job: Job, line: str | None, number: int) -> Job:
+        with self._changed:
+            if self._closed:
+                raise TrainerClosed("the trainer has been closed; connect to a running one")
+            known = self._jobs.get(job.request_id)
+            if known is not None:
+                if known.kind != job.kind:
+                    raise InvalidInput(f"number {number} of {line} was already used for {known.kind}")
+                return known
+            if job.kept_since is not None:
+                job.mark_fetched()  # its result was dropped, but its owner still has the job
+            elif line is None:
+                self._ready.add([job])
+            else:
+                entry = self._lines.setdefault(line, Line())
+                if number <= entry.last:
+                    raise InvalidInput(
+                        f"number {number} of {line} arrived too late: {entry.last} has already run. Either its result "
+                        "has expired, or it was missing for so long that later numbers ran without it."
+                    )
+                entry.freed.discard(number)
+                entry.waiting[number] = job
+                job.line = line
+                self._ready.add(entry.release())
+            self._jobs[job.request_id] = job
+            self._drop_old()
+            if self._thread is None:
+                # The thread cleans up as well, so that results expire also while nobody submits anything.
+                self._thread = threading.Thread(target=self._work, name="tinker-lightning-trainer", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return job
+
+    def known(self, request_id: str) -> Job | None:
+        """Returns the job that was submitted with this id, if its result is still kept."""
+        with self._changed:
+            return self._jobs.get(request_id)
+
+    def free(self, line: str, number: int) -> None:
+        """Marks the number of a rejected submission, so that the jobs after it do not wait for it."""
+        with self._changed:
+            if self._closed:
+                return
+            entry = self._lines.setdefault(line, Line())
+            if number > entry.last and number not in entry.waiting:
+                entry.freed.add(number)
+                self._ready.add(entry.release())
+                self._changed.notify_all()
+
+    def find(self, request_id: str) -> Job:
+        """Returns the job with this id; raises `NotFound` if there is none, or its result has been dropped."""
+        with self._changed:
+            job = self._jobs.get(request_id)
+        if job is None:
+            raise NotFound(f"request_id {request_id!r} is unknown, or its result has expired")
+        return job
+
+    def mark_fetched(self, job: Job) -> None:
+        """Records that a result was fetched; it is kept a little longer in case the response was lost."""
+        job.mark_fetched()
+        with self._changed:
+            if self._jobs.get(job.request_id) is not job:
+                return  # forgotten meanwhile
+            fetched = self._fetched.setdefault(job.owner, {})
+            fetched[job.request_id] = None
+            while len(fetched) > MAX_FETCHED:
+                self._drop(self._jobs[next(iter(fetched))])
+
+    def finish(self, owner: str) -> None:
+        """Fails the waiting jobs of a finished session, and drops its results after a moment."""
+        with self._changed:
+            waiting: list[Job] = []
+            for line in self._lines.values():
+                for number in [number for number, job in line.waiting.items() if job.owner == owner]:
+                    waiting.append(line.waiting.pop(number))
+            self._lines = {name: line for name, line in self._lines.items() if line.waiting or not _is_of(name, owner)}
+            until = time.monotonic() - self._fetched_retention + self._finished_retention
+            for job in self._jobs.values():
+                if job.owner == owner and job.kept_since is not None:
+                    job.mark_fetched()
+                    job.kept_since = until
+            self._fetched.pop(owner, None)
+        for job in waiting:
+            job.fail(
+                OperationFailed(f"{job.kind} waited for a request that never arrived, and its session was finished")
+            )
+
+    def missing_before(self, job: Job, *, submits_in_turn: bool) -> int | None:
+        """Returns the number that a job waits for because it has not arrived, or None.
+
+        Args:
+            job: The job for whose result a client asks.
+            submits_in_turn: Whether the client sends a request only after the one before was accepted or given up. The
+                missing number will then never arrive. If the client keeps asking, it is skipped.
+        """
+        with self._changed:
+            line = self._lines.get(job.line or "")
+            if line is None or job not in line.waiting.values():
+                return None
+            if submits_in_turn:
+                now = time.monotonic()
+                line.polled_since = line.polled_since or now
+                if now - line.polled_since >= self._polled_gap_timeout:
+                    logger.warning("%s: continuing without number %d, which was never sent", job.line, line.missing)
+                    self._ready.add(line.skip())
+                    self._changed.notify_all()
+                    return None
+            return line.missing
+
+    def should_pause(self) -> bool:
+        """Returns whether the running job should pause, because it is the turn of another session."""
+        with self._changed:
+            return self._ready.should_pause()
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Fails waiting jobs and stops the thread; a job that still runs after `timeout` seconds is interrupted."""
+        with self._changed:
+            self._closed = True
+            waiting = [*self._ready.clear(), *(job for line in self._lines.values() for job in line.waiting.values())]
+            self._lines.clear()
+            self._changed.notify_all()
+        for job in waiting:
+            job.fail(TrainerClosed(_CLOSED))
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                logger.warning("interrupting a job that is still running after %.0f s", timeout)
+                # A thread that is still inside torch would make the interpreter abort at exit.
+                thread_id = ctypes.c_ulong(self._thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(TrainerClosed))
+                self._thread.join(timeout)
+
+    def _work(self) -> None:
+        with contextlib.suppress(TrainerClosed):  # raised in this thread by close()
+            while (job := self._next()) is not None:
+                progress = job.execute(may_block=self._ready.has_paused_jobs())
+                with self._changed:
+                    is_left = self._closed and progress != "ended"
+                    self._ready.stop("ended" if is_left else progress)
+                if is_left:
+                    job.fail(TrainerClosed(_CLOSED))
+                del job  # do not keep its result alive
+
+    def _next(self) -> Job | None:
+        """Waits for the next job; returns None once the trainer is closed."""
+        with self._changed:
+            while True:
+                self._drop_old()
+                # Also while other models have jobs, which must not prolong the wait for a missing number.
+                wait = self._skip_gaps()
+                if self._closed:
+                    return None
+                if (job := self._ready.start()) is not None:
+                    return job
+                if self._jobs:
+                    cleaning = max(1.0, self._next_cleaning - time.monotonic())
+                    wait = cleaning if wait is None else min(wait, cleaning)
+                self._changed.wait(wait)
+
+    def _skip_gaps(self) -> float | None:
+        """Releases jobs that have waited too long; returns the seconds until the next ones will have."""
+        now = time.monotonic()
+        soonest: float | None = None
+        for name, line in self._lines.items():
+            if line.blocked_since is None or not line.waiting:
+                continue
+            left = line.blocked_since + self._gap_timeout - now
+            if left <= 0:
+                logger.warning(
+                    "%s: continuing with number %d because an earlier one did not arrive within %.0f s",
+                    name,
+                    min(line.waiting),
+                    self._gap_timeout,
+                )
+                self._ready.add(line.skip())
+                left = self._gap_timeout
+            soonest = left if soonest is None else min(soonest, left)
+        return soonest
+
+    def _drop_old(self) -> None:
+        now = time.monotonic()
+        if now < self._next_cleaning:
+            return
+        self._next_cleaning = now + min(self._retention, self._fetched_retention) / 10
+        for job in list(self._jobs.values()):
+            retention = self._fetched_retention if job.fetched else self._retention
+            if job.kept_since is not None and job.kept_since + retention < now:
+                self._drop(job)
+
+    def _forget(self, job: Job) -> None:
+        with self._changed:
+            self._drop(job)
+
+    def _drop(self, job: Job) -> None:
+        if self._jobs.get(job.request_id) is job:
+            del self._jobs[job.request_id]
+            fetched = self._fetched.get(job.owner, {})
+            fetched.pop(job.request_id, None)
+            if not fetched:
+                self._fetched.pop(job.owner, None)
+        job.release()
+
+
+def _is_of(line: str, owner: str) -> bool:
+    return line.startswith(f"{owner}:")

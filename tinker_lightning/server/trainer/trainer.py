@@ -1,0 +1,155 @@
+"""The embedded trainer, which the HTTP app exposes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.server.engine.catalog import Catalog
+from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore
+from tinker_lightning.server.trainer.jobs import Job
+from tinker_lightning.server.trainer.loss_registry import LossRegistry
+from tinker_lightning.server.trainer.memory import MemoryBudget
+from tinker_lightning.server.trainer.model_jobs import ModelJobs
+from tinker_lightning.server.trainer.passes import Passes
+from tinker_lightning.server.trainer.process_memory import resident_memory
+from tinker_lightning.server.trainer.registry import ClientSession, Registry
+from tinker_lightning.server.trainer.retained import RetainedForwards
+from tinker_lightning.server.trainer.samplers import Sampling
+from tinker_lightning.server.trainer.scheduler import GAP_TIMEOUT, Scheduler
+from tinker_lightning.server.trainer.training_service import Training
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tinker_lightning.server.engine.base import BaseModel
+
+logger = logging.getLogger("tinker_lightning.server")
+
+# Seconds without a heartbeat after which a client is considered dead. Clients send one every ten seconds.
+HEARTBEAT_TIMEOUT = 900.0
+# Seconds for which a running job may continue after its trainer was garbage-collected or the interpreter exits.
+_EXIT_GRACE = 3.0
+
+
+def default_data_dir() -> Path:
+    """Returns the default folder for checkpoints, in the user's data folder."""
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "tinker_lightning"
+
+
+class EmbeddedTrainer:
+    """Trains and samples models on this machine, on a single worker thread.
+
+    Args:
+        models: The base models that clients may use, or None for all that can be found on this machine.
+        data_dir: The folder for checkpoints.
+        dtype: The dtype of the models; float64 is meant for numerical tests.
+        gap_timeout: How many seconds the requests of a model wait for one with a lower number.
+        allow_pickled_losses: Whether to accept pickled loss functions, which lets clients execute arbitrary code.
+        sampling_seed: Makes sampling requests without a seed reproducible: what they draw depends on this number, on
+            the numbers of the sampler and the request in their session, and on the index of the sample.
+        memory_limit: The most memory in bytes that models, passes, sampling and messages take together; by default 60 %
+            of the machine's memory. A request that does not fit fails with `MemoryLimitExceeded`.
+        token_budget: The number of positions per model call, which decides memory and rounding; by default, that of a
+            table by model. A run that is resumed keeps the one that it was started with.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[str] | None = None,
+        *,
+        data_dir: Path | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        gap_timeout: float = GAP_TIMEOUT,
+        allow_pickled_losses: bool = False,
+        sampling_seed: int | None = None,
+        memory_limit: int | None = None,
+        token_budget: int | None = None,
+    ) -> None:
+        if token_budget is not None and token_budget < 1:
+            raise InvalidInput(f"token_budget must be at least 1, got {token_budget}")
+        self.memory = memory = MemoryBudget(memory_limit)
+
+        def charge_model(base: BaseModel) -> None:
+            memory.charge(f"the model {base.name}", base.nbytes, "models", fix="Serve fewer or smaller models.")
+
+        self.catalog = Catalog(models, dtype=dtype, on_load=charge_model, token_budget=token_budget)
+        self.store = CheckpointStore(Path(data_dir or default_data_dir()).expanduser().absolute() / "checkpoints")
+        self.registry = Registry(memory)
+        self.scheduler = Scheduler(gap_timeout, memory=memory)
+        self.losses = LossRegistry(allow_pickled_losses, memory)
+        self.retained = RetainedForwards(memory)
+        self.jobs = ModelJobs(self.registry, self.scheduler)
+        self.passes = Passes(self.jobs, self.registry, self.losses, self.retained, memory)
+        self.training = Training(
+            self.jobs, self.registry, self.catalog, self.store, self.scheduler, self.retained, memory
+        )
+        self.sampling = Sampling(self.registry, self.catalog, self.store, self.scheduler, memory, sampling_seed)
+        self._closing = False
+        self._waiters: set[Callable[[], object]] = set()
+        # Calling close() is optional: the thread stops when the trainer is garbage-collected or the interpreter exits.
+        weakref.finalize(self, self.scheduler.close, _EXIT_GRACE)
+
+    def charge_process(self) -> None:
+        """Charges what this process takes in addition to its models, for a process that does nothing but serve."""
+        self.memory.is_of_process = True
+        rest = resident_memory() - self.memory.used("models")
+        self.memory.charge("this process", max(0, rest), "models", fix="Serve fewer or smaller models.")
+
+    def open_session(
+        self, user_metadata: dict[str, Any] | None = None, display_name: str | None = None
+    ) -> ClientSession:
+        """Creates a session, and finishes sessions whose clients have stopped sending heartbeats."""
+        for session in self.registry.sessions():
+            beat = session.last_heartbeat
+            if not session.finished and beat is not None and time.monotonic() - beat > HEARTBEAT_TIMEOUT:
+                logger.warning("finishing %s: no heartbeat for %.0f min", session.session_id, HEARTBEAT_TIMEOUT / 60)
+                self.finish_session(session.session_id)
+        return self.registry.open_session(user_metadata, display_name)
+
+    def finish_session(self, session_id: str) -> None:
+        """Finishes a session. Its memory is freed after its pending jobs."""
+        session = self.registry.session(session_id)
+        session.finished = True
+
+        def free() -> None:
+            self.registry.free(session)
+            self.losses.free(session_id)
+            self.scheduler.finish(session_id)
+            for model_id in session.models:
+                self.retained.drop(model_id)
+
+        job = Job(f"{session_id}:finish", "finish", free, owner=session_id, session=session_id)
+        self.scheduler.submit(job, frees_memory=True)
+
+    @contextmanager
+    def waking(self, wake: Callable[[], object]) -> Iterator[None]:
+        """Calls `wake`, from any thread, if the trainer closes during the `with` block or is already closed."""
+        self._waiters.add(wake)
+        try:
+            if self._closing:
+                wake()
+            yield
+        finally:
+            self._waiters.discard(wake)
+
+    def announce_close(self) -> None:
+        """Wakes all requests that wait for a result, so that a server can stop without delay."""
+        # No lock, because signal handlers call this too and may interrupt the thread that holds it. A waiter is added
+        # before the flag is checked, so it either sees the flag or is woken here.
+        self._closing = True
+        for wake in list(self._waiters):
+            wake()
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Stops the trainer after the running job. Checkpoints are kept."""
+        self.announce_close()
+        self.scheduler.close(timeout)

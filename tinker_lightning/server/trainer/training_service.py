@@ -1,0 +1,236 @@
+"""Models: creating and unloading them, optimizer steps, saving and loading."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.server.engine.adapter import Adapter
+from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore, CheckpointSummary, TinkerPath
+from tinker_lightning.server.trainer.jobs import Job
+from tinker_lightning.server.trainer.registry import Model, Registry, Sampler
+from tinker_lightning.types import AdamParams, LoraConfig, OptimStepResponse
+from tinker_lightning.types import requests as rq
+from tinker_lightning.types import responses as rs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.catalog import Catalog
+    from tinker_lightning.server.trainer.memory import MemoryBudget
+    from tinker_lightning.server.trainer.model_jobs import ModelJobs
+    from tinker_lightning.server.trainer.retained import RetainedForwards
+    from tinker_lightning.server.trainer.scheduler import Scheduler
+
+
+class Training:
+    """Turns requests into jobs. Each method returns immediately; the job provides the result."""
+
+    def __init__(
+        self,
+        jobs: ModelJobs,
+        registry: Registry,
+        catalog: Catalog,
+        store: CheckpointStore,
+        scheduler: Scheduler,
+        retained: RetainedForwards,
+        memory: MemoryBudget,
+    ) -> None:
+        self._jobs = jobs
+        self._registry = registry
+        self._catalog = catalog
+        self._store = store
+        self._scheduler = scheduler
+        self._retained = retained
+        self._memory = memory
+
+    def create_model(self, request: rq.CreateModelRequest) -> Job:
+        """Creates an adapter on a base model."""
+        config = request.lora_config or LoraConfig()
+        return self._create(request, "create_model", request.base_model, config, lambda *_: None)
+
+    def create_from_weights(self, request: rq.CreateFromWeightsRequest) -> Job:
+        """Creates a model with saved weights, optionally with the optimizer state."""
+        path = TinkerPath.parse(request.path)
+        saved = self._store.summary(path)
+        if request.base_model not in (None, saved.base_model):
+            raise InvalidInput(f"base_model: {path} was trained on {saved.base_model}, not on {request.base_model}")
+
+        def load(base: BaseModel, adapter: Adapter) -> rs.LoadWeightsResponse:
+            self._load(path, base, adapter, optimizer=request.optimizer)
+            return rs.LoadWeightsResponse(str(path), request.model_id)
+
+        return self._create(request, "load_weights", saved.base_model, saved.lora_config, load, path=request.path)
+
+    def _create(
+        self,
+        request: rq.CreateModelRequest | rq.CreateFromWeightsRequest,
+        kind: str,
+        base_model: str,
+        config: LoraConfig,
+        fill: Callable[[BaseModel, Adapter], rs.LoadWeightsResponse | None],
+        **labels: Any,
+    ) -> Job:
+        """Creates an adapter; `fill` may change it, and return the result. The labels tell two creations apart."""
+        if request.model_seq_id < 0:
+            raise InvalidInput(f"model_seq_id must be at least 0, got {request.model_seq_id}")
+        optimizer = (request.optimizer_config or {}).get("type", "adamw")
+        if optimizer != "adamw":
+            raise InvalidInput(f"optimizer_config: only adamw is supported, not {optimizer!r}")
+        session = self._registry.session(request.session_id, must_be_open=True)
+        self._catalog.check(base_model)
+        model_id = f"{session.session_id}:train:{request.model_seq_id}"
+
+        def run() -> rs.CreateModelResponse | rs.LoadWeightsResponse:
+            base = self._catalog.get(base_model)
+            # The weights, their gradient and two moments of the optimizer.
+            size = 4 * base.lora.weights_bytes(config)
+            fix = "Use a smaller rank, or unload models that are no longer needed."
+            charge = self._memory.charge(f"an adapter of rank {config.rank}", size, "weights", fix=fix)
+            try:
+                adapter = Adapter(base.lora.new_weights(config), base.token_budget)
+                result = fill(base, adapter)
+            except BaseException:
+                charge.release()
+                raise
+            model.charge, model.base, model.adapter = charge, base, adapter
+            return result or rs.CreateModelResponse(model_id)
+
+        creation = Job(
+            f"{model_id}:create",
+            kind,
+            run,
+            owner=session.session_id,
+            model=model_id,
+            base=base_model,
+            rank=config.rank,
+            **labels,
+        )
+        model = Model(model_id, session.session_id, base_model, config, request.user_metadata, creation)
+        known = self._registry.add_model(model).creation
+        if (known.kind, known.labels) != (kind, creation.labels):
+            raise InvalidInput(
+                f"model_seq_id: {request.model_seq_id} of this session was already used for {known.kind} "
+                f"({known.labels.strip()}). Use the next number for another model."
+            )
+        return self._scheduler.submit(known)
+
+    def unload_model(self, request: rq.UnloadModelRequest) -> Job:
+        """Frees the memory of a model after the jobs that were submitted before."""
+        model = self._registry.model(request.model_id)
+
+        def run() -> rs.UnloadModelResponse:
+            model.unload()
+            self._retained.drop(model.model_id)
+            return rs.UnloadModelResponse(model.model_id)
+
+        job = Job(f"{model.model_id}:unload", "unload_model", run, owner=model.session_id, model=model.model_id)
+        return self._scheduler.submit(job, frees_memory=True)
+
+    def optim_step(self, request: rq.OptimStepRequest) -> Job:
+        """Takes an AdamW step with the accumulated gradient."""
+        if request.optimizer_params is not None:
+            kind = request.optimizer_params.get("type")
+            raise InvalidInput(f"optimizer_params: only adamw is supported, not {kind!r}; send adam_params")
+        params = request.adam_params or AdamParams()
+
+        def run(_: BaseModel, adapter: Adapter) -> OptimStepResponse:
+            self._retained.drop(request.model_id)
+            # A copy of the weights and the moments, in case the step has to be undone, and the clipped gradient.
+            with self._memory.charge("optim_step", 5 * adapter.weights.nbytes):
+                return OptimStepResponse(adapter.step(params))
+
+        return self._jobs.submit(request, "optim_step", run)
+
+    def save_weights(self, request: rq.SaveWeightsRequest) -> Job:
+        """Saves weights and optimizer state under a name."""
+        name = f"checkpoint-{request.seq_id:06d}" if request.path is None else request.path
+        path = TinkerPath(request.model_id, "weights", name)
+
+        def run(base: BaseModel, adapter: Adapter) -> rs.SaveWeightsResponse:
+            self._save(path, base, adapter, request, adapter.training_state())
+            return rs.SaveWeightsResponse(str(path))
+
+        return self._jobs.submit(request, "save_weights", run)
+
+    def load_weights(self, request: rq.LoadWeightsRequest) -> Job:
+        """Loads saved weights into a model, optionally with the optimizer state."""
+        path = TinkerPath.parse(request.path)
+
+        def run(base: BaseModel, adapter: Adapter) -> rs.LoadWeightsResponse:
+            self._load(path, base, adapter, optimizer=request.optimizer)
+            self._retained.drop(request.model_id)
+            return rs.LoadWeightsResponse(str(path), request.model_id)
+
+        return self._jobs.submit(request, "load_weights", run)
+
+    def _load(self, path: TinkerPath, base: BaseModel, adapter: Adapter, *, optimizer: bool) -> None:
+        # The weights and the state of the optimizer, as they are loaded.
+        with self._memory.charge("load_weights", 4 * adapter.weights.nbytes):
+            saved = self._store.load(path, training_state=optimizer)
+        if saved.base_model != base.name:
+            raise InvalidInput(f"path: {path} was trained on {saved.base_model}, but this model is {base.name}")
+        loaded, own = saved.weights.config, adapter.weights.config
+        for name in ("rank", "train_unembed", "train_mlp", "train_attn"):
+            if getattr(loaded, name) != getattr(own, name):
+                raise InvalidInput(
+                    f"path: {path} has {name}={getattr(loaded, name)}, but this model has {getattr(own, name)}. "
+                    "Create a model from the state instead."
+                )
+        base.lora.check(saved.weights)
+        adapter.load(saved.weights, saved.training_state)
+        if saved.training_state is not None and saved.token_budget is not None:
+            adapter.token_budget = saved.token_budget  # so that a resumed run rounds as it did before
+
+    def save_weights_for_sampler(self, request: rq.SaveWeightsForSamplerRequest) -> Job:
+        """Saves weights for sampling: under a name on disk, or without a name in memory as a new sampler."""
+        model = self._registry.model(request.model_id)
+        # A retry has the same seq_id but a new sampling_session_seq_id, so the sampler is named after the former.
+        sampler_id = f"{model.model_id}:sample:{request.seq_id}"
+        path = None if request.path is None else TinkerPath(model.model_id, "sampler_weights", request.path)
+
+        def run(base: BaseModel, adapter: Adapter) -> rs.SaveWeightsForSamplerResponse:
+            if path is not None:
+                self._save(path, base, adapter, request, None)
+                return rs.SaveWeightsForSamplerResponse(path=str(path))
+            sampler = Sampler(sampler_id, model.base_model, adapter.weights.copy())
+            self._registry.add_sampler(model.session_id, sampler)
+            return rs.SaveWeightsForSamplerResponse(sampling_session_id=sampler_id)
+
+        return self._jobs.submit(request, "save_weights_for_sampler", run)
+
+    def save_weights_external(self, request: rq.SaveWeightsExternalRequest) -> Job:
+        """Saves weights for download under a name."""
+        if request.age_encryption_recipients:
+            raise InvalidInput("age_encryption_recipients is not supported, because weights are not encrypted; omit it")
+        path = TinkerPath(request.model_id, "external_weights", request.path)
+
+        def run(base: BaseModel, adapter: Adapter) -> rs.SaveWeightsExternalResponse:
+            saved = self._save(path, base, adapter, request, None)
+            return rs.SaveWeightsExternalResponse(str(path), saved.size_bytes)
+
+        return self._jobs.submit(request, "save_weights_external", run)
+
+    def _save(
+        self,
+        path: TinkerPath,
+        base: BaseModel,
+        adapter: Adapter,
+        request: rq.SaveWeightsRequest | rq.SaveWeightsForSamplerRequest | rq.SaveWeightsExternalRequest,
+        training_state: Mapping[str, Tensor] | None,
+    ) -> CheckpointSummary:
+        return self._store.save(
+            path,
+            base_model=base.name,
+            weights=adapter.weights,
+            peft_config=base.lora.peft_config(adapter.weights.config),
+            steps=adapter.steps,
+            token_budget=adapter.token_budget,
+            training_state=training_state,
+            ttl_seconds=request.ttl_seconds,
+            overwrite=isinstance(request, rq.SaveWeightsRequest) and request.overwrite,
+            user_metadata=None if isinstance(request, rq.SaveWeightsExternalRequest) else request.user_metadata,
+        )
