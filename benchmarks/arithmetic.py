@@ -35,7 +35,7 @@ from tinker_cookbook.tokenizer_utils import register_tokenizer, unregister_token
 from benchmarks import report
 from benchmarks.processes import process, serve_model
 from tinker_lightning.client import connect
-from tinker_lightning.rl.seeds import derive
+from tinker_lightning.rl.units import derive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

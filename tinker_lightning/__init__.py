@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tinker_lightning.client import SamplingClient, ServiceClient, TrainingClient, as_backend, connect
     from tinker_lightning.lightning.module import RemoteModule
     from tinker_lightning.lightning.strategy import TinkerStrategy
-    from tinker_lightning.losses.regularizers.regularizer import Regularizer
+    from tinker_lightning.losses.regularizers import Regularizer
     from tinker_lightning.lossgraph.server_loss import LossFnOutput, custom_loss
     from tinker_lightning.remote.adamw import RemoteAdamW
     from tinker_lightning.remote.lm import RemoteLM
@@ -44,7 +44,7 @@ __all__ = [
 # Loaded on first access, so that a server, a data script or a plain torch loop does not import what it never uses.
 _LAZY = {
     "LossFnOutput": "lossgraph.server_loss",
-    "Regularizer": "losses.regularizers.regularizer",
+    "Regularizer": "losses.regularizers",
     "RemoteAdamW": "remote.adamw",
     "RemoteLM": "remote.lm",
     "RemoteModule": "lightning.module",

@@ -16,7 +16,7 @@ from tinker_lightning import Datum, RemoteModule, SamplingParams, collate
 from tinker_lightning.callbacks import CostMonitor, SampleTable
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.recipes import DPO
-from tinker_lightning.remote.token_count import TokenCount
+from tinker_lightning.remote.calls import TokenCount
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,7 +19,7 @@ from tests.helpers.soaking import first_only
 from tests.helpers.trainers import DATA, SMALL, OnServer, loader, new, quiet
 from tinker_lightning import RemoteModule, SamplingParams
 from tinker_lightning.callbacks import RemoteMonitor, SampleTable
-from tinker_lightning.callbacks.remote_steps import StepRecord, queue_times
+from tinker_lightning.callbacks.timeline import StepRecord, queue_times
 from tinker_lightning.client.transport import recording
 from tinker_lightning.client.transport.recording import OperationRecord
 from tinker_lightning.errors import InvalidInput

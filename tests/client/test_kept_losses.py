@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tinker_lightning import Datum, LossFnOutput, custom_loss
-from tinker_lightning.client import loss_uploads as client_losses
+from tinker_lightning.client import server_losses as client_losses
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lossgraph import server_loss
 from tinker_lightning.server import EmbeddedTrainer

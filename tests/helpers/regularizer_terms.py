@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.losses.regularizers import composition
-from tinker_lightning.losses.regularizers.regularizer import Regularizer
+from tinker_lightning.losses.regularizers.composition import Regularizer
 
 Returned = tuple[Tensor, dict[Any, Any]]
 LONG = 30.0  # seconds after which a test that hangs fails

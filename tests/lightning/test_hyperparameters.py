@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from tests.helpers.trainers import SMALL, loader, quiet
 from tinker_lightning import RemoteModule
-from tinker_lightning.lightning.secret import Secret
+from tinker_lightning.lightning.hyperparameters import Secret
 from tinker_lightning.recipes import Distill
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tinker_lightning.client import ServiceClient, TrainingClient
-    from tinker_lightning.recipes.trained_group import TrainedGroup
+    from tinker_lightning.recipes.group_loss import TrainedGroup
 
 pytestmark = SMALL
 

@@ -13,8 +13,8 @@ from tests.helpers.trainers import SMALL, new, quiet
 from tinker_lightning import ModelInput, losses
 from tinker_lightning.errors import InvalidInput, RolloutFailed
 from tinker_lightning.recipes import GRPO
-from tinker_lightning.recipes.policy_scores import Scored
-from tinker_lightning.recipes.trained_group import TrainedGroup
+from tinker_lightning.recipes.group_loss import TrainedGroup
+from tinker_lightning.recipes.rollout_metrics import Scored
 
 if TYPE_CHECKING:
     from tinker_lightning.client import ServiceClient

@@ -16,7 +16,7 @@ from tinker_lightning.callbacks import SampleTable
 from tinker_lightning.client.training import TrainingClient
 from tinker_lightning.errors import InvalidInput, NotFound
 from tinker_lightning.recipes import GRPO
-from tinker_lightning.recipes.trained_group import TrainedGroup
+from tinker_lightning.recipes.group_loss import TrainedGroup
 from tinker_lightning.remote.calls import PendingBackward
 from tinker_lightning.types import ForwardBackwardOutput
 

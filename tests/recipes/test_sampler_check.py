@@ -15,9 +15,9 @@ from tests.helpers.trainers import SMALL, new, quiet
 from tinker_lightning import ServiceClient
 from tinker_lightning.errors import InvalidInput, Unsupported
 from tinker_lightning.recipes import GRPO
-from tinker_lightning.recipes.policy_scores import Scored
-from tinker_lightning.recipes.sampler_check import SamplerCheck
-from tinker_lightning.recipes.trained_group import TrainedGroup
+from tinker_lightning.recipes.group_loss import TrainedGroup
+from tinker_lightning.recipes.rollout_metrics import Scored
+from tinker_lightning.recipes.rollout_module import SamplerCheck
 from tinker_lightning.server import EmbeddedTrainer
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tinker_lightning.remote import interrupts
+from tinker_lightning.threads import interrupts
 
 
 def ctrl_c() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tinker_lightning.errors import MemoryLimitExceeded
-from tinker_lightning.server import EmbeddedTrainer, arrival, create_app
+from tinker_lightning.server import EmbeddedTrainer, bodies, create_app
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,10 +21,10 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measures every 20 ms, and rejects bodies with fewer than 1000 bytes in 100 ms."""
-    monkeypatch.setattr(arrival, "BODY_SECONDS", 0.1)
-    monkeypatch.setattr(arrival, "_LEAST_BYTES", 1000)
-    monkeypatch.setattr(arrival, "_LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(arrival, "_FAST_BYTES", 100_000)
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.1)
+    monkeypatch.setattr(bodies, "_LEAST_BYTES", 1000)
+    monkeypatch.setattr(bodies, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(bodies, "_FAST_BYTES", 100_000)
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_a_body_that_was_received_is_not_slow_any_more(trainer: EmbeddedTrainer)
         slow = Upload(trainer)
         await slow.send(b" " * (3 * MIB))
         with trainer.memory.charge("a body", 0, "messages") as charge:
-            received = arrival.Arrival(charge)
+            received = bodies.Arrival(charge)
             async with received:
                 received.grow(2000)
                 await asyncio.sleep(0.05)
@@ -160,8 +160,8 @@ def test_bodies_that_arrive_fast_keep_their_memory(trainer: EmbeddedTrainer) -> 
 
 
 def test_closing_after_the_loop_has_ended_does_nothing() -> None:
-    async def begin() -> arrival.Arrival:
-        return arrival.Arrival()
+    async def begin() -> bodies.Arrival:
+        return bodies.Arrival()
 
     asyncio.run(begin()).close()
 

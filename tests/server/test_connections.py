@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.helpers.limited_server import idle_connections, limited_server, training
-from tinker_lightning.server.connections import MAX_CONNECTIONS, OncePerMinute, most_connections
+from tinker_lightning.server.serve import MAX_CONNECTIONS, OncePerMinute, most_connections
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tinker_lightning.callbacks.cost_monitor import CostMonitor
     from tinker_lightning.callbacks.export_adapter import ExportAdapter
-    from tinker_lightning.callbacks.generation_eval import GenerationEval
+    from tinker_lightning.callbacks.generation import GenerationEval
     from tinker_lightning.callbacks.remote_monitor import RemoteMonitor
     from tinker_lightning.callbacks.sample_table import SampleTable
 
@@ -17,7 +17,7 @@ __all__ = ["CostMonitor", "ExportAdapter", "GenerationEval", "RemoteMonitor", "S
 _LAZY = {
     "CostMonitor": "cost_monitor",
     "ExportAdapter": "export_adapter",
-    "GenerationEval": "generation_eval",
+    "GenerationEval": "generation",
     "RemoteMonitor": "remote_monitor",
     "SampleTable": "sample_table",
 }

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import CombinedLoader
 
-from tinker_lightning.callbacks.generating import remote
+from tinker_lightning.callbacks.generation import remote
 from tinker_lightning.client.sdk.inputs import to_datums
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.checkpoint import rng
 from tinker_lightning.remote import group
-from tinker_lightning.remote.token_count import TokenCount, tokens_of
+from tinker_lightning.remote.calls import TokenCount, tokens_of
 from tinker_lightning.rows.batches import as_list
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 
-from tinker_lightning.callbacks.generating import remote
+from tinker_lightning.callbacks.generation import remote
 from tinker_lightning.client.files.export import CONFIG, check_target, export_adapter
 from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError
 from tinker_lightning.lightning.checkpoint import contents

@@ -14,8 +14,8 @@ import lightning.pytorch as pl
 import torch
 
 from tinker_lightning.callbacks import timeline
-from tinker_lightning.callbacks.generating import remote
-from tinker_lightning.callbacks.remote_steps import StepRecord
+from tinker_lightning.callbacks.generation import remote
+from tinker_lightning.callbacks.timeline import StepRecord
 from tinker_lightning.client.transport.recording import OperationRecord, Recording
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning import _compat

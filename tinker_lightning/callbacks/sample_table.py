@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
-from tinker_lightning.callbacks.generating import GeneratingCallback, logged_step, remote, shown
+from tinker_lightning.callbacks.generation import GeneratingCallback, logged_step, remote, shown
 from tinker_lightning.errors import InvalidInput
 
 if TYPE_CHECKING:

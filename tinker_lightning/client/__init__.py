@@ -2,11 +2,11 @@
 
 from tinker_lightning.client.backend import TrainingBackend
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.client.loss_handle import LossHandle
 from tinker_lightning.client.passes.custom import CustomLossFuture
 from tinker_lightning.client.rest import RestClient
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.sdk.adapters import as_backend, as_sampler
+from tinker_lightning.client.server_losses import LossHandle
 from tinker_lightning.client.service import ServiceClient, connect
 from tinker_lightning.client.training import TrainingClient
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
-    from tinker_lightning.client.loss_uploads import Losses
+    from tinker_lightning.client.server_losses import Losses
     from tinker_lightning.client.transport.recording import Recording
     from tinker_lightning.types import AdamParams, Datum, ForwardBackwardOutput, GetInfoResponse
 

@@ -10,8 +10,9 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tinker_lightning.client.transport import idle_threads, recording
+from tinker_lightning.client.transport import recording
 from tinker_lightning.errors import ClientClosed, ClientForked, ResultTimeout
+from tinker_lightning.threads import openmp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -118,7 +119,7 @@ class TinkerFuture(Generic[T]):
         """Waits like `wait`. Cancelling the waiting task does not cancel the operation on the server."""
         if self.done():
             return
-        idle_threads.end()
+        openmp.end()
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from tinker_lightning.client.async_names import in_thread
 from tinker_lightning.client.files import checkpoints, download, upload
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.client.loss_uploads import Losses
 from tinker_lightning.client.rest import RestClient
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.sdk import inputs
+from tinker_lightning.client.server_losses import Losses
 from tinker_lightning.client.training import TrainingClient
-from tinker_lightning.client.transport import discovery, idle_threads
+from tinker_lightning.client.transport import discovery
 from tinker_lightning.client.transport.channel import Channel
 from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.client.transport.session import Session, SessionInfo, fetch_capabilities
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.threads import openmp
 from tinker_lightning.types import LoraConfig, WeightsInfoResponse
 from tinker_lightning.types import responses as rs
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     import httpx
 
     from tinker_lightning.client.dialects.dialect import Dialect
-    from tinker_lightning.client.loss_handle import LossHandle
+    from tinker_lightning.client.server_losses import LossHandle
     from tinker_lightning.lossgraph.graph_loss import Source
 
 
@@ -73,7 +74,7 @@ class ServiceClient:
         if transport is not None:
             target = replace(target, transport=transport, in_process=in_process)
         if target.in_process is not None:
-            idle_threads.enable()
+            openmp.enable()
         self.url = target.url
         project_id = project_id or os.environ.get("TINKER_PROJECT_ID") or None
         about = SessionInfo(dict(user_metadata or {}), project_id, display_name)

@@ -11,7 +11,7 @@ from tinker_lightning.client.async_names import in_thread, submitted
 from tinker_lightning.client.dialects import measure
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.client.files import checkpoints, download, tokenizer
-from tinker_lightning.client.files.removal import remove
+from tinker_lightning.client.files.checkpoints import remove
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.passes import encoding
 from tinker_lightning.client.passes import request as pass_request
@@ -41,11 +41,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tinker_lightning.client.dialects.dialect import Dialect
-    from tinker_lightning.client.loss_handle import LossHandle
-    from tinker_lightning.client.loss_uploads import Losses
     from tinker_lightning.client.passes.encoding import Parts
     from tinker_lightning.client.passes.live_weights import LiveWeights
     from tinker_lightning.client.passes.request import ServerPass
+    from tinker_lightning.client.server_losses import Losses, LossHandle
     from tinker_lightning.client.transport.channel import Channel
     from tinker_lightning.client.transport.recording import Recording
     from tinker_lightning.lossgraph.server_loss import ServerLoss
@@ -92,7 +91,7 @@ class TrainingClient(BaseTrainingClient):
         """Checks a pass and converts it into the request that `send` takes; raises `InvalidInput` if it is invalid."""
         session = self._channel.session
         request = pass_request.prepare(session, self.losses, data, loss_fn, loss_fn_config, loss_fn_inputs, scale)
-        if request.whole and len(encoding.split(session, request.data)) > 1:
+        if request.whole and len(encoding.chunks_for(session, request.data)) > 1:
             raise InvalidInput(
                 f"data: {len(request.data)} datums do not fit into one request, and {request.loss} is computed from "
                 "the whole batch at once. Send a smaller batch."

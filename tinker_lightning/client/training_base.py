@@ -8,16 +8,16 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinker_lightning.client import loss_handle
+from tinker_lightning.client import server_losses
 from tinker_lightning.client.async_names import submitted
 from tinker_lightning.client.files.export import export_adapter
 from tinker_lightning.client.futures import UnreadFailures
-from tinker_lightning.client.loss_handle import LossHandle
 from tinker_lightning.client.passes import request as pass_request
 from tinker_lightning.client.passes.custom import CustomLosses, evaluation_of
 from tinker_lightning.client.passes.held import HeldPasses
 from tinker_lightning.client.passes.request import ServerPass
 from tinker_lightning.client.sdk import inputs
+from tinker_lightning.client.server_losses import LossHandle
 from tinker_lightning.errors import InvalidInput, Unsupported
 from tinker_lightning.losses import surrogate
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.client.passes.live_weights import LiveWeights
     from tinker_lightning.client.transport.recording import Recording
-    from tinker_lightning.losses.regularizers.regularizer import Regularizer
+    from tinker_lightning.losses.regularizers.composition import Regularizer
     from tinker_lightning.losses.surrogate import LossFn
     from tinker_lightning.lossgraph.server_loss import ServerLoss
     from tinker_lightning.types import AdamParams, Datum, ForwardBackwardOutput, LoadWeightsResponse
@@ -121,9 +121,9 @@ class BaseTrainingClient(ABC):
             request = replace(request, retain=True) if retain else request
             return self.unread.add(self._submit_pass(request, forward_only=forward_only))
         if not forward_only:
-            return self.unread.add(self._custom.add(request.data, loss_handle.times(handle, request.scale)))
+            return self.unread.add(self._custom.add(request.data, server_losses.times(handle, request.scale)))
         forward = self._forward(request.data)
-        return self.unread.add(forward.then(lambda output: loss_handle.with_loss(output, request.data, handle)))
+        return self.unread.add(forward.then(lambda output: server_losses.with_loss(output, request.data, handle)))
 
     def forward_backward_custom(
         self,

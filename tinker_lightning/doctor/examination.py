@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from tinker_lightning.doctor import deletion, gradients, lora, numbering, optimizer, sampler_checks
-from tinker_lightning.doctor.check import Check, NotOffered, Result, Status, reason
+from tinker_lightning.doctor import gradients, numbering, optimizer, sampler_checks
 from tinker_lightning.doctor.probe import Probe
-from tinker_lightning.doctor.report import Report
+from tinker_lightning.doctor.report import Check, NotOffered, Report, Result, Status, reason
 from tinker_lightning.errors import InvalidInput, NotAnApi, NotFound, TinkerLightningError, Unsupported
 
 if TYPE_CHECKING:
@@ -30,11 +29,11 @@ CHECKS: tuple[Check, ...] = (
     optimizer.ZERO_RATE,
     optimizer.CLIPPING,
     optimizer.RESTORED,
-    lora.SEED,
-    lora.FLAGS,
+    optimizer.SEED,
+    optimizer.FLAGS,
     sampler_checks.AGREEMENT,
     sampler_checks.LIVE,
-    deletion.DELETION,
+    sampler_checks.DELETION,
     gradients.CUSTOM,  # the last one, because it uses what the others have measured
 )
 # How many tokens all checks pass to a server at most.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinker_lightning.client.dialects.measure import Scratch
 from tinker_lightning.client.dialects.surrogate import Surrogate
-from tinker_lightning.client.files.removal import remove
+from tinker_lightning.client.files.checkpoints import remove
 from tinker_lightning.client.transport.operations import encode, perform
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tinker_lightning.client.dialects import measure
-from tinker_lightning.doctor.check import Check, Finding, NotOffered, reason
-from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed
+from tinker_lightning.doctor.report import Check, Finding, NotOffered, reason
+from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, Unsupported
 from tinker_lightning.types import AdamParams, Datum, ModelInput, SamplingParams
 
 if TYPE_CHECKING:
@@ -104,4 +104,25 @@ LIVE = Check(
     "sampling uses the weights that were saved, and leaves those in training alone",
     "Sample only from the present weights: save_weights_and_get_sampling_client() after each step.",
     _live,
+)
+
+
+def _deletion(probe: Probe) -> Finding:
+    client = probe.model()
+    path = probe.save(client)
+    try:
+        client.delete_checkpoint(path)
+    except (Unsupported, InvalidInput) as error:  # there is no endpoint, or paths are not those of the protocol
+        raise NotOffered("states stay on the server", deletes_checkpoints=False) from error
+    if client.checkpoint_exists(path):
+        return Finding("a deleted checkpoint is still there", dialect={"deletes_checkpoints": False})
+    probe.forget(path)
+    return Finding(dialect={"deletes_checkpoints": True})
+
+
+DELETION = Check(
+    "deletion",
+    "a checkpoint can be deleted",
+    "States stay on the server, also those of ModelCheckpoint(save_top_k=...). Delete them there.",
+    _deletion,
 )

@@ -20,10 +20,9 @@ from tinker_lightning.errors import InvalidInput, InvalidLoss, TinkerLightningEr
 from tinker_lightning.lightning import _compat, routes, wandb_runs
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.deferred_metrics import DeferredMetrics
-from tinker_lightning.lightning.hyperparameters import api_keys, fixed, for_files, left_out
+from tinker_lightning.lightning.hyperparameters import Secret, api_keys, fixed, for_files, left_out
 from tinker_lightning.lightning.lazy_client import LazyClient
 from tinker_lightning.lightning.predict import Samples
-from tinker_lightning.lightning.secret import Secret
 from tinker_lightning.losses.likelihood import likelihood_metrics
 from tinker_lightning.losses.reduction import total_weight, weights_of
 from tinker_lightning.metrics.scores import Scores
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
     from tinker_lightning.lightning.deferred_metrics import Ran
     from tinker_lightning.lightning.routes import Chosen, Reduction, Route
-    from tinker_lightning.losses.regularizers.regularizer import Regularizer
+    from tinker_lightning.losses.regularizers.composition import Regularizer
     from tinker_lightning.remote.calls import Pass, Step
     from tinker_lightning.remote.window import Remote
 

@@ -5,23 +5,22 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 
 from tinker_lightning import losses
-from tinker_lightning.client.passes.chunking import reduced
+from tinker_lightning.client.passes.encoding import reduced
 from tinker_lightning.errors import InvalidInput, OperationFailed
-from tinker_lightning.lightning import _compat, metric_names
-from tinker_lightning.lightning.metric_names import LOSS, TOTAL, VALUE
+from tinker_lightning.lightning import _compat
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
 from tinker_lightning.losses.library import known_settings
 from tinker_lightning.losses.likelihood import likelihood_scores
 from tinker_lightning.losses.reduction import weights_of
-from tinker_lightning.losses.surrogate import OF_PASSES
+from tinker_lightning.losses.surrogate import OF_PASSES, set_apart
 from tinker_lightning.lossgraph.graph_loss import OF_LIBRARY, OF_OWN
 from tinker_lightning.lossgraph.server_loss import ServerLoss
 from tinker_lightning.remote.calls import PendingBackward, Step
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.types import Datum, ForwardBackwardOutput
 
-    # The result of a pass, and what was sent for it.
     Ran: TypeAlias = tuple[ForwardBackwardOutput, PendingBackward]
 
 _SUM = "loss:sum"
@@ -162,9 +160,9 @@ def of_losses(ran: Sequence[Ran], share: float = 1.0) -> dict[str, float]:
         window = [(of_pass(output, call.loss, call.datums, call.config), len(call.datums)) for output, call in alike]
         metrics = combined(window)
         if prefix:
-            found |= metric_names.of_part(metrics, prefix)
+            found |= of_part(metrics, prefix)
         else:
-            found |= metric_names.of_loss(metrics, is_of_library=_is_of_library(alike[0][1].loss))
+            found |= of_loss(metrics, is_of_library=_is_of_library(alike[0][1].loss))
         if any(_SUM not in output.metrics for output, _ in alike):
             unknown |= {LOSS, TOTAL} if is_base else {LOSS}
             continue
@@ -207,7 +205,7 @@ def combined(window: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, flo
         values = [metrics[name] for metrics, _ in window if name in metrics]
         counts = [count for metrics, count in window if name in metrics]
         total = math.fsum(values)
-        if len(values) == 1 or metric_names.reduction(name) == "sum":
+        if len(values) == 1 or reduction(name) == "sum":
             found[name] = total
         else:
             found |= reduced(name, values, counts) or {name: total / len(values)}
@@ -216,3 +214,34 @@ def combined(window: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, flo
 
 def _is_of_library(loss: Any) -> bool:
     return loss.is_of_library if isinstance(loss, ServerLoss) else isinstance(loss, str) and loss in BUILT_IN
+
+
+LOSS = "train_loss"
+VALUE = "value"
+TOTAL = "loss_total"
+SCORES = frozenset({"nll", "perplexity"})
+COUNTS = frozenset({"tokens", "action_tokens"})
+# Logged by the module, the server or Lightning in some stage; "step" would even set the step of a logger's row.
+_RESERVED = OF_PASSES | SCORES | {LOSS, "loss", "grad_norm", "learning_rate", "epoch", "step"}
+
+
+def of_loss(metrics: Mapping[str, float], *, is_of_library: bool) -> dict[str, float]:
+    """Returns the metrics of a loss with reserved names prefixed: `grad_norm` becomes `loss/grad_norm`.
+
+    `nll` and `perplexity` of a library loss keep their names, because they are what the module logs itself.
+    """
+    return set_apart(metrics, _RESERVED - SCORES if is_of_library else _RESERVED, "loss")
+
+
+def of_part(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Returns the metrics of one of several losses with its prefix; `value` is reserved for that of the loss."""
+    return {prefix + name: number for name, number in set_apart(metrics, {VALUE}, "custom").items()}
+
+
+def reduction(name: str) -> Literal["sum", "min", "max", "mean"]:
+    """Returns how a metric is combined over batches: counts are summed, others combined as their suffix says."""
+    if name.rpartition("/")[2] in COUNTS or name.endswith(":sum"):
+        return "sum"
+    if name.endswith(":min"):
+        return "min"
+    return "max" if name.endswith(":max") else "mean"

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.client.sdk.inputs import to_datums
 from tinker_lightning.errors import InvalidInput, InvalidLoss, MissingInput, OperationFailed
-from tinker_lightning.lightning import metric_names
-from tinker_lightning.lightning.deferred_metrics import of_pass
-from tinker_lightning.lightning.metric_names import TOTAL, VALUE
+from tinker_lightning.lightning import deferred_metrics
+from tinker_lightning.lightning.deferred_metrics import TOTAL, VALUE, of_pass
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.rows.formats import DatumLike
 
@@ -68,8 +67,8 @@ def _evaluate(
             raise LossUnavailable(f"{backend.server} does not return its value")
         value, flat = float(output.metrics["loss:sum"]), of_pass(output, chosen.loss, data, chosen.config)
         if not chosen.regularized:
-            return value, metric_names.of_loss(flat, is_of_library=False)
-        flat = {f"base_loss/{VALUE}": value, **metric_names.of_part(flat, "base_loss/")}
+            return value, deferred_metrics.of_loss(flat, is_of_library=False)
+        flat = {f"base_loss/{VALUE}": value, **deferred_metrics.of_part(flat, "base_loss/")}
     total, telemetry = composition.evaluate(
         data,
         logprobs,
@@ -84,8 +83,8 @@ def _evaluate(
     if chosen.regularized:
         return value, flat | {TOTAL: value}
     if chosen.is_of_library:  # whose nll and perplexity are those of all tokens
-        flat = {name: number for name, number in flat.items() if name not in metric_names.SCORES}
-    return value, metric_names.of_loss(flat, is_of_library=chosen.is_of_library)
+        flat = {name: number for name, number in flat.items() if name not in deferred_metrics.SCORES}
+    return value, deferred_metrics.of_loss(flat, is_of_library=chosen.is_of_library)
 
 
 def _is_missing(error: KeyError | AttributeError, batch: Any, data: list[Any], inputs: Callable[[Any], Any]) -> bool:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from tinker_lightning.errors import LossWithoutGradient
-from tinker_lightning.lightning import _compat, checks, summary, wandb_runs
+from tinker_lightning.errors import LossWithoutGradient, TinkerLightningError, Unsupported
+from tinker_lightning.lightning import _compat, checks, wandb_runs
 from tinker_lightning.lightning.base import LAST_WAIT, RemoteBase
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.hyperparameters import hide_in_configs
 from tinker_lightning.losses import surrogate
-from tinker_lightning.losses.regularizers.regularizer import as_regularizers
-from tinker_lightning.remote import group, interrupts
+from tinker_lightning.losses.regularizers.composition import as_regularizers
+from tinker_lightning.remote import group
+from tinker_lightning.remote.handle import RemoteHandle
 from tinker_lightning.remote.lm import holds_server_loss
+from tinker_lightning.threads import interrupts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +57,7 @@ class RemoteHooks(pl.Callback):
         """Checks the trainer with the callbacks of `configure_callbacks`, and hides API keys from them."""
         checks.check(trainer, self._module)
         hide_in_configs(_compat.CALLBACKS.get(trainer), self._module._api_keys)
-        summary.hide_handle(trainer, self._module)
+        hide_handle(trainer, self._module)
         self._connect()
 
     def on_fit_start(self, *_: Any) -> None:
@@ -80,10 +86,10 @@ class RemoteHooks(pl.Callback):
             module.restore_window()
         module._loaded_window = None
         self._received = module.lm.handle.remote.received
-        settings = summary.settings_of(module)
+        settings = settings_of(module)
         wandb_runs.log_settings(trainer, settings)
         if settings != module._shown:
-            summary.show(trainer, module, settings)
+            show(trainer, module, settings)
             module._shown = settings
             self._shows_tokens = not module.lm.handle.remote.tokens.trained
 
@@ -121,7 +127,7 @@ class RemoteHooks(pl.Callback):
         self._hold.end()
         if self._shows_tokens and self._module.lm.handle.remote.tokens.trained:
             self._shows_tokens = False
-            summary.show_tokens(trainer, self._module)
+            show_tokens(trainer, self._module)
         deferred = self._module._deferred
         is_monitored = deferred.are_monitored(trainer, by_step=True)
         deferred.log(wait=is_monitored)
@@ -177,3 +183,65 @@ class RemoteHooks(pl.Callback):
             self._terminated = time.monotonic()
         elif time.monotonic() - self._terminated > LAST_WAIT:
             raise SIGTERMException
+
+
+logger = logging.getLogger("tinker_lightning")
+
+_ROUTES = {
+    "builtin": "computed on the server in one pass",
+    "server": "computed on the server in one pass",
+    "retained": "computed here, from a forward pass that the server keeps for the gradient",
+    "two-pass": "computed here, in one pass for the log-probabilities and one for the gradient",
+}
+
+
+def settings_of(module: RemoteBase) -> dict[str, Any]:
+    """Returns what the server knows about a module's model, and where its loss runs."""
+    backend = module.lm.backend
+    found: dict[str, Any] = {"server": backend.server, "dialect": backend.dialect.name}
+    with contextlib.suppress(Unsupported):  # by clients of some vendors
+        info = backend.get_info()
+        found["base_model"] = info.model_data.model_name
+        found["lora_rank"] = info.lora_rank
+        found["lora_parameters"] = info.lora_parameters
+    with contextlib.suppress(TinkerLightningError):  # raised by the step, if it uses the loss
+        found["route"] = module.chosen_route().route
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def show(trainer: pl.Trainer, module: RemoteBase, settings: dict[str, Any]) -> None:
+    """Shows the settings of a model in one line; in the log only if the trainer shows no model summary."""
+    parameters = settings.get("lora_parameters")
+    adapter = f"LoRA of rank {settings.get('lora_rank', 'unknown')}"
+    adapter += f" ({parameters:,} parameters, on the server)" if parameters else " (on the server)"
+    line = (
+        f"Training {settings.get('base_model', 'a model')} on {settings['server']} (dialect {settings['dialect']}): "
+        f"{adapter}, loss {module.lm.handle.remote.loss_name}"
+    )
+    if (route := settings.get("route")) is not None:
+        line += f", {_ROUTES[route]} (route {route!r})"
+    if _summaries(trainer):
+        rank_zero_info(line)
+    else:
+        logger.info("%s", line)
+
+
+def show_tokens(trainer: pl.Trainer, module: RemoteBase) -> None:
+    """Shows how many tokens the first step has trained."""
+    tokens = module.lm.handle.remote.tokens.trained
+    if _summaries(trainer):
+        module.print(f"The first step trained {tokens:,} tokens.")
+    else:
+        logger.info("the first step trained %d tokens", tokens)
+
+
+def hide_handle(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Drops Lightning's summary of a module without local parameters: it would list one parameter, the handle."""
+    if all(isinstance(each, RemoteHandle) for each in module.parameters()):
+        for each in _summaries(trainer):
+            if _compat.SUMMARY_DEPTH.get(each) == 1:  # the trainer's own, not one that the user wants
+                _compat.SUMMARY_DEPTH.set(each, 0)
+
+
+def _summaries(trainer: pl.Trainer) -> list[ModelSummary]:
+    return [each for each in _compat.CALLBACKS.get(trainer) if isinstance(each, ModelSummary)]

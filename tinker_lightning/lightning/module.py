@@ -10,11 +10,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning import _compat, checks, evaluation, hooks, metric_names
+from tinker_lightning.lightning import _compat, checks, deferred_metrics, evaluation, hooks
 from tinker_lightning.lightning.base import RemoteBase
 from tinker_lightning.lightning.checkpoint import rng
-from tinker_lightning.lightning.deferred_metrics import combined
-from tinker_lightning.lightning.metric_names import LOSS, TOTAL
+from tinker_lightning.lightning.deferred_metrics import LOSS, TOTAL, combined
 from tinker_lightning.losses.reduction import weights_of
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.remote.adamw import RemoteAdamW, RemoteOptimizer
@@ -81,7 +80,7 @@ class RemoteModule(RemoteBase):
                 timeout=self.regularizer_timeout,
             )
         if chosen.runs_locally:
-            own = metric_names.of_loss(composition.flatten(metrics), is_of_library=chosen.is_of_library)
+            own = deferred_metrics.of_loss(composition.flatten(metrics), is_of_library=chosen.is_of_library)
             logged = own | {LOSS: loss.item()}
         else:
             added = metrics.pop(TOTAL)  # the regularizers alone; the total is logged when the base loss arrives
@@ -190,7 +189,7 @@ class RemoteModule(RemoteBase):
             self._drop_loss(stage, loader, logged, str(error))
             return
         for name, number in {"loss": value, **metrics}.items():
-            reduce = metric_names.reduction(name)
+            reduce = deferred_metrics.reduction(name)
             if not weight and reduce == "mean":
                 continue  # a policy loss on a batch without actions
             logged.add(name)

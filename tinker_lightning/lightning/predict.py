@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from tinker_lightning.remote.token_count import tokens_of
+from tinker_lightning.remote.calls import tokens_of
 from tinker_lightning.rows.batches import prompts_of
 
 if TYPE_CHECKING:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning.pytorch.accelerators import CPUAccelerator
@@ -10,10 +12,11 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning import _compat, checks, wandb_runs
-from tinker_lightning.lightning.base import LAST_WAIT
+from tinker_lightning.lightning.base import LAST_WAIT, RemoteBase
 from tinker_lightning.lightning.checkpoint import contents, loop_position, rng
 from tinker_lightning.lightning.checkpoint.loaders import (
     IsolatedRngLoader,
@@ -23,10 +26,9 @@ from tinker_lightning.lightning.checkpoint.loaders import (
     check_state,
 )
 from tinker_lightning.lightning.checkpoint.retention import TTL_DAYS, StateRetention
-from tinker_lightning.lightning.lookahead import LookAhead
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.remote import group
-from tinker_lightning.rows.batches import count_datums, except_datums
+from tinker_lightning.rows.batches import as_list, count_datums, except_datums
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins import Precision
 
     _Path: TypeAlias = str | Path
+    from collections.abc import Iterator
+
+    from tinker_lightning.remote.calls import Pass
 
 _RESUMED = (ResumableLoader, PositionedLoader)
 _WRAPPED = (*_RESUMED, IsolatedRngLoader)
@@ -305,3 +310,68 @@ class TinkerStrategy(SingleDeviceStrategy):
 StrategyRegistry.register(
     TinkerStrategy.strategy_name, TinkerStrategy, "Trains a model on a server over the Tinker API"
 )
+
+
+logger = logging.getLogger("tinker_lightning")
+
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class LookAhead:
+    """Holds forward passes that were sent before the steps that use them."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, tuple[list[Any], Pass | None]] = {}
+        self._is_off = False
+
+    @contextmanager
+    def step(self, module: RemoteBase, batch: Any) -> Iterator[None]:
+        """Sends all forward passes of a window at its first micro-batch; the step inside the block uses its own."""
+        number = module.trainer.fit_loop.epoch_loop.total_batch_idx
+        if number not in self._sent and not self._is_off:
+            self._sent = dict(enumerate(self._send(module, batch), number))
+        if number not in self._sent:
+            yield
+            return
+        data, sent = self._sent.pop(number)
+        with module.using_pass(batch, data, sent) as remote:
+            yield
+            if sent is not None and remote.missed:
+                self._turn_off(module, "its training_step uses other datums than datums(batch) returns")
+
+    def _send(self, module: RemoteBase, batch: Any) -> list[tuple[list[Any], Pass | None]]:
+        """Sends the forward passes of the rest of this window, unless only one batch is left."""
+        trainer: Any = module.trainer
+        loader = trainer.train_dataloader
+        if (
+            not module.automatic_optimization
+            or not module.chosen_route().needs_logprobs
+            or not isinstance(loader, ResumableLoader)  # several loaders
+            or is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+        ):
+            return []
+        data = trainer.datamodule
+        if hooks := [name for name in _HOOKS if is_overridden(name, module, RemoteBase) or is_overridden(name, data)]:
+            self._turn_off(module, f"its {hooks[0]} changes batches before they are trained; do that in datums")
+            return []
+        index, size = trainer.fit_loop.batch_idx, trainer.accumulate_grad_batches
+        left = int(min((index // size + 1) * size, trainer.num_training_batches)) - index
+        sent: list[tuple[list[Any], Pass | None]] = []
+        # Earlier failures are raised here, not by a request whose own failure can wait for its step.
+        with module.lm.backend.unread.held():
+            for number, following in enumerate([batch, *loader.peek(index, left - 1)], index):
+                try:
+                    if following is not batch:
+                        converted = trainer.precision_plugin.convert_input(following)
+                        following = trainer.strategy.batch_to_device(converted)
+                    # Each batch has its own random numbers: how far ahead it is drawn must not change them.
+                    with rng.seeded(loader.seed + number):
+                        data = as_list(module.datums(following))
+                    sent.append((data, module.lm.send(data) if left > 1 else None))
+                except Exception:  # raised again by the step of this batch
+                    break
+        return sent
+
+    def _turn_off(self, module: RemoteBase, reason: str) -> None:
+        self._sent, self._is_off = {}, True
+        logger.warning("%s is trained without look-ahead: %s.", type(module).__name__, reason)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
 from tinker_lightning.errors import InvalidInput, OperationFailed
-from tinker_lightning.lightning import metric_names, routes
-from tinker_lightning.lightning.deferred_metrics import combined
-from tinker_lightning.lightning.metric_names import LOSS
+from tinker_lightning.lightning import deferred_metrics, routes
+from tinker_lightning.lightning.deferred_metrics import LOSS, combined
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.losses import dro, surrogate
 from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.losses.library import TOKEN_COUNTS, is_of_library, unwrapped
 from tinker_lightning.losses.regularizers import composition
-from tinker_lightning.recipes import policy_scores, rollout_metrics
-from tinker_lightning.recipes.policy_scores import Scored
+from tinker_lightning.recipes import rollout_metrics
+from tinker_lightning.recipes.rollout_metrics import Scored
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from tinker_lightning.lightning.deferred_metrics import Ran
     from tinker_lightning.lightning.routes import Chosen
-    from tinker_lightning.recipes.trained_group import TrainedGroup
+    from tinker_lightning.remote.calls import Pass
+    from tinker_lightning.rl.groups import Group
     from tinker_lightning.types import Datum
 
 Normalize: TypeAlias = Literal["token", "sequence", "sum"]
@@ -99,7 +100,7 @@ class GroupLossModule(RemoteModule):
 
     def policy_metrics(self, scores: Sequence[Scored]) -> dict[str, float]:
         """Returns the metrics that compare the log-probabilities of sampled tokens."""
-        return policy_scores.metrics_of(scores)
+        return rollout_metrics.metrics_of(scores)
 
     def chosen_route(self) -> Chosen:
         """Returns where the loss of a group runs: here, where that is as cheap, or where it is more than `loss`.
@@ -145,7 +146,7 @@ class GroupLossModule(RemoteModule):
                 losses.append(loss)
                 metrics.append((composition.flatten(own), max(1, round(one.tokens))))
         total = torch.stack(losses).sum() / (1 if self.normalize == "sum" else planned)
-        own = metric_names.of_loss(combined(metrics), is_of_library=self.chosen_route().is_of_library)
+        own = deferred_metrics.of_loss(combined(metrics), is_of_library=self.chosen_route().is_of_library)
         found = {**own, LOSS: total.item(), **self.policy_metrics(scores)}
         self._batch_metrics = (found, sum(count for _, count in metrics))
         return total
@@ -205,3 +206,38 @@ def _with_own_logprobs(datum: Datum, logprobs: Tensor) -> Datum:
     """Returns a datum with the model's own log-probabilities of tokens that were not sampled."""
     mask, sampled = (datum.loss_fn_inputs[name].to_torch() for name in ("mask", "logprobs"))
     return datum.with_inputs(logprobs=torch.where(mask != 0, sampled, logprobs.detach()))
+
+
+class TrainedGroup:
+    """A group whose forward pass was sent, or the reason why it is not trained.
+
+    Args:
+        group: The group.
+        advantages: The advantage of each episode; None if the group is dropped.
+        dropped: Why it is dropped.
+        steps: How many optimizer steps the weights have taken that it trains; by default as many as the sampler's.
+    """
+
+    def __init__(
+        self, group: Group, advantages: Sequence[float] | None, dropped: str = "", steps: int | None = None
+    ) -> None:
+        self.group = group
+        self.dropped = dropped
+        self.steps = group.version if steps is None else steps
+        self.data: list[Datum] = []
+        self.episodes: list[int] = []  # of each datum
+        self.advantages = list(advantages or ())
+        for i, (trajectory, advantage) in enumerate(zip(group.trajectories, self.advantages, strict=False)):
+            if trajectory.is_scored and not math.isnan(advantage):
+                own = trajectory.datums()
+                self.data += own
+                self.episodes += [i] * len(own)
+        if advantages is not None and not self.data:
+            self.dropped = "no episode has a token to train on"
+        self.sent: Pass | None = None
+        self.logprobs: list[Tensor] = []
+
+    @property
+    def tokens(self) -> float:
+        """The number of sampled tokens that are trained."""
+        return sum(float(datum.loss_fn_inputs["mask"].to_numpy().sum()) for datum in self.data)

@@ -10,8 +10,8 @@ import torch
 from tinker_lightning.errors import InvalidInput, TinkerLightningError
 from tinker_lightning.losses.advantages import check_grouping, group_advantages
 from tinker_lightning.losses.kl import Estimator, check_estimator, kl_estimate
-from tinker_lightning.recipes.policy_scores import kl_reference_of
 from tinker_lightning.recipes.references import NAME, References
+from tinker_lightning.recipes.rollout_metrics import kl_reference_of
 from tinker_lightning.recipes.rollout_module import RolloutModule
 
 if TYPE_CHECKING:
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinker_lightning.recipes.group_loss import Normalize
-    from tinker_lightning.recipes.policy_scores import Scored
-    from tinker_lightning.recipes.trained_group import TrainedGroup
+    from tinker_lightning.recipes.group_loss import Normalize, TrainedGroup
+    from tinker_lightning.recipes.rollout_metrics import Scored
     from tinker_lightning.rl.groups import Group
     from tinker_lightning.types import Datum
 

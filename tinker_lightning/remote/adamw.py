@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.remote import interrupts
 from tinker_lightning.remote.handle import RemoteHandle
+from tinker_lightning.threads import interrupts
 from tinker_lightning.types import AdamParams
 
 if TYPE_CHECKING:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -13,10 +14,10 @@ from tinker_lightning.client.passes.request import ServerPass
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.scaling import check_factor
-from tinker_lightning.types import Datum, ForwardBackwardOutput, OptimStepResponse, TensorData
+from tinker_lightning.types import Datum, ForwardBackwardOutput, ModelInput, OptimStepResponse, TensorData
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from tinker_lightning.client.backend import TrainingBackend
 
@@ -138,3 +139,27 @@ class Clip:
         if "grad_norm" not in metrics:
             raise InvalidInput("this server does not report the norm of the gradient")
         return float(metrics["grad_norm"])
+
+
+@dataclass(slots=True)
+class TokenCount:
+    """Tokens by what servers charge for: passes with a gradient, passes without one and prompts, and samples."""
+
+    trained: int = 0
+    prefilled: int = 0
+    sampled: int = 0
+
+    def __add__(self, other: TokenCount) -> TokenCount:
+        return TokenCount(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: TokenCount) -> TokenCount:
+        return TokenCount(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def tokens_of(data: Iterable[Datum | ModelInput]) -> int:
+    """Returns the number of tokens of datums or prompts, without those that have an image of unknown length."""
+    total = 0
+    for each in data:
+        with contextlib.suppress(InvalidInput):
+            total += (each if isinstance(each, ModelInput) else each.model_input).length
+    return total

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from tinker_lightning.client.sdk.inputs import to_datums
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import surrogate
-from tinker_lightning.remote.calls import Call, Pass, ServerCall
+from tinker_lightning.remote.calls import Call, Pass, ServerCall, tokens_of
 from tinker_lightning.remote.deferred_loss import DeferredLoss
 from tinker_lightning.remote.handle import RemoteHandle
 from tinker_lightning.remote.saved_state import SavedState
-from tinker_lightning.remote.token_count import tokens_of
 from tinker_lightning.remote.window import Remote
 from tinker_lightning.types import TensorData
 

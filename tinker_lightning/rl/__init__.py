@@ -1,9 +1,8 @@
 """Reinforcement learning: rewards, environments and what was sampled in them."""
 
 from tinker_lightning.rl.conversation import Conversation
-from tinker_lightning.rl.environment import Environment, Policy, PromptEnvironment
+from tinker_lightning.rl.environment import Environment, Policy, PromptEnvironment, SamplerPolicy
 from tinker_lightning.rl.groups import Group
-from tinker_lightning.rl.policy import SamplerPolicy
 from tinker_lightning.rl.rewards import Rewards, no_reward
 from tinker_lightning.rl.rollouts import RolloutBatch, RolloutLoader
 from tinker_lightning.rl.trajectory import Completion, Receipt, Trajectory, Turn

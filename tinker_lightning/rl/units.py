@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import math
 import queue
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tinker_lightning.errors import (
@@ -21,9 +22,8 @@ from tinker_lightning.errors import (
     Unauthorized,
     Unsupported,
 )
+from tinker_lightning.rl.environment import SamplerPolicy
 from tinker_lightning.rl.groups import Group
-from tinker_lightning.rl.policy import SamplerPolicy
-from tinker_lightning.rl.seeds import SeededPolicy
 from tinker_lightning.rl.trajectory import Trajectory
 from tinker_lightning.threads.background import on_loop, seconds_blocked
 from tinker_lightning.types import SamplingParams
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
+    from tinker_lightning.rl.environment import Policy, Prompt
     from tinker_lightning.rl.tasks import Task
+    from tinker_lightning.rl.trajectory import Completion
 
 logger = logging.getLogger("tinker_lightning.rl")
 
@@ -207,3 +209,49 @@ def _check_episodes(episodes: Any, count: int) -> None:
                 float(value)
             except (TypeError, ValueError) as error:
                 raise RolloutFailed(f"{name!r} of an episode is {value!r:.80}; return a number") from error
+
+
+def derive(*parts: int) -> int:
+    """Returns a seed of 31 bits that depends on all parts and on their order.
+
+    >>> derive(0, 1, 2) == derive(0, 1, 2), derive(0, 1, 2) == derive(0, 2, 1)
+    (True, False)
+    """
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 33
+
+
+class SeededPolicy:
+    """A policy whose requests have seeds: of the run, the task, the sample and the number of the request.
+
+    Args:
+        policy: The policy to sample from.
+        params: How tokens are chosen where a call does not say.
+        parts: What the seeds derive from.
+    """
+
+    def __init__(self, policy: Policy, params: SamplingParams, *parts: int) -> None:
+        self._policy = policy
+        self._params = params
+        self._parts = parts
+        self._requests = 0
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the model."""
+        return self._policy.tokenizer
+
+    @property
+    def version(self) -> int:
+        """How many optimizer steps its weights have taken."""
+        return self._policy.version
+
+    async def sample(
+        self, prompt: Prompt, *, num_samples: int = 1, params: SamplingParams | None = None
+    ) -> list[Completion]:
+        """Returns completions of a prompt; a seed among the parameters is kept."""
+        params = params or self._params
+        if params.seed is None:
+            params = replace(params, seed=derive(*self._parts, self._requests))
+        self._requests += 1
+        return await self._policy.sample(prompt, num_samples=num_samples, params=params)

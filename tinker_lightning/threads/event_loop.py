@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinker_lightning.errors import ClientClosed
 
 if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
     from collections.abc import Callable, Coroutine
 
 T = TypeVar("T")
@@ -74,3 +76,9 @@ def _serve(
         await asyncio.gather(*left, return_exceptions=True)
 
     asyncio.run(main())
+
+
+def call_soon(loop: AbstractEventLoop, callback: Callable[[], object]) -> None:
+    """Runs a callback on a loop, from any thread; does nothing if the loop is closed and nobody waits."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback)

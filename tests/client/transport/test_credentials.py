@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse
 from tests.helpers.backends import recording
 from tests.helpers.client_data import DATA
 from tinker_lightning.client.transport.connection import Connection
-from tinker_lightning.client.transport.credentials import Credentials
 from tinker_lightning.client.transport.retries import RetryPolicy
+from tinker_lightning.client.transport.target import Credentials
 from tinker_lightning.errors import NotATinkerServer, Unauthorized
 from tinker_lightning.server import create_app
 from tinker_lightning.server.endpoints import handshake
@@ -85,7 +85,7 @@ def test_a_token_is_replaced_before_it_ends(shared: EmbeddedTrainer, monkeypatch
         model.forward(DATA, "cross_entropy").result()
         assert len(tokens.made) == 1
         nearly_over = SimpleNamespace(time=lambda: time.time() + 3550)  # a minute is kept in reserve
-        monkeypatch.setattr("tinker_lightning.client.transport.credentials.time", nearly_over)
+        monkeypatch.setattr("tinker_lightning.client.transport.target.time", nearly_over)
         model.forward(DATA, "cross_entropy").result()
         assert len(tokens.made) == 2
 

@@ -17,7 +17,7 @@ from tinker_lightning.errors import (
     InvalidLoss,
 )
 from tinker_lightning.losses.regularizers import composition
-from tinker_lightning.losses.regularizers.regularizer import Regularizer
+from tinker_lightning.losses.regularizers.composition import Regularizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

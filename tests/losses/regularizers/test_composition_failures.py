@@ -27,7 +27,7 @@ from tinker_lightning.errors import (
     ResultTimeout,
 )
 from tinker_lightning.losses.regularizers import composition
-from tinker_lightning.losses.regularizers.regularizer import Regularizer
+from tinker_lightning.losses.regularizers.composition import Regularizer
 from tinker_lightning.threads import background
 
 if TYPE_CHECKING:

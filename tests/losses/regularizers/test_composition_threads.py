@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.helpers.regularizer_terms import LONG, THREE, evaluate, last
-from tinker_lightning.losses.regularizers.regularizer import Regularizer
+from tinker_lightning.losses.regularizers.composition import Regularizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

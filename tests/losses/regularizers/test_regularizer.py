@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tinker_lightning
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.losses.regularizers.regularizer import Regularizer, as_regularizers
+from tinker_lightning.losses.regularizers.composition import Regularizer, as_regularizers
 
 if TYPE_CHECKING:
     from collections.abc import Callable

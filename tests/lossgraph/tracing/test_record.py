@@ -19,8 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 from tests.helpers.traced_losses import B, T, assert_same, expected, optional, run
 from tinker_lightning import LossFnOutput
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
-from tinker_lightning.lossgraph.datum_inputs import SCALE, scale_by_input
-from tinker_lightning.lossgraph.graph_loss import GraphLoss
+from tinker_lightning.lossgraph.graph_loss import SCALE, GraphLoss, scale_by_input
 from tinker_lightning.lossgraph.tracing.trace import trace_batch_loss, trace_datum_loss
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.fuzzing import LONG
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.server.engine import tiny as tiny_model
+from tinker_lightning.server.engine import pretrained as tiny_model
 from tinker_lightning.server.engine.adapter import Adapter
 from tinker_lightning.server.engine.base import BaseModel
 from tinker_lightning.server.engine.lora import LoraWeights
@@ -85,7 +85,7 @@ def test_new_weights_have_the_distribution_of_peft(tiny: BaseModel) -> None:
 def test_nothing_is_drawn_from_the_global_generator(tmp_path: Path) -> None:
     """Neither building a model, nor loading it, nor adapters of a first and of a second shape."""
     before = torch.get_rng_state()
-    tiny_model.build(tmp_path)
+    tiny_model.build_tiny(tmp_path)
     base = BaseModel("tiny", tmp_path)
     for rank in (4, 8):
         base.lora.new_weights(LoraConfig(rank=rank, seed=3))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tinker_lightning.losses.builtin import LOSSES
-from tinker_lightning.server.engine.batching import CallSize
-from tinker_lightning.server.engine.lora_linear import Matrices
+from tinker_lightning.server.engine.base import CallSize
+from tinker_lightning.server.engine.lora import Matrices
 from tinker_lightning.server.engine.passes import Activations, run_pass
 from tinker_lightning.types import Datum
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.fuzzing import examples
 from tinker_lightning.server.engine import logprobs
-from tinker_lightning.server.engine.lora_linear import Matrices
+from tinker_lightning.server.engine.lora import Matrices
 from tinker_lightning.server.engine.passes import run_pass
 from tinker_lightning.types import Datum
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tinker_lightning.server.trainer.completions import Completions
+from tinker_lightning.server.trainer.samplers import Completions
 
 
 def test_what_the_cursor_covers_is_forgotten() -> None:

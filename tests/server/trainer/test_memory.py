@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded
-from tinker_lightning.server.trainer.memory import Charge, MemoryBudget, format_size, parse_size
-from tinker_lightning.server.trainer.process_memory import machine_memory
+from tinker_lightning.server.trainer.memory import Charge, MemoryBudget, format_size, machine_memory, parse_size
 
 MIB = 1 << 20
 

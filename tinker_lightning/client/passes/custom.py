@@ -14,7 +14,7 @@ from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.errors import InvalidLoss, OperationFailed, TinkerLightningError
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.regularizers import composition
-from tinker_lightning.losses.regularizers.regularizer import as_regularizers
+from tinker_lightning.losses.regularizers.composition import as_regularizers
 from tinker_lightning.lossgraph.server_loss import ServerLoss
 from tinker_lightning.types import ForwardBackwardOutput
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinker_lightning.losses.regularizers.regularizer import Regularizer
+    from tinker_lightning.losses.regularizers.composition import Regularizer
     from tinker_lightning.losses.surrogate import Evaluation, LossFn
     from tinker_lightning.types import Datum
 

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from tinker_lightning.client.dialects.encoding import check_targets, weighted
 from tinker_lightning.client.dialects.surrogate import completed, times
-from tinker_lightning.client.loss_handle import LossHandle, located
 from tinker_lightning.client.sdk.inputs import loss_name
+from tinker_lightning.client.server_losses import LossHandle, located
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.losses.scaling import scaled
-from tinker_lightning.lossgraph.datum_inputs import SCALE, select_inputs
-from tinker_lightning.lossgraph.graph_loss import check_given
+from tinker_lightning.lossgraph.graph_loss import SCALE, check_given, select_inputs
 from tinker_lightning.lossgraph.graphs.graph import Graph
 from tinker_lightning.lossgraph.server_loss import ServerLoss
 from tinker_lightning.types import Datum, ForwardBackwardOutput, TensorData
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.dialects.surrogate import Surrogate
     from tinker_lightning.client.futures import TinkerFuture
-    from tinker_lightning.client.loss_uploads import Losses
+    from tinker_lightning.client.server_losses import Losses
     from tinker_lightning.client.transport.session import Session
 
 _CUSTOM = "custom"

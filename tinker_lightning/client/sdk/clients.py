@@ -21,11 +21,10 @@ from tinker import types as sdk
 from tinker_lightning.client.async_names import awaited
 from tinker_lightning.client.files import checkpoints, download
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.client.passes import chunking, live_weights, request
-from tinker_lightning.client.sampling_base import BaseSamplingClient
+from tinker_lightning.client.passes import encoding, live_weights, request
+from tinker_lightning.client.sampling import BaseSamplingClient
 from tinker_lightning.client.sdk import convert, inputs
-from tinker_lightning.client.sdk.behind import detect_behind, server_url
-from tinker_lightning.client.sdk.official import created
+from tinker_lightning.client.sdk.official import created, detect_behind, server_url
 from tinker_lightning.client.sdk.requests import Calls
 from tinker_lightning.client.training_base import BaseTrainingClient
 from tinker_lightning.errors import InvalidInput, NotFound, Unsupported
@@ -46,9 +45,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tinker_lightning.client.dialects.dialect import Dialect
-    from tinker_lightning.client.loss_uploads import Losses
     from tinker_lightning.client.passes.live_weights import LiveWeights
     from tinker_lightning.client.passes.request import ServerPass
+    from tinker_lightning.client.server_losses import Losses
     from tinker_lightning.types import AdamParams, Datum, SamplingParams
 
 # A batch below both limits is sent in one request by every version of the SDK. Some split it at 5,000,000 bytes by an
@@ -282,7 +281,7 @@ class OfficialTrainingClient(BaseTrainingClient):
 
         def combined(results: list[Any]) -> ForwardBackwardOutput:
             pairs = zip(results, chunks, strict=True)
-            return chunking.combine([request.of_call(convert.output(result), chunk) for result, chunk in pairs])
+            return encoding.combine_outputs([request.of_call(convert.output(result), chunk) for result, chunk in pairs])
 
         return self._calls.future(
             "forward" if forward_only else "forward_backward",
@@ -302,8 +301,8 @@ class OfficialTrainingClient(BaseTrainingClient):
         max_datums = min(_CALL_DATUMS, getattr(config, "fwdbwd_max_chunk_len", _CALL_DATUMS)) // 2 * 2
         # Half of it, because the last datum may be sent twice to make the number even.
         max_bytes = min(_CALL_BYTES, getattr(config, "fwdbwd_max_chunk_bytes_count", _CALL_BYTES)) // 2
-        chunks = chunking.split(request.data, max_datums, max_bytes)
-        if request.even_batch and (max_datums == 0 or any(chunking.size(chunk) > max_bytes for chunk in chunks)):
+        chunks = encoding.split(request.data, max_datums, max_bytes)
+        if request.even_batch and (max_datums == 0 or any(encoding.size(chunk) > max_bytes for chunk in chunks)):
             raise Unsupported(
                 f"servers of the dialect {self.dialect.name!r} need an even number of sequences in a request, but the "
                 "SDK sends the longest sequence of this batch alone. Use shorter ones, or tinker_lightning.connect()."

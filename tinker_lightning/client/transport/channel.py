@@ -15,10 +15,9 @@ from tinker_lightning.client.futures import UnreadFailures, raise_together
 from tinker_lightning.client.passes import live_weights
 from tinker_lightning.client.transport import recording
 from tinker_lightning.client.transport.connection import Connection
-from tinker_lightning.client.transport.credentials import Credentials
 from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.client.transport.session import Session
-from tinker_lightning.client.transport.target import Target
+from tinker_lightning.client.transport.target import Credentials, Target
 from tinker_lightning.errors import ClientClosed, ClientForked
 from tinker_lightning.threads.event_loop import BackgroundLoop
 

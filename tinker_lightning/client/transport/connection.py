@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractAsyncContextManager
 
-    from tinker_lightning.client.transport.credentials import Credentials
     from tinker_lightning.client.transport.recording import OperationRecord
+    from tinker_lightning.client.transport.target import Credentials
 
 logger = logging.getLogger("tinker_lightning.client")
 

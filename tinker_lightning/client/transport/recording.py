@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tinker_lightning.client.transport import idle_threads
+from tinker_lightning.threads import openmp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -108,7 +108,7 @@ class Recording:
 
 def wait(sources: Iterable[concurrent.futures.Future[Any]], timeout: float | None = None) -> Any:
     """Waits like `concurrent.futures.wait`, without idle threads; a recording of this thread counts the time."""
-    idle_threads.end()
+    openmp.end()
     recording = _by_thread.get(threading.get_ident()) if _by_thread else None
     if recording is None:
         return concurrent.futures.wait(sources, timeout)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tinker_lightning.client.loss_handle import LossHandle
+from tinker_lightning.client.server_losses import LossHandle
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.remote.calls import Call, ServerCall
 from tinker_lightning.remote.group import handles_of

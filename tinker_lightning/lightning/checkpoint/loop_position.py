@@ -10,12 +10,15 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.fit_loop import RestartStage as FitStage
 from lightning.pytorch.loops.training_epoch_loop import RestartStage as EpochStage
+from torch import Tensor
+from torchmetrics import Metric
 
 from tinker_lightning.lightning import _compat
-from tinker_lightning.lightning.checkpoint import contents, epoch_metrics, rng
+from tinker_lightning.lightning.checkpoint import contents, rng
 from tinker_lightning.remote import group
 
 if TYPE_CHECKING:
@@ -56,7 +59,7 @@ def capture(trainer: pl.Trainer) -> dict[str, Any]:
         "reloaded": [_compat.TRAIN_RELOAD_EPOCH.get(trainer), _compat.VAL_RELOAD_EPOCH.get(trainer)],
         "callback_metrics": dict(trainer.callback_metrics),
         "row": _row(trainer, where),
-        "epoch_metrics": epoch_metrics.capture(trainer),
+        "epoch_metrics": capture_epoch(trainer),
     }
 
 
@@ -65,7 +68,7 @@ class BatchSnapshot:
 
     def __init__(self, trainer: pl.Trainer, module: RemoteBase) -> None:
         self.rng = rng.snapshot()
-        self.epoch_metrics = epoch_metrics.capture(trainer)
+        self.epoch_metrics = capture_epoch(trainer)
         # Copies, because a loss that is rejected drops its window.
         self._windows = {
             name: [copy.copy(call) for call in handle.remote.window]
@@ -123,7 +126,7 @@ def restore_loops(trainer: pl.Trainer, position: dict[str, Any]) -> None:
     if where != EPOCH_START and any(isinstance(one, GradientAccumulationScheduler) for one in callbacks):
         trainer.accumulate_grad_batches = position["accumulate"]  # the scheduler sets it only at epoch starts
     if where not in (EPOCH_START, EPOCH_END):
-        epoch_metrics.restore(trainer, position["epoch_metrics"])
+        restore(trainer, position["epoch_metrics"])
         if position["batches"][0]:
             _compat.FIRST_LOOP_ITER.set(trainer, True)  # otherwise the next batch would reset them
     if where in (BATCH_END, VALIDATION, VALIDATION_END):
@@ -223,3 +226,66 @@ def _count(progress: Any, done: list[int], *, is_under_way: bool = False) -> Non
     for tracker, count in zip((progress.current, progress.total), done, strict=True):
         tracker.processed = tracker.completed = count
         tracker.ready = tracker.started = count + is_under_way
+
+
+def capture_epoch(trainer: pl.Trainer) -> dict[str, Any]:
+    """Returns the logged values and the states of the module's metrics, as tensors and plain data."""
+    of_validation = {_compat.LOGGED_ATTRIBUTE.get(item) for item in _compat.VAL_RESULTS.get(trainer).values()}
+    logged = _compat.TRAIN_RESULTS.get(trainer).values()
+    return {
+        "logged": [
+            _logged(item) for item in logged if _compat.LOGGED_BY_EPOCH.get(item) and not _compat.HAS_RESET.get(item)
+        ],
+        "metrics": {
+            name: _state(metric)
+            for name, metric in _metrics(trainer).items()
+            if metric.update_called and name not in of_validation
+        },
+    }
+
+
+def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
+    """Restores the result of `capture`, before anything is logged."""
+    metrics = _metrics(trainer)
+    for name, saved in state["metrics"].items():
+        if name in metrics:
+            for key, part in saved["states"].items():
+                setattr(metrics[name], key, part)
+            _compat.UPDATE_COUNT.set(metrics[name], saved["count"])
+    for entry in state["logged"]:
+        attribute = entry["metric_attribute"]
+        value: Any = metrics.get(attribute) if entry["value"] is None else entry["value"]
+        if value is None:
+            continue
+        item = _compat.log_again(trainer, entry, value, getattr(torch, entry["reduce_fx"]), attribute)
+        _compat.FORWARD_CACHE.set(item, entry["last"])
+        if entry["value"] is not None:
+            _compat.LOGGED_VALUE.set(item, value)
+        if entry["weight"] is not None:
+            _compat.CUMULATED_BATCH_SIZE.set(item, entry["weight"])
+
+
+def _metrics(trainer: pl.Trainer) -> dict[str, Metric]:
+    modules = trainer.lightning_module.named_modules()
+    return {name: module for name, module in modules if isinstance(module, Metric)}
+
+
+def _logged(item: Any) -> dict[str, Any]:
+    last = _compat.FORWARD_CACHE.get(item)
+    is_tensor = _compat.IS_TENSOR.get(item)
+    return {
+        **_compat.log_arguments(item),
+        "reduce_fx": _compat.LOGGED_REDUCTION.get(item).__name__,
+        "metric_attribute": _compat.LOGGED_ATTRIBUTE.get(item),
+        "value": _compat.LOGGED_VALUE.get(item).clone() if is_tensor else None,
+        "weight": _compat.CUMULATED_BATCH_SIZE.get(item) if is_tensor and _compat.IS_MEAN.get(item) else None,
+        "last": last if isinstance(last, Tensor) else None,
+    }
+
+
+def _state(metric: Metric) -> dict[str, Any]:
+    # A metric changes its tensors in place, but only appends to its lists.
+    states = {
+        name: state.clone() if isinstance(state, Tensor) else list(state) for name, state in metric.metric_state.items()
+    }
+    return {"count": metric.update_count, "states": states}

@@ -1,5 +1,6 @@
 """Regularizers: ready-made functions, the `Regularizer` record, and their composition with a base loss."""
 
+from tinker_lightning.losses.regularizers.composition import Regularizer
 from tinker_lightning.losses.regularizers.functions import (
     consistency,
     entropy,
@@ -10,7 +11,6 @@ from tinker_lightning.losses.regularizers.functions import (
     symmetric_kl,
     topology,
 )
-from tinker_lightning.losses.regularizers.regularizer import Regularizer
 
 __all__ = [
     "Regularizer",

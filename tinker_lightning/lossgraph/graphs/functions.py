@@ -18,8 +18,8 @@ from torch.fx.node import _get_qualified_name
 from torch.nn import functional as F  # noqa: N812
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.lossgraph.graphs import guards, work
-from tinker_lightning.lossgraph.graphs.numbers import MATH, OPERATORS
+from tinker_lightning.lossgraph.graphs import guards, limits
+from tinker_lightning.lossgraph.graphs.guards import MATH, OPERATORS
 
 # Arguments that would let a function do more than its name says.
 _FORBIDDEN_ARGUMENTS = frozenset({"out", "generator", "requires_grad", "pin_memory", "names"})
@@ -84,15 +84,15 @@ _SPECIAL: dict[str, Function] = {
     "chunk": Function(guards.chunk),
     "unbind": Function(guards.unbind),
     "norm": Function(guards.norm),
-    "diff": Function(guards.diff, inside=work.joined),
+    "diff": Function(guards.diff, inside=limits.joined),
     "roll": Function(guards.roll),
     "nonzero": Function(torch.nonzero, is_dynamic=True),
     "argwhere": Function(torch.argwhere, is_dynamic=True),
     "masked_select": Function(torch.masked_select, is_dynamic=True),
-    "matmul": Function(torch.matmul, inside=work.product_inside, work=work.product_work),
-    **{name: Function(getattr(torch, name), work=work.product_work) for name in ("mm", "bmm", "mv", "dot")},
-    "inner": Function(torch.inner, work=work.inner_work),
-    **{name: Function(getattr(torch, name), work=work.sorting_work) for name in _SORTING.split()},
+    "matmul": Function(torch.matmul, inside=limits.product_inside, work=limits.product_work),
+    **{name: Function(getattr(torch, name), work=limits.product_work) for name in ("mm", "bmm", "mv", "dot")},
+    "inner": Function(torch.inner, work=limits.inner_work),
+    **{name: Function(getattr(torch, name), work=limits.sorting_work) for name in _SORTING.split()},
 }
 
 
@@ -103,13 +103,13 @@ def _functions() -> dict[str, Function]:
         "operator.floordiv": Function(guards.integer_division(OPERATORS["operator.floordiv"])),
         "operator.mod": Function(guards.integer_division(OPERATORS["operator.mod"])),
         "operator.getitem": Function(guards.getitem),
-        "operator.setitem": Function(guards.setitem, work=work.setitem_work),
+        "operator.setitem": Function(guards.setitem, work=limits.setitem_work),
         "torch.tensor": Function(guards.tensor, is_factory=True),
         "torch.scalar_tensor": Function(guards.tensor, is_factory=True),
         "torch.as_tensor": Function(guards.as_tensor, is_factory=True),
-        "torch.functional.einsum": Function(guards.einsum, work=work.einsum_work),
-        "torch.einsum": Function(guards.einsum, work=work.einsum_work),
-        "torch.cosine_similarity": Function(F.cosine_similarity, inside=work.broadcast),
+        "torch.functional.einsum": Function(guards.einsum, work=limits.einsum_work),
+        "torch.einsum": Function(guards.einsum, work=limits.einsum_work),
+        "torch.cosine_similarity": Function(F.cosine_similarity, inside=limits.broadcast),
     }
     for name in ("getattr", "builtins.getattr"):
         allowed[name] = Function(guards.attribute)
@@ -121,7 +121,7 @@ def _functions() -> dict[str, Function]:
     for name in _FUNCTIONAL.split():
         call = getattr(F, name)
         allowed[f"torch.nn.functional.{name}"] = allowed[_get_qualified_name(call)] = Function(
-            call, inside=work.broadcast
+            call, inside=limits.broadcast
         )
     for name in _TORCH_SPECIAL.split():
         call = getattr(torch.special, name)

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from tinker_lightning.errors import InvalidLoss, MemoryLimitExceeded
 from tinker_lightning.lossgraph.graphs.functions import find
+from tinker_lightning.lossgraph.graphs.graph import Node, Ref, leaves, mapped, refs
 from tinker_lightning.lossgraph.graphs.guards import MAX_PIECES, check_device, is_mask
-from tinker_lightning.lossgraph.graphs.json import Node, Ref, leaves, mapped, refs
-from tinker_lightning.lossgraph.graphs.limits import Limits, Meter, Use
-from tinker_lightning.lossgraph.graphs.work import broadcast
+from tinker_lightning.lossgraph.graphs.limits import Limits, Meter, Use, broadcast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -26,23 +26,26 @@ from torch.overrides import TorchFunctionMode
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
 from tinker_lightning.lossgraph.graphs import functions
 from tinker_lightning.lossgraph.graphs.functions import FUNCTIONS
-from tinker_lightning.lossgraph.graphs.graph import Graph
-from tinker_lightning.lossgraph.graphs.json import Node, Ref, check_attribute, encode_value, leaves, mapped
-from tinker_lightning.lossgraph.tracing.kinds import GETATTR, kind_of, may_share, picks_view, rank_of, target_name
-from tinker_lightning.lossgraph.tracing.lines import here, place_of, within
-from tinker_lightning.lossgraph.tracing.signatures import globals_of
+from tinker_lightning.lossgraph.graphs.graph import Graph, Node, Ref, check_attribute, encode_value, leaves, mapped
+from tinker_lightning.lossgraph.tracing.source import globals_of, here, place_of, within
 from tinker_lightning.lossgraph.tracing.values import (
     ALTERNATIVES,
+    GETATTR,
     SETTING,
     Memory,
     NeedsSettings,
     TensorValue,
     Traced,
     Value,
+    kind_of,
+    may_share,
     needs_value,
+    picks_view,
     raised,
+    rank_of,
     reject,
     stand_ins,
+    target_name,
 )
 from tinker_lightning.threads.background import Modes
 

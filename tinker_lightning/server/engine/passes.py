@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses.surrogate import set_apart
-from tinker_lightning.lossgraph.datum_inputs import combine_metrics
-from tinker_lightning.server.engine.bound_loss import BoundGraph, BoundLoss, error_context
+from tinker_lightning.lossgraph.graph_loss import combine_metrics
+from tinker_lightning.server.engine.losses import BoundGraph, BoundLoss, error_context
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:

@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import hmac
 import json
 import logging
 import re
+import secrets
 import threading
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, BinaryIO, Literal, get_args
@@ -290,3 +294,29 @@ def _write_summary(folder: Path, summary: CheckpointSummary) -> None:
     part.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
     folders.sync(part)
     part.replace(folder / _SUMMARY)
+
+
+# The validity that clients assume if they do not check the expiry.
+VALID_SECONDS = 900
+
+
+class Signer:
+    """Signs names for a limited time. A restart of the server invalidates all signatures."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+
+    def expiry(self) -> int:
+        """Returns the expiry of a signature that is created now, as a Unix timestamp."""
+        return int(time.time()) + VALID_SECONDS
+
+    def sign(self, name: str, expires: int) -> str:
+        """Returns the signature of a name and its expiry."""
+        return hmac.new(self._secret, f"{expires} {name}".encode(), hashlib.sha256).hexdigest()
+
+    def is_valid(self, name: str, expires: str, signature: str) -> bool:
+        """Returns whether the signature is correct and has not expired."""
+        if not (expires.isascii() and expires.isdecimal() and len(expires) < 20):
+            return False
+        right = hmac.compare_digest(signature.encode(), self.sign(name, int(expires)).encode())
+        return right and time.time() < int(expires)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.lossgraph.graph_loss import UNLISTED, GraphLoss
-from tinker_lightning.server.engine.python_loss import PythonLoss
+from tinker_lightning.server.engine.losses import PythonLoss
 from tinker_lightning.server.trainer.memory import Charge, MemoryBudget
 
 if TYPE_CHECKING:

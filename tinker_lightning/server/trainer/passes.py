@@ -10,9 +10,8 @@ import numpy as np
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, MemoryLimitExceeded
 from tinker_lightning.server.engine.batch_pass import RETURNED_BYTES, batch_pass_bytes, run_batch_pass
-from tinker_lightning.server.engine.bound_loss import BoundGraph
+from tinker_lightning.server.engine.losses import BoundGraph, PythonLoss
 from tinker_lightning.server.engine.passes import Activations, run_pass
-from tinker_lightning.server.engine.python_loss import PythonLoss
 from tinker_lightning.server.trainer.loss_registry import CUSTOM, LossRegistry
 from tinker_lightning.server.trainer.retained import RetainedForward, RetainedForwards
 from tinker_lightning.server.trainer.sizes import data_bytes, dense_bytes, pass_result_bytes
@@ -24,9 +23,8 @@ if TYPE_CHECKING:
     from tinker_lightning.lossgraph.graph_loss import GraphLoss
     from tinker_lightning.server.engine.adapter import Adapter
     from tinker_lightning.server.engine.base import BaseModel
-    from tinker_lightning.server.trainer.jobs import Job
+    from tinker_lightning.server.trainer.jobs import Job, ModelJobs
     from tinker_lightning.server.trainer.memory import Charge, MemoryBudget
-    from tinker_lightning.server.trainer.model_jobs import ModelJobs
     from tinker_lightning.server.trainer.registry import Registry
     from tinker_lightning.types import Datum
     from tinker_lightning.types import requests as rq

@@ -15,12 +15,10 @@ import torch
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.engine.catalog import Catalog
 from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore
-from tinker_lightning.server.trainer.jobs import Job
+from tinker_lightning.server.trainer.jobs import Job, ModelJobs
 from tinker_lightning.server.trainer.loss_registry import LossRegistry
-from tinker_lightning.server.trainer.memory import MemoryBudget
-from tinker_lightning.server.trainer.model_jobs import ModelJobs
+from tinker_lightning.server.trainer.memory import MemoryBudget, resident_memory
 from tinker_lightning.server.trainer.passes import Passes
-from tinker_lightning.server.trainer.process_memory import resident_memory
 from tinker_lightning.server.trainer.registry import ClientSession, Registry
 from tinker_lightning.server.trainer.retained import RetainedForwards
 from tinker_lightning.server.trainer.samplers import Sampling

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.engine.adapter import Adapter
 from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore, CheckpointSummary, TinkerPath
 from tinker_lightning.server.trainer.jobs import Job
 from tinker_lightning.server.trainer.registry import Model, Registry, Sampler
-from tinker_lightning.types import AdamParams, LoraConfig, OptimStepResponse
+from tinker_lightning.types import AdamParams, LoraConfig, OptimStepResponse, SaveWeightsResponse
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 
@@ -20,10 +24,13 @@ if TYPE_CHECKING:
 
     from tinker_lightning.server.engine.base import BaseModel
     from tinker_lightning.server.engine.catalog import Catalog
+    from tinker_lightning.server.engine.lora import LoraWeights
+    from tinker_lightning.server.trainer.jobs import ModelJobs
     from tinker_lightning.server.trainer.memory import MemoryBudget
-    from tinker_lightning.server.trainer.model_jobs import ModelJobs
     from tinker_lightning.server.trainer.retained import RetainedForwards
     from tinker_lightning.server.trainer.scheduler import Scheduler
+    from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
+    from tinker_lightning.types.requests import ImportAdapterRequest
 
 
 class Training:
@@ -234,3 +241,47 @@ class Training:
             overwrite=isinstance(request, rq.SaveWeightsRequest) and request.overwrite,
             user_metadata=None if isinstance(request, rq.SaveWeightsExternalRequest) else request.user_metadata,
         )
+
+
+# The copy is needed until a model was created from it.
+_KEPT_SECONDS = 86400
+
+
+def import_adapter(trainer: EmbeddedTrainer, request: ImportAdapterRequest) -> Job:
+    """Submits a job that saves an adapter for a day. The same adapter has the same path."""
+    trainer.registry.session(request.session_id, must_be_open=True)
+    trainer.catalog.check(request.base_model)
+    about = f"{request.base_model}/{request.scaling!r}/".encode()
+    digest = hashlib.blake2b(about + request.weights, digest_size=8).hexdigest()
+    path = TinkerPath(f"import-{digest}", "sampler_weights", "adapter")
+
+    def run() -> SaveWeightsResponse:
+        base = trainer.catalog.get(request.base_model)
+        # The tensors as they are loaded, and in the dtype and shape of an adapter.
+        with trainer.memory.charge("an uploaded adapter", 3 * len(request.weights), fix="Use a smaller rank."):
+            try:
+                tensors = load(request.weights)
+            except SafetensorError as error:
+                raise InvalidInput(f"weights: not a safetensors file: {error}") from error
+            return save(base.lora.import_weights(tensors, request.scaling), base)
+
+    def save(weights: LoraWeights, base: BaseModel) -> SaveWeightsResponse:
+        trainer.store.save(
+            path,
+            base_model=base.name,
+            weights=weights,
+            peft_config=base.lora.peft_config(weights.config),
+            steps=0,
+            ttl_seconds=_KEPT_SECONDS,
+            overwrite=True,
+        )
+        return SaveWeightsResponse(str(path))
+
+    job = Job(
+        f"{request.session_id}:{path.run}",
+        "import_adapter",
+        run,
+        owner=request.session_id,
+        request_bytes=len(request.weights),
+    )
+    return trainer.scheduler.submit(job)
