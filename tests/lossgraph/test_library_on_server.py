@@ -43,7 +43,7 @@ def client(service: ServiceClient) -> TrainingClient:
     return service.create_lora_training_client("tiny", rank=4, seed=1)
 
 
-def submitted(client: TrainingClient, route: routes.Route, loss: Any, data: list[Datum], **config: float) -> Any:
+def submitted(client: TrainingClient, route: routes.RouteName, loss: Any, data: list[Datum], **config: float) -> Any:
     """The result of a pass on that route."""
     chosen = routes.choose(loss, config, route, lambda: client, reduction="sum")
     assert chosen.route == ("two-pass" if route == "two-pass" else "server")
@@ -52,7 +52,7 @@ def submitted(client: TrainingClient, route: routes.Route, loss: Any, data: list
     return client.forward_backward(data, chosen.loss, chosen.config).result()
 
 
-def said(client: TrainingClient, route: routes.Route, loss: Any, data: list[Datum]) -> tuple[type[Exception], str]:
+def said(client: TrainingClient, route: routes.RouteName, loss: Any, data: list[Datum]) -> tuple[type[Exception], str]:
     """What is said of a batch that is refused."""
     with pytest.raises(TinkerLightningError) as caught:
         submitted(client, route, loss, data)

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from tinker_lightning.lightning.deferred_metrics import Ran
-    from tinker_lightning.lightning.routes import Chosen, Reduction, Route
+    from tinker_lightning.lightning.deferred_metrics import FinishedPass
+    from tinker_lightning.lightning.routes import Reduction, Route, RouteName
     from tinker_lightning.losses.regularizers.composition import Regularizer
     from tinker_lightning.remote.calls import Pass, Step
-    from tinker_lightning.remote.window import Remote
+    from tinker_lightning.remote.window import RemoteModel
 
 # How many seconds a run that is ending waits for the server.
 LAST_WAIT = 5.0
@@ -57,7 +57,7 @@ class RemoteBase(pl.LightningModule):
     """How losses by name or from the library are reduced over tokens: `mean` divides by the sum of the micro-batch's
     weights, or by its number of action tokens for policy losses; `sum` does not divide."""
 
-    route: Route = "auto"
+    route: RouteName = "auto"
     """Where the loss runs: `builtin`, `server`, `retained` or `two-pass`; `auto` chooses the cheapest exact route."""
 
     regularizers: Sequence[Regularizer | Mapping[str, Any]] = ()
@@ -135,7 +135,7 @@ class RemoteBase(pl.LightningModule):
         remote.on_step = self._stepped
         remote.max_steps_in_flight = max_steps_in_flight
         remote.load_state = functools.partial(self._session.load, remote)
-        self._chosen: tuple[Any, Chosen] | None = None
+        self._chosen: tuple[Any, Route] | None = None
         # The metrics of the micro-batches whose gradients are in the window, and of the current one.
         self._window_metrics: list[tuple[dict[str, float], int]] = []
         self._batch_metrics: tuple[dict[str, float], int] = ({}, 0)
@@ -233,7 +233,7 @@ class RemoteBase(pl.LightningModule):
         del batch
         return {}
 
-    def server_metrics(self, ran: Sequence[Ran]) -> Mapping[str, float]:
+    def server_metrics(self, ran: Sequence[FinishedPass]) -> Mapping[str, float]:
         """Returns metrics of losses that ran on the server, in addition to their own; none by default."""
         del ran
         return {}
@@ -308,7 +308,7 @@ class RemoteBase(pl.LightningModule):
             return {}  # only gradients of the last step are left
         return contents.local_gradients(self)
 
-    def chosen_route(self) -> Chosen:
+    def chosen_route(self) -> Route:
         """Returns where the loss runs and how it is averaged.
 
         The first call decides, and the first one after a change of the loss or its settings.
@@ -338,7 +338,7 @@ class RemoteBase(pl.LightningModule):
             self._prepare_model(loss, chosen)
         return self._chosen[1]
 
-    def _prepare_model(self, loss: Any, chosen: Chosen) -> None:
+    def _prepare_model(self, loss: Any, chosen: Route) -> None:
         """Makes forward passes ask the server to keep their activations if the route needs it."""
         self.lm.handle.remote.loss_name = routes.loss_name(loss)
         self.lm.retain = chosen.route != "two-pass"
@@ -359,7 +359,7 @@ class RemoteBase(pl.LightningModule):
         group.delete_state(self, path)
 
     @contextmanager
-    def using_pass(self, trained: Any, data: list[Any], sent: Pass | None) -> Iterator[Remote]:
+    def using_pass(self, trained: Any, data: list[Any], sent: Pass | None) -> Iterator[RemoteModel]:
         """Makes `datums(trained)` return `data`, whose forward pass was already sent, inside the `with` block."""
         remote, datums, own = self.lm.handle.remote, self.datums, vars(self).get("datums")
         remote.expected, remote.missed = sent, False

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.types import Datum, ForwardBackwardOutput
 
-    Ran: TypeAlias = tuple[ForwardBackwardOutput, PendingBackward]
+    FinishedPass: TypeAlias = tuple[ForwardBackwardOutput, PendingBackward]
 
 _SUM = "loss:sum"
 # Metrics of a loss that the server has renamed to avoid clashes.
@@ -60,7 +60,9 @@ class DeferredMetrics:
     """
 
     def __init__(
-        self, wait: Callable[[TinkerFuture[Any]], None], further: Callable[[Sequence[Ran]], Mapping[str, float]]
+        self,
+        wait: Callable[[TinkerFuture[Any]], None],
+        further: Callable[[Sequence[FinishedPass]], Mapping[str, float]],
     ) -> None:
         self._wait = wait
         self._further = further
@@ -138,14 +140,14 @@ def _is_due(scheduler: LRSchedulerConfig, trainer: pl.Trainer) -> bool:
     return scheduler.interval == "step" and batches % scheduler.frequency == 0
 
 
-def of_losses(ran: Sequence[Ran], share: float = 1.0) -> dict[str, float]:
+def of_losses(ran: Sequence[FinishedPass], share: float = 1.0) -> dict[str, float]:
     """Returns the values of a window's losses, scaled like their gradients and by `share`, and their metrics.
 
     The metrics of a loss with regularizers are prefixed with `base_loss/`, as for a loss that runs locally; those of
     several different losses with the names of the losses. A sum with a loss whose value the server does not return is
     absent.
     """
-    different: dict[tuple[bool, str, str], list[Ran]] = {}
+    different: dict[tuple[bool, str, str], list[FinishedPass]] = {}
     for output, call in ran:
         key = (call.added is not None, call.name, repr(sorted((call.config or {}).items())))
         different.setdefault(key, []).append((output, call))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from tinker_lightning.client import ServiceClient
     from tinker_lightning.remote.saved_state import SavedState
-    from tinker_lightning.remote.window import Remote
+    from tinker_lightning.remote.window import RemoteModel
     from tinker_lightning.types import WeightsInfoResponse
 
 # Settings that choose which layers have an adapter.
@@ -57,7 +57,7 @@ class LazyClient:
         if self._is_closed and not self.is_given:
             raise ClientClosed("this module was closed, and its model with it. Create a new module.")
 
-    def load(self, remote: Remote, state: SavedState) -> None:
+    def load(self, remote: RemoteModel, state: SavedState) -> None:
         """Loads a saved state; a model that does not exist yet is created from it at the first use."""
         exists = self.is_given or remote.is_created
         base_model: str | None = self.base_model

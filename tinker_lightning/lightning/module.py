@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from tinker_lightning.lightning.routes import Chosen
+    from tinker_lightning.lightning.routes import Route
 
 
 # Serializes trainer attachment.
@@ -150,7 +150,7 @@ class RemoteModule(RemoteBase):
     def _server_loss(
         self,
         data: list[Any],
-        chosen: Chosen,
+        chosen: Route,
         inputs: Mapping[str, Any],
         added: float | None = None,
         about: Any = None,

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
 logger = logging.getLogger("tinker_lightning")
 
-Route: TypeAlias = Literal["auto", "builtin", "server", "retained", "two-pass"]
+RouteName: TypeAlias = Literal["auto", "builtin", "server", "retained", "two-pass"]
 Reduction: TypeAlias = Literal["mean", "sum"]
-ROUTES: tuple[Route, ...] = ("auto", "builtin", "server", "retained", "two-pass")
+ROUTES: tuple[RouteName, ...] = ("auto", "builtin", "server", "retained", "two-pass")
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class Route:
     """Where a loss runs and how its values are averaged.
 
     Args:
@@ -92,14 +92,14 @@ def is_plain_function(loss: Any) -> bool:
 def choose(
     loss: Any,
     config: Mapping[str, float | str],
-    route: Route,
+    route: RouteName,
     backend: Callable[[], TrainingBackend],
     *,
     regularized: bool = False,
     reduction: Reduction = "mean",
     equals: str | None = None,
     may_defer: bool = False,
-) -> Chosen:
+) -> Route:
     """Returns the cheapest exact route for a loss, or the requested one, and logs it.
 
     A custom Python function runs locally unless `route="server"`, because tracing would freeze its Python branches.
@@ -121,8 +121,8 @@ def choose(
     if reduction not in ("mean", "sum"):
         raise InvalidInput(f"reduction must be 'mean' or 'sum', got {reduction!r}")
     if loss is None:
-        return _retained(Chosen("two-pass", None, {}, regularized=regularized), route, backend)
-    asked: Route = "two-pass" if route == "retained" else route
+        return _retained(Route("two-pass", None, {}, regularized=regularized), route, backend)
+    asked: RouteName = "two-pass" if route == "retained" else route
     equals = equals or _equal_built_in(loss)
     if equals is not None and not regularized and (route == "builtin" or (route == "auto" and may_defer)):
         chosen, why = _equal(loss, dict(config), route, backend, equals)
@@ -133,7 +133,7 @@ def choose(
     return _reduced(replace(chosen, regularized=regularized), _registered(loss, backend) or loss, reduction)
 
 
-def _retained(chosen: Chosen, route: Route, backend: Callable[[], TrainingBackend]) -> Chosen:
+def _retained(chosen: Route, route: RouteName, backend: Callable[[], TrainingBackend]) -> Route:
     """Saves the second forward of a loss that runs locally if the server can keep the first one."""
     if not chosen.runs_locally or route == "two-pass":
         return chosen
@@ -147,7 +147,7 @@ def _retained(chosen: Chosen, route: Route, backend: Callable[[], TrainingBacken
     return chosen
 
 
-def _reduced(chosen: Chosen, loss: Any, reduction: Reduction) -> Chosen:
+def _reduced(chosen: Route, loss: Any, reduction: Reduction) -> Route:
     """Adds how a loss of the library is divided, and how much a batch counts in a mean over batches."""
     if isinstance(loss, ServerLoss):
         loss = loss.function if loss.is_of_library else None
@@ -182,8 +182,8 @@ def once(_: Sequence[Any]) -> float:
 
 
 def _choose(
-    loss: Any, config: dict[str, Any], route: Route, backend: Callable[[], TrainingBackend], regularized: bool
-) -> tuple[Chosen, str]:
+    loss: Any, config: dict[str, Any], route: RouteName, backend: Callable[[], TrainingBackend], regularized: bool
+) -> tuple[Route, str]:
     local: Any
     requested = "requested" if route != "auto" else ""
     because = "its regularizers need the log-probabilities" if regularized and not requested else ""
@@ -194,10 +194,10 @@ def _choose(
         check_settings(function, config, may_have_others=not runs_locally)
         local = functools.partial(function, **known_settings(function, config))
         if runs_locally:
-            return Chosen("two-pass", local, {}, local), requested or because
+            return Route("two-pass", local, {}, local), requested or because
         if route == "server":
-            return Chosen("builtin", loss, config, local), "requested; the server knows it by name"
-        return Chosen("builtin", loss, config, local), requested or "the server knows it by name"
+            return Route("builtin", loss, config, local), "requested; the server knows it by name"
+        return Route("builtin", loss, config, local), requested or "the server knows it by name"
     if route == "builtin":
         raise InvalidInput(f"{loss_name(loss)} is not built into servers, which know {', '.join(BUILT_IN)}")
     if isinstance(loss, str | ServerLoss | LossHandle):
@@ -206,24 +206,24 @@ def _choose(
         is_the_same_here = isinstance(own, LossHandle) or (isinstance(own, ServerLoss) and own.is_of_library)
         local = functools.partial(own, **config) if is_the_same_here else None
         if route != "two-pass" and not (because and is_the_same_here):
-            return Chosen("server", loss, config, local), requested or "it was registered there"
+            return Route("server", loss, config, local), requested or "it was registered there"
         if isinstance(own, str) or (isinstance(own, ServerLoss) and own.source != "logprobs"):
             raise InvalidInput(
                 f"{loss_name(own)} runs on the server only, because it is not computed from log-probabilities. Write "
                 "it as a function of datums and log-probabilities."
             )
         local = functools.partial(own, **config)
-        return Chosen("two-pass", local, {}, local), requested or because
+        return Route("two-pass", local, {}, local), requested or because
     if is_of_library(loss):
         check_settings(loss, config)
     local = functools.partial(loss, **config) if config else loss
     if route == "server":
-        return Chosen("server", _uploaded(loss, config, backend()), {}, local), requested
+        return Route("server", _uploaded(loss, config, backend()), {}, local), requested
     if route == "auto" and is_of_library(loss) and not regularized and _takes_losses(backend()):
-        return Chosen("server", _uploaded(loss, config, backend()), {}, local), "the server computes it in one pass"
+        return Route("server", _uploaded(loss, config, backend()), {}, local), "the server computes it in one pass"
     surrogate.check_arguments(loss)
     why = requested or (because if is_of_library(loss) else "") or "it is Python"
-    return Chosen("two-pass", local, {}, local), why
+    return Route("two-pass", local, {}, local), why
 
 
 def _equal_built_in(loss: Any) -> str | None:
@@ -233,8 +233,8 @@ def _equal_built_in(loss: Any) -> str | None:
 
 
 def _equal(
-    loss: Any, config: dict[str, Any], route: Route, backend: Callable[[], TrainingBackend], name: str
-) -> tuple[Chosen, str]:
+    loss: Any, config: dict[str, Any], route: RouteName, backend: Callable[[], TrainingBackend], name: str
+) -> tuple[Route, str]:
     """Chooses the built-in route for a function that equals a built-in loss, where the server computes that exactly."""
     if route == "auto" and not backend().computes(name):
         return _choose(loss, config, route, backend, False)
@@ -242,7 +242,7 @@ def _equal(
         check_settings(loss, config)
     local = functools.partial(loss, **config) if config else loss
     settings = {**unwrapped(loss)[1], **config}
-    return Chosen("builtin", name, settings, local), "requested" if route == "builtin" else f"it equals {name}"
+    return Route("builtin", name, settings, local), "requested" if route == "builtin" else f"it equals {name}"
 
 
 def _registered(loss: Any, backend: Callable[[], TrainingBackend]) -> ServerLoss | None:

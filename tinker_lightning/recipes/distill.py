@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinker_lightning.client import ServiceClient
-    from tinker_lightning.lightning.routes import Chosen
+    from tinker_lightning.lightning.routes import Route
     from tinker_lightning.recipes.group_loss import TrainedGroup
     from tinker_lightning.remote.lm import RemoteLM
     from tinker_lightning.rl.groups import Group
@@ -139,7 +139,7 @@ class Distill(RolloutModule):
 
     # Off-policy.
 
-    def chosen_route(self) -> Chosen:
+    def chosen_route(self) -> Route:
         """Returns where the loss runs: that of groups on-policy, `loss` alone off-policy."""
         return super().chosen_route() if self.top_k is None else RemoteModule.chosen_route(self)
 

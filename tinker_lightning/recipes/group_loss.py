@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinker_lightning.lightning.deferred_metrics import Ran
-    from tinker_lightning.lightning.routes import Chosen
+    from tinker_lightning.lightning.deferred_metrics import FinishedPass
+    from tinker_lightning.lightning.routes import Route
     from tinker_lightning.remote.calls import Pass
     from tinker_lightning.rl.groups import Group
     from tinker_lightning.types import Datum
@@ -102,7 +102,7 @@ class GroupLossModule(RemoteModule):
         """Returns the metrics that compare the log-probabilities of sampled tokens."""
         return rollout_metrics.metrics_of(scores)
 
-    def chosen_route(self) -> Chosen:
+    def chosen_route(self) -> Route:
         """Returns where the loss of a group runs: here, where that is as cheap, or where it is more than `loss`.
 
         A server that keeps forward passes needs no second one for the gradient.
@@ -167,7 +167,7 @@ class GroupLossModule(RemoteModule):
         self._batch_metrics = ({}, sum(len(one.data) for one in trained))
         return sum(total[1:], total[0])
 
-    def server_metrics(self, ran: Sequence[Ran]) -> dict[str, float]:
+    def server_metrics(self, ran: Sequence[FinishedPass]) -> dict[str, float]:
         """Returns what the log-probabilities of server-side passes say about the policy, if the server returns them."""
         scores = []
         for output, call in ran:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from tinker_lightning.remote.calls import PendingBackward, Step
-    from tinker_lightning.remote.window import Remote
+    from tinker_lightning.remote.window import RemoteModel
 
 
 @runtime_checkable
@@ -65,7 +65,7 @@ class RemoteAdamW(torch.optim.AdamW):
                 loss = closure()
         self.sent = []
         clip, self.clip_next = self.clip_next, None
-        ready: list[tuple[Remote, list[PendingBackward], AdamParams]] = []
+        ready: list[tuple[RemoteModel, list[PendingBackward], AdamParams]] = []
         for group in self.param_groups:
             group = group if clip is None else {**group, "grad_clip_norm": clip}
             remotes = [parameter.remote for parameter in group["params"] if isinstance(parameter, RemoteHandle)]
@@ -126,7 +126,7 @@ class RemoteAdamW(torch.optim.AdamW):
                 group["params"] = params
 
 
-def _clip_norm(remote: Remote, group: dict[str, Any]) -> float:
+def _clip_norm(remote: RemoteModel, group: dict[str, Any]) -> float:
     """Returns the smaller of the norms of the group and of `clip_grad_norm_`; 0 for none."""
     asked = remote.clip.limit if remote.clip is not None else None
     norms = [norm for norm in (group["grad_clip_norm"], asked) if norm]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tinker_lightning.client.backend import TrainingBackend
-    from tinker_lightning.remote.window import Remote
+    from tinker_lightning.remote.window import RemoteModel
 
 
 def handles_of(module: nn.Module) -> dict[str, RemoteHandle]:
@@ -23,7 +23,7 @@ def handles_of(module: nn.Module) -> dict[str, RemoteHandle]:
     return {name: one for name, one in module.named_parameters() if isinstance(one, RemoteHandle)}
 
 
-def remotes_of(module: nn.Module) -> list[Remote]:
+def remotes_of(module: nn.Module) -> list[RemoteModel]:
     """Returns the remotes behind a module's handles."""
     return [handle.remote for handle in handles_of(module).values()]
 

@@ -14,7 +14,7 @@ from tinker_lightning.remote.calls import Clip
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tinker_lightning.remote.window import Remote
+    from tinker_lightning.remote.window import RemoteModel
 
 # Operations that work on a gradient on the server: reading its metadata, and zeroing it.
 _KINDS = ("device", "dtype", "grad_fn", "is_leaf", "is_sparse", "layout", "ndim", "requires_grad", "shape")
@@ -25,7 +25,7 @@ _UNCHANGED = ("detach_", "requires_grad_")
 class RemoteGradient(Tensor):
     """A placeholder in a handle's `.grad` while the window holds a gradient."""
 
-    remote: Remote
+    remote: RemoteModel
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,9 +68,9 @@ class RemoteHandle(nn.Parameter):
     window.
     """
 
-    remote: Remote
+    remote: RemoteModel
 
-    def __new__(cls, remote: Remote) -> Self:
+    def __new__(cls, remote: RemoteModel) -> Self:
         """Creates a scalar that autograd treats as a parameter."""
         handle = super().__new__(cls, torch.zeros(()), True)
         handle.remote = remote
@@ -117,13 +117,13 @@ _EPSILON = 1e-6  # which torch adds to the norm, as does the server
 class RemoteNorm(Tensor):
     """The result of `clip_grad_norm_` for a remote model: a number once the step was taken."""
 
-    remote: Remote
+    remote: RemoteModel
     request: Clip
     numerator: float | None = None  # of max_norm / norm
     is_clamped = False
 
     @classmethod
-    def of(cls, remote: Remote, clip: Clip) -> Self:
+    def of(cls, remote: RemoteModel, clip: Clip) -> Self:
         """Creates the norm of a gradient that is on the server."""
         norm = torch.tensor(math.nan).as_subclass(cls)
         norm.remote, norm.request = remote, clip
@@ -172,7 +172,7 @@ def name_of(func: Any) -> str:
     return str(getattr(func.__self__, "__name__", name)) if name in ("__get__", "__set__") else name
 
 
-def norm_of(remote: Remote, order: Any) -> RemoteNorm:
+def norm_of(remote: RemoteModel, order: Any) -> RemoteNorm:
     """Returns the norm of a gradient that is on the server; raises for norms other than the Euclidean one."""
     if float(order) != 2.0:
         raise InvalidInput(
@@ -181,7 +181,7 @@ def norm_of(remote: Remote, order: Any) -> RemoteNorm:
     return RemoteNorm.of(remote, Clip(remote.received))
 
 
-def multiply(remote: Remote, factor: Any) -> bool:
+def multiply(remote: RemoteModel, factor: Any) -> bool:
     """Requests the clip that a factor stands for; returns whether it is one."""
     if not isinstance(factor, RemoteNorm) or not factor.is_clamped or factor.remote is not remote:
         return False

@@ -18,7 +18,7 @@ from tinker_lightning.remote.calls import Call, Pass, ServerCall, tokens_of
 from tinker_lightning.remote.deferred_loss import DeferredLoss
 from tinker_lightning.remote.handle import RemoteHandle
 from tinker_lightning.remote.saved_state import SavedState
-from tinker_lightning.remote.window import Remote
+from tinker_lightning.remote.window import RemoteModel
 from tinker_lightning.types import TensorData
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class RemoteLM(nn.Module):
 
     def __init__(self, backend: Any) -> None:
         super().__init__()
-        self.handle = RemoteHandle(Remote(backend))
+        self.handle = RemoteHandle(RemoteModel(backend))
         self.retain = True  # whether a server that can keeps a forward for its gradient, instead of running it twice
 
     @property

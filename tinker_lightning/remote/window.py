@@ -42,7 +42,7 @@ _DROPPED = (
 )
 
 
-class Remote:
+class RemoteModel:
     """The backend behind a handle, and the accumulation window for the next step.
 
     Args:
