@@ -289,7 +289,7 @@ def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_a_file_of_the_user_is_never_overwritten(folder: Path) -> None:
-    from tinker_lightning.cli.stages import SaveConfig
+    from tinker_lightning.cli.lightning_cli import SaveConfig
 
     Path("config.yaml").write_text("mine")
     callback = SaveConfig.__new__(SaveConfig)
