@@ -10,11 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tinker import types as sdk
+from typing_extensions import override
 
 from tinker_lightning.client.dialects import servers
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.client.sdk import convert
 from tinker_lightning.client.sdk.clients import OfficialTrainingClient
+from tinker_lightning.client.sdk.sender import SdkSender
 from tinker_lightning.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -40,23 +42,7 @@ class VendorTrainingClient(OfficialTrainingClient):
     """
 
     def __init__(self, client: Any, dialect: Dialect | None = None) -> None:
-        super().__init__(client)
-        self._types = _types_of(client)
-        self._has_own_call = dialect is None
-        self._dialect = dialect or servers.JSON.but(
-            name=type(client).__module__.split(".")[0],
-            # This carries gradients to `_post_pass` only, which hands them to the vendor's own call.
-            surrogate=Surrogate(),
-            losses=frozenset(),
-            sends_other_losses=False,
-            # Log-probabilities may come back as 0 wherever the weight is not 1.
-            unit_forward_weights=True,
-        )
-
-    @property
-    def server(self) -> str:
-        """A name of the server for users."""
-        return f"the server of {type(self.client).__name__}"
+        super().__init__(client, sender=_VendorSender(client, dialect))
 
     def get_info(self) -> GetInfoResponse:
         """Returns the base model and the LoRA rank; raises `Unsupported` if the client does not report them."""
@@ -81,12 +67,35 @@ class VendorTrainingClient(OfficialTrainingClient):
         """Raises `Unsupported`: such clients do not change when a saved state expires."""
         raise Unsupported(f"{path}: {type(self.client).__name__} does not change when a checkpoint expires")
 
-    def _post_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
+
+class _VendorSender(SdkSender):
+    """Calls a vendor's training client."""
+
+    def __init__(self, client: Any, dialect: Dialect | None) -> None:
+        self._has_own_call = dialect is None
+        dialect = dialect or servers.JSON.but(
+            name=type(client).__module__.split(".")[0],
+            # This carries gradients to `post_one` only, which hands them to the vendor's own call.
+            surrogate=Surrogate(),
+            losses=frozenset(),
+            sends_other_losses=False,
+            # Log-probabilities may come back as 0 wherever the weight is not 1.
+            unit_forward_weights=True,
+        )
+        super().__init__(client, client, dialect, _types_of(client))
+
+    @property
+    @override
+    def server(self) -> str:
+        return f"the server of {type(self.client).__name__}"
+
+    @override
+    def post_one(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
         if forward_only or not self._has_own_call:
-            return super()._post_pass(request, forward_only=forward_only)
-        datums = [convert.datum(datum, self._types) for datum in request.data]
+            return super().post_one(request, forward_only=forward_only)
+        datums = [convert.datum(datum, self.types) for datum in request.data]
         linear = partial(_linear, given=request.data)
-        return self._calls.future(
+        return self.calls.submit(
             "forward_backward_custom", lambda: self.client.forward_backward_custom(datums, linear), convert.output
         )
 
