@@ -44,7 +44,7 @@ _DROPPED = (
 
 
 class RemoteModel:
-    """The backend behind a handle, and the accumulation window for the next step.
+    """A remote model: the backend behind a handle, and the accumulation window for the next step.
 
     Args:
         backend: A training client of this library or of the official SDK, or a function that creates one on first use.
@@ -98,7 +98,7 @@ class RemoteModel:
 
     @property
     def has_weights(self) -> bool:
-        """Whether there are weights to save: those of a model, or of a state that it will be created from."""
+        """Whether there are weights to save: a model exists, or will be created from a state."""
         return self.is_created or self._was_loaded
 
     def use_optimizer(self, kind: str) -> None:
