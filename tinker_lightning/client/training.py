@@ -83,7 +83,7 @@ class TrainingClient(BaseTrainingClient):
         error is raised here; all of them have to be called again.
 
         Args:
-            optim_params: The hyperparameters of this step: `AdamParams`, or `DimuonParams` for a model of that optimizer.
+            optim_params: The hyperparameters of this step: `AdamParams`, or `DimuonParams` for its models.
             adam_params: Their name in older versions of the official SDK.
         """
         params = inputs.to_optim_params(adam_params if optim_params is None else optim_params, self.optimizer_kind)
