@@ -4,8 +4,9 @@ Python itself (loops, branches on settings, f-strings) runs while tracing and is
 the value of a tensor (a branch on it, `float(x)`, numpy) raises an error that names the line.
 
 A graph never modifies a tensor. `x += y`, `x[i] = y` and `x.clamp_(0)` are recorded as functions that return a new
-tensor, which replaces the value of the stand-in and of those that it is a view of: after `row = x[0]`, `row += 1`
-changes `x` too. Other stand-ins that share its memory, e.g. `x.view(-1)`, cannot be used after such a change.
+tensor, which replaces the value of the stand-in. In Python, such a write would also change the tensors that share its
+memory, so these raise when they are used later: after `row = x[0]` and `row += 1`, `x` cannot be used. Writes to inputs
+raise at once, because the caller's tensor would change.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ from tinker_lightning.lossgraph.tracing.values import (
     kind_of,
     may_share,
     needs_value,
-    picks_view,
     raised,
     rank_of,
     reject,
@@ -136,7 +136,7 @@ class Recorder(fx.Tracer):
         """Returns the stand-in for a tensor with `rank` dimensions, or any number if None, or for a setting."""
         if target not in self.inputs:
             kind: Kind = "number" if target.startswith(SETTING) else "tensor"
-            memories = {Memory(): 0} if kind == "tensor" else {}
+            memories = {Memory(is_input=True): 0} if kind == "tensor" else {}
             ref = Ref(-1 - len(self.inputs))
             self.inputs[target] = self._value(Traced(ref, kind, frozenset({target}), has_grad, rank, memories))
         return self.inputs[target]
@@ -211,10 +211,8 @@ class Recorder(fx.Tracer):
             ends = target.endswith("detach") or (target in GETATTR and args[1] == "data")
             traced.has_grad = (torch.is_grad_enabled() or is_part) and not ends and any(v.node.has_grad for v in given)
             if may_share(target, args):
-                sources = [args[0]] if args and isinstance(args[0], Value) else given
+                sources = given[:1] if op == "call_method" else given  # x.view_as(y) shares the memory of x only
                 traced.memories = {memory: at for each in sources for memory, at in each.node.memories.items()}
-                if target == "operator.getitem" and isinstance(args[0], TensorValue) and picks_view(args[1]):
-                    traced.base, traced.index, traced.with_grad = args[0], args[1], torch.is_grad_enabled()
             else:
                 traced.memories = {Memory(): 0}
         return self._value(traced)
@@ -233,8 +231,14 @@ class Recorder(fx.Tracer):
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Value):
-            self._refresh(value)
             traced = value.node
+            if written := traced.written:
+                reject(
+                    f"it uses a tensor that shares memory with another one, which was modified in place before "
+                    f"({written})",
+                    "Use the tensor that was modified, modify a copy (y = x.clone()), or write x[i] = x[i] + y instead "
+                    "of x[i] += y.",
+                )
             if torch.is_grad_enabled() or not traced.has_grad or traced.kind != "tensor":
                 return traced.ref
             if traced.ref not in self._detached:
@@ -254,9 +258,6 @@ class Recorder(fx.Tracer):
 
     def set_item(self, tensor: TensorValue, index: Any, item: Any) -> None:
         """Records `tensor[index] = item`."""
-        view = item.node if isinstance(item, TensorValue) else None
-        if view and view.base is not None and view.base.node is tensor.node and view.index is index:
-            return  # the last step of `tensor[index] += y`, which has already changed the tensor
         self._write(tensor, self.call("call_function", "operator.setitem", (tensor, index, item), {}))
 
     def in_place(self, tensor: TensorValue, name: str, other: Any) -> TensorValue:
@@ -276,47 +277,25 @@ class Recorder(fx.Tracer):
         return self._write(tensor, self.call("call_method", method[:-1], (tensor, *args), kwargs), args, kwargs)
 
     def _write(self, tensor: TensorValue, result: Any, *operands: Any) -> TensorValue:
-        """Replaces the value of a tensor, and writes it to the tensors that it is a view of."""
+        """Replaces the value of a tensor; others that share its memory cannot be used any more."""
+        traced = tensor.node
+        if any(memory.is_input for memory in traced.memories):
+            reject(
+                "it modifies an input, or a tensor that may share memory with one, in place",
+                "Modify a copy: x = x.clone(), then x[i] = y; or write x = x + y instead of x += y.",
+            )
+        if traced.has_grad and not torch.is_grad_enabled():
+            reject(
+                "under torch.no_grad() it modifies a tensor that has a gradient; write x = x + (changed - x).detach()"
+            )
         if any(each.node.kind != "number" for each in stand_ins(operands)):
             # In-place operations keep the shape and the dtype.
             result = result.expand_as(tensor).type_as(tensor)
-        chain = [tensor]
-        while chain[-1].node.base is not None:
-            chain.append(chain[-1].node.base)
-        for each in chain:
-            self._refresh(each)
-            if each.node.has_grad and not torch.is_grad_enabled():
-                reject(
-                    "under torch.no_grad() it modifies a tensor that has a gradient; write "
-                    "x = x + (changed - x).detach()"
-                )
-        for memory in tensor.node.memories:
+        for memory in traced.memories:
             memory.version += 1
             memory.written = here().line.strip()
-        for i, each in enumerate(chain):
-            each.node.memories = {memory: memory.version for memory in each.node.memories}
-            if i:
-                part = chain[i - 1]
-                result = self.call("call_function", "operator.setitem", (each, part.node.index, part), {})
-            each.node.become(result.node)
+        traced.become(result.node)
         return tensor
-
-    def _refresh(self, value: Value) -> None:
-        """Updates a view of a tensor that was modified; raises `LossNotTraceable` if it is not an index of it."""
-        traced = value.node
-        changed = [memory for memory, version in traced.memories.items() if memory.version != version]
-        if not changed:
-            return
-        if traced.base is None:
-            reject(
-                "it uses a tensor that shares memory with another one, which was modified in place before "
-                f"({changed[0].written})",
-                "Use the tensor that was modified, or modify a copy: y = x.clone().",
-            )
-        with torch.set_grad_enabled(traced.with_grad):
-            again = self.call("call_function", "operator.getitem", (traced.base, traced.index), {})
-        traced.become(again.node)
-        traced.memories = again.node.memories
 
     def call_module(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Traces the forward of a module; its parameters are tensors from outside."""

@@ -44,12 +44,13 @@ class NeedsSettings(Exception):
         self.names = names
 
 
+@dataclass(eq=False, slots=True)
 class Memory:
     """Memory that several stand-ins may share."""
 
-    def __init__(self) -> None:
-        self.version = 0
-        self.written = ""
+    is_input: bool = False
+    version: int = 0  # counts the writes
+    written: str = ""  # the line of the last write
 
 
 @dataclass(eq=False, slots=True)
@@ -62,14 +63,17 @@ class Traced:
     has_grad: bool = False
     rank: int | None = None  # the number of dimensions of a tensor, or the length of a shape, if known
     memories: dict[Memory, int] = field(default_factory=dict)  # possibly shared, with the version of its value
-    base: TensorValue | None = None  # the tensor of which it is a view, `base[index]`
-    index: Any = None
-    with_grad: bool = True  # whether the view was created with gradients
     meta: dict[str, Any] = field(default_factory=dict)  # required by torch.fx
 
+    @property
+    def written(self) -> str:
+        """The line that changed its memory through another stand-in; empty if there is none."""
+        return next((memory.written for memory, version in self.memories.items() if memory.version != version), "")
+
     def become(self, other: Traced) -> None:
-        """Takes over the value of another stand-in."""
+        """Takes over the value of another stand-in, which was written to the memory of this one."""
         self.ref, self.has_grad, self.inputs = other.ref, other.has_grad, other.inputs
+        self.memories = {memory: memory.version for memory in self.memories}
 
 
 class Value(fx.Proxy):
@@ -314,16 +318,6 @@ def rank_of(kind: Kind, target: str, args: Sequence[Any]) -> int | None:
     if target != "operator.getitem":
         return args[0].node.rank if target in ("size", *GETATTR) else None
     return None if stand_ins(args[1]) else len(range(args[0].node.rank)[args[1]])
-
-
-def picks_view(index: Any) -> bool:
-    """Returns whether an index creates a view: numbers, slices, None and Ellipsis do, tensors and lists do not."""
-    return all(
-        part.node.kind == "number"
-        if isinstance(part, Value)
-        else part is None or part is Ellipsis or type(part) in (int, slice)
-        for part in (index if isinstance(index, tuple) else (index,))
-    )
 
 
 def may_share(target: str, args: Sequence[Any]) -> bool:
