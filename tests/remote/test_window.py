@@ -119,6 +119,8 @@ MISUSES: dict[str, Any] = {
     "a number in place of NaN": torch.nan_to_num,
     "the greater of two": lambda loss: torch.stack([loss, 3 * loss]).max(),
     "an absolute value": lambda loss: (loss - 2).abs(),
+    "a rounded quotient": lambda loss: torch.div(loss, 2, rounding_mode="floor"),
+    "a comparison with itself": lambda loss: loss == loss,
     "an order": lambda loss: torch.stack([loss, 2 * loss]).argsort(),
 }
 
@@ -153,6 +155,9 @@ LINEAR: dict[str, tuple[Any, float]] = {
     "in place": (lambda loss: torch.zeros(()).add_(loss).mul_(3.0), 3.0),
     "a difference": (lambda loss: 1 - (2 - loss * 0.5).reshape(1)[0].double(), 0.5),
     "weighed": (lambda loss: (loss.unsqueeze(0) * torch.tensor([0.25, 0.5])).sum(), 0.75),
+    "weighed by a product": (lambda loss: loss.expand(2) @ torch.tensor([0.25, 0.5]), 0.75),
+    "one of two": (lambda loss: torch.where(torch.tensor([True, False]), 2 * loss, 1.0).sum(), 2.0),
+    "a quotient by name": (lambda loss: torch.div(input=loss, other=4), 0.25),
 }
 
 
