@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 Threshold: TypeAlias = float | Tensor
 
-LOW, HIGH, BETA = 0.8, 1.2, 0.05
+# The defaults of the protocol.
+CLIP_LOW, CLIP_HIGH, DRO_BETA = 0.8, 1.2, 0.05
 
 
 def cross_entropy(logprobs: Tensor, weights: Tensor) -> Tensor:
@@ -47,7 +48,7 @@ def importance_sampling(logprobs: Tensor, old_logprobs: Tensor, advantages: Tens
 
 
 def ppo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: Threshold = LOW, high: Threshold = HIGH
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: Threshold = CLIP_LOW, high: Threshold = CLIP_HIGH
 ) -> Tensor:
     """Returns `-min(r·A, clip(r, low, high)·A)` (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
@@ -58,7 +59,7 @@ def ppo(
 
 
 def cispo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: Threshold = LOW, high: Threshold = HIGH
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: Threshold = CLIP_LOW, high: Threshold = CLIP_HIGH
 ) -> Tensor:
     """Returns `-sg(clip(r, low, high))·p·A` (MiniMax 2025, arXiv:2506.13585): every token keeps its gradient.
 
@@ -69,7 +70,7 @@ def cispo(
     return -_clip(ratio, low, high) * logprobs * advantages
 
 
-def dro(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, beta: float = BETA) -> Tensor:
+def dro(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, beta: float = DRO_BETA) -> Tensor:
     """Returns `-(p·A - β/2·(p - q)²)` (Richemond et al. 2024, arXiv:2405.19107): held close to the sampling policy.
 
     >>> dro(torch.tensor([-1.0]), torch.tensor([-1.0]), torch.tensor([2.0]))
@@ -83,8 +84,8 @@ def gspo(
     old_logprobs: Tensor,
     advantages: Tensor,
     sequence_ratio_mask: Tensor,
-    low: Threshold = LOW,
-    high: Threshold = HIGH,
+    low: Threshold = CLIP_LOW,
+    high: Threshold = CLIP_HIGH,
     *,
     dim: int | None = None,
 ) -> Tensor:
@@ -243,7 +244,7 @@ class BuiltIn:
 
 
 _POLICY = ("logprobs", "advantages")
-_CLIP = {"clip_low_threshold": LOW, "clip_high_threshold": HIGH}
+_CLIP = {"clip_low_threshold": CLIP_LOW, "clip_high_threshold": CLIP_HIGH}
 
 LOSSES: Mapping[str, BuiltIn] = {
     "cross_entropy": BuiltIn(
@@ -278,7 +279,7 @@ LOSSES: Mapping[str, BuiltIn] = {
         dro,
         "-Σ (p·A - β/2·(p - q)²): held close to the sampling policy",
         _POLICY,
-        {"beta": BETA},
+        {"beta": DRO_BETA},
         scaled_by=("advantages", "beta"),
         masked_by=(),
     ),

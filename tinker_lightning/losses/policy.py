@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.errors import InvalidDatum, InvalidInput, check_choice
 from tinker_lightning.losses import builtin
 from tinker_lightning.losses.advantages import check_grouping, group_advantages
 from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, is_traced, mean_where, sequence_sums, with_value
-from tinker_lightning.losses.kl import Estimator, check_estimator, kl_estimate
+from tinker_lightning.losses.builtin import CLIP_HIGH, CLIP_LOW, DRO_BETA
+from tinker_lightning.losses.kl import ESTIMATORS, Estimator, kl_estimate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +38,9 @@ def importance_sampling(data: Data, logprobs: Logprobs) -> Loss:
     return _summed(builtin.importance_sampling, data, logprobs)
 
 
-def ppo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Loss:
+def ppo(
+    data: Data, logprobs: Logprobs, *, clip_low_threshold: float = CLIP_LOW, clip_high_threshold: float = CLIP_HIGH
+) -> Loss:
     """Returns `-Σ min(r·A, clip(r)·A)` (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
     Metrics: those of `importance_sampling`, and `clip_fraction`, the share of tokens outside the thresholds.
@@ -57,7 +60,9 @@ def ppo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, clip
     return _summed(builtin.ppo, data, logprobs, (clip_low_threshold, clip_high_threshold))
 
 
-def cispo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Loss:
+def cispo(
+    data: Data, logprobs: Logprobs, *, clip_low_threshold: float = CLIP_LOW, clip_high_threshold: float = CLIP_HIGH
+) -> Loss:
     """Returns `-Σ sg(clip(r))·p·A` (MiniMax 2025, arXiv:2506.13585): clipped weights, every token keeps its gradient.
 
     The value is not a measure of progress, because the weights change with the model. Metrics and arguments are those
@@ -71,7 +76,7 @@ def cispo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, cl
     return _summed(builtin.cispo, data, logprobs, (clip_low_threshold, clip_high_threshold))
 
 
-def dro(data: Data, logprobs: Logprobs, *, beta: float = 0.05) -> Loss:
+def dro(data: Data, logprobs: Logprobs, *, beta: float = DRO_BETA) -> Loss:
     """Returns `-Σ (p·A - β/2·(p - q)²)` (Richemond et al. 2024, arXiv:2405.19107): held close to the old policy.
 
     Metrics: those of `importance_sampling`. The quadratic term also applies to tokens without an advantage.
@@ -84,7 +89,9 @@ def dro(data: Data, logprobs: Logprobs, *, beta: float = 0.05) -> Loss:
     return _summed(functools.partial(builtin.dro, beta=beta), data, logprobs)
 
 
-def gspo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Loss:
+def gspo(
+    data: Data, logprobs: Logprobs, *, clip_low_threshold: float = CLIP_LOW, clip_high_threshold: float = CLIP_HIGH
+) -> Loss:
     """Returns PPO's loss with one ratio per sequence, `exp(mean(p - q))` (Zheng et al. 2025, arXiv:2507.18071).
 
     Metrics: those of `ppo`, of the ratios of sequences.
@@ -115,8 +122,8 @@ def grpo(
     *,
     beta: float = 0.04,
     estimator: Estimator = "k3",
-    clip_low_threshold: float = 0.8,
-    clip_high_threshold: float = 1.2,
+    clip_low_threshold: float = CLIP_LOW,
+    clip_high_threshold: float = CLIP_HIGH,
     reduction: Literal["sequence", "token", "sum"] = "sequence",
 ) -> Loss:
     """Returns PPO's term plus a penalty on the distance from a reference model, averaged over tokens and sequences.
@@ -146,7 +153,7 @@ def grpo(
     """
     if reduction not in ("sequence", "token", "sum"):
         raise InvalidInput(f"reduction must be 'sequence', 'token' or 'sum', got {reduction!r}")
-    check_estimator(estimator)
+    check_choice("estimator", estimator, ESTIMATORS)
     _check_thresholds(clip_low_threshold, clip_high_threshold)
     batch = Batch(data, logprobs, rank=1)
     p, weights, advantages = batch.logprobs, batch.weights(), batch.tokens("advantages")
