@@ -14,7 +14,7 @@ from tests.helpers.soaking import mostly_soak
 from tinker_lightning import AdamParams, Datum, RemoteAdamW, RemoteLM
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.errors import InvalidInput, InvalidLoss, OperationFailed
-from tinker_lightning.losses.scaling import scaled
+from tinker_lightning.losses.builtin import scaled
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
 

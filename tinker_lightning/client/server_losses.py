@@ -16,6 +16,7 @@ from tinker_lightning.client.transport.operations import encode, perform
 from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES
+from tinker_lightning.lossgraph.graph import places_of
 from tinker_lightning.lossgraph.graph_loss import (
     GraphLoss,
     combine_metrics,
@@ -23,8 +24,7 @@ from tinker_lightning.lossgraph.graph_loss import (
     scale_by_input,
     select_inputs,
 )
-from tinker_lightning.lossgraph.graphs.graph import places_of
-from tinker_lightning.lossgraph.tracing.trace import trace_datum_loss
+from tinker_lightning.lossgraph.trace import trace_datum_loss
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from tinker_lightning.client.transport.channel import Channel
+    from tinker_lightning.lossgraph.graph import Graph
     from tinker_lightning.lossgraph.graph_loss import Source
-    from tinker_lightning.lossgraph.graphs.graph import Graph
     from tinker_lightning.lossgraph.server_loss import ServerLoss
     from tinker_lightning.types import Datum, ForwardBackwardOutput
 

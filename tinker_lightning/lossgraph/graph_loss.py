@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss, MissingInput
-from tinker_lightning.lossgraph.graphs.graph import Graph, Node, Ref, mapped
-from tinker_lightning.lossgraph.graphs.run import DEFAULT_LIMITS, Program
+from tinker_lightning.lossgraph.graph import Graph, Node, Ref, mapped
+from tinker_lightning.lossgraph.program import DEFAULT_LIMITS, Program
 from tinker_lightning.lossgraph.settings import Hyperparameter, Setting, check_settings
 from tinker_lightning.types import TensorData
 
 if TYPE_CHECKING:
-    from tinker_lightning.lossgraph.graphs.limits import Limits
+    from tinker_lightning.lossgraph.limits import Limits
 
 # What a loss is computed from: the logits of a batch, or the log-probabilities of the targets of a batch or a datum.
 Source: TypeAlias = Literal["logits", "logprobs", "datum"]

@@ -16,13 +16,13 @@ from tinker_lightning.lossgraph.settings import (
     check_settings,
     unknown_setting,
 )
-from tinker_lightning.lossgraph.tracing.trace import accepts_any_setting, read_hyperparameters, trace_batch_loss
+from tinker_lightning.lossgraph.trace import accepts_any_setting, read_hyperparameters, trace_batch_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from tinker_lightning.lossgraph.graph import Graph
     from tinker_lightning.lossgraph.graph_loss import Source
-    from tinker_lightning.lossgraph.graphs.graph import Graph
     from tinker_lightning.lossgraph.settings import Setting
     from tinker_lightning.types import Datum
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from tinker_lightning.errors import InvalidInput, TinkerLightningError, check_choice
-from tinker_lightning.losses.advantages import check_grouping, group_advantages
 from tinker_lightning.losses.kl import ESTIMATORS, Estimator, kl_estimate
+from tinker_lightning.losses.policy import check_grouping, group_advantages
 from tinker_lightning.recipes.references import NAME, References
 from tinker_lightning.recipes.rollout_metrics import kl_reference_of
 from tinker_lightning.recipes.rollout_module import RolloutModule

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.losses.scaling import LINEAR_ONLY
+from tinker_lightning.losses.builtin import LINEAR_ONLY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

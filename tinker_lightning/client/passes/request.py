@@ -20,10 +20,9 @@ from tinker_lightning.client.sdk.inputs import loss_name
 from tinker_lightning.client.server_losses import LossHandle, located
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses import surrogate
-from tinker_lightning.losses.builtin import LOSSES
-from tinker_lightning.losses.scaling import scaled
+from tinker_lightning.losses.builtin import LOSSES, scaled
+from tinker_lightning.lossgraph.graph import Graph
 from tinker_lightning.lossgraph.graph_loss import SCALE, check_given, select_inputs
-from tinker_lightning.lossgraph.graphs.graph import Graph
 from tinker_lightning.lossgraph.server_loss import ServerLoss
 from tinker_lightning.types import Datum, ForwardBackwardOutput, TensorData
 from tinker_lightning.types.tensor import as_array

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses.surrogate import check_finite, check_scalar, number, set_apart
 from tinker_lightning.lossgraph.graph_loss import check_given, metric_names
-from tinker_lightning.lossgraph.graphs.limits import Limits
+from tinker_lightning.lossgraph.limits import Limits
 from tinker_lightning.server.engine.losses import error_context, loss_gradient
 from tinker_lightning.server.engine.passes import read_targets, read_tokens
 from tinker_lightning.types import ForwardBackwardOutput, TensorData

@@ -27,9 +27,9 @@ from tinker_lightning.lossgraph.graph_loss import (
     meta_tensors,
     select_inputs,
 )
-from tinker_lightning.lossgraph.graphs.limits import Limits
+from tinker_lightning.lossgraph.limits import Limits
 from tinker_lightning.lossgraph.settings import Hyperparameter, Setting, check_settings
-from tinker_lightning.lossgraph.tracing.trace import accepts_any_setting, read_hyperparameters
+from tinker_lightning.lossgraph.trace import accepts_any_setting, read_hyperparameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

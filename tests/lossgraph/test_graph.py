@@ -15,9 +15,9 @@ import torch
 
 from tests.helpers.graph_messages import graph, node, placeholder, ref
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.lossgraph.graphs import functions
-from tinker_lightning.lossgraph.graphs.graph import MAX_NODES, MAX_VALUES, Graph, Node, Ref
-from tinker_lightning.lossgraph.graphs.run import Program
+from tinker_lightning.lossgraph import functions
+from tinker_lightning.lossgraph.graph import MAX_NODES, MAX_VALUES, Graph, Node, Ref
+from tinker_lightning.lossgraph.program import Program
 
 
 def refused(message: Any, because: str) -> None:

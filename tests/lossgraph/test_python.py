@@ -17,8 +17,8 @@ from torch import Tensor
 from tests.helpers.traced_losses import B, T, assert_same, expected, run
 from tinker_lightning import LossFnOutput
 from tinker_lightning.errors import InvalidLoss, LossNotTraceable
-from tinker_lightning.lossgraph.graphs.graph import Graph
-from tinker_lightning.lossgraph.tracing.trace import trace_batch_loss, trace_datum_loss
+from tinker_lightning.lossgraph.graph import Graph
+from tinker_lightning.lossgraph.trace import trace_batch_loss, trace_datum_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable

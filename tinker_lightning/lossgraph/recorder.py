@@ -25,11 +25,11 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
-from tinker_lightning.lossgraph.graphs import functions
-from tinker_lightning.lossgraph.graphs.functions import FUNCTIONS
-from tinker_lightning.lossgraph.graphs.graph import Graph, Node, Ref, check_attribute, encode_value, leaves, mapped
-from tinker_lightning.lossgraph.tracing.source import globals_of, here, place_of, within
-from tinker_lightning.lossgraph.tracing.values import (
+from tinker_lightning.lossgraph import functions
+from tinker_lightning.lossgraph.functions import FUNCTIONS
+from tinker_lightning.lossgraph.graph import Graph, Node, Ref, check_attribute, encode_value, leaves, mapped
+from tinker_lightning.lossgraph.source_lines import globals_of, here, place_of, within
+from tinker_lightning.lossgraph.stand_ins import (
     ALTERNATIVES,
     GETATTR,
     SETTING,
@@ -52,7 +52,7 @@ from tinker_lightning.threads.background import Modes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tinker_lightning.lossgraph.tracing.values import Kind
+    from tinker_lightning.lossgraph.stand_ins import Kind
 
 # While tracing, torch.fx replaces functions of `math`, some of torch and methods of modules for the whole process.
 _TRACING_LOCK = threading.RLock()

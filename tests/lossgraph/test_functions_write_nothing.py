@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.lossgraph.graphs.functions import FUNCTIONS, METHODS
-from tinker_lightning.lossgraph.graphs.graph import Graph, Node, Ref
-from tinker_lightning.lossgraph.graphs.run import Program
+from tinker_lightning.lossgraph.functions import FUNCTIONS, METHODS
+from tinker_lightning.lossgraph.graph import Graph, Node, Ref
+from tinker_lightning.lossgraph.program import Program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,8 +18,8 @@ from torch.fx.node import _get_qualified_name
 from torch.nn import functional as F  # noqa: N812
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.lossgraph.graphs import guards, limits
-from tinker_lightning.lossgraph.graphs.guards import MATH, OPERATORS
+from tinker_lightning.lossgraph import guards, limits
+from tinker_lightning.lossgraph.guards import MATH, OPERATORS
 
 # Arguments that would let a function do more than its name says.
 _FORBIDDEN_ARGUMENTS = frozenset({"out", "generator", "requires_grad", "pin_memory", "names"})

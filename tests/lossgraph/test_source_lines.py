@@ -17,9 +17,9 @@ import torch
 
 from tinker_lightning import LossFnOutput, losses
 from tinker_lightning.errors import LossNotTraceable
-from tinker_lightning.lossgraph.graphs.graph import places_of
-from tinker_lightning.lossgraph.tracing import source
-from tinker_lightning.lossgraph.tracing.trace import trace_batch_loss, trace_datum_loss
+from tinker_lightning.lossgraph import source_lines
+from tinker_lightning.lossgraph.graph import places_of
+from tinker_lightning.lossgraph.trace import trace_batch_loss, trace_datum_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,8 +78,8 @@ def test_a_library_whose_name_begins_as_torchs(tmp_path: Path) -> None:
     with pytest.raises(LossNotTraceable, match="it passes a tensor to torchlike, and there it branches") as raised:
         trace_batch_loss(mine, "mine", "logits")
     assert str(raised.value).startswith(line_of(mine))
-    assert not source.is_outside(torch.nn.functional.__file__)
-    assert source.is_outside(torch.__path__[0] + "metrics/functional.py")
+    assert not source_lines.is_outside(torch.nn.functional.__file__)
+    assert source_lines.is_outside(torch.__path__[0] + "metrics/functional.py")
 
 
 def test_a_librarys_own_loss_has_its_own_lines(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_librarys_own_loss_has_its_own_lines(tmp_path: Path) -> None:
     ],
 )
 def test_whose_a_file_is(filename: str, library: str) -> None:
-    assert source.library_of(filename) == library
+    assert source_lines.library_of(filename) == library
 
 
 def test_every_call_has_its_line() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.lossgraph.graphs.guards import MAX_PIECES, check_index, is_mask, number
+from tinker_lightning.lossgraph.guards import MAX_PIECES, check_index, is_mask, number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

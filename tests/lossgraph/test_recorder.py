@@ -20,7 +20,7 @@ from tests.helpers.traced_losses import B, T, assert_same, expected, optional, r
 from tinker_lightning import LossFnOutput
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
 from tinker_lightning.lossgraph.graph_loss import SCALE, GraphLoss, scale_by_input
-from tinker_lightning.lossgraph.tracing.trace import trace_batch_loss, trace_datum_loss
+from tinker_lightning.lossgraph.trace import trace_batch_loss, trace_datum_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidLoss, MemoryLimitExceeded
-from tinker_lightning.lossgraph.graphs.functions import find
-from tinker_lightning.lossgraph.graphs.graph import Node, Ref, leaves, mapped, refs
-from tinker_lightning.lossgraph.graphs.guards import MAX_PIECES, check_device, is_mask
-from tinker_lightning.lossgraph.graphs.limits import Limits, Meter, Use, broadcast
+from tinker_lightning.lossgraph.functions import find
+from tinker_lightning.lossgraph.graph import Node, Ref, leaves, mapped, refs
+from tinker_lightning.lossgraph.guards import MAX_PIECES, check_device, is_mask
+from tinker_lightning.lossgraph.limits import Limits, Meter, Use, broadcast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tinker_lightning.lossgraph.graphs.functions import Function
-    from tinker_lightning.lossgraph.graphs.graph import Graph
+    from tinker_lightning.lossgraph.functions import Function
+    from tinker_lightning.lossgraph.graph import Graph
 
 DEFAULT_LIMITS = Limits()
 _META = torch.device("meta")

@@ -11,9 +11,9 @@ from torch import Tensor, fx
 from torch.fx.node import _get_qualified_name
 
 from tinker_lightning.errors import LossNotTraceable
-from tinker_lightning.lossgraph.graphs.graph import Ref, leaves
-from tinker_lightning.lossgraph.graphs.guards import ATTRIBUTES
-from tinker_lightning.lossgraph.tracing.source import here, is_outside
+from tinker_lightning.lossgraph.graph import Ref, leaves
+from tinker_lightning.lossgraph.guards import ATTRIBUTES
+from tinker_lightning.lossgraph.source_lines import here, is_outside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses.surrogate import function_name
 from tinker_lightning.lossgraph.graph_loss import OUTPUTS, GraphLoss, LossFnOutput, Source, check_name
-from tinker_lightning.lossgraph.graphs.run import Program
+from tinker_lightning.lossgraph.program import Program
+from tinker_lightning.lossgraph.recorder import Recorder, record
 from tinker_lightning.lossgraph.settings import Hyperparameter, Setting, to_python
-from tinker_lightning.lossgraph.tracing.record import Recorder, record
-from tinker_lightning.lossgraph.tracing.source import error_at_function, loss_and_metrics, signature_of, wrong_output
-from tinker_lightning.lossgraph.tracing.values import SETTING, ListValue, NeedsSettings, Value, reject
+from tinker_lightning.lossgraph.source_lines import error_at_function, loss_and_metrics, signature_of, wrong_output
+from tinker_lightning.lossgraph.stand_ins import SETTING, ListValue, NeedsSettings, Value, reject
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -94,8 +94,8 @@ def library_of(filename: str) -> str:
 
 _TORCH = f"{torch.__path__[0]}{os.sep}"
 _HERE = Path(__file__).parent
-_OWN = {contextlib.__file__, copy.__file__, *map(str, _HERE.parent.rglob("*.py"))}
-_PACKAGE = f"{_HERE.parents[1]}{os.sep}"
+_OWN = {contextlib.__file__, copy.__file__, *map(str, _HERE.glob("*.py"))}
+_PACKAGE = f"{_HERE.parent}{os.sep}"
 _PYTHON = f"{Path(os.__file__).parent}{os.sep}"
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 _FROZEN = re.compile(r"<frozen ([\w.]+)>")

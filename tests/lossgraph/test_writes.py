@@ -16,10 +16,10 @@ from torch import Tensor
 from tests.helpers.soaking import mostly_soak
 from tests.helpers.traced_losses import T, assert_same
 from tinker_lightning.errors import InvalidLoss, LossNotTraceable
-from tinker_lightning.lossgraph.graphs.functions import FUNCTIONS, METHODS, check_arguments
-from tinker_lightning.lossgraph.tracing.record import IN_PLACE
-from tinker_lightning.lossgraph.tracing.trace import trace_datum_loss
-from tinker_lightning.lossgraph.tracing.values import SHARING
+from tinker_lightning.lossgraph.functions import FUNCTIONS, METHODS, check_arguments
+from tinker_lightning.lossgraph.recorder import IN_PLACE
+from tinker_lightning.lossgraph.stand_ins import SHARING
+from tinker_lightning.lossgraph.trace import trace_datum_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.lossgraph.graphs import functions
-from tinker_lightning.lossgraph.graphs.guards import ATTRIBUTES, MAX_INT
+from tinker_lightning.lossgraph import functions
+from tinker_lightning.lossgraph.guards import ATTRIBUTES, MAX_INT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
