@@ -106,12 +106,12 @@ SAME: dict[str, Callable[..., Any]] = {
 def test_what_would_read_the_padding_raises(name: str) -> None:
     assert torch.isfinite(torch.as_tensor(REFUSED[name](DATA, list(LOGPROBS))))  # where it is called with lists
     with pytest.raises(LossNotTraceable, match=rf"(?s){__file__}:\d+: .*on a server|it loops over a tensor"):
-        trace_batch_loss(REFUSED[name], "mine", "logprobs", of_lists=True)
+        trace_batch_loss(REFUSED[name], "mine", "logprobs", takes_lists=True)
 
 
 def test_the_workarounds_are_named() -> None:
     with pytest.raises(LossNotTraceable) as raised:
-        trace_batch_loss(REFUSED["an index"], "mine", "logprobs", of_lists=True)
+        trace_batch_loss(REFUSED["an index"], "mine", "logprobs", takes_lists=True)
     assert "it takes the log-probabilities of datum 0, but on a server they are one tensor, [B, T]" in str(raised.value)
     assert "with zeros after the end of shorter datums" in str(raised.value)
     fix = (
@@ -122,7 +122,7 @@ def test_the_workarounds_are_named() -> None:
 
 @pytest.mark.parametrize("name", SAME)
 def test_what_is_traced_has_the_same_value(name: str) -> None:
-    traced = trace_batch_loss(SAME[name], "mine", "logprobs", of_lists=True)
+    traced = trace_batch_loss(SAME[name], "mine", "logprobs", takes_lists=True)
     stacked = {"weights": pad_sequence([torch.ones(n) for n in LENGTHS], batch_first=True)}
     output = traced({"logprobs": pad_sequence(LOGPROBS, batch_first=True)}, stacked, traced.settings({}), Limits())
     torch.testing.assert_close(output.loss, SAME[name](DATA, LOGPROBS))
@@ -133,4 +133,4 @@ def test_who_knows_the_layout_is_free() -> None:
     for name in ("an index", "the last token", "an index of a slice"):
         trace_batch_loss(REFUSED[name], "mine", "logprobs")
     # A list has no such index.
-    trace_batch_loss(lambda data, logprobs: logprobs[:, 0].sum(), "mine", "logprobs", of_lists=True)
+    trace_batch_loss(lambda data, logprobs: logprobs[:, 0].sum(), "mine", "logprobs", takes_lists=True)

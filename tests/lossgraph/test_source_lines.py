@@ -18,7 +18,7 @@ import torch
 from tinker_lightning import LossFnOutput, losses
 from tinker_lightning.errors import LossNotTraceable
 from tinker_lightning.lossgraph import source_lines
-from tinker_lightning.lossgraph.graph import places_of
+from tinker_lightning.lossgraph.graph import find_lines
 from tinker_lightning.lossgraph.trace import trace_batch_loss, trace_datum_loss
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def test_a_librarys_own_loss_has_its_own_lines(tmp_path: Path) -> None:
     ],
 )
 def test_whose_a_file_is(filename: str, library: str) -> None:
-    assert source_lines.library_of(filename) == library
+    assert source_lines.library_name(filename) == library
 
 
 def test_every_call_has_its_line() -> None:
@@ -116,12 +116,12 @@ def test_every_call_has_its_line() -> None:
         return LossFnOutput((outputs.sum(-1) * weights).sum(), None, {"mean": weights.mean().item()})
 
     graph = trace_batch_loss(mine, "mine", "logits").program.graph
-    places = {node.name: graph.places.get(node.name, "") for node in graph.calls}
-    assert all(f"{__file__}:" in place for place in places.values())
-    assert places_of(f"mine: node {graph.calls[0].name!r}: clone failed", [graph, graph]) == [places["clone"]]
-    assert places["clone"].endswith('weights = inputs["weights"].clone()')
-    assert places_of("node 'nothing': failed", [graph]) == places_of("failed", [graph]) == []
-    assert "places" not in graph.encode()
+    lines = {node.name: graph.lines.get(node.name, "") for node in graph.calls}
+    assert all(f"{__file__}:" in line for line in lines.values())
+    assert find_lines(f"mine: node {graph.calls[0].name!r}: clone failed", [graph, graph]) == [lines["clone"]]
+    assert lines["clone"].endswith('weights = inputs["weights"].clone()')
+    assert find_lines("node 'nothing': failed", [graph]) == find_lines("failed", [graph]) == []
+    assert "lines" not in graph.encode()
 
 
 def cast(outputs: Any, inputs: Any, mask: Any, on: bool = True) -> LossFnOutput:

@@ -241,7 +241,7 @@ class BaseTrainingClient(ABC):
         """
         carrier = self.dialect.surrogate or self._measured()
         if carrier.loss == "importance_sampling" and logprobs is None:
-            logprobs = surrogate.leaves(self._forward(data).result(), data)
+            logprobs = surrogate.logprob_leaves(self._forward(data).result(), data)
         return pass_request.of_surrogate(carrier, carrier.datums(data, gradients, logprobs), retained)
 
     def record(self, recording: Recording | None) -> None:

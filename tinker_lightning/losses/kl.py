@@ -2,8 +2,8 @@
 
 The estimators are Schulman's (2020, http://joschu.net/blog/kl-approx.html), of KL(model ‖ reference) from tokens that
 the model has sampled. In a loss, only their gradient matters (Tang & Munos 2025, arXiv:2506.09477): on such tokens the
-gradient of k1 is zero on average, so it has no effect; that of k2 is the gradient of KL(model ‖ reference) and grows
-with the distance; that of k3 is the gradient of KL(reference ‖ model) and never exceeds 1 where the model is above the
+gradient of k1 is zero on average, so it has no effect; k2 has the gradient of KL(model ‖ reference), which grows with
+the distance; k3 has the gradient of KL(reference ‖ model), which never exceeds 1 where the model is above the
 reference.
 """
 
@@ -69,7 +69,7 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Te
 def kl_regularized(data: Data, logprobs: Logprobs, *, beta: float = 0.1, estimator: Estimator = "k2") -> Loss:
     """Returns `Σ w·(-p + β·k(p, r))`: cross-entropy with a penalty on the distance from a reference model.
 
-    Metrics: those of `cross_entropy`, and `kl` per token.
+    Metrics: as `cross_entropy`, and `kl` per token.
 
     Args:
         data: Datums with `weights` and `reference_logprobs`. Targets may be `[T]` or `[T, K]`, as in `cross_entropy`.

@@ -1,8 +1,8 @@
 """Policy gradients: sampled tokens become more or less likely according to their advantage.
 
-`p` are the log-probabilities of the model, `q` those of the policy that sampled the tokens (`logprobs` of the datum),
-`A` the `advantages`, `r = exp(p - q)`. The first five are the protocol's losses of the same names: sums over tokens, in
-which an advantage of 0 masks a token. `group_advantages` computes advantages from rewards.
+`p` are the log-probabilities of the model, `q` the log-probabilities of the policy that sampled the tokens (`logprobs`
+of the datum), `A` the `advantages`, `r = exp(p - q)`. The first five are the protocol's losses of the same names: sums
+over tokens, in which an advantage of 0 masks a token. `group_advantages` computes advantages from rewards.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tinker_lightning.losses.batch import (
     Data,
     Logprobs,
     Loss,
+    drop_nan,
     groups,
     is_traced,
     mean_where,
     sequence_sums,
-    with_value,
 )
 from tinker_lightning.losses.builtin import CLIP_HIGH, CLIP_LOW, DRO_BETA
 from tinker_lightning.losses.kl import ESTIMATORS, Estimator, kl_estimate
@@ -53,7 +53,7 @@ def ppo(
 ) -> Loss:
     """Returns `-Σ min(r·A, clip(r)·A)` (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
-    Metrics: those of `importance_sampling`, and `clip_fraction`, the share of tokens outside the thresholds.
+    Metrics: as `importance_sampling`, and `clip_fraction`, the share of tokens outside the thresholds.
 
     Args:
         data: Datums with `logprobs` and `advantages`; thresholds per token may be among the inputs, under their names.
@@ -75,8 +75,8 @@ def cispo(
 ) -> Loss:
     """Returns `-Σ sg(clip(r))·p·A` (MiniMax 2025, arXiv:2506.13585): clipped weights, every token keeps its gradient.
 
-    The value is not a measure of progress, because the weights change with the model. Metrics and arguments are those
-    of `ppo`.
+    The value is not a measure of progress, because the weights change with the model. It has the metrics and
+    arguments of `ppo`.
 
     >>> from tinker_lightning import Datum
     >>> data = [Datum.from_targets([5], [6], logprobs=[-2.0], advantages=[3.0])]
@@ -89,7 +89,7 @@ def cispo(
 def dro(data: Data, logprobs: Logprobs, *, beta: float = DRO_BETA) -> Loss:
     """Returns `-Σ (p·A - β/2·(p - q)²)` (Richemond et al. 2024, arXiv:2405.19107): held close to the old policy.
 
-    Metrics: those of `importance_sampling`. The quadratic term also applies to tokens without an advantage.
+    Metrics: as `importance_sampling`. The quadratic term also applies to tokens without an advantage.
 
     >>> from tinker_lightning import Datum
     >>> data = [Datum.from_targets([5], [6], logprobs=[-2.0], advantages=[3.0])]
@@ -104,7 +104,7 @@ def gspo(
 ) -> Loss:
     """Returns PPO's loss with one ratio per sequence, `exp(mean(p - q))` (Zheng et al. 2025, arXiv:2507.18071).
 
-    Metrics: those of `ppo`, of the ratios of sequences.
+    Metrics: as `ppo`, from the ratios of sequences.
 
     Args:
         data: Datums with `logprobs`, `advantages`, and `sequence_ratio_mask`, nonzero on the tokens of the ratio.
@@ -141,7 +141,7 @@ def grpo(
     Group relative policy optimization (Shao et al. 2024, arXiv:2402.03300, eq. 3). `group_advantages` computes its
     advantages.
 
-    Metrics: those of `ppo`, and `kl` per token.
+    Metrics: as `ppo`, and `kl` per token.
 
     Args:
         data: Datums with `weights` (1 on the response), `logprobs`, `advantages`, and, unless beta is 0,
@@ -277,8 +277,8 @@ def _summed(
 def _check_thresholds(low: float, high: float) -> None:
     if is_traced(low) or is_traced(high):
         return  # they are checked with each call
-    if fault := builtin.threshold_fault(low, high):
-        raise InvalidInput(fault)
+    if reason := builtin.threshold_fault(low, high):
+        raise InvalidInput(reason)
 
 
 def _thresholds(
@@ -292,8 +292,8 @@ def _thresholds(
     thresholds = read(batch)
     if any(isinstance(bound, Tensor) for bound in thresholds):
         for i, datum in batch.each():
-            if fault := builtin.threshold_fault(*read(datum), datum.tokens(counting) != 0):
-                raise InvalidDatum(f"datum {i}: {fault}")
+            if reason := builtin.threshold_fault(*read(datum), datum.tokens(counting) != 0):
+                raise InvalidDatum(f"datum {i}: {reason}")
     return thresholds
 
 
@@ -305,16 +305,16 @@ def _metrics(
     metrics = {"ratio": totals["ratio"] / tokens, "kl_old_new": totals["kl_old_new"] / tokens, "action_tokens": tokens}
     if "clipped_tokens" in totals:
         metrics["clip_fraction"] = totals["clipped_tokens"] / tokens
-    return with_value(metrics)  # NaN if no token counts
+    return drop_nan(metrics)  # NaN if no token counts
 
 
-def _as_rewards(given: Tensor | Sequence[float]) -> Tensor:
-    if is_traced(given):
-        return given  # type: ignore[return-value]  # a proxy of a tensor
+def _as_rewards(values: Tensor | Sequence[float]) -> Tensor:
+    if is_traced(values):
+        return values  # type: ignore[return-value]  # a proxy of a tensor
     try:
-        rewards = torch.as_tensor(given)
+        rewards = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidInput(f"rewards must be numbers, one per datum, got {given!r:.80}") from error
+        raise InvalidInput(f"rewards must be numbers, one per datum, got {values!r:.80}") from error
     if rewards.dim() != 1 or not rewards.numel():
         raise InvalidInput(
             f"rewards has the shape {list(rewards.shape)}, but there must be one per datum, [B]: those of a group are "

@@ -23,12 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
 from tinker_lightning.lossgraph import functions
 from tinker_lightning.lossgraph.functions import FUNCTIONS
-from tinker_lightning.lossgraph.graph import Graph, Node, Ref, check_attribute, encode_value, leaves, mapped
-from tinker_lightning.lossgraph.source_lines import globals_of, here, place_of, within
+from tinker_lightning.lossgraph.graph import Graph, Node, Ref, check_attribute, encode_value, leaves, map_leaves
+from tinker_lightning.lossgraph.source_lines import current_line, error_line, function_globals, is_running
 from tinker_lightning.lossgraph.stand_ins import (
     ALTERNATIVES,
     GETATTR,
@@ -36,16 +37,16 @@ from tinker_lightning.lossgraph.stand_ins import (
     Memory,
     NeedsSettings,
     TensorValue,
-    Traced,
     Value,
-    kind_of,
+    ValueInfo,
+    find_stand_ins,
     may_share,
     needs_value,
-    raised,
-    rank_of,
     reject,
-    stand_ins,
+    result_kind,
+    shape_length,
     target_name,
+    trace_errors,
 )
 from tinker_lightning.threads.background import Modes
 
@@ -92,29 +93,31 @@ def record(fn: Callable[..., Any], body: Callable[[Recorder], Any]) -> Graph:
             stack.enter_context(_Factories(recorder))
             stack.enter_context(torch.enable_grad())
             result = body(recorder)
-            if raised:  # but caught by the function
-                raise raised[0]
+            if trace_errors:  # but caught by the function
+                raise trace_errors[0]
             returned.append(recorder.create_arg(result))
 
     def driver() -> None:
         run()
 
     # torch.fx replaces functions of `math` in the globals of the traced function, so these must be the user's.
-    traced = types.FunctionType(driver.__code__, globals_of(fn), closure=driver.__closure__)
+    traced_fn = types.FunctionType(driver.__code__, function_globals(fn), closure=driver.__closure__)
     with _TRACING_LOCK:
-        raised.clear()
+        trace_errors.clear()
         try:
-            recorder.trace(traced)
-            return recorder.finished(returned[0])
+            recorder.trace(traced_fn)
+            return recorder.build_graph(returned[0])
         except (LossNotTraceable, NeedsSettings):
             raise
         except Exception as error:
-            if raised:  # but converted to another exception
-                raise raised[0] from error
+            if trace_errors:  # but converted to another exception
+                raise trace_errors[0] from error
             if isinstance(error, InvalidInput) and not isinstance(error, InvalidLoss):
                 raise  # from a loss of the library: a setting is invalid, or an input is missing
             reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
-            raise LossNotTraceable(f"{place_of(error)}{reason.partition(chr(10))[0][:300]}. {ALTERNATIVES}") from error
+            raise LossNotTraceable(
+                f"{error_line(error)}{reason.partition(chr(10))[0][:300]}. {ALTERNATIVES}"
+            ) from error
 
 
 class Recorder(fx.Tracer):
@@ -128,7 +131,7 @@ class Recorder(fx.Tracer):
         self._autowrap_search.extend(_MODULES)  # next to the user's globals
         self.inputs: dict[str, Value] = {}
         self._calls: list[Node] = []
-        self._places: dict[str, str] = {}
+        self._lines: dict[str, str] = {}
         self._names: Counter[str] = Counter()
         self._detached: dict[Ref, Ref] = {}
 
@@ -138,31 +141,32 @@ class Recorder(fx.Tracer):
             kind: Kind = "number" if target.startswith(SETTING) else "tensor"
             memories = {Memory(is_input=True): 0} if kind == "tensor" else {}
             ref = Ref(-1 - len(self.inputs))
-            self.inputs[target] = self._value(Traced(ref, kind, frozenset({target}), has_grad, rank, memories))
+            self.inputs[target] = self._value(ValueInfo(ref, kind, frozenset({target}), has_grad, rank, memories))
         return self.inputs[target]
 
-    def _value(self, traced: Traced) -> Value:
-        return (TensorValue if traced.kind == "tensor" else Value)(traced, self)  # type: ignore[arg-type]
+    def _value(self, info: ValueInfo) -> Value:
+        return (TensorValue if info.kind == "tensor" else Value)(info, self)  # type: ignore[arg-type]
 
-    def finished(self, output: Any) -> Graph:
+    def build_graph(self, output: Any) -> Graph:
         """Returns the graph of all calls."""
 
-        def place(value: Any) -> Any:
+        def number(value: Any) -> Any:
             if not isinstance(value, Ref):
                 return value
             return Ref(-1 - value.node if value.node < 0 else len(self.inputs) + value.node)
 
         calls = [
-            Node(call.op, call.name, call.target, mapped(call.args, place), mapped(dict(call.kwargs), place))
+            Node(call.op, call.name, call.target, map_leaves(call.args, number), map_leaves(dict(call.kwargs), number))
             for call in self._calls
         ]
         try:
-            graph = Graph(tuple(self.inputs), calls, mapped(output, place))
+            graph = Graph(tuple(self.inputs), calls, map_leaves(output, number))
             decoded = Graph.decode(graph.encode())  # as on the server, so that errors are raised here already
         except InvalidLoss as error:
             raise LossNotTraceable(f"{error}. {ALTERNATIVES}") from error
-        return replace(decoded, places=self._places)
+        return replace(decoded, lines=self._lines)
 
+    @override
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> Value:
         """Records a call, on behalf of torch.fx and stand-ins."""
         name = target if kind == "call_method" else target_name(target)
@@ -176,7 +180,7 @@ class Recorder(fx.Tracer):
 
     def call(self, op: str, target: str, args: Any, kwargs: Any) -> Value:
         """Records a call of a function or method on the allow-list; under `torch.no_grad`, of detached tensors."""
-        if not torch.is_grad_enabled() and within(torch.autograd.function.__file__, "apply"):
+        if not torch.is_grad_enabled() and is_running(torch.autograd.function.__file__, "apply"):
             reject("it has a custom backward, which a graph cannot hold; write it with detach()")
         if Modes.current().autocast:
             reject("it computes under torch.autocast, which a graph does not hold; cast with x.to(torch.bfloat16)")
@@ -187,7 +191,7 @@ class Recorder(fx.Tracer):
             )
         try:
             function = functions.find(op, target)
-            named = functions.without_forbidden(op, kwargs)
+            named = functions.drop_forbidden(op, kwargs)
             functions.check_arguments(target, function, args, named)
             if target in GETATTR:
                 check_attribute(args[1])
@@ -197,53 +201,54 @@ class Recorder(fx.Tracer):
             if isinstance(error, LossNotTraceable):
                 raise
             reject(str(error))
-        given = stand_ins([args, kwargs])
-        kind = kind_of(op, target, args, kwargs)
-        traced = Traced(
+        operands = find_stand_ins([args, kwargs])
+        kind = result_kind(op, target, args, kwargs)
+        info = ValueInfo(
             self._add(op, target, *recorded),
             kind,
-            frozenset().union(*(each.node.inputs for each in given)),
-            rank=rank_of(kind, target, args),
+            frozenset().union(*(each.node.inputs for each in operands)),
+            rank=shape_length(kind, target, args),
         )
         if kind in ("tensor", "tuple"):
             # Indexing a tuple computes nothing, so the item keeps its gradient under no_grad.
-            is_part = bool(given) and given[0].node.kind == "tuple"
+            is_part = bool(operands) and operands[0].node.kind == "tuple"
             ends = target.endswith("detach") or (target in GETATTR and args[1] == "data")
-            traced.has_grad = (torch.is_grad_enabled() or is_part) and not ends and any(v.node.has_grad for v in given)
+            info.has_grad = (torch.is_grad_enabled() or is_part) and not ends and any(v.node.has_grad for v in operands)
             if may_share(target, args):
-                sources = given[:1] if op == "call_method" else given  # x.view_as(y) shares the memory of x only
-                traced.memories = {memory: at for each in sources for memory, at in each.node.memories.items()}
+                sources = operands[:1] if op == "call_method" else operands  # x.view_as(y) shares the memory of x only
+                info.memories = {memory: at for each in sources for memory, at in each.node.memories.items()}
             else:
-                traced.memories = {Memory(): 0}
-        return self._value(traced)
+                info.memories = {Memory(): 0}
+        return self._value(info)
 
     def _add(self, op: str, target: str, args: Any, kwargs: Any) -> Ref:
         base = target.rpartition(".")[2]
         self._names[base] += 1
         name = base if self._names[base] == 1 else f"{base}_{self._names[base] - 1}"
         self._calls.append(Node(op, name, target, args, kwargs))
-        self._places[name] = here().line.strip()
+        self._lines[name] = current_line().line.strip()
         return Ref(len(self._calls) - 1)
 
+    @override
     def create_arg(self, a: Any) -> Any:
         """Returns an argument with references instead of stand-ins; raises for tensors from outside."""
-        return mapped(a, self._argument)
+        return map_leaves(a, self._argument)
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Value):
-            traced = value.node
-            if written := traced.written:
+            info = value.node
+            if written := info.written:
                 reject(
                     f"it uses a tensor that shares memory with another one, which was modified in place before "
                     f"({written})",
                     "Use the tensor that was modified, modify a copy (y = x.clone()), or write x[i] = x[i] + y instead "
                     "of x[i] += y.",
                 )
-            if torch.is_grad_enabled() or not traced.has_grad or traced.kind != "tensor":
-                return traced.ref
-            if traced.ref not in self._detached:
-                self._detached[traced.ref] = self._add("call_method", "detach", (traced.ref,), {})
-            return self._detached[traced.ref]
+            if torch.is_grad_enabled() or not info.has_grad or info.kind != "tensor":
+                return info.ref
+            if info.ref not in self._detached:
+                self._detached[info.ref] = self._add("call_method", "detach", (info.ref,), {})
+            return self._detached[info.ref]
         if isinstance(value, Tensor):
             reject(
                 f"it uses a tensor of shape {list(value.shape)} from outside. Pass it to the loss as an input, or use "
@@ -278,43 +283,47 @@ class Recorder(fx.Tracer):
 
     def _write(self, tensor: TensorValue, result: Any, *operands: Any) -> TensorValue:
         """Replaces the value of a tensor; others that share its memory cannot be used any more."""
-        traced = tensor.node
-        if any(memory.is_input for memory in traced.memories):
+        info = tensor.node
+        if any(memory.is_input for memory in info.memories):
             reject(
                 "it modifies an input, or a tensor that may share memory with one, in place",
                 "Modify a copy: x = x.clone(), then x[i] = y; or write x = x + y instead of x += y.",
             )
-        if traced.has_grad and not torch.is_grad_enabled():
+        if info.has_grad and not torch.is_grad_enabled():
             reject(
                 "under torch.no_grad() it modifies a tensor that has a gradient; write x = x + (changed - x).detach()"
             )
-        if any(each.node.kind != "number" for each in stand_ins(operands)):
+        if any(each.node.kind != "number" for each in find_stand_ins(operands)):
             # In-place operations keep the shape and the dtype.
             result = result.expand_as(tensor).type_as(tensor)
-        for memory in traced.memories:
+        for memory in info.memories:
             memory.version += 1
-            memory.written = here().line.strip()
-        traced.become(result.node)
+            memory.written = current_line().line.strip()
+        info.become(result.node)
         return tensor
 
+    @override
     def call_module(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Traces the forward of a module; its parameters are tensors from outside."""
         del m
         return forward(*args, **kwargs)
 
+    @override
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Raises for a branch."""
         needs_value(obj, "it branches on the value or size of a tensor (if, and, or, not, max, assert)")
 
+    @override
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         """Returns the entries of a shape whose length is known."""
-        traced: Traced = obj.node  # type: ignore[assignment]
-        if traced.kind != "shape":
+        info: ValueInfo = obj.node  # type: ignore[assignment]
+        if info.kind != "shape":
             needs_value(obj, "it loops over a tensor, or over a batch that is one tensor and not a list")
-        if traced.rank is None:
+        if info.rank is None:
             needs_value(obj, "it unpacks a shape, which here needs a name for each part: batch, length = x.shape")
-        return (obj[i] for i in range(traced.rank))  # type: ignore[index]
+        return (obj[i] for i in range(info.rank))  # type: ignore[index]
 
+    @override
     def keys(self, obj: fx.Proxy) -> Any:
         """Raises for `**x`."""
         needs_value(obj, "it uses a tensor as a dict")
@@ -328,7 +337,7 @@ def _check_kinds(target: str, args: Any, kwargs: Any) -> None:
         raise InvalidLoss(f"{target} needs a number that does not depend on a tensor; write torch.ones(...) * value")
     if target.endswith("repeat_interleave") and is_tensor:
         raise InvalidLoss("repeat_interleave takes an integer number of repeats, not a tensor")
-    if target.startswith("math.") and any(each.node.kind != "number" for each in stand_ins(args)):
+    if target.startswith("math.") and any(each.node.kind != "number" for each in find_stand_ins(args)):
         raise InvalidLoss(f"{target} works on numbers, and .item() is still a tensor; use torch.{target[5:]}")
     if target.rpartition(".")[2] in _LIST_FUNCTIONS and args and isinstance(args[0], TensorValue):
         raise InvalidLoss(
@@ -355,7 +364,7 @@ class _Factories(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        has_stand_in = bool(stand_ins([args, kwargs]))
+        has_stand_in = bool(find_stand_ins([args, kwargs]))
         has_tensor = any(isinstance(part, Tensor) for part in leaves([args, kwargs]))
         # Also without a tensor stand-in among the arguments, because torch does not dispatch on stand-ins of numbers.
         if target_name(func) in FUNCTIONS and (has_stand_in or not has_tensor):

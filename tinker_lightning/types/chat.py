@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = Mapping[str, Any]
 Truncate: TypeAlias = Literal["error", "left", "right"]
-Rendered: TypeAlias = "tuple[list[int], NDArray[np.float32]]"
+TokensAndWeights: TypeAlias = "tuple[list[int], NDArray[np.float32]]"
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment")
 # Stands for an answer in what a template renders. Private characters, so that no message contains it.
@@ -47,7 +47,7 @@ def check_messages(messages: Any) -> list[Message]:
 
 def render(
     messages: Any, tokenizer: Any, *, first: int = 0, only_last: bool = False, tools: Sequence[Any] | None = None
-) -> Rendered:
+) -> TokensAndWeights:
     """Returns the tokens of a chat, and weights that are 1 on assistant messages, including end-of-turn tokens.
 
     What precedes a trained message is the prompt that the template renders to generate it, token by token.
@@ -82,7 +82,7 @@ def render(
     return _by_prefixes(text, tokenizer, spans)
 
 
-def to_answer(messages: Any) -> list[Message]:
+def messages_to_answer(messages: Any) -> list[Message]:
     """Returns the messages without a last one of the assistant, which is what a model has to generate."""
     given = check_messages(messages)
     if given and given[-1]["role"] == "assistant":
@@ -94,7 +94,7 @@ def to_answer(messages: Any) -> list[Message]:
 
 def generation_prompt(messages: Any, tokenizer: Any, *, tools: Sequence[Any] | None = None) -> list[int]:
     """Returns the tokens that precede the assistant's next message; a last assistant message is left out."""
-    return _tokens(tokenizer, _template(tokenizer, to_answer(messages), tools, add_generation_prompt=True))
+    return _tokens(tokenizer, _template(tokenizer, messages_to_answer(messages), tools, add_generation_prompt=True))
 
 
 def following_prompt(
@@ -115,7 +115,9 @@ def following_prompt(
     return _tokens(tokenizer, rest)
 
 
-def shorten(ids: list[int], weights: NDArray[np.float32], max_length: int | None, truncate: Truncate) -> Rendered:
+def shorten(
+    ids: list[int], weights: NDArray[np.float32], max_length: int | None, truncate: Truncate
+) -> TokensAndWeights:
     """Returns tokens and weights, cut on one side to `max_length` tokens; raises `TooLong` for `truncate="error"`."""
     if max_length is None or len(ids) <= max_length:
         return ids, weights
@@ -129,7 +131,7 @@ def shorten(ids: list[int], weights: NDArray[np.float32], max_length: int | None
     return ids[part], weights[part]
 
 
-def _by_prefixes(text: str, tokenizer: Any, spans: list[tuple[int, int]]) -> Rendered:
+def _by_prefixes(text: str, tokenizer: Any, spans: list[tuple[int, int]]) -> TokensAndWeights:
     """Weights what follows each prompt, which ends where the template without the message ends."""
     ids = _tokens(tokenizer, text)
     starts = [_tokens(tokenizer, text[:start]) for start, _ in spans]
@@ -151,7 +153,7 @@ def _by_prefixes(text: str, tokenizer: Any, spans: list[tuple[int, int]]) -> Ren
 
 def _by_marks(
     messages: list[Message], tokenizer: Any, tools: Any, prompts: list[list[int]], turns: list[int]
-) -> Rendered:
+) -> TokensAndWeights:
     """Weights what the template marks, from the first trained message on."""
     encoded = tokenizer.apply_chat_template(
         messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True

@@ -31,7 +31,7 @@ class EncodedTextChunk:
         self.tokens = token_array(tokens)
 
     @classmethod
-    def of_array(cls, tokens: npt.NDArray[np.int32]) -> EncodedTextChunk:
+    def wrap(cls, tokens: npt.NDArray[np.int32]) -> EncodedTextChunk:
         """Wraps what `token_array` has returned, or a slice of it, without a copy."""
         chunk = cls.__new__(cls)
         chunk.tokens = tokens

@@ -81,7 +81,7 @@ def pieces(message: Any) -> Iterator[bytes]:
         yield dumps(message)
 
 
-def parsed_bytes(body: bytes) -> int:
+def estimate_parsed_bytes(body: bytes) -> int:
     """Estimates the most memory that a parsed body takes: some bytes of JSON become large Python objects."""
     values = body.count(b",") + body.count(b":") + 1
     containers = body.count(b"[") + body.count(b"{")

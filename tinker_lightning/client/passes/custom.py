@@ -152,7 +152,7 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
             if self._settle_failure(self._forward._source) or self._evaluation is not None or self.done():
                 return
             try:
-                self._leaves = surrogate.leaves(self._forward.result(), self._datums)
+                self._leaves = surrogate.logprob_leaves(self._forward.result(), self._datums)
                 self._evaluation = self._evaluate(self._data, self._leaves)
             except Exception as error:
                 if isinstance(error, TinkerLightningError) and error.operation is None:
@@ -177,7 +177,7 @@ class CustomLossFuture(TinkerFuture[ForwardBackwardOutput]):
         if not backward.is_sent:
             # It is sent with the step, which raises its failure; the loss and the log-probabilities are known now.
             backward = self._forward
-        merged = backward.then(lambda output: surrogate.with_metrics(_with_logprobs(output, forward), evaluation))
+        merged = backward.then(lambda output: surrogate.add_loss_metrics(_with_logprobs(output, forward), evaluation))
         merged._source.add_done_callback(self._settle)
 
     def abandon(self) -> None:

@@ -87,7 +87,7 @@ def _of_retained(
             asked = ForwardBackwardRequest(model_id, number, datums, request.loss, config)
             return encode(session.dialect, "forward_backward", endpoint, asked, ForwardBackwardOutput)
 
-        gradients = [TensorData.of_array(-datum.loss_fn_inputs["weights"].to_numpy()) for datum in chunk]
+        gradients = [TensorData.wrap(-datum.loss_fn_inputs["weights"].to_numpy()) for datum in chunk]
         bare = [Datum(ModelInput([]), {"gradient": gradient}) for gradient in gradients]
         whole = partial(encoded, "forward_backward", chunk, {})
         return replace(encoded("retained_backward", bare, {"forward": float(forward)}), whole=whole)

@@ -71,7 +71,7 @@ class BoundLoss:
     def read(self, datum: Datum, *, dtype: torch.dtype) -> list[Any]:
         """Returns the arguments of the formula that follow the log-probabilities."""
         shape = datum.loss_fn_inputs["target_tokens"].shape
-        if self.spec.is_of_sequence and len(shape) != 1:
+        if self.spec.is_sequence_level and len(shape) != 1:
             raise InvalidDatum(
                 f"target_tokens: has the shape {shape}, but {self.name} has one ratio per sequence and takes one "
                 "target per position, [T]. Use ppo for alternatives."
