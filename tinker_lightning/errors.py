@@ -197,7 +197,7 @@ class IncompatibleLightning(TinkerLightningError, RuntimeError):
 
 
 class Unsupported(TinkerLightningError, NotImplementedError):
-    """The server does not offer what was asked for."""
+    """The server has no such function."""
 
 
 class RolloutFailed(TinkerLightningError, RuntimeError):
@@ -217,7 +217,7 @@ class ResultExpired(OperationFailed):
 
 
 class AnswerLost(OperationFailed):
-    """It is unknown whether the server has executed the operation, and it cannot be sent again safely."""
+    """An operation that may or may not have been executed, and that cannot be sent again safely."""
 
 
 class TrainerClosed(OperationFailed):

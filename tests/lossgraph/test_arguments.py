@@ -1,4 +1,4 @@
-"""A function of torch's can be called in all the ways that torch takes, or is refused where it is traced."""
+"""Functions of torch can be called in every way that torch accepts, or raise where they are traced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server-side loss may call. The page `docs/server-functions.md` is made from the list.
+"""Functions that a server-side loss may call. The page `docs/server-functions.md` is made from the list.
 
 `UPDATE_DOCS=1 pytest tests/losses/graphs/test_functions.py` regenerates it.
 """

@@ -1,4 +1,4 @@
-"""A graph runs like the Python it came from; what would fill the memory or never end is refused before it begins."""
+"""Graphs run like the Python function they come from; a run that would take too much memory or time raises first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss function becomes a graph with the same value and gradient; what cannot is refused, with the line."""
+"""Loss functions become graphs with the same value and gradient; others raise with the line."""
 
 # ruff: noqa: ARG005  # a loss has parameters that it does not use
 

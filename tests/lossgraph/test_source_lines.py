@@ -1,4 +1,4 @@
-"""What cannot be traced is reported with the line of the user, also where it happens inside a library."""
+"""Errors while tracing name the line of the user's code, also if they happen inside a library."""
 
 # ruff: noqa: ARG005  # a loss has parameters that it does not use
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def line_of(fn: Callable[..., Any]) -> str:
-    """How the place of a function's body begins."""
+    """The start of the message for the body of a function."""
     return f"{__file__}:{inspect.getsourcelines(fn)[1] + 1}: return LossFnOutput("
 
 

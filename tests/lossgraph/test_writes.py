@@ -1,4 +1,4 @@
-"""Operations in place mean the same in a graph, which changes no tensor, as in Python; otherwise tracing raises."""
+"""In-place operations have the same result in a graph, which modifies no tensor, as in Python, or tracing raises."""
 
 # a loss has parameters that it does not use
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def targets(fn: Callable[..., Any]) -> list[str]:
-    """What the graph of a loss of one datum calls."""
+    """The calls in the graph of a loss on one datum."""
     return [node.target for node in trace_datum_loss(fn, {"logprobs": 1, "weights": 1}).program.graph.calls]
 
 
@@ -332,8 +332,8 @@ def test_any_order_of_views_and_writes(seed: int) -> None:
     try:
         trace_datum_loss(fn, {"logprobs": 1, "weights": 1})
     except LossNotTraceable:
-        refused = r"(?s)test_writes.py:\d+: .*(shares memory with another one|under torch.no_grad\(\) it modifies)"
-        with pytest.raises(LossNotTraceable, match=refused):
+        reasons = r"(?s)test_writes.py:\d+: .*(shares memory with another one|under torch.no_grad\(\) it modifies)"
+        with pytest.raises(LossNotTraceable, match=reasons):
             trace_datum_loss(fn, {"logprobs": 1, "weights": 1})
     else:
         assert_same(fn)

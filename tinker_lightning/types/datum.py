@@ -87,8 +87,8 @@ class Datum:
 
         Args:
             tokens: Prompt and response together.
-            weights: The weight of each *token*, by default 1; usually 0 on the prompt. That of the first token, which
-                is never predicted, is not used.
+            weights: The weight of each *token*, by default 1; usually 0 on the prompt. The weight of the first token,
+                which is never predicted, is not used.
             truncate: Whether to cut tokens and weights to the shorter of the two instead of raising.
         """
         ids = token_array(tokens)

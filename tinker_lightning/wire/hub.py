@@ -22,7 +22,7 @@ _SECONDS = 5.0
 
 
 def reachable_or_cached(name: str) -> str:
-    """Returns what transformers loads a hub id from: the id, or without a network the folder of the hub's cache.
+    """Returns the source of a hub id for transformers: the id, or without a network the folder of the hub's cache.
 
     The hub's own library would try to reach it for a minute.
 

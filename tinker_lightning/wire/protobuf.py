@@ -33,7 +33,7 @@ _SUBMESSAGES = tuple(bytes([number << 3 | 2]) for number in range(1, 9))
 _INT32: np.dtype[Any] = np.dtype("<i4")
 _INT64: np.dtype[Any] = np.dtype("<i8")
 _FLOAT32: np.dtype[Any] = np.dtype("<f4")
-# What fills the rows of the most likely tokens where there are fewer.
+# Fills the rows of the most likely tokens where there are fewer.
 _NO_TOKEN = (0, -99999.0)
 
 
