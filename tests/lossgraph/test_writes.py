@@ -16,8 +16,10 @@ from torch import Tensor
 from tests.helpers.soaking import mostly_soak
 from tests.helpers.traced_losses import T, assert_same
 from tinker_lightning.errors import InvalidLoss, LossNotTraceable
+from tinker_lightning.lossgraph import recorder
 from tinker_lightning.lossgraph.functions import FUNCTIONS, METHODS, check_arguments
 from tinker_lightning.lossgraph.recorder import IN_PLACE
+from tinker_lightning.lossgraph.source_lines import SourceLine
 from tinker_lightning.lossgraph.stand_ins import SHARING
 from tinker_lightning.lossgraph.trace import trace_datum_loss
 
@@ -265,6 +267,12 @@ def test_other_views_cannot_be_used_after_a_change(fn: Callable[..., Any]) -> No
     shares = r"return .*shares memory with another one, which was modified in place before"
     with pytest.raises(LossNotTraceable, match=rf"(?s)test_writes.py:\d+: {shares} \(.*test_writes.py:\d+: scaled"):
         trace_datum_loss(fn, {"logprobs": 1, "weights": 1})
+
+
+def test_a_write_on_an_unknown_line_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "current_line", lambda: SourceLine(""))
+    with pytest.raises(LossNotTraceable, match="shares memory with another one"):
+        trace_datum_loss(taken_before, {"logprobs": 1, "weights": 1})
 
 
 def test_augmented_assignment_to_an_index_names_the_rewrite() -> None:

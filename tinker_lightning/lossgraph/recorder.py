@@ -34,7 +34,6 @@ from tinker_lightning.lossgraph.stand_ins import (
     ALTERNATIVES,
     GETATTR,
     SETTING,
-    Memory,
     NeedsSettings,
     TensorValue,
     Value,
@@ -42,6 +41,7 @@ from tinker_lightning.lossgraph.stand_ins import (
     find_stand_ins,
     may_share,
     needs_value,
+    new_memory,
     reject,
     result_kind,
     shape_length,
@@ -139,7 +139,7 @@ class Recorder(fx.Tracer):
         """Returns the stand-in for a tensor with `rank` dimensions, or any number if None, or for a setting."""
         if target not in self.inputs:
             kind: Kind = "number" if target.startswith(SETTING) else "tensor"
-            memories = {Memory(is_input=True): 0} if kind == "tensor" else {}
+            memories = new_memory(is_input=True) if kind == "tensor" else frozenset()
             ref = Ref(-1 - len(self.inputs))
             self.inputs[target] = self._value(ValueInfo(ref, kind, frozenset({target}), has_grad, rank, memories))
         return self.inputs[target]
@@ -175,7 +175,7 @@ class Recorder(fx.Tracer):
             return self._call_in_place(method, *args, **kwargs)
         if method == "item":
             number = self.call("call_method", "detach", args, kwargs).node
-            return self._value(replace(number, kind="item", memories={}))
+            return self._value(replace(number, kind="item", memories=frozenset()))
         return self.call(kind, name, args, kwargs)
 
     def call(self, op: str, target: str, args: Any, kwargs: Any) -> Value:
@@ -216,9 +216,9 @@ class Recorder(fx.Tracer):
             info.has_grad = (torch.is_grad_enabled() or is_part) and not ends and any(v.node.has_grad for v in operands)
             if may_share(target, args):
                 sources = operands[:1] if op == "call_method" else operands  # x.view_as(y) shares the memory of x only
-                info.memories = {memory: at for each in sources for memory, at in each.node.memories.items()}
+                info.memories = frozenset().union(*(each.node.memories for each in sources))
             else:
-                info.memories = {Memory(): 0}
+                info.memories = new_memory()
         return self._value(info)
 
     def _add(self, op: str, target: str, args: Any, kwargs: Any) -> Ref:
@@ -237,7 +237,7 @@ class Recorder(fx.Tracer):
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Value):
             info = value.node
-            if written := info.written:
+            if (written := info.written) is not None:
                 reject(
                     f"it uses a tensor that shares memory with another one, which was modified in place before "
                     f"({written})",
@@ -282,7 +282,7 @@ class Recorder(fx.Tracer):
         return self._write(tensor, self.call("call_method", method[:-1], (tensor, *args), kwargs), args, kwargs)
 
     def _write(self, tensor: TensorValue, result: Any, *operands: Any) -> TensorValue:
-        """Replaces the value of a tensor; others that share its memory cannot be used any more."""
+        """Replaces the value of a tensor that the function has computed."""
         info = tensor.node
         if any(memory.is_input for memory in info.memories):
             reject(
@@ -296,10 +296,7 @@ class Recorder(fx.Tracer):
         if any(each.node.kind != "number" for each in find_stand_ins(operands)):
             # In-place operations keep the shape and the dtype.
             result = result.expand_as(tensor).type_as(tensor)
-        for memory in info.memories:
-            memory.version += 1
-            memory.written = current_line().line.strip()
-        info.become(result.node)
+        info.overwrite(result.node, current_line().line.strip())
         return tensor
 
     @override

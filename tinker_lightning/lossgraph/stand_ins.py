@@ -66,11 +66,15 @@ class NeedsSettings(Exception):
 
 @dataclass(eq=False, slots=True)
 class Memory:
-    """Memory that several stand-ins may share."""
+    """Memory that several stand-ins may share until one of them is modified, which then gets a new one."""
 
     is_input: bool = False
-    version: int = 0  # counts the writes
-    written: str = ""  # the line of the last write
+    written: str | None = None  # the line that modified a tensor in it; empty if the line is unknown
+
+
+def new_memory(*, is_input: bool = False) -> frozenset[Memory]:
+    """Returns memory that nothing else shares yet."""
+    return frozenset({Memory(is_input)})
 
 
 @dataclass(eq=False, slots=True)
@@ -82,18 +86,19 @@ class ValueInfo:
     inputs: frozenset[str]  # the names of the inputs that it depends on
     has_grad: bool = False
     rank: int | None = None  # the number of dimensions of a tensor, or the length of a shape, if known
-    memories: dict[Memory, int] = field(default_factory=dict)  # possibly shared, with the version of its value
+    memories: frozenset[Memory] = frozenset()  # that it may be in
     meta: dict[str, Any] = field(default_factory=dict)  # required by torch.fx
 
     @property
-    def written(self) -> str:
-        """The line that changed its memory through another stand-in; empty if there is none."""
-        return next((memory.written for memory, version in self.memories.items() if memory.version != version), "")
+    def written(self) -> str | None:
+        """The line that modified its memory through another stand-in; None if nothing has."""
+        return next((memory.written for memory in self.memories if memory.written is not None), None)
 
-    def become(self, other: ValueInfo) -> None:
-        """Takes over the value of another stand-in, which was written to the memory of this one."""
-        self.ref, self.has_grad, self.inputs = other.ref, other.has_grad, other.inputs
-        self.memories = {memory: memory.version for memory in self.memories}
+    def overwrite(self, other: ValueInfo, line: str) -> None:
+        """Takes over the value of another stand-in; those that share memory with this one cannot be used any more."""
+        for memory in self.memories:
+            memory.written = line
+        self.ref, self.has_grad, self.inputs, self.memories = other.ref, other.has_grad, other.inputs, new_memory()
 
 
 class Value(fx.Proxy):
