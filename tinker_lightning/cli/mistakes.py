@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
 import textwrap
@@ -12,10 +11,10 @@ import lightning.pytorch as pl
 from jsonargparse import ArgumentParser
 from lightning.pytorch.loggers import Logger
 
-from tinker_lightning.errors import TinkerLightningError
+from tinker_lightning.errors import TinkerLightningError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 _KEY = re.compile(r'Parser key "([^"]+)"')
 _HELP = re.compile(r"^--([\w.]+)\.help:")
@@ -41,7 +40,7 @@ def explain(text: str) -> str:
     if match := _NO_CLASS.search(text):
         base = _BASES.get(key.rpartition(".")[2])
         names = sorted({cls.__name__ for cls in _subclasses(base)} if base else ())
-        hint = _nearest(match[1], names) or "Give a name that --help lists, or the import path of a class."
+        hint = did_you_mean(match[1], names) or "Give a name that --help lists, or the import path of a class."
         return f"{key}: there is no class {match[1]!r}. {hint}"
     if match := _NO_FILE.search(text):
         return f"--{key}: there is no file {match[1]}"
@@ -56,7 +55,7 @@ def explain(text: str) -> str:
         return f"{key}: expected class_path, a name, and init_args, the options of that class, and no other keys"
     if match:
         return f"{key}: {match[1].rpartition('.')[2]} has no option {match[2]!r}. " + (
-            _nearest(match[2], _options(match[1])) or f"--{key}.help {match[1]} lists its options."
+            did_you_mean(match[2], _options(match[1])) or f"--{key}.help {match[1]} lists its options."
         )
     if match := _NO_KEY.search(text):
         name = match[1] or match[2]
@@ -64,7 +63,7 @@ def explain(text: str) -> str:
             names = [f"trainer.{each}" for each in _options("lightning.pytorch.Trainer")]
         else:
             name, names = name.partition(".")[0], [*_SECTIONS]
-        return f"there is no option {name!r}. {_nearest(name, names) or '--help lists the options.'}"
+        return f"there is no option {name!r}. {did_you_mean(name, names) or '--help lists the options.'}"
     if match := _REQUIRED.search(text):
         return f"{match[1]} is missing. Pass --{match[1]} NAME, or --config FILE with a section {match[1]!r}."
     if match := _FIRST_ERROR.search(text):
@@ -89,11 +88,6 @@ def is_of_lightning(error: BaseException) -> bool:
         trace = trace.tb_next
     name = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
     return name.partition(".")[0] in ("lightning", "jsonargparse")
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, list(names), 1)
-    return f"Did you mean {found[0]!r}?" if found else ""
 
 
 def _options(class_path: str) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinker_lightning.data.row_data import RowData, check_choice
+from tinker_lightning.data.row_data import RowData
+from tinker_lightning.errors import check_choice
 
 if TYPE_CHECKING:
     from tinker_lightning.rows.formats import RowFormat

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -14,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import lightning.pytorch as pl
 
 from tinker_lightning.data.sources import check_source, read_rows
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, did_you_mean
 from tinker_lightning.rl import Environment, Rewards, RolloutLoader
 from tinker_lightning.types import SamplingParams
 
@@ -144,8 +143,9 @@ def imported(path: str, option: str) -> Any:
     except Exception as error:  # of the user's module
         raise InvalidInput(f"{option}: importing {package} failed with {type(error).__name__}: {error}") from error
     if not hasattr(module, name):
-        near = _nearest(name, [each for each in vars(module) if not each.startswith("_")])
-        raise InvalidInput(f"{option}: {path!r} cannot be imported: the module {package} has no {name!r}.{near}")
+        near = did_you_mean(name, [each for each in vars(module) if not each.startswith("_")])
+        missing = f"the module {package} has no {name!r}. {near}".rstrip()
+        raise InvalidInput(f"{option}: {path!r} cannot be imported: {missing}")
     return getattr(module, name)
 
 
@@ -233,15 +233,10 @@ def _called(make: Any, arguments: Mapping[str, Any], where: str) -> Any:
         signature.bind(**arguments)
     except TypeError as error:
         unknown = [name for name in arguments if name not in signature.parameters]
-        near = _nearest(unknown[0], signature.parameters) if unknown else ""
-        fault = f"has no argument {unknown[0]!r}.{near}" if unknown else f"is {error}"
+        near = did_you_mean(unknown[0], signature.parameters) if unknown else ""
+        fault = f"has no argument {unknown[0]!r}. {near}".rstrip() if unknown else f"is {error}"
         raise InvalidInput(f"{where}: {_name(make)} {fault}") from error
     return make(**arguments)
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, list(names), 1)
-    return f" Did you mean {found[0]!r}?" if found else ""
 
 
 def _name(made: Any) -> str:

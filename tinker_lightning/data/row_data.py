@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from tinker_lightning.data.sources import Converter, Counts, Rows, Stream, check_source, describe, rows_of
-from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.errors import InvalidDatum, InvalidInput, check_choice
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.rows.formats import PromptFormat, RowFormat
 from tinker_lightning.types import Datum, collate
@@ -305,9 +305,3 @@ def _cookbook_renderer(name: str, tokenizer: Any) -> Any:
             "tinker-cookbook"
         ) from error
     return get_renderer(name, tokenizer)
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises `InvalidInput` if an option has none of its values."""
-    if value not in choices:
-        raise InvalidInput(f"{name} must be one of {', '.join(choices)}, got {value!r}")

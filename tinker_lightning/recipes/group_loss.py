@@ -15,7 +15,7 @@ from tinker_lightning.lightning.deferred_metrics import LOSS, combined
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.losses import dro, surrogate
 from tinker_lightning.losses.builtin import LOSSES
-from tinker_lightning.losses.library import TOKEN_COUNTS, is_of_library, unwrapped
+from tinker_lightning.losses.library import TOKEN_COUNTS, is_of_library, unwrap_partial
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.recipes import rollout_metrics
 from tinker_lightning.recipes.rollout_metrics import Scored
@@ -174,7 +174,7 @@ class GroupLossModule(RemoteModule):
             if call.about is not None:
                 trained, data = call.about
                 try:
-                    logprobs = surrogate.leaves(output, data)
+                    logprobs = surrogate.logprob_leaves(output, data)
                 except (InvalidInput, OperationFailed):  # the server returns none
                     continue
                 scores.append(self._scored(trained, data, [each.detach() for each in logprobs]))
@@ -193,7 +193,7 @@ class GroupLossModule(RemoteModule):
     @property
     def _function(self) -> Any:
         """The loss as a function, without its settings."""
-        return unwrapped(super().chosen_route().local)[0]
+        return unwrap_partial(super().chosen_route().local)[0]
 
 
 def _inputs_of(loss: str, datum: Datum) -> dict[str, Any]:

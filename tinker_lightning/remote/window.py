@@ -15,7 +15,7 @@ from tinker_lightning.client.futures import UnreadFailures
 from tinker_lightning.client.sdk.adapters import as_backend
 from tinker_lightning.errors import InvalidInput, LossNotFinite, ResultTimeout, TinkerLightningError
 from tinker_lightning.losses import surrogate
-from tinker_lightning.losses.scaling import LINEAR_ONLY
+from tinker_lightning.losses.builtin import LINEAR_ONLY
 from tinker_lightning.remote.calls import Call, ServerCall, Step, TokenCount, tokens_of
 from tinker_lightning.remote.saved_state import SavedState
 

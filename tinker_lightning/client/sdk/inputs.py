@@ -141,7 +141,7 @@ def to_tensor(tensor: Any) -> TensorData:
             tensor.data, tensor.dtype, tensor.shape, tensor.sparse_crow_indices, tensor.sparse_col_indices
         )
     array = tensor.to_numpy() if hasattr(tensor, "to_numpy") else tensor
-    return TensorData.of_array(array.copy()) if type(array) is np.ndarray else TensorData.of(array)
+    return TensorData.wrap(array.copy()) if type(array) is np.ndarray else TensorData.from_data(array)
 
 
 def to_model_input(model_input: Any) -> ModelInput:
