@@ -42,7 +42,7 @@ class TensorData:
             sent. False shares it, which must then not change.
     """
 
-    __slots__ = ("_values", "dtype", "shape", "sparse_col_indices", "sparse_crow_indices")
+    __slots__ = ("dtype", "shape", "sparse_col_indices", "sparse_crow_indices", "values")
 
     dtype: TensorDtype
     shape: list[int]
@@ -79,7 +79,7 @@ class TensorData:
             self.sparse_col_indices = _convert(as_array(sparse_col_indices), "int64", copy)
             values = values.reshape(-1)
             _check_csr(self.shape, values, self.sparse_crow_indices, self.sparse_col_indices)
-        self._values = values
+        self.values = values
 
     @classmethod
     def from_numpy(cls, array: npt.NDArray[Any]) -> TensorData:
@@ -105,7 +105,7 @@ class TensorData:
         tensor.dtype = "float32" if values.dtype.kind == "f" else "int64"
         tensor.shape = list(values.shape)
         tensor.sparse_crow_indices = tensor.sparse_col_indices = None
-        tensor._values = values
+        tensor.values = values
         return tensor
 
     @property
@@ -116,22 +116,17 @@ class TensorData:
     @property
     def data(self) -> list[Any]:
         """The stored values as a flat list."""
-        return self._values.reshape(-1).tolist()
-
-    @property
-    def values(self) -> npt.NDArray[Any]:
-        """The stored values as an array without a copy: shaped if dense, flat if CSR."""
-        return self._values
+        return self.values.reshape(-1).tolist()
 
     def to_numpy(self) -> npt.NDArray[Any]:
         """Returns the dense array, without a copy unless the tensor is sparse."""
         crow, col = self.sparse_crow_indices, self.sparse_col_indices
         if crow is None or col is None:
-            return self._values
+            return self.values
         if math.prod(self.shape) > MAX_DENSE_ELEMENTS:
             raise InvalidTensor(f"a CSR tensor of shape {self.shape} is too large to be converted to a dense one")
         dense = np.zeros(self.shape, dtype=self.dtype)
-        dense[np.repeat(np.arange(self.shape[0]), np.diff(crow)), col] = self._values
+        dense[np.repeat(np.arange(self.shape[0]), np.diff(crow)), col] = self.values
         return dense
 
     def to_torch(self) -> torch.Tensor:

@@ -31,14 +31,14 @@ def write_datum(parts: list[Buffer], datum: Datum) -> bool:
     own: list[Buffer] = [b""]  # in place of the header, whose length is known last
     size = 0
     for chunk in datum.model_input.chunks:
-        if not isinstance(chunk, EncodedTextChunk) or not chunk.length:
+        if not isinstance(chunk, EncodedTextChunk) or not len(chunk.tokens):
             return False
         tokens = chunk.tokens
         before = _before_tokens(tokens.nbytes)
         own += (before, tokens.data)
         size += len(before) + tokens.nbytes
     for name, tensor in datum.loss_fn_inputs.items():
-        if tensor.is_sparse:
+        if tensor.sparse_crow_indices is not None:
             return False
         values = tensor.values
         before, after = _around_tensor(name, tensor.dtype, values.shape)

@@ -159,7 +159,7 @@ def _size(datum: Datum) -> int:
     size = 0
     for chunk in datum.model_input.chunks:
         if isinstance(chunk, EncodedTextChunk):
-            size += 4 * chunk.length
+            size += chunk.tokens.nbytes
         elif isinstance(chunk, ImageChunk):
             size += len(chunk.data)
         elif isinstance(chunk, DmelChunk):

@@ -94,6 +94,7 @@ class ProtocolSender:
     def __init__(self, channel: Channel, losses: Losses, model_id: str, find_fault: Callable[[], str | None]) -> None:
         self.channel = channel
         self.losses = losses
+        self.session = channel.session  # which exists, because the model does
         self._model_id = model_id
         self._lock = threading.Lock()
         self._last_number = 0
@@ -103,7 +104,7 @@ class ProtocolSender:
     @property
     def dialect(self) -> Dialect:
         """The dialect of the server."""
-        return self.channel.session.dialect
+        return self.session.dialect
 
     @property
     def server(self) -> str:
@@ -118,7 +119,7 @@ class ProtocolSender:
     @property
     def retains(self) -> bool:
         """Whether the server can keep a forward pass until its gradient arrives."""
-        return self.channel.session.extensions.retained_forwards
+        return self.session.extensions.retained_forwards
 
     def check(self) -> None:
         """Raises if the client can no longer be used."""
@@ -133,7 +134,7 @@ class ProtocolSender:
         scale: float,
     ) -> ServerPass:
         """Checks a pass and converts it into a request; raises `InvalidInput` if it is invalid."""
-        session = self.channel.session
+        session = self.session
         request = pass_request.prepare(session, self.losses, data, loss_fn, config, inputs, scale)
         if request.whole and len(encoding.chunks_for(session, request.data)) > 1:
             raise InvalidInput(
@@ -144,7 +145,7 @@ class ProtocolSender:
 
     def surrogate(self) -> Surrogate:
         """Returns the built-in loss that carries custom losses; measured once on a server of an unknown kind."""
-        session = self.channel.session
+        session = self.session
         if session.dialect.surrogate is None:
             if (fault := self._find_fault()) is not None:
                 raise Unsupported(
@@ -158,9 +159,8 @@ class ProtocolSender:
         self, requests: Sequence[ServerPass], *, forward_only: bool = False
     ) -> list[TinkerFuture[ForwardBackwardOutput]]:
         """Sends passes: all of them, or none if one cannot be encoded."""
-        session = self.channel.session
         return self._start(
-            [encoding.parts(session, self._model_id, request, forward_only=forward_only) for request in requests]
+            [encoding.parts(self.session, self._model_id, request, forward_only=forward_only) for request in requests]
         )
 
     def load(
@@ -200,7 +200,7 @@ class ProtocolSender:
 
         Nothing is sent if one of them cannot be encoded. They are posted when the futures in `after` are done.
         """
-        session = self.channel.session  # not looked up later: what was submitted before close() is still sent
+        session = self.session
         with self._lock:
             encoded: list[list[Operation[T]]] = []
             last = self._last_number
