@@ -110,6 +110,7 @@ class Simulated:
     """A training backend of two queues."""
 
     losses = None
+    optimizer_kind = "adamw"
     retains = True
     can_expire = False
     server = "simulated"
@@ -129,7 +130,11 @@ class Simulated:
     def computes(self, loss: str) -> bool:
         return bool(loss)
 
-    def send(self, request: list[Datum], **_: Any) -> TinkerFuture[ForwardBackwardOutput]:
+    def logprobs(self, data: list[Datum], *, retain: bool = False) -> TinkerFuture[ForwardBackwardOutput]:
+        del retain
+        return self.send(data)
+
+    def send(self, request: list[Datum]) -> TinkerFuture[ForwardBackwardOutput]:
         seconds = self._times.passes / (2 * GROUPS)
         outputs = [
             {"logprobs": TensorData.from_data(-np.ones(len(each.model_input.to_ints()), np.float32))}
