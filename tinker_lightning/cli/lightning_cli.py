@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from jsonargparse import set_parsing_settings
 from jsonargparse.typing import ClosedUnitInterval  # noqa: TC002 read by jsonargparse
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
@@ -19,6 +20,9 @@ from tinker_lightning.lightning.module import RemoteModule
 if TYPE_CHECKING:
     import contextlib
 
+
+# A mistake in a class of a dataset, whose rows may be anything else, is reported by the parser.
+set_parsing_settings(validate_subclass_spec_in_any=True)
 
 # Classes that are imported can be given by their names alone.
 for _name in callbacks.__all__:
