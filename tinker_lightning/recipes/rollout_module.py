@@ -16,10 +16,9 @@ from tinker_lightning.lightning.deferred_metrics import combined
 from tinker_lightning.recipes import rollout_metrics
 from tinker_lightning.recipes.group_loss import GroupLossModule, TrainedGroup
 from tinker_lightning.recipes.references import NAME, References
-from tinker_lightning.rl.admission import Window
 from tinker_lightning.rl.environment import SamplerPolicy
+from tinker_lightning.rl.rollout_jobs import PolicySource, TrainingProgress
 from tinker_lightning.rl.rollouts import RolloutBatch
-from tinker_lightning.rl.units import PolicySource
 from tinker_lightning.types import ModelInput, SamplingParams
 
 if TYPE_CHECKING:
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
     from tinker_lightning.recipes.rollout_metrics import Scored
     from tinker_lightning.remote.lm import RemoteLM
     from tinker_lightning.rl.groups import Group
+    from tinker_lightning.rl.rollout_jobs import RolloutJob
     from tinker_lightning.rl.rollouts import RolloutLoader
-    from tinker_lightning.rl.units import Unit
     from tinker_lightning.types import Datum
 
 
@@ -81,22 +80,22 @@ class RolloutModule(GroupLossModule):
         self._check(batch)
         loader = batch.loader
         batches: Any = self.trainer.fit_loop.epoch_loop.batch_progress.total
-        loader.follow(batch.ticket, lambda: batches.processed)
-        loader.admit(self._window(loader, batch.ticket, batch_idx).limit(loader.staleness), self._policy)
-        unit = loader.unit(batch.unit)
-        if not unit.planned:
+        loader.follow(batch.id, lambda: batches.processed)
+        loader.admit(self._window(loader, batch.id, batch_idx).limit(loader.staleness), self._policy)
+        job = loader.job(batch.job)
+        if not job.planned:
             self._hide_warning_of_none()
             return None
-        found = self._receive(batch, unit, batch.places(unit))
+        found = self._receive(batch, job, batch.slots(job))
         for _ in range(loader.refill):
-            missing = unit.planned - sum(not one.dropped for one in found.values())
-            if not missing or not (orders := loader.more(unit, missing, self._policy)):
+            missing = job.planned - sum(not one.dropped for one in found.values())
+            if not missing or not (slots := loader.replace_dropped(job, missing, self._policy)):
                 break
-            found |= self._receive(batch, unit, orders)
+            found |= self._receive(batch, job, slots)
         waited = time.monotonic() - began
-        groups = [found[order] for order in sorted(found)]
+        groups = [found[slot] for slot in sorted(found)]
         trained = [one for one in groups if not one.dropped]
-        loss = self._loss(trained, len(batch.places(unit))) if trained else None
+        loss = self._loss(trained, len(batch.slots(job))) if trained else None
         if loss is None and self._ends_window(batch_idx) and not self.lm.handle.remote.window:
             loader.skipped_steps += 1
         self._log_batch(batch, groups, waited, began)
@@ -115,7 +114,7 @@ class RolloutModule(GroupLossModule):
             _compat.show_warning_of_none()
             self._hides_warning = False
         if isinstance(batch, RolloutBatch) and batch.loader.staleness and not self.trainer.should_stop:
-            window = self._window(batch.loader, batch.ticket + 1, batch_idx + 1)
+            window = self._window(batch.loader, batch.id + 1, batch_idx + 1)
             if window.steps != 0 and window.epochs != 0:
                 batch.loader.admit(window.limit(batch.loader.staleness), self._policy)
 
@@ -145,9 +144,9 @@ class RolloutModule(GroupLossModule):
         if not isinstance(batch, RolloutBatch):
             self._evaluate(stage, batch, batch_idx, dataloader_idx)
             return
-        unit = batch.loader.evaluation(batch_idx, self._policy())
-        arrived = dict(unit.arriving(range(unit.planned), self.lm.handle.remote.while_waiting))
-        groups = [arrived[order] for order in sorted(arrived)]
+        job = batch.loader.evaluate(batch_idx, self._policy())
+        arrived = dict(job.receive(range(job.planned), self.lm.handle.remote.while_waiting))
+        groups = [arrived[slot] for slot in sorted(arrived)]
         rollout_metrics.count_tokens(groups, self.lm.handle.remote.tokens)
         for name, (value, count) in rollout_metrics.of_rewards(groups).items():
             self.log(f"{stage}_{name}", value, batch_size=count, prog_bar=name == "reward")
@@ -173,10 +172,10 @@ class RolloutModule(GroupLossModule):
                 "batches in one optimizer step. Raise batch_size instead."
             )
 
-    def _window(self, loader: RolloutLoader, ticket: int, batch_idx: int) -> Window:
+    def _window(self, loader: RolloutLoader, rollout_id: int, batch_idx: int) -> TrainingProgress:
         """Returns where training is before a batch."""
         trainer, steps = self.trainer, loader.steps_per_batch
-        unit, part = divmod(ticket, steps)
+        job, part = divmod(rollout_id, steps)
         position, length, epochs, left = batch_idx // steps, None, None, None
         if trainer.max_epochs not in (None, -1):
             epochs = trainer.max_epochs - trainer.current_epoch
@@ -186,7 +185,7 @@ class RolloutModule(GroupLossModule):
             length = math.ceil(trainer.num_training_batches / steps)
             if position >= length:
                 position, epochs = 0, None if epochs is None else epochs - 1
-        return Window(unit, position, trainer.accumulate_grad_batches, length, epochs, left)
+        return TrainingProgress(job, position, trainer.accumulate_grad_batches, length, epochs, left)
 
     def _ends_window(self, batch_idx: int) -> bool:
         return (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0 or self.trainer.is_last_batch
@@ -199,16 +198,16 @@ class RolloutModule(GroupLossModule):
             self._source = remote.version, PolicySource(remote.steps, sampler, self.tokenizer)
         return self._source[1]
 
-    def _receive(self, batch: RolloutBatch, unit: Unit, orders: Iterable[int]) -> dict[int, TrainedGroup]:
+    def _receive(self, batch: RolloutBatch, job: RolloutJob, slots: Iterable[int]) -> dict[int, TrainedGroup]:
         """Waits for groups, and sends the forward pass of each as soon as it has arrived."""
         remote, found = self.lm.handle.remote, {}
-        for order, group in unit.arriving(orders, remote.while_waiting):
+        for slot, group in job.receive(slots, remote.while_waiting):
             self._check_version(batch, group)
             if batch.part < batch.loader.minibatches:  # in its first epoch
                 rollout_metrics.count_tokens([group], remote.tokens)
             advantages = None if group.failed else self.advantages(group)
             reason = group.failed or ("its rewards are equal" if advantages is None else "")
-            one = found[order] = TrainedGroup(group, advantages, reason, remote.steps)
+            one = found[slot] = TrainedGroup(group, advantages, reason, remote.steps)
             if not one.dropped:
                 self.request(group, one.data)
                 if self.chosen_route().needs_logprobs:
