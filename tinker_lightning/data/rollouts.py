@@ -48,11 +48,11 @@ class RolloutData(pl.LightningDataModule):
         batch_size: The number of prompts of a batch.
         group_size: The number of answers to each prompt.
         staleness: The maximum age, in optimizer steps, of the weights that sample a batch.
-        epochs: How often a batch is trained.
-        minibatches: Into how many optimizer steps each pass over a batch is split.
-        refill: How many times at most the groups that a recipe dropped are replaced by further prompts.
+        epochs: The number of passes over a batch.
+        minibatches: The number of optimizer steps into which each pass over a batch is split.
+        refill: The number of times at most that groups dropped by a recipe are replaced by further prompts.
         seed: The seed of the order and of the samples.
-        timeout: How many seconds the episodes of a prompt may take together; None for any number.
+        timeout: The time in seconds that the episodes of a prompt may take together; None for any.
         on_error: What to do if an environment raises or takes too long: `raise`, or `skip` its prompt and count it.
         as_text: Whether strings are plain text to continue; by default they are messages of the user.
         system: A system message for chats that have none.
@@ -117,7 +117,7 @@ class RolloutData(pl.LightningDataModule):
         if part not in self._loaders:
             own: dict[str, Any] = self._training if part == "train" else {"shuffle": False}
             self._loaders[part] = RolloutLoader(
-                prompts_of(self._sources[part], part, self._environment),
+                resolve_prompts(self._sources[part], part, self._environment),
                 self._rewards,
                 batch_size=self.batch_size,
                 **self._settings,
@@ -126,7 +126,7 @@ class RolloutData(pl.LightningDataModule):
         return self._loaders[part]
 
 
-def prompts_of(source: Any, part: str, environment: Any = None) -> Any:
+def resolve_prompts(source: Any, part: str, environment: Any = None) -> Any:
     """Returns the prompts or environments that an option of a data module stands for.
 
     Args:
@@ -213,8 +213,8 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return f" Did you mean {found[0]!r}?" if found else ""
 
 
-def _name(made: Any) -> str:
-    return getattr(made, "__name__", type(made).__name__)
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _a(value: Any) -> str:

@@ -1,4 +1,8 @@
-"""The loss of groups of episodes, computed here from log-probabilities or by the server with its gradient."""
+"""Losses of groups of episodes, computed here from log-probabilities or by the server.
+
+`TrainedGroup` has the datums and advantages of a group. `GroupLossModule` computes the mean loss over groups from
+forward passes that were sent as the groups arrived, or lets the server compute it in one pass.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
+from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput, OperationFailed
 from tinker_lightning.lightning import deferred_metrics, routes
@@ -18,7 +23,7 @@ from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.losses.library import TOKEN_COUNTS, is_of_library, unwrapped
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.recipes import rollout_metrics
-from tinker_lightning.recipes.rollout_metrics import Scored
+from tinker_lightning.recipes.rollout_metrics import ScoredGroup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,6 +37,41 @@ if TYPE_CHECKING:
     from tinker_lightning.types import Datum
 
 Normalize: TypeAlias = Literal["token", "sequence", "sum"]
+
+
+class TrainedGroup:
+    """A group whose forward pass was sent, or the reason why it is not trained.
+
+    Args:
+        group: The group.
+        advantages: The advantage of each episode; None if the group is dropped.
+        dropped: The reason why it is dropped.
+        steps: The number of optimizer steps that the trained weights have taken; by default the sampler's.
+    """
+
+    def __init__(
+        self, group: Group, advantages: Sequence[float] | None, dropped: str = "", steps: int | None = None
+    ) -> None:
+        self.group = group
+        self.dropped = dropped
+        self.steps = group.version if steps is None else steps
+        self.data: list[Datum] = []
+        self.episodes: list[int] = []  # of each datum
+        self.advantages = list(advantages or ())
+        for i, (trajectory, advantage) in enumerate(zip(group.trajectories, self.advantages, strict=False)):
+            if trajectory.is_scored and not math.isnan(advantage):
+                own = trajectory.datums()
+                self.data += own
+                self.episodes += [i] * len(own)
+        if advantages is not None and not self.data:
+            self.dropped = "no episode has a token to train on"
+        self.sent: Pass | None = None
+        self.logprobs: list[Tensor] = []
+
+    @property
+    def tokens(self) -> float:
+        """The number of sampled tokens that are trained."""
+        return sum(float(datum.loss_fn_inputs["mask"].to_numpy().sum()) for datum in self.data)
 
 
 class GroupLossModule(RemoteModule):
@@ -66,7 +106,7 @@ class GroupLossModule(RemoteModule):
     def group_loss(
         self, trained: TrainedGroup, data: list[Datum], logprobs: list[Tensor]
     ) -> tuple[Tensor, Mapping[str, Any]]:
-        """Returns the loss of a group: `loss`, divided by tokens as `normalize` says if it is a sum over tokens."""
+        """Returns the loss of a group: `loss`, normalized if it is a sum over tokens."""
         loss: Any = self.chosen_route().local
         if self._holds_all_tokens:
             data = [_with_own_logprobs(datum, p) for datum, p in zip(data, logprobs, strict=True)]
@@ -75,13 +115,13 @@ class GroupLossModule(RemoteModule):
         if self.normalize == "token":
             value, metrics = loss(data, logprobs)
             return value / trained.tokens, metrics
-        values, found = [], []
+        values, weighted = [], []
         for datum, p, share in zip(data, logprobs, self.shares(trained), strict=True):
             value, metrics = loss([datum], [p])
             values.append(share * value)
             tokens = rollout_metrics.sampled_tokens([datum])
-            found.append(({name: float(number) for name, number in metrics.items()}, tokens))
-        return torch.stack(values).sum(), combined(found)
+            weighted.append(({name: float(number) for name, number in metrics.items()}, tokens))
+        return torch.stack(values).sum(), combined(weighted)
 
     def shares(self, trained: TrainedGroup) -> list[float]:
         """Returns the factor of each datum's sum over tokens in the loss of its group."""
@@ -98,10 +138,11 @@ class GroupLossModule(RemoteModule):
         is_own = type(self).group_loss is not GroupLossModule.group_loss
         return self.normalize != "sequence" and not (is_own or self._holds_all_tokens)
 
-    def policy_metrics(self, scores: Sequence[Scored]) -> dict[str, float]:
+    def policy_metrics(self, scores: Sequence[ScoredGroup]) -> dict[str, float]:
         """Returns the metrics that compare the log-probabilities of sampled tokens."""
-        return rollout_metrics.metrics_of(scores)
+        return rollout_metrics.policy_metrics(scores)
 
+    @override
     def chosen_route(self) -> Route:
         """Returns where the loss of a group runs: here, where that is as cheap, or where it is more than `loss`.
 
@@ -133,7 +174,7 @@ class GroupLossModule(RemoteModule):
         with self._dropping():
             for one in trained:
                 data = self.with_inputs(one)
-                scores.append(self._scored(one, data, one.logprobs))
+                scores.append(self._score(one, data, one.logprobs))
                 loss, own = composition.evaluate(
                     data,
                     one.logprobs,
@@ -151,24 +192,25 @@ class GroupLossModule(RemoteModule):
         self._batch_metrics = (found, sum(count for _, count in metrics))
         return total
 
-    def _scored(self, trained: TrainedGroup, data: Sequence[Datum], logprobs: Sequence[Tensor]) -> Scored:
+    def _score(self, trained: TrainedGroup, data: Sequence[Datum], logprobs: Sequence[Tensor]) -> ScoredGroup:
         version = trained.group.version
-        return Scored.of(data, logprobs, version, trained.steps - version)
+        return ScoredGroup.from_logprobs(data, logprobs, version, trained.steps - version)
 
     def _deferred_loss(self, trained: list[TrainedGroup], planned: int) -> Tensor:
-        """Returns the loss of a server-side pass, which is sent with the optimizer step."""
+        """Returns the deferred loss of a server-side pass, which is sent with the optimizer step."""
         chosen, total = self.chosen_route(), []
         for one in reversed(trained):  # see `_loss`
             data = sent = self.with_inputs(one)
             if chosen.route == "builtin":
-                sent = [datum.with_only_inputs(_inputs_of(chosen.loss, datum)) for datum in data]
+                sent = [datum.with_only_inputs(_builtin_inputs(chosen.loss, datum)) for datum in data]
             factor = 1.0 if self.normalize == "sum" else 1 / (planned * (one.tokens if self._sums_tokens else 1))
             total.append(self._server_loss(sent, chosen, {}, about=(one, data)) * factor)
         self._batch_metrics = ({}, sum(len(one.data) for one in trained))
         return sum(total[1:], total[0])
 
+    @override
     def server_metrics(self, ran: Sequence[FinishedPass]) -> dict[str, float]:
-        """Returns what the log-probabilities of server-side passes say about the policy, if the server returns them."""
+        """Returns the policy metrics of server-side passes, if the server returns log-probabilities."""
         scores = []
         for output, call in ran:
             if call.about is not None:
@@ -177,12 +219,12 @@ class GroupLossModule(RemoteModule):
                     logprobs = surrogate.leaves(output, data)
                 except (InvalidInput, OperationFailed):  # the server returns none
                     continue
-                scores.append(self._scored(trained, data, [each.detach() for each in logprobs]))
+                scores.append(self._score(trained, data, [each.detach() for each in logprobs]))
         return self.policy_metrics(scores)
 
     @property
     def _holds_all_tokens(self) -> bool:
-        """Whether the loss holds tokens of the prompt close to their `logprobs`, too, of which the sampler has none."""
+        """Whether the loss also holds prompt tokens close to their `logprobs`, which the sampler does not return."""
         return self._function is dro
 
     @property
@@ -196,7 +238,7 @@ class GroupLossModule(RemoteModule):
         return unwrapped(super().chosen_route().local)[0]
 
 
-def _inputs_of(loss: str, datum: Datum) -> dict[str, Any]:
+def _builtin_inputs(loss: str, datum: Datum) -> dict[str, Any]:
     """Returns the inputs of a built-in loss; some servers reject others."""
     names = ("target_tokens", *LOSSES[loss].inputs)
     return {name: datum.loss_fn_inputs[name] for name in names if name in datum.loss_fn_inputs}
@@ -206,38 +248,3 @@ def _with_own_logprobs(datum: Datum, logprobs: Tensor) -> Datum:
     """Returns a datum with the model's own log-probabilities of tokens that were not sampled."""
     mask, sampled = (datum.loss_fn_inputs[name].to_torch() for name in ("mask", "logprobs"))
     return datum.with_inputs(logprobs=torch.where(mask != 0, sampled, logprobs.detach()))
-
-
-class TrainedGroup:
-    """A group whose forward pass was sent, or the reason why it is not trained.
-
-    Args:
-        group: The group.
-        advantages: The advantage of each episode; None if the group is dropped.
-        dropped: Why it is dropped.
-        steps: How many optimizer steps the weights have taken that it trains; by default as many as the sampler's.
-    """
-
-    def __init__(
-        self, group: Group, advantages: Sequence[float] | None, dropped: str = "", steps: int | None = None
-    ) -> None:
-        self.group = group
-        self.dropped = dropped
-        self.steps = group.version if steps is None else steps
-        self.data: list[Datum] = []
-        self.episodes: list[int] = []  # of each datum
-        self.advantages = list(advantages or ())
-        for i, (trajectory, advantage) in enumerate(zip(group.trajectories, self.advantages, strict=False)):
-            if trajectory.is_scored and not math.isnan(advantage):
-                own = trajectory.datums()
-                self.data += own
-                self.episodes += [i] * len(own)
-        if advantages is not None and not self.data:
-            self.dropped = "no episode has a token to train on"
-        self.sent: Pass | None = None
-        self.logprobs: list[Tensor] = []
-
-    @property
-    def tokens(self) -> float:
-        """The number of sampled tokens that are trained."""
-        return sum(float(datum.loss_fn_inputs["mask"].to_numpy().sum()) for datum in self.data)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from typing_extensions import override
+
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.checkpoint.loaders import TrainedPosition
 from tinker_lightning.remote.saved_state import check_keys
@@ -217,6 +219,7 @@ class RolloutLoader(TrainedPosition):
 
     # Checkpoints.
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the last trained batch, with the groups of a batch that is trained in part.
 
@@ -240,6 +243,7 @@ class RolloutLoader(TrainedPosition):
             "settings": self._settings(),
         }
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sets the position at which the next `iter` starts."""
         state = state.get("inner", state)  # as the strategy saves it
