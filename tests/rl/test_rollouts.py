@@ -18,7 +18,7 @@ from tinker_lightning import SamplingParams
 from tinker_lightning.errors import InvalidInput, RolloutFailed
 from tinker_lightning.rl import Completion, Environment, RolloutLoader, Trajectory, Turn
 from tinker_lightning.rl.rollout_jobs import PolicySource, TrainingProgress
-from tinker_lightning.threads.background import on_loop
+from tinker_lightning.threads.background import run_on_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -269,7 +269,7 @@ def test_an_episode_that_fails_ends_the_others_of_its_group() -> None:
     loader.admit(1, lambda: PolicySource(0, _nothing(), object()))
     with pytest.raises(RolloutFailed, match="ValueError: no dice"):
         arrived(loader, 0)
-    on_loop(asyncio.sleep(0)).result()  # behind the cancellations
+    run_on_loop(asyncio.sleep(0)).result()  # behind the cancellations
     assert ended == ["ended"] * 2
 
 

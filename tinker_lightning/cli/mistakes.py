@@ -42,10 +42,10 @@ _SECTIONS = ("model", "data", "trainer", "ckpt_path", "seed_everything", "output
 
 
 def explain(text: str) -> str:
-    """Returns what is wrong, where, and what it should be, as far as the error of jsonargparse says."""
-    found = _KEY.search(text) or _HELP.search(text)
-    key = found[1] if found else ""
-    where = f"{key}: " if found else ""
+    """Returns an error of jsonargparse as one message: the option, the fault and the nearest name."""
+    located = _KEY.search(text) or _HELP.search(text)
+    key = located[1] if located else ""
+    where = f"{key}: " if located else ""
     if match := _IN_CLASS.search(text):
         return f"{key}.{explain(textwrap.dedent(match[2]))}"
     if match := _NO_CLASS.search(text):
@@ -89,24 +89,24 @@ def explain(text: str) -> str:
         return f"there is no option {name!r}. {_nearest(name, names) or '--help lists the options.'}"
     if match := _REQUIRED.search(text):
         return f"{match[1]} is missing. Pass --{match[1]} NAME, or --config FILE with a section {match[1]!r}."
-    if not found and (match := _NO_CALL.search(text)):  # raised by the class or function itself
+    if not located and (match := _NO_CALL.search(text)):  # raised by the class or function itself
         return _plain(match[1])
     if match := _FIRST_ERROR.search(text):
         reason = _plain(match[1])
-        given = _GIVEN.search(text)
-        has_value = given is None or "Got value" in reason or "class_path" in reason
-        return f"{where}{reason}" + ("" if has_value else f", got {given[1].strip()}")  # type: ignore[index]
+        value = _GIVEN.search(text)
+        has_value = value is None or "Got value" in reason or "class_path" in reason
+        return f"{where}{reason}" + ("" if has_value else f", got {value[1].strip()}")  # type: ignore[index]
     return f"{where}{_plain(text.partition(':')[2])}" if text.startswith("Parser key") else _plain(text)
 
 
-def of_library(error: BaseException | None) -> TinkerLightningError | None:
-    """Returns the error of this library that another one was raised for, such as that of a class from a YAML file."""
+def library_error(error: BaseException | None) -> TinkerLightningError | None:
+    """Returns the error of this library that caused another error, as in a class from a YAML file."""
     while error is not None and not isinstance(error, TinkerLightningError):
         error = error.__cause__ or error.__context__
     return error
 
 
-def is_of_lightning(error: BaseException) -> bool:
+def is_lightning_error(error: BaseException) -> bool:
     """Returns whether Lightning or the parser has raised an error, rather than the user's code or torch."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -121,7 +121,7 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _options(class_path: str) -> list[str]:
-    """Returns the names of the constructor arguments of a class, those of `**kwargs` included."""
+    """Returns the names of the constructor arguments of a class, including the arguments behind `**kwargs`."""
     added = ArgumentParser().add_class_arguments(_imported(class_path), fail_untyped=False)
     return [str(option) for option in added]
 

@@ -166,7 +166,7 @@ class GroupLossModule(RemoteModule):
         """Returns the mean loss over the planned groups."""
         if not self.chosen_route().needs_logprobs:
             return self._deferred_loss(trained, planned)
-        # Autograd runs backward passes in the reverse order of the forward ones: those of the first prompt come first.
+        # Autograd runs backward passes in the reverse order of the forward passes: the first prompt's come first.
         for one in reversed(trained):
             assert one.sent is not None  # noqa: S101 for the type checker
             one.logprobs = self.lm(one.sent)
@@ -188,8 +188,8 @@ class GroupLossModule(RemoteModule):
                 metrics.append((composition.flatten(own), max(1, round(one.tokens))))
         total = torch.stack(losses).sum() / (1 if self.normalize == "sum" else planned)
         own = deferred_metrics.of_loss(combined(metrics), is_of_library=self.chosen_route().is_of_library)
-        found = {**own, LOSS: total.item(), **self.policy_metrics(scores)}
-        self._batch_metrics = (found, sum(count for _, count in metrics))
+        batch_metrics = {**own, LOSS: total.item(), **self.policy_metrics(scores)}
+        self._batch_metrics = (batch_metrics, sum(count for _, count in metrics))
         return total
 
     def _score(self, trained: TrainedGroup, data: Sequence[Datum], logprobs: Sequence[Tensor]) -> ScoredGroup:

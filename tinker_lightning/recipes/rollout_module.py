@@ -324,7 +324,7 @@ class SamplerCheck:
         base = self._base_logprobs(scored)
         if base is not None and _distance(scored.sampler, base) < _SHARE * _distance(scored.trainer, base):
             raise Unsupported(
-                f"{differ}, because the sampler has those of the base model: this server samples without the adapter "
+                f"{differ}, because the sampler's are those of the base model: this server samples without the adapter "
                 f"that is trained. {self._recipe} would train on samples of another model. Update the server or its "
                 "configuration; `tinker-lightning doctor URL` shows whether sampler and trainer agree."
             )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tinker_lightning.errors import InvalidInput, InvalidTensor, RewardFailed
-from tinker_lightning.threads.background import on_thread
+from tinker_lightning.threads.background import run_on_thread
 from tinker_lightning.types.tensor import as_array
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Rewards:
                 if inspect.iscoroutinefunction(function):
                     value = await function(prompt, completion, **arguments)
                 else:
-                    call = on_thread(lambda: function(prompt, completion, **arguments), f"reward {name}")
+                    call = run_on_thread(lambda: function(prompt, completion, **arguments), f"reward {name}")
                     value = await asyncio.wrap_future(call)
                 if inspect.isawaitable(value):
                     value = await value

@@ -29,7 +29,7 @@ from tinker_lightning.errors import (
 from tinker_lightning.rl.environment import SamplerPolicy
 from tinker_lightning.rl.groups import Group
 from tinker_lightning.rl.trajectory import Trajectory
-from tinker_lightning.threads.background import on_loop, seconds_blocked
+from tinker_lightning.threads.background import run_on_loop, seconds_blocked
 from tinker_lightning.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class Sampling:
 
 
 class RolloutJob:
-    """The tasks of one batch, and those of their groups that have arrived.
+    """The tasks of one batch, and the groups that have arrived.
 
     Args:
         number: Its number in the run.
@@ -205,12 +205,12 @@ class RolloutJob:
         return all(slot in self._running or slot in self.groups for slot in range(self.planned))
 
     def start(self, slots: Iterable[int], sampling: Sampling, source: PolicySource) -> None:
-        """Starts the rollouts of tasks, given by their slots."""
+        """Starts the rollouts of the tasks in some slots."""
         self._timeout = sampling.timeout
         for slot in slots:
             if slot not in self._running and slot not in self.groups:
                 task = self.tasks[slot]
-                future = on_loop(sampling.sample_group(task, source), f"rollout of prompt {task.index}")
+                future = run_on_loop(sampling.sample_group(task, source), f"rollout of prompt {task.index}")
                 self._running[slot] = future
                 # The queue, not `self`: a cancelled rollout must not arrive among those that start later.
                 future.add_done_callback(lambda _, slot=slot, arrived=self._arrived: arrived.put(slot))  # type: ignore[misc]
@@ -251,7 +251,7 @@ class RolloutJob:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The number of rollouts that have arrived, and of those that are running."""
+        """The number of rollouts that have arrived, and the number that are running."""
         done = sum(future.done() for future in self._running.values())
         return len(self.groups) + done, len(self._running) - done
 

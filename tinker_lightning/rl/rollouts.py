@@ -188,7 +188,7 @@ class RolloutLoader(TrainedPosition):
         return self._jobs[number]
 
     def stop(self) -> None:
-        """Cancels all rollouts; those of batches that have not been trained start again when they are due."""
+        """Cancels all rollouts; rollouts of batches that have not been trained start again when they are due."""
         trained = self.position()
         self._first_id, self._followed = trained, None
         for number, job in list(self._jobs.items()):
@@ -199,7 +199,7 @@ class RolloutLoader(TrainedPosition):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The number of groups that have arrived and are not trained yet, and of those that are being sampled."""
+        """The number of groups that have arrived and are not trained yet, and the number that are being sampled."""
         counts = [job.counts for job in self._jobs.values()]
         return sum(done for done, _ in counts), sum(running for _, running in counts)
 

@@ -188,7 +188,7 @@ def _check_prompt(item: Any, rewards: Any) -> None:
 
 
 def _is_map_style(items: Any) -> bool:
-    """Returns whether a dataset can be read by index, as those of torch and of the package `datasets`."""
+    """Returns whether a dataset can be read by index, as datasets of torch and of the package `datasets` can."""
     try:
         len(items)
     except TypeError:
