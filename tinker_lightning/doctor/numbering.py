@@ -103,9 +103,7 @@ def _refused(probe: Probe) -> Finding:
 
 def _draw(client: TrainingClient, count: int = 1) -> int:
     """Returns the next number of a model, and takes it from its client."""
-    first = client._last_number + 1
-    client._last_number += count
-    return first
+    return client.sender.take_numbers(count)
 
 
 def _pass(client: TrainingClient, scratch: Scratch, number: int) -> rq.ForwardBackwardRequest:

@@ -57,8 +57,8 @@ def _evaluate(
     if chosen.local is None and chosen.loss is not None:
         backend = module.lm.backend
         try:
-            request = backend.prepare(to_datums(data), chosen.loss, chosen.config, loss_fn_inputs=inputs)
-            output = module.lm.handle.remote.wait(backend.send(request, forward_only=True))
+            forward = backend.forward(to_datums(data), chosen.loss, chosen.config, loss_fn_inputs=inputs)
+            output = module.lm.handle.remote.wait(forward)
         except InvalidLoss:
             raise
         except (InvalidInput, OperationFailed) as error:

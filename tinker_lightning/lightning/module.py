@@ -16,8 +16,8 @@ from tinker_lightning.lightning.checkpoint import rng
 from tinker_lightning.lightning.deferred_metrics import LOSS, TOTAL, combined
 from tinker_lightning.losses.reduction import weights_of
 from tinker_lightning.losses.regularizers import composition
-from tinker_lightning.remote.adamw import RemoteAdamW, RemoteOptimizer
 from tinker_lightning.remote.handle import RemoteHandle
+from tinker_lightning.remote.optimizers import RemoteAdamW, RemoteOptimizer
 from tinker_lightning.rows.batches import as_list
 from tinker_lightning.types import SamplingParams
 

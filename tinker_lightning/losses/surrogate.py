@@ -51,7 +51,7 @@ class Evaluation:
     gradients: list[Tensor]
 
 
-def forward_datums(data: Sequence[Datum]) -> list[Datum]:
+def forward_datums(data: Sequence[Datum], *, with_weights: bool = True) -> list[Datum]:
     """Reduces datums to what a forward pass needs: the input, the targets, and weights, which do not affect it."""
     reduced = []
     for i, datum in enumerate(data):
@@ -60,10 +60,11 @@ def forward_datums(data: Sequence[Datum]) -> list[Datum]:
             raise InvalidDatum(
                 f"datum {i}: target_tokens: missing; a custom loss needs the tokens whose log-probabilities it reads"
             )
-        weights = datum.loss_fn_inputs.get("weights")
-        if weights is None:
-            weights = TensorData(torch.zeros(targets.shape), copy=False)
-        reduced.append(datum.with_only_inputs({"target_tokens": targets, "weights": weights}))
+        inputs = {"target_tokens": targets}
+        if with_weights:
+            weights = datum.loss_fn_inputs.get("weights")
+            inputs["weights"] = TensorData(torch.zeros(targets.shape), copy=False) if weights is None else weights
+        reduced.append(datum.with_only_inputs(inputs))
     return reduced
 
 

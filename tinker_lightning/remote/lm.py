@@ -80,9 +80,7 @@ class RemoteLM(nn.Module):
     def send(self, data: Sequence[Any]) -> Pass:
         """Sends a forward pass without waiting, so that several can be in flight; `model(result)` waits for it."""
         datums = to_datums(data)
-        request = self.backend.prepare(surrogate.forward_datums(datums), surrogate.SURROGATE)
-        retain = self.retain and torch.is_grad_enabled()
-        sent = self.backend.send(request, forward_only=True, retain=retain)
+        sent = self.backend.logprobs(datums, retain=self.retain and torch.is_grad_enabled())
         self.handle.remote.tokens.prefilled += tokens_of(datums)
         return Pass(data, datums, sent, self.handle.remote.version)
 

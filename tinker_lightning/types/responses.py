@@ -57,6 +57,7 @@ class WeightsInfoResponse:
     train_unembed: bool | None = None
     train_mlp: bool | None = None
     train_attn: bool | None = None
+    optimizer_config: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from tinker_lightning.types.requests import ForwardBackwardRequest
 from tinker_lightning.types.tensor import TensorData
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 
@@ -44,11 +44,15 @@ _PIECE = 4096
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_NON_STR_KEYS
 
 
-def dumps(message: Any, *, without: Collection[str] = ()) -> bytes:
-    """Serializes a message; omits fields that are None or named, and adds `type` if the class defines it."""
-    if without:
-        message = {name: value for name, value in _encode(message).items() if name not in without}
+def dumps(message: Any) -> bytes:
+    """Serializes a message; omits fields that are None, and adds `type` if the class defines it."""
     return orjson.dumps(message, default=_encode, option=_OPTIONS)
+
+
+def fields_of(message: Any) -> dict[str, Any]:
+    """Returns the fields of a message that `dumps` would serialize."""
+    fields: dict[str, Any] = message if isinstance(message, dict) else _encode(message)
+    return fields
 
 
 def pieces(message: Any) -> Iterator[bytes]:

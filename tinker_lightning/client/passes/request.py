@@ -62,6 +62,7 @@ class ServerPass:
     counted_only: bool = False  # log-probabilities are read only where the built-in loss depends on them
     retain: bool = False  # a forward that the server keeps for its gradient, if it can
     retained: tuple[tuple[int, int], ...] | None = None  # the forwards that a gradient belongs to, see the output
+    gradients: Sequence[Tensor] = ()  # of the retained forwards, in place of datums that carry them
     forward_only: str = ""  # why the pass has no gradient on this server
 
     def received(self, future: TinkerFuture[ForwardBackwardOutput]) -> TinkerFuture[ForwardBackwardOutput]:
@@ -77,27 +78,40 @@ class ServerPass:
         finish = self.finish or (lambda output: output)
         return future.then(finish, functools.partial(located, graphs=self.graphs))
 
-    def for_call(self, chunk: list[Datum]) -> list[Datum]:
+    def call_datums(self, chunk: list[Datum]) -> list[Datum]:
         """Returns the datums of one request, with the division by its number of sequences undone."""
         chunk = completed(chunk) if self.even_batch else chunk
         return times(chunk, len(chunk)) if self.per_batch == "call" else chunk
 
-    def of_call(self, output: ForwardBackwardOutput, chunk: list[Datum]) -> ForwardBackwardOutput:
-        """Returns the result of one request, without that of the datum that made its number even."""
+    def call_output(self, output: ForwardBackwardOutput, chunk: list[Datum]) -> ForwardBackwardOutput:
+        """Returns the result of one request, without the datum that made its number even."""
         return replace(output, loss_fn_outputs=output.loss_fn_outputs[: len(chunk)]) if self.even_batch else output
 
 
-def of_surrogate(
-    carrier: Surrogate, data: list[Datum], retained: tuple[tuple[int, int], ...] | None = None
+def surrogate_pass(
+    carrier: Surrogate,
+    data: list[Datum],
+    gradients: Sequence[Tensor],
+    logprobs: Sequence[Tensor] | None = None,
+    retained: tuple[tuple[int, int], ...] | None = None,
 ) -> ServerPass:
-    """Returns the pass whose surrogate loss carries the gradient of another loss."""
+    """Returns the pass whose surrogate loss carries the gradient of another loss.
+
+    Args:
+        carrier: The surrogate loss of the server.
+        data: The datums.
+        gradients: The gradient with respect to the log-probabilities of each datum.
+        logprobs: These log-probabilities; only some surrogates need them.
+        retained: The forwards that the server keeps for this gradient, which is then sent as it is.
+    """
+    if retained is not None:
+        return ServerPass(data, carrier.loss, gradients=gradients, retained=retained)
     return ServerPass(
-        data,
+        carrier.datums(data, gradients, logprobs),
         carrier.loss,
         carrier.config,
         per_batch=carrier.per_batch,
         even_batch=carrier.even_batch,
-        retained=retained,
     )
 
 
@@ -160,7 +174,7 @@ def built_in(
     finish = functools.partial(finish, scale=0.0)
     if loss == "cross_entropy":
         gradients = [-datum.loss_fn_inputs["weights"].to_torch() for datum in datums]
-        return replace(of_surrogate(carrier, carrier.datums(datums, gradients, None)), finish=finish)
+        return replace(surrogate_pass(carrier, datums, gradients), finish=finish)
     datums = [
         datum.with_inputs(advantages=datum.loss_fn_inputs["advantages"].to_numpy() * carrier.length_factor(datum))
         for datum in datums

@@ -24,7 +24,8 @@ from tinker_lightning.types.responses import PromptAltTokens
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tinker_lightning.types import AdamParams, ModelInputChunk, ProvenanceSpan, SamplingParams
+    from tinker_lightning.types import ModelInputChunk, ProvenanceSpan, SamplingParams
+    from tinker_lightning.types.params import OptimParams
 
 
 def build(kind: Any, **values: Any) -> Any:
@@ -42,7 +43,7 @@ def build(kind: Any, **values: Any) -> Any:
     return kind(**values)
 
 
-def settings(kind: Any, ours: AdamParams | SamplingParams) -> Any:
+def settings(kind: Any, ours: OptimParams | SamplingParams) -> Any:
     """Converts the settings of a step or of sampling to the SDK's type."""
     return build(kind, **{name: getattr(ours, name) for name in ours.__slots__})
 

@@ -9,11 +9,16 @@ import pytest
 import torch
 
 from tinker_lightning import Datum
-from tinker_lightning.errors import InvalidInput, TinkerLightningError
-from tinker_lightning.remote.adamw import RemoteAdamW
+from tinker_lightning.errors import InvalidInput, TinkerLightningError, Unsupported
 from tinker_lightning.remote.lm import RemoteLM
+from tinker_lightning.remote.optimizers import RemoteAdamW, RemoteDiMuon
+from tinker_lightning.server import EmbeddedTrainer
+from tinker_lightning.testing import embedded_service
+from tinker_lightning.types import DimuonParams
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tinker_lightning.client import ServiceClient
 
 DATA = [Datum.from_tokens(list(text)) for text in (b"hello world, this is a text", b"a short one")]
@@ -183,3 +188,26 @@ def test_a_state_of_torchs_adamw_loads(model: RemoteLM) -> None:
     (group,) = optimizer.param_groups
     assert (group["lr"], group["betas"], group["grad_clip_norm"]) == (3e-3, (0.5, 0.6), 2.0)
     assert len(optimizer.sent) == 1
+
+
+def test_dimuon_sends_its_settings_and_fits_only_its_models(tmp_path: Path) -> None:
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
+    with embedded_service(trainer) as service:
+        model = RemoteLM(service.create_lora_training_client("tiny", rank=4))
+        assert model.backend.optimizer_kind == "adamw"
+        with pytest.raises(InvalidInput, match="the optimizer is dimuon, but the model was created for adamw"):
+            RemoteDiMuon(model.parameters())
+        lazily = RemoteLM(lambda: service.create_lora_training_client("tiny", rank=4))
+        optimizer = RemoteDiMuon(lazily.parameters(), lr=0.1, beta1=0.5, grad_clip_norm=2.0)
+        assert optimizer.optim_params(optimizer.param_groups[0]) == DimuonParams(0.1, 2.0, 0.5)
+        with pytest.raises(InvalidInput, match="the optimizer is dimuon, but the model was created for adamw"):
+            lazily([Datum.from_tokens([1, 2, 3])])
+        with pytest.raises(InvalidInput, match="only adamw is supported, not 'dimuon'"):
+            service.create_lora_training_client("tiny", rank=4, optimizer="dimuon")
+        with pytest.raises(Unsupported, match="this client trains with adamw, dimuon, got 'lion'"):
+            service.create_lora_training_client("tiny", rank=4, optimizer="lion")
+    with pytest.raises(InvalidInput, match="RemoteDiMuon steps remote models only"):
+        RemoteDiMuon([torch.nn.Parameter(torch.zeros(2))])
+    with pytest.raises(InvalidInput, match="beta1 must lie in"):
+        RemoteDiMuon(RemoteLM(None).parameters(), beta1=1.0)
+    trainer.close()
