@@ -304,7 +304,7 @@ class RowData(pl.LightningDataModule):
             self._truncate if self._truncate != "drop" else "error",
             only_last=self._only_last,
             renderer=renderer,
-            on_truncated=counts.truncated,
+            on_truncated=functools.partial(counts.add, "truncated"),
             **self._format,  # type: ignore[arg-type]
         )
 

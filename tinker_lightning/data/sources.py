@@ -114,10 +114,6 @@ class Counts:
         """Increases a count."""
         self._numbers[0, _process(), _NAMES.index(name)] += number
 
-    def truncated(self) -> None:
-        """Counts a row that was cut."""
-        self.add("truncated")
-
     def add_item(self, item: Any) -> None:
         """Counts the tokens of a row that is kept."""
         self.add("rows")

@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from typing_extensions import override
+
 from tinker_lightning.errors import (
     ClientClosed,
     RewardFailed,
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
-    from tinker_lightning.rl.environment import Policy, Prompt
+    from tinker_lightning.rl.environment import Prompt
     from tinker_lightning.rl.tasks import Task
     from tinker_lightning.rl.trajectory import Completion
 
@@ -144,8 +146,12 @@ class Sampling:
     async def sample_group(self, task: Task, source: PolicySource) -> Group:
         """Returns the scored episodes of a task; a group without episodes if it failed and is skipped."""
         sampler = await source.sampler
-        policy = SamplerPolicy(sampler, source.tokenizer, version=source.version, params=self.params)
-        policies = [SeededPolicy(policy, self.params, self.seed, task.number, i) for i in range(self.group_size)]
+        policies = [
+            SeededPolicy(
+                sampler, source.tokenizer, self.seed, task.number, i, version=source.version, params=self.params
+            )
+            for i in range(self.group_size)
+        ]
         began = time.monotonic()
         try:
             async with asyncio.timeout(self.timeout) as limit:
@@ -256,40 +262,32 @@ class RolloutJob:
         return len(self.groups) + done, len(self._running) - done
 
 
-class SeededPolicy:
+class SeededPolicy(SamplerPolicy):
     """A policy whose requests have seeds, derived from the run, the task, the sample and the number of the request.
 
     Args:
-        policy: The policy to sample from.
+        sampler: A sampling client.
+        tokenizer: The tokenizer of the model.
+        *parts: The numbers that the seeds derive from.
+        version: The number of optimizer steps that its weights have taken.
         params: The sampling parameters of calls that pass none.
-        parts: The numbers that the seeds derive from.
     """
 
-    def __init__(self, policy: Policy, params: SamplingParams, *parts: int) -> None:
-        self._policy = policy
-        self._params = params
+    def __init__(self, sampler: Any, tokenizer: Any, *parts: int, version: int, params: SamplingParams) -> None:
+        super().__init__(sampler, tokenizer, version=version, params=params)
         self._parts = parts
         self._requests = 0
 
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer of the model."""
-        return self._policy.tokenizer
-
-    @property
-    def version(self) -> int:
-        """The number of optimizer steps that its weights have taken."""
-        return self._policy.version
-
+    @override
     async def sample(
         self, prompt: Prompt, *, num_samples: int = 1, params: SamplingParams | None = None
     ) -> list[Completion]:
         """Returns completions of a prompt; a seed among the parameters is kept."""
-        params = params or self._params
+        params = params or self.params
         if params.seed is None:
             params = replace(params, seed=derive_seed(*self._parts, self._requests))
         self._requests += 1
-        return await self._policy.sample(prompt, num_samples=num_samples, params=params)
+        return await super().sample(prompt, num_samples=num_samples, params=params)
 
 
 def derive_seed(*parts: int) -> int:
