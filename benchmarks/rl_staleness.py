@@ -132,7 +132,8 @@ class Simulated:
     def send(self, request: list[Datum], **_: Any) -> TinkerFuture[ForwardBackwardOutput]:
         seconds = self._times.passes / (2 * GROUPS)
         outputs = [
-            {"logprobs": TensorData.of(-np.ones(len(each.model_input.to_ints()), np.float32))} for each in request
+            {"logprobs": TensorData.from_data(-np.ones(len(each.model_input.to_ints()), np.float32))}
+            for each in request
         ]
         return self._trainer.submit(seconds, lambda: ForwardBackwardOutput(outputs, {}), "pass")
 

@@ -237,7 +237,7 @@ def test_another_optimizer_is_named_as_the_sdk_names_it(shared: EmbeddedTrainer,
                     service.create_lora_training_client("tiny", rank=4, optimizer=sdk.DimuonOptimizerConfig())
                 model = service.create_lora_training_client("tiny", rank=4)
                 if kind == "ours":
-                    with pytest.raises(InvalidInput, match="the settings are those of dimuon, but this model was"):
+                    with pytest.raises(InvalidInput, match="the settings are for dimuon, but this model was"):
                         model.optim_step(params)
                     model = TrainingClient(service._channel, service.losses, model.model_id, "dimuon")
                 with pytest.raises((InvalidInput, tinker.TinkerError), match="only adamw is supported, not 'dimuon'"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import re
@@ -13,10 +12,10 @@ import lightning.pytorch as pl
 from jsonargparse import ArgumentParser
 from lightning.pytorch.loggers import Logger
 
-from tinker_lightning.errors import TinkerLightningError
+from tinker_lightning.errors import TinkerLightningError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 _KEY = re.compile(r'Parser key "([^"]+)"')
 _HELP = re.compile(r"^--([\w.]+)\.help:")
@@ -53,7 +52,7 @@ def explain(text: str) -> str:
         if base is None:
             return f"{where}{match[1]!r} is not an import path. Write package.module.name."
         names = sorted({cls.__name__ for cls in _subclasses(base)})
-        hint = _nearest(match[1], names) or "Give a name that --help lists, or the import path of a class."
+        hint = did_you_mean(match[1], names) or "Give a name that --help lists, or the import path of a class."
         return f"{where}there is no class {match[1]!r}. {hint}"
     if match := _NO_FILE.search(text):
         return f"--{key}: there is no file {match[1]}"
@@ -62,7 +61,7 @@ def explain(text: str) -> str:
         return f"--config is not valid YAML: {_plain(reason)}"
     if match := _NO_ATTRIBUTE.search(text):
         names = [name for name in vars(importlib.import_module(match[1])) if not name.startswith("_")]
-        return f"{where}the module {match[1]} has no {match[2]!r}. {_nearest(match[2], names)}".rstrip()
+        return f"{where}the module {match[1]} has no {match[2]!r}. {did_you_mean(match[2], names)}".rstrip()
     if match := _NO_MODULE.search(text):
         return f"{where}{match[0]}. Write package.module.name, and start the command in the folder of the package."
     if match := _NO_VALUE.search(text):
@@ -75,10 +74,10 @@ def explain(text: str) -> str:
         return f"{where}expected class_path, a name, and init_args, the options of that class, and no other keys"
     if match:
         return f"{where}{_short(match[1])} has no option {match[2]!r}. " + (
-            _nearest(match[2], _options(match[1])) or f"--{key}.help {match[1]} lists its options."
+            did_you_mean(match[2], _options(match[1])) or f"--{key}.help {match[1]} lists its options."
         )
     if match := _NO_ARGUMENT.search(text):
-        near = _nearest(match[1], inspect.signature(_imported(match[2])).parameters)
+        near = did_you_mean(match[1], inspect.signature(_imported(match[2])).parameters)
         return f"{where}{_short(match[2])} has no argument {match[1]!r}. {near}".rstrip()
     if match := _NO_KEY.search(text):
         name = match[1] or match[2]
@@ -86,7 +85,7 @@ def explain(text: str) -> str:
             names = [f"trainer.{each}" for each in _options("lightning.pytorch.Trainer")]
         else:
             name, names = name.partition(".")[0], [*_SECTIONS]
-        return f"there is no option {name!r}. {_nearest(name, names) or '--help lists the options.'}"
+        return f"there is no option {name!r}. {did_you_mean(name, names) or '--help lists the options.'}"
     if match := _REQUIRED.search(text):
         return f"{match[1]} is missing. Pass --{match[1]} NAME, or --config FILE with a section {match[1]!r}."
     if not located and (match := _NO_CALL.search(text)):  # raised by the class or function itself
@@ -113,11 +112,6 @@ def is_lightning_error(error: BaseException) -> bool:
         trace = trace.tb_next
     name = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
     return name.partition(".")[0] in ("lightning", "jsonargparse")
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, list(names), 1)
-    return f"Did you mean {found[0]!r}?" if found else ""
 
 
 def _options(class_path: str) -> list[str]:

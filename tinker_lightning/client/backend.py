@@ -40,7 +40,7 @@ class TrainingBackend(Protocol):
 
     @property
     def dialect(self) -> Dialect:
-        """What the server speaks."""
+        """The dialect of the server."""
 
     @property
     def optimizer_kind(self) -> str | None:
@@ -139,7 +139,7 @@ class TrainingBackend(Protocol):
         """Returns a client that samples from saved weights."""
 
     def create_base_sampling_client(self, base_model: str | None = None) -> Any:
-        """Returns a client that samples from a base model; by default that of the trained one."""
+        """Returns a client that samples from a base model; by default the one that is trained."""
 
     def record(self, recording: Recording | None) -> None:
         """Adds all operations of this client's session to a recording; None stops that."""

@@ -34,7 +34,7 @@ class TinkerFuture(Generic[T]):
         self._pid = os.getpid()
 
     @classmethod
-    def of(cls, result: T, operation: str) -> TinkerFuture[T]:
+    def from_result(cls, result: T, operation: str) -> TinkerFuture[T]:
         """Returns a future of a result that is known."""
         source: concurrent.futures.Future[T] = concurrent.futures.Future()
         source.set_result(result)

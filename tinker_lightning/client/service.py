@@ -264,7 +264,7 @@ class ServiceClient:
             detail: What the server records about it.
         """
         self._channel.close(status, read_failures=True, detail=detail)
-        return TinkerFuture.of(None, "close")
+        return TinkerFuture.from_result(None, "close")
 
     def __enter__(self) -> Self:
         return self

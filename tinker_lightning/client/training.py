@@ -83,7 +83,7 @@ class TrainingClient(BaseTrainingClient):
         error is raised here; all of them have to be called again.
 
         Args:
-            optim_params: The hyperparameters of this step, an `AdamParams`, or those of the model's other optimizer.
+            optim_params: The hyperparameters of this step: `AdamParams`, or `DimuonParams` for its models.
             adam_params: Their name in older versions of the official SDK.
         """
         params = inputs.to_optim_params(adam_params if optim_params is None else optim_params, self.optimizer_kind)
@@ -157,7 +157,7 @@ class TrainingClient(BaseTrainingClient):
     create_sampling_client_async = in_thread(create_sampling_client)
 
     def create_base_sampling_client(self, base_model: str | None = None) -> SamplingClient:
-        """Returns a client that samples from a base model; by default that of the trained one."""
+        """Returns a client that samples from a base model; by default the one that is trained."""
         return SamplingClient.create(self._channel, None, base_model or self.get_info().model_data.model_name)
 
     def max_context_length(self) -> int | None:

@@ -98,7 +98,7 @@ class BaseTrainingClient:
             loss_fn: A server-side loss: its name, or what `custom_loss` or `create_custom_loss` returned.
             loss_fn_config: Its settings.
             loss_fn_inputs: Inputs of the loss given once for the batch instead of with each datum.
-            scale: The factor by which the gradient is multiplied; the metrics are those of the unscaled loss.
+            scale: The factor by which the gradient is multiplied; metrics belong to the unscaled loss.
         """
         self._check()
         datums = inputs.to_datums(data)
@@ -217,7 +217,7 @@ class BaseTrainingClient:
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
     ) -> TinkerFuture[LoadWeightsResponse]:
-        """Loads saved weights and optimizer state into this model; the arguments are those of `load_state`."""
+        """Loads saved weights and optimizer state into this model; takes the arguments of `load_state`."""
         return self._load("load_state_with_optimizer", path, weights_access_token)
 
     load_state_with_optimizer_async = submitted(load_state_with_optimizer, before=forwards_async)
@@ -233,7 +233,7 @@ class BaseTrainingClient:
 
     @property
     def dialect(self) -> Dialect:
-        """What the server speaks."""
+        """The dialect of the server."""
         return self._sender.dialect
 
     @property

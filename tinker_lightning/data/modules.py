@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from tinker_lightning.data.sources import ConvertedRows, Converter, Counts, RowStream, check_source, iterate_rows
-from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.errors import InvalidDatum, InvalidInput, check_choice
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.rows.formats import PromptFormat, RowFormat
 from tinker_lightning.types import Datum, collate
@@ -370,9 +370,3 @@ def _cookbook_renderer(name: str, tokenizer: Any) -> Any:
             "tinker-cookbook"
         ) from error
     return get_renderer(name, tokenizer)
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises `InvalidInput` if an option has none of its values."""
-    if value not in choices:
-        raise InvalidInput(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -6,7 +6,6 @@ and creates environments from `class_path` and `init_args`.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import os
@@ -17,7 +16,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from tinker_lightning.data.sources import check_source, read_rows
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, did_you_mean
 from tinker_lightning.rl import Environment, Rewards, RolloutLoader
 from tinker_lightning.types import SamplingParams
 
@@ -202,15 +201,10 @@ def _call(make: Any, arguments: Mapping[str, Any], where: str) -> Any:
         signature.bind(**arguments)
     except TypeError as error:
         unknown = [name for name in arguments if name not in signature.parameters]
-        near = _nearest(unknown[0], signature.parameters) if unknown else ""
-        fault = f"has no argument {unknown[0]!r}.{near}" if unknown else f"is {error}"
+        near = did_you_mean(unknown[0], signature.parameters) if unknown else ""
+        fault = f"has no argument {unknown[0]!r}. {near}".rstrip() if unknown else f"is {error}"
         raise InvalidInput(f"{where}: {_name(make)} {fault}") from error
     return make(**arguments)
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, list(names), 1)
-    return f" Did you mean {found[0]!r}?" if found else ""
 
 
 def _name(function: Any) -> str:

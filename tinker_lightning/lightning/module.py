@@ -14,7 +14,7 @@ from tinker_lightning.lightning import _compat, checks, deferred_metrics, evalua
 from tinker_lightning.lightning.base import RemoteBase
 from tinker_lightning.lightning.checkpoint import rng
 from tinker_lightning.lightning.deferred_metrics import LOSS, TOTAL, combined
-from tinker_lightning.losses.reduction import weights_of
+from tinker_lightning.losses.reduction import target_weights
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.remote.handle import RemoteHandle
 from tinker_lightning.remote.optimizers import RemoteAdamW, RemoteOptimizer
@@ -173,7 +173,7 @@ class RemoteModule(RemoteBase):
     def _evaluate(self, stage: str, batch: Any, batch_idx: int, loader: int) -> None:
         data = as_list(self.datums(batch))
         logprobs = self.lm(data)
-        scores = self._scores.updated(stage, loader, zip(logprobs, map(weights_of, data), strict=True))
+        scores = self._scores.updated(stage, loader, zip(logprobs, map(target_weights, data), strict=True))
         _compat.METRIC_ATTRIBUTES.set(self, None)  # makes Lightning look up the names of new metrics
         for name, metric in scores.items():
             self.log(f"{stage}_{name}", metric, batch_size=len(data))

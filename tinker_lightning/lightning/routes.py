@@ -18,10 +18,16 @@ from tinker_lightning.client.server_losses import LossHandle
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
-from tinker_lightning.losses.library import TOKEN_COUNTS, check_settings, is_of_library, known_settings, unwrapped
+from tinker_lightning.losses.library import (
+    TOKEN_COUNTS,
+    check_settings,
+    is_of_library,
+    supported_settings,
+    unwrap_partial,
+)
 from tinker_lightning.losses.reduction import action_tokens, action_weight, weighted_tokens
 from tinker_lightning.losses.surrogate import LossFn, function_name
-from tinker_lightning.lossgraph.graph_loss import OF_LIBRARY, OF_OWN
+from tinker_lightning.lossgraph.graph_loss import CUSTOM_PREFIX, LIBRARY_PREFIX
 from tinker_lightning.lossgraph.server_loss import ServerLoss
 
 if TYPE_CHECKING:
@@ -151,12 +157,12 @@ def _reduced(chosen: Route, loss: Any, reduction: Reduction) -> Route:
     """Adds how a loss of the library is divided, and how much a batch counts in a mean over batches."""
     if isinstance(loss, ServerLoss):
         loss = loss.function if loss.is_of_library else None
-    function, bound = unwrapped(getattr(losses, loss) if isinstance(loss, str) and loss in BUILT_IN else loss)
+    function, bound = unwrap_partial(getattr(losses, loss) if isinstance(loss, str) and loss in BUILT_IN else loss)
     if not is_of_library(function):
         return chosen
     count = TOKEN_COUNTS.get(function.__name__)
     if count is None:
-        own = {**bound, **chosen.config, **unwrapped(chosen.local)[1]}.get("reduction")  # that of `grpo`
+        own = {**bound, **chosen.config, **unwrap_partial(chosen.local)[1]}.get("reduction")  # that of `grpo`
         weight = {"token": weighted_tokens, "sum": once}.get(str(own), len)
         return replace(chosen, weight=weight, is_of_library=True)
     if reduction == "sum":
@@ -168,7 +174,7 @@ def _reduced(chosen: Route, loss: Any, reduction: Reduction) -> Route:
 
 
 def _mean(loss: Any, count: Callable[[Sequence[Any]], float]) -> LossFn:
-    @functools.wraps(unwrapped(loss)[0], updated=())
+    @functools.wraps(unwrap_partial(loss)[0], updated=())
     def mean(data: list[Any], logprobs: list[Tensor]) -> Any:
         total, metrics = loss(data, logprobs)
         return total / count(data), metrics
@@ -191,8 +197,8 @@ def _choose(
         if not because and route == "auto" and not backend().computes(loss):
             because = "the server is not known to train with it as the protocol defines it"
         function, runs_locally = getattr(losses, loss), bool(because) or route == "two-pass"
-        check_settings(function, config, may_have_others=not runs_locally)
-        local = functools.partial(function, **known_settings(function, config))
+        check_settings(function, config, allow_unknown=not runs_locally)
+        local = functools.partial(function, **supported_settings(function, config))
         if runs_locally:
             return Route("two-pass", local, {}, local), requested or because
         if route == "server":
@@ -228,7 +234,7 @@ def _choose(
 
 def _equal_built_in(loss: Any) -> str | None:
     """Returns the built-in loss that a function of the library equals up to a factor."""
-    function, _ = unwrapped(loss)
+    function, _ = unwrap_partial(loss)
     return function.__name__ if is_of_library(loss) and function.__name__ in BUILT_IN else None
 
 
@@ -241,7 +247,7 @@ def _equal(
     if is_of_library(loss):
         check_settings(loss, config)
     local = functools.partial(loss, **config) if config else loss
-    settings = {**unwrapped(loss)[1], **config}
+    settings = {**unwrap_partial(loss)[1], **config}
     return Route("builtin", name, settings, local), "requested" if route == "builtin" else f"it equals {name}"
 
 
@@ -254,12 +260,12 @@ def _registered(loss: Any, backend: Callable[[], TrainingBackend]) -> ServerLoss
 
 
 def _uploaded(loss: Any, config: Mapping[str, Any], backend: TrainingBackend) -> ServerLoss:
-    function, settings = unwrapped(loss)
+    function, settings = unwrap_partial(loss)
     if backend.losses is None:
         raise InvalidInput(f"{type(backend).__name__} does not take custom losses; use route='two-pass'")
     # The name is internal and must not clash with the names of built-in and registered losses.
-    name = f"{OF_LIBRARY if is_of_library(loss) else OF_OWN}{_NOT_IN_NAMES.sub('', loss_name(loss))[:50]}"
-    return ServerLoss(backend.losses, name, function, "logprobs", {**settings, **config}, trace=True, of_lists=True)
+    name = f"{LIBRARY_PREFIX if is_of_library(loss) else CUSTOM_PREFIX}{_NOT_IN_NAMES.sub('', loss_name(loss))[:50]}"
+    return ServerLoss(backend.losses, name, function, "logprobs", {**settings, **config}, trace=True, takes_lists=True)
 
 
 def _takes_losses(backend: TrainingBackend) -> bool:

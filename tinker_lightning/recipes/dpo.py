@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from tinker_lightning import losses
 from tinker_lightning.client.sdk.inputs import to_datum
-from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.errors import InvalidDatum, InvalidInput, check_choice
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.losses.library import check_settings
 from tinker_lightning.recipes.references import References
@@ -77,8 +77,7 @@ class DPO(RemoteModule):
         **settings: Any,
     ) -> None:
         super().__init__(model, **settings)
-        if loss_type not in LOSSES:
-            raise InvalidInput(f"loss_type must be one of {', '.join(LOSSES)}, got {loss_type!r}")
+        check_choice("loss_type", loss_type, LOSSES)
         options = {
             "beta": beta,
             "margin": margin,

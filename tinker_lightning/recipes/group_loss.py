@@ -9,18 +9,18 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from typing_extensions import override
 
-from tinker_lightning.errors import InvalidInput, OperationFailed
+from tinker_lightning.errors import InvalidInput, OperationFailed, check_choice
 from tinker_lightning.lightning import deferred_metrics, routes
 from tinker_lightning.lightning.deferred_metrics import LOSS, combined
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.losses import dro, surrogate
 from tinker_lightning.losses.builtin import LOSSES
-from tinker_lightning.losses.library import TOKEN_COUNTS, is_of_library, unwrapped
+from tinker_lightning.losses.library import TOKEN_COUNTS, is_of_library, unwrap_partial
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.recipes import rollout_metrics
 from tinker_lightning.recipes.rollout_metrics import ScoredGroup
@@ -89,8 +89,7 @@ class GroupLossModule(RemoteModule):
         **settings: Any,
     ) -> None:
         super().__init__(model, **settings)
-        if normalize not in ("token", "sequence", "sum"):
-            raise InvalidInput(f"normalize must be 'token', 'sequence' or 'sum', got {normalize!r}")
+        check_choice("normalize", normalize, get_args(Normalize))
         if type(self).loss is GroupLossModule.loss:
             self.loss = loss  # type: ignore[method-assign]
         self.loss_config = dict(loss_config or {})
@@ -216,7 +215,7 @@ class GroupLossModule(RemoteModule):
             if call.about is not None:
                 trained, data = call.about
                 try:
-                    logprobs = surrogate.leaves(output, data)
+                    logprobs = surrogate.logprob_leaves(output, data)
                 except (InvalidInput, OperationFailed):  # the server returns none
                     continue
                 scores.append(self._score(trained, data, [each.detach() for each in logprobs]))
@@ -235,7 +234,7 @@ class GroupLossModule(RemoteModule):
     @property
     def _function(self) -> Any:
         """The loss as a function, without its settings."""
-        return unwrapped(super().chosen_route().local)[0]
+        return unwrap_partial(super().chosen_route().local)[0]
 
 
 def _builtin_inputs(loss: str, datum: Datum) -> dict[str, Any]:

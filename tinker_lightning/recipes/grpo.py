@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from typing_extensions import override
 
-from tinker_lightning.errors import InvalidInput, TinkerLightningError
-from tinker_lightning.losses.advantages import check_grouping, group_advantages
-from tinker_lightning.losses.kl import Estimator, check_estimator, kl_estimate
+from tinker_lightning.errors import InvalidInput, TinkerLightningError, check_choice
+from tinker_lightning.losses.kl import ESTIMATORS, Estimator, kl_estimate
+from tinker_lightning.losses.policy import check_grouping, group_advantages
 from tinker_lightning.recipes.references import REFERENCE, References
 from tinker_lightning.recipes.rollout_metrics import reference_metrics
 from tinker_lightning.recipes.rollout_module import RolloutModule
@@ -83,14 +83,14 @@ class GRPO(RolloutModule):
     ) -> None:
         super().__init__(model, loss=loss, loss_config=loss_config, normalize=normalize, **settings)
         check_grouping(baseline, None)
-        check_estimator(kl_estimator)
+        check_choice("estimator", kl_estimator, ESTIMATORS)
         if scale_rewards and not isinstance(baseline, str):
             raise InvalidInput(
                 f"a numeric baseline ({baseline}) cannot be combined with scale_rewards=True, because equal or single "
                 "rewards have no standard deviation. Pass scale_rewards=False."
             )
-        _check_choice("kl_in", kl_in, ("loss", "advantage"))
-        _check_choice("truncated", truncated, ("train", "mask", "penalize"))
+        check_choice("kl_in", kl_in, ("loss", "advantage"))
+        check_choice("truncated", truncated, ("train", "mask", "penalize"))
         if kl_coefficient < 0:
             raise InvalidInput(f"kl_coefficient must be at least 0, got {kl_coefficient}")
         if kl_coefficient and reference is None:
@@ -247,8 +247,3 @@ def _input(datum: Datum, name: str) -> Tensor:
 
 def _mask(datum: Datum) -> Tensor:
     return _input(datum, "mask") != 0
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise InvalidInput(f"{name} must be one of {', '.join(choices)}, got {value!r}")

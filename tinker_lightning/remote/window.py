@@ -15,7 +15,7 @@ from tinker_lightning.client.futures import UnreadFailures
 from tinker_lightning.client.sdk.adapters import as_backend
 from tinker_lightning.errors import InvalidInput, LossNotFinite, ResultTimeout, TinkerLightningError
 from tinker_lightning.losses import surrogate
-from tinker_lightning.losses.scaling import LINEAR_ONLY
+from tinker_lightning.losses.builtin import LINEAR_ONLY
 from tinker_lightning.remote.calls import Call, ServerCall, Step, TokenCount, tokens_of
 from tinker_lightning.remote.saved_state import SavedState
 
@@ -44,7 +44,7 @@ _DROPPED = (
 
 
 class RemoteModel:
-    """The backend behind a handle, and the accumulation window for the next step.
+    """A remote model: the backend behind a handle, and the accumulation window for the next step.
 
     Args:
         backend: A training client of this library or of the official SDK, or a function that creates one on first use.
@@ -98,7 +98,7 @@ class RemoteModel:
 
     @property
     def has_weights(self) -> bool:
-        """Whether there are weights to save: those of a model, or of a state that it will be created from."""
+        """Whether there are weights to save: a model exists, or will be created from a state."""
         return self.is_created or self._was_loaded
 
     def use_optimizer(self, kind: str) -> None:

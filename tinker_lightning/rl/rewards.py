@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from tinker_lightning.errors import InvalidInput, InvalidTensor, RewardFailed
+from tinker_lightning.errors import InvalidInput, InvalidTensor, RewardFailed, check_choice
 from tinker_lightning.threads.background import run_on_thread
 from tinker_lightning.types.tensor import as_array
 
@@ -50,8 +50,7 @@ class Rewards:
         timeout: float | None = None,
         on_error: Literal["raise", "skip"] = "raise",
     ) -> None:
-        if on_error not in ("raise", "skip"):
-            raise InvalidInput(f"on_error must be 'raise' or 'skip', got {on_error!r}")
+        check_choice("on_error", on_error, ("raise", "skip"))
         if timeout is not None and not timeout > 0:
             raise InvalidInput(f"timeout must be a positive number of seconds, or None, got {timeout}")
         self.functions = _by_name(functions)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from typing_extensions import override
 
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, check_choice
 from tinker_lightning.lightning.checkpoint.loaders import TrainedPosition
 from tinker_lightning.remote.saved_state import check_keys
 from tinker_lightning.rl.groups import Group
@@ -336,8 +336,7 @@ def check_settings(
                 raise InvalidInput(f"RolloutLoader: {name} must be at least {least}, got {value}")
     if timeout is not None and not timeout > 0:
         raise InvalidInput(f"RolloutLoader: timeout must be a positive number of seconds, or None, got {timeout}")
-    if on_error not in ("raise", "skip"):
-        raise InvalidInput(f"RolloutLoader: on_error must be 'raise' or 'skip', got {on_error!r}")
+    check_choice("RolloutLoader: on_error", on_error, ("raise", "skip"))
     batch_size, minibatches = counts["batch_size"], counts["minibatches"]
     if batch_size % minibatches:
         raise InvalidInput(

@@ -201,7 +201,7 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True)
 class PromptAltTokens:
-    """Tokens drawn in place of those of a prompt, with log-probabilities, `[T - 1, k]`: row i is for token i + 1."""
+    """Alternative tokens drawn for a prompt, with log-probabilities, `[T - 1, k]`: row i replaces token i + 1."""
 
     tokens: TensorData
     logprobs: TensorData

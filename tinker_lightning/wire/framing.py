@@ -51,7 +51,7 @@ def write_datum(parts: list[Buffer], datum: Datum) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _before_tokens(size: int) -> bytes:
-    """Returns what precedes the bytes of token ids: `Datum.model_input`, `Chunk.encoded_text`, `tokens`."""
+    """Returns the bytes before token ids: `Datum.model_input`, `Chunk.encoded_text`, `tokens`."""
     tokens = _header(pb.EncodedTextChunk.TOKENS_FIELD_NUMBER, size)
     text = _header(pb.Chunk.ENCODED_TEXT_FIELD_NUMBER, len(tokens) + size)
     return _header(pb.Datum.MODEL_INPUT_FIELD_NUMBER, len(text) + len(tokens) + size) + text + tokens
@@ -59,7 +59,7 @@ def _before_tokens(size: int) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def _around_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Returns what precedes and follows the values of a tensor in an entry of `Datum.loss_fn_inputs`."""
+    """Returns the bytes before and after the values of a tensor in an entry of `Datum.loss_fn_inputs`."""
     size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     kind = pb.DTYPE_FLOAT32 if dtype == "float32" else pb.DTYPE_INT64
     after = pb.Tensor(dtype=kind, shape=shape).SerializeToString()

@@ -1,4 +1,4 @@
-"""Where the terms of a loss run: in the caller's thread, on the shared loop, or in an executor."""
+"""Threads of the terms of a loss: in the caller's thread, on the shared loop, or in an executor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one kind of server speaks."""
+"""The dialect of one kind of server: its encodings, fields, losses and habits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NEWER_FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """What a kind of server speaks, and where it differs from the newest version of the protocol.
+    """The dialect of a kind of server, and where it differs from the newest version of the protocol.
 
     Write one for a server that this library does not know, by changing the closest known dialect:
     `dialects.known("json").but(name="mine", forward="zero_weights")`.

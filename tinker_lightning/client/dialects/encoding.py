@@ -90,4 +90,4 @@ def _unknown(dialect: Dialect, endpoint: str, message: Any, prefix: str = "") ->
 def weighted(datum: Datum, weight: float) -> Datum:
     """Returns a datum with the same weight on all its targets."""
     targets = datum.loss_fn_inputs["target_tokens"]
-    return datum.with_inputs(weights=TensorData.of_array(np.full(targets.shape, weight, np.float32)))
+    return datum.with_inputs(weights=TensorData.wrap(np.full(targets.shape, weight, np.float32)))

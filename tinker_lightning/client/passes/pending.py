@@ -125,7 +125,7 @@ class PendingPass(TinkerFuture[ForwardBackwardOutput]):
             if self._settle_failure(self._forward._source) or loss is None or self._evaluation is not None:
                 return
             try:
-                self._leaves = surrogate.leaves(self._forward.result(), loss.datums)
+                self._leaves = surrogate.logprob_leaves(self._forward.result(), loss.datums)
                 self._evaluation = loss.evaluate(loss.data, self._leaves)
             except Exception as error:
                 if isinstance(error, TinkerLightningError) and error.operation is None:
@@ -150,7 +150,7 @@ class PendingPass(TinkerFuture[ForwardBackwardOutput]):
             self._loss, self._leaves, self._queue = None, [], None
         # A held pass is sent with the step, which raises its failure; the loss and its log-probabilities are known.
         passed = forward if backward is None else backward
-        merged = passed.then(lambda result: surrogate.with_metrics(_with_logprobs(result, output), evaluation))
+        merged = passed.then(lambda result: surrogate.add_loss_metrics(_with_logprobs(result, output), evaluation))
         merged._source.add_done_callback(self._settle)
 
     def hold(self, request: ServerPass) -> None:

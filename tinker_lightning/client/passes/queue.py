@@ -86,7 +86,7 @@ class PassQueue:
         """Converts the gradient of a custom loss with respect to its log-probabilities into a pass."""
         carrier = self._sender.surrogate()
         if carrier.loss == "importance_sampling" and logprobs is None:
-            logprobs = surrogate.leaves(self.logprobs(data).result(), data)
+            logprobs = surrogate.logprob_leaves(self.logprobs(data).result(), data)
         return surrogate_pass(carrier, data, gradients, logprobs, retained)
 
     def follow(self, pending: PendingPass, request: ServerPass) -> TinkerFuture[ForwardBackwardOutput] | None:

@@ -34,7 +34,7 @@ class Sender(Protocol):
 
     @property
     def dialect(self) -> Dialect:
-        """What the server speaks."""
+        """The dialect of the server."""
 
     @property
     def server(self) -> str:
@@ -102,7 +102,7 @@ class ProtocolSender:
 
     @property
     def dialect(self) -> Dialect:
-        """What the server speaks."""
+        """The dialect of the server."""
         return self.channel.session.dialect
 
     @property

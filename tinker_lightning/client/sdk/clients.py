@@ -126,7 +126,7 @@ class OfficialTrainingClient(BaseTrainingClient):
 
     def submit_sampling_client(self) -> TinkerFuture[OfficialSamplingClient]:
         """Returns a client that samples from the current weights as a future; waits, because the SDK does."""
-        return TinkerFuture.of(self.save_weights_and_get_sampling_client(), "save_weights_for_sampler")
+        return TinkerFuture.from_result(self.save_weights_and_get_sampling_client(), "save_weights_for_sampler")
 
     def create_sampling_client(self, model_path: str) -> OfficialSamplingClient:
         """Returns a client that samples from saved weights."""
@@ -137,7 +137,7 @@ class OfficialTrainingClient(BaseTrainingClient):
         return self._sampler("create_sampling_client", create, guard)
 
     def create_base_sampling_client(self, base_model: str | None = None) -> OfficialSamplingClient:
-        """Returns a client that samples from a base model; by default that of the trained one."""
+        """Returns a client that samples from a base model; by default the one that is trained."""
         name = base_model or self.get_info().model_data.model_name
 
         create = partial(tinker.SamplingClient.create, self._inner.holder, base_model=name)
@@ -230,7 +230,7 @@ class OfficialTrainingClient(BaseTrainingClient):
         return tinker.RestClient(self._inner.holder)
 
     def _save(self, method: str, name: str, ttl_seconds: int | None, **optional: Any) -> Any:
-        """Calls a save with those of its arguments that are given; versions of the SDK differ in what they know."""
+        """Calls a save with the arguments that have a value; versions of the SDK differ in the arguments they know."""
         call = getattr(self.client, method)
         given = {"ttl_seconds": ttl_seconds, **optional}
         given = {each: value for each, value in given.items() if value}

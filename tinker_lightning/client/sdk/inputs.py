@@ -141,7 +141,7 @@ def to_tensor(tensor: Any) -> TensorData:
             tensor.data, tensor.dtype, tensor.shape, tensor.sparse_crow_indices, tensor.sparse_col_indices
         )
     array = tensor.to_numpy() if hasattr(tensor, "to_numpy") else tensor
-    return TensorData.of_array(array.copy()) if type(array) is np.ndarray else TensorData.of(array)
+    return TensorData.wrap(array.copy()) if type(array) is np.ndarray else TensorData.from_data(array)
 
 
 def to_model_input(model_input: Any) -> ModelInput:
@@ -167,7 +167,7 @@ def to_optim_params(params: Any, kind: str | None = None) -> OptimParams:
     cls = OPTIMIZERS[kind or optimizer_kind(given)]
     if kind is not None and given != kind:
         raise InvalidInput(
-            f"optim_step: the settings are those of {given}, but this model was created for {kind}. Pass "
+            f"optim_step: the settings are for {given}, but this model was created for {kind}. Pass "
             f"{cls.__name__}, or create a model with optimizer={given!r}."
         )
     return cls() if params is None else _to_params(cls, params, "optim_step", "learning_rate")

@@ -57,7 +57,7 @@ class SdkSender:
 
     @property
     def dialect(self) -> Dialect:
-        """What the server behind the SDK's client speaks; detected at the first use."""
+        """The dialect of the server behind the SDK's client; detected at the first use."""
         if self._dialect is None:
             self._dialect = detect_behind(self.inner)
         return self._dialect

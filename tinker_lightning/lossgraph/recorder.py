@@ -4,8 +4,9 @@ Python itself (loops, branches on settings, f-strings) runs while tracing and is
 the value of a tensor (a branch on it, `float(x)`, numpy) raises an error that names the line.
 
 A graph never modifies a tensor. `x += y`, `x[i] = y` and `x.clamp_(0)` are recorded as functions that return a new
-tensor, which replaces the value of the stand-in and of those that it is a view of: after `row = x[0]`, `row += 1`
-changes `x` too. Other stand-ins that share its memory, e.g. `x.view(-1)`, cannot be used after such a change.
+tensor, which replaces the value of the stand-in. In Python, such a write would also change the tensors that share its
+memory, so these raise when they are used later: after `row = x[0]` and `row += 1`, `x` cannot be used. Writes to inputs
+raise at once, because the caller's tensor would change.
 """
 
 from __future__ import annotations
@@ -22,37 +23,37 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
-from tinker_lightning.lossgraph.graphs import functions
-from tinker_lightning.lossgraph.graphs.functions import FUNCTIONS
-from tinker_lightning.lossgraph.graphs.graph import Graph, Node, Ref, check_attribute, encode_value, leaves, mapped
-from tinker_lightning.lossgraph.tracing.source import globals_of, here, place_of, within
-from tinker_lightning.lossgraph.tracing.values import (
+from tinker_lightning.lossgraph import functions
+from tinker_lightning.lossgraph.functions import FUNCTIONS
+from tinker_lightning.lossgraph.graph import Graph, Node, Ref, check_attribute, encode_value, leaves, map_leaves
+from tinker_lightning.lossgraph.source_lines import current_line, error_line, function_globals, is_running
+from tinker_lightning.lossgraph.stand_ins import (
     ALTERNATIVES,
     GETATTR,
     SETTING,
-    Memory,
     NeedsSettings,
     TensorValue,
-    Traced,
     Value,
-    kind_of,
+    ValueInfo,
+    find_stand_ins,
     may_share,
     needs_value,
-    picks_view,
-    raised,
-    rank_of,
+    new_memory,
     reject,
-    stand_ins,
+    result_kind,
+    shape_length,
     target_name,
+    trace_errors,
 )
 from tinker_lightning.threads.background import Modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tinker_lightning.lossgraph.tracing.values import Kind
+    from tinker_lightning.lossgraph.stand_ins import Kind
 
 # While tracing, torch.fx replaces functions of `math`, some of torch and methods of modules for the whole process.
 _TRACING_LOCK = threading.RLock()
@@ -92,29 +93,31 @@ def record(fn: Callable[..., Any], body: Callable[[Recorder], Any]) -> Graph:
             stack.enter_context(_Factories(recorder))
             stack.enter_context(torch.enable_grad())
             result = body(recorder)
-            if raised:  # but caught by the function
-                raise raised[0]
+            if trace_errors:  # but caught by the function
+                raise trace_errors[0]
             returned.append(recorder.create_arg(result))
 
     def driver() -> None:
         run()
 
     # torch.fx replaces functions of `math` in the globals of the traced function, so these must be the user's.
-    traced = types.FunctionType(driver.__code__, globals_of(fn), closure=driver.__closure__)
+    traced_fn = types.FunctionType(driver.__code__, function_globals(fn), closure=driver.__closure__)
     with _TRACING_LOCK:
-        raised.clear()
+        trace_errors.clear()
         try:
-            recorder.trace(traced)
-            return recorder.finished(returned[0])
+            recorder.trace(traced_fn)
+            return recorder.build_graph(returned[0])
         except (LossNotTraceable, NeedsSettings):
             raise
         except Exception as error:
-            if raised:  # but converted to another exception
-                raise raised[0] from error
+            if trace_errors:  # but converted to another exception
+                raise trace_errors[0] from error
             if isinstance(error, InvalidInput) and not isinstance(error, InvalidLoss):
                 raise  # from a loss of the library: a setting is invalid, or an input is missing
             reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
-            raise LossNotTraceable(f"{place_of(error)}{reason.partition(chr(10))[0][:300]}. {ALTERNATIVES}") from error
+            raise LossNotTraceable(
+                f"{error_line(error)}{reason.partition(chr(10))[0][:300]}. {ALTERNATIVES}"
+            ) from error
 
 
 class Recorder(fx.Tracer):
@@ -128,7 +131,7 @@ class Recorder(fx.Tracer):
         self._autowrap_search.extend(_MODULES)  # next to the user's globals
         self.inputs: dict[str, Value] = {}
         self._calls: list[Node] = []
-        self._places: dict[str, str] = {}
+        self._lines: dict[str, str] = {}
         self._names: Counter[str] = Counter()
         self._detached: dict[Ref, Ref] = {}
 
@@ -136,33 +139,34 @@ class Recorder(fx.Tracer):
         """Returns the stand-in for a tensor with `rank` dimensions, or any number if None, or for a setting."""
         if target not in self.inputs:
             kind: Kind = "number" if target.startswith(SETTING) else "tensor"
-            memories = {Memory(): 0} if kind == "tensor" else {}
+            memories = new_memory(is_input=True) if kind == "tensor" else frozenset()
             ref = Ref(-1 - len(self.inputs))
-            self.inputs[target] = self._value(Traced(ref, kind, frozenset({target}), has_grad, rank, memories))
+            self.inputs[target] = self._value(ValueInfo(ref, kind, frozenset({target}), has_grad, rank, memories))
         return self.inputs[target]
 
-    def _value(self, traced: Traced) -> Value:
-        return (TensorValue if traced.kind == "tensor" else Value)(traced, self)  # type: ignore[arg-type]
+    def _value(self, info: ValueInfo) -> Value:
+        return (TensorValue if info.kind == "tensor" else Value)(info, self)  # type: ignore[arg-type]
 
-    def finished(self, output: Any) -> Graph:
+    def build_graph(self, output: Any) -> Graph:
         """Returns the graph of all calls."""
 
-        def place(value: Any) -> Any:
+        def number(value: Any) -> Any:
             if not isinstance(value, Ref):
                 return value
             return Ref(-1 - value.node if value.node < 0 else len(self.inputs) + value.node)
 
         calls = [
-            Node(call.op, call.name, call.target, mapped(call.args, place), mapped(dict(call.kwargs), place))
+            Node(call.op, call.name, call.target, map_leaves(call.args, number), map_leaves(dict(call.kwargs), number))
             for call in self._calls
         ]
         try:
-            graph = Graph(tuple(self.inputs), calls, mapped(output, place))
+            graph = Graph(tuple(self.inputs), calls, map_leaves(output, number))
             decoded = Graph.decode(graph.encode())  # as on the server, so that errors are raised here already
         except InvalidLoss as error:
             raise LossNotTraceable(f"{error}. {ALTERNATIVES}") from error
-        return replace(decoded, places=self._places)
+        return replace(decoded, lines=self._lines)
 
+    @override
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> Value:
         """Records a call, on behalf of torch.fx and stand-ins."""
         name = target if kind == "call_method" else target_name(target)
@@ -171,12 +175,12 @@ class Recorder(fx.Tracer):
             return self._call_in_place(method, *args, **kwargs)
         if method == "item":
             number = self.call("call_method", "detach", args, kwargs).node
-            return self._value(replace(number, kind="item", memories={}))
+            return self._value(replace(number, kind="item", memories=frozenset()))
         return self.call(kind, name, args, kwargs)
 
     def call(self, op: str, target: str, args: Any, kwargs: Any) -> Value:
         """Records a call of a function or method on the allow-list; under `torch.no_grad`, of detached tensors."""
-        if not torch.is_grad_enabled() and within(torch.autograd.function.__file__, "apply"):
+        if not torch.is_grad_enabled() and is_running(torch.autograd.function.__file__, "apply"):
             reject("it has a custom backward, which a graph cannot hold; write it with detach()")
         if Modes.current().autocast:
             reject("it computes under torch.autocast, which a graph does not hold; cast with x.to(torch.bfloat16)")
@@ -187,7 +191,7 @@ class Recorder(fx.Tracer):
             )
         try:
             function = functions.find(op, target)
-            named = functions.without_forbidden(op, kwargs)
+            named = functions.drop_forbidden(op, kwargs)
             functions.check_arguments(target, function, args, named)
             if target in GETATTR:
                 check_attribute(args[1])
@@ -197,49 +201,54 @@ class Recorder(fx.Tracer):
             if isinstance(error, LossNotTraceable):
                 raise
             reject(str(error))
-        given = stand_ins([args, kwargs])
-        kind = kind_of(op, target, args, kwargs)
-        traced = Traced(
+        operands = find_stand_ins([args, kwargs])
+        kind = result_kind(op, target, args, kwargs)
+        info = ValueInfo(
             self._add(op, target, *recorded),
             kind,
-            frozenset().union(*(each.node.inputs for each in given)),
-            rank=rank_of(kind, target, args),
+            frozenset().union(*(each.node.inputs for each in operands)),
+            rank=shape_length(kind, target, args),
         )
         if kind in ("tensor", "tuple"):
             # Indexing a tuple computes nothing, so the item keeps its gradient under no_grad.
-            is_part = bool(given) and given[0].node.kind == "tuple"
+            is_part = bool(operands) and operands[0].node.kind == "tuple"
             ends = target.endswith("detach") or (target in GETATTR and args[1] == "data")
-            traced.has_grad = (torch.is_grad_enabled() or is_part) and not ends and any(v.node.has_grad for v in given)
+            info.has_grad = (torch.is_grad_enabled() or is_part) and not ends and any(v.node.has_grad for v in operands)
             if may_share(target, args):
-                sources = [args[0]] if args and isinstance(args[0], Value) else given
-                traced.memories = {memory: at for each in sources for memory, at in each.node.memories.items()}
-                if target == "operator.getitem" and isinstance(args[0], TensorValue) and picks_view(args[1]):
-                    traced.base, traced.index, traced.with_grad = args[0], args[1], torch.is_grad_enabled()
+                sources = operands[:1] if op == "call_method" else operands  # x.view_as(y) shares the memory of x only
+                info.memories = frozenset().union(*(each.node.memories for each in sources))
             else:
-                traced.memories = {Memory(): 0}
-        return self._value(traced)
+                info.memories = new_memory()
+        return self._value(info)
 
     def _add(self, op: str, target: str, args: Any, kwargs: Any) -> Ref:
         base = target.rpartition(".")[2]
         self._names[base] += 1
         name = base if self._names[base] == 1 else f"{base}_{self._names[base] - 1}"
         self._calls.append(Node(op, name, target, args, kwargs))
-        self._places[name] = here().line.strip()
+        self._lines[name] = current_line().line.strip()
         return Ref(len(self._calls) - 1)
 
+    @override
     def create_arg(self, a: Any) -> Any:
         """Returns an argument with references instead of stand-ins; raises for tensors from outside."""
-        return mapped(a, self._argument)
+        return map_leaves(a, self._argument)
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Value):
-            self._refresh(value)
-            traced = value.node
-            if torch.is_grad_enabled() or not traced.has_grad or traced.kind != "tensor":
-                return traced.ref
-            if traced.ref not in self._detached:
-                self._detached[traced.ref] = self._add("call_method", "detach", (traced.ref,), {})
-            return self._detached[traced.ref]
+            info = value.node
+            if (written := info.written) is not None:
+                reject(
+                    f"it uses a tensor that shares memory with another one, which was modified in place before "
+                    f"({written})",
+                    "Use the tensor that was modified, modify a copy (y = x.clone()), or write x[i] = x[i] + y instead "
+                    "of x[i] += y.",
+                )
+            if torch.is_grad_enabled() or not info.has_grad or info.kind != "tensor":
+                return info.ref
+            if info.ref not in self._detached:
+                self._detached[info.ref] = self._add("call_method", "detach", (info.ref,), {})
+            return self._detached[info.ref]
         if isinstance(value, Tensor):
             reject(
                 f"it uses a tensor of shape {list(value.shape)} from outside. Pass it to the loss as an input, or use "
@@ -254,9 +263,6 @@ class Recorder(fx.Tracer):
 
     def set_item(self, tensor: TensorValue, index: Any, item: Any) -> None:
         """Records `tensor[index] = item`."""
-        view = item.node if isinstance(item, TensorValue) else None
-        if view and view.base is not None and view.base.node is tensor.node and view.index is index:
-            return  # the last step of `tensor[index] += y`, which has already changed the tensor
         self._write(tensor, self.call("call_function", "operator.setitem", (tensor, index, item), {}))
 
     def in_place(self, tensor: TensorValue, name: str, other: Any) -> TensorValue:
@@ -276,66 +282,45 @@ class Recorder(fx.Tracer):
         return self._write(tensor, self.call("call_method", method[:-1], (tensor, *args), kwargs), args, kwargs)
 
     def _write(self, tensor: TensorValue, result: Any, *operands: Any) -> TensorValue:
-        """Replaces the value of a tensor, and writes it to the tensors that it is a view of."""
-        if any(each.node.kind != "number" for each in stand_ins(operands)):
+        """Replaces the value of a tensor that the function has computed."""
+        info = tensor.node
+        if any(memory.is_input for memory in info.memories):
+            reject(
+                "it modifies an input, or a tensor that may share memory with one, in place",
+                "Modify a copy: x = x.clone(), then x[i] = y; or write x = x + y instead of x += y.",
+            )
+        if info.has_grad and not torch.is_grad_enabled():
+            reject(
+                "under torch.no_grad() it modifies a tensor that has a gradient; write x = x + (changed - x).detach()"
+            )
+        if any(each.node.kind != "number" for each in find_stand_ins(operands)):
             # In-place operations keep the shape and the dtype.
             result = result.expand_as(tensor).type_as(tensor)
-        chain = [tensor]
-        while chain[-1].node.base is not None:
-            chain.append(chain[-1].node.base)
-        for each in chain:
-            self._refresh(each)
-            if each.node.has_grad and not torch.is_grad_enabled():
-                reject(
-                    "under torch.no_grad() it modifies a tensor that has a gradient; write "
-                    "x = x + (changed - x).detach()"
-                )
-        for memory in tensor.node.memories:
-            memory.version += 1
-            memory.written = here().line.strip()
-        for i, each in enumerate(chain):
-            each.node.memories = {memory: memory.version for memory in each.node.memories}
-            if i:
-                part = chain[i - 1]
-                result = self.call("call_function", "operator.setitem", (each, part.node.index, part), {})
-            each.node.become(result.node)
+        info.overwrite(result.node, current_line().line.strip())
         return tensor
 
-    def _refresh(self, value: Value) -> None:
-        """Updates a view of a tensor that was modified; raises `LossNotTraceable` if it is not an index of it."""
-        traced = value.node
-        changed = [memory for memory, version in traced.memories.items() if memory.version != version]
-        if not changed:
-            return
-        if traced.base is None:
-            reject(
-                "it uses a tensor that shares memory with another one, which was modified in place before "
-                f"({changed[0].written})",
-                "Use the tensor that was modified, or modify a copy: y = x.clone().",
-            )
-        with torch.set_grad_enabled(traced.with_grad):
-            again = self.call("call_function", "operator.getitem", (traced.base, traced.index), {})
-        traced.become(again.node)
-        traced.memories = again.node.memories
-
+    @override
     def call_module(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Traces the forward of a module; its parameters are tensors from outside."""
         del m
         return forward(*args, **kwargs)
 
+    @override
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Raises for a branch."""
         needs_value(obj, "it branches on the value or size of a tensor (if, and, or, not, max, assert)")
 
+    @override
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         """Returns the entries of a shape whose length is known."""
-        traced: Traced = obj.node  # type: ignore[assignment]
-        if traced.kind != "shape":
+        info: ValueInfo = obj.node  # type: ignore[assignment]
+        if info.kind != "shape":
             needs_value(obj, "it loops over a tensor, or over a batch that is one tensor and not a list")
-        if traced.rank is None:
+        if info.rank is None:
             needs_value(obj, "it unpacks a shape, which here needs a name for each part: batch, length = x.shape")
-        return (obj[i] for i in range(traced.rank))  # type: ignore[index]
+        return (obj[i] for i in range(info.rank))  # type: ignore[index]
 
+    @override
     def keys(self, obj: fx.Proxy) -> Any:
         """Raises for `**x`."""
         needs_value(obj, "it uses a tensor as a dict")
@@ -349,7 +334,7 @@ def _check_kinds(target: str, args: Any, kwargs: Any) -> None:
         raise InvalidLoss(f"{target} needs a number that does not depend on a tensor; write torch.ones(...) * value")
     if target.endswith("repeat_interleave") and is_tensor:
         raise InvalidLoss("repeat_interleave takes an integer number of repeats, not a tensor")
-    if target.startswith("math.") and any(each.node.kind != "number" for each in stand_ins(args)):
+    if target.startswith("math.") and any(each.node.kind != "number" for each in find_stand_ins(args)):
         raise InvalidLoss(f"{target} works on numbers, and .item() is still a tensor; use torch.{target[5:]}")
     if target.rpartition(".")[2] in _LIST_FUNCTIONS and args and isinstance(args[0], TensorValue):
         raise InvalidLoss(
@@ -376,7 +361,7 @@ class _Factories(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        has_stand_in = bool(stand_ins([args, kwargs]))
+        has_stand_in = bool(find_stand_ins([args, kwargs]))
         has_tensor = any(isinstance(part, Tensor) for part in leaves([args, kwargs]))
         # Also without a tensor stand-in among the arguments, because torch does not dispatch on stand-ins of numbers.
         if target_name(func) in FUNCTIONS and (has_stand_in or not has_tensor):

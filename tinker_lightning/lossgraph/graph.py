@@ -15,17 +15,48 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.lossgraph.graphs import functions
-from tinker_lightning.lossgraph.graphs.guards import ATTRIBUTES, MAX_INT
+from tinker_lightning.lossgraph import functions
+from tinker_lightning.lossgraph.guards import ATTRIBUTES, MAX_INT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["FORMAT", "MAX_NODES", "MAX_VALUES", "Graph", "Node", "Ref", "encode_value", "places_of", "refs"]
+__all__ = ["FORMAT", "MAX_NODES", "MAX_VALUES", "Graph", "Node", "Ref", "encode_value", "find_lines", "refs"]
 
 FORMAT = 1
 MAX_NODES = 4096
-_NAMED = re.compile(r"\bnode '(\w+)'")
+MAX_VALUES = 1 << 15  # arguments of all nodes together, including those inside lists
+MAX_DEPTH = 8
+MAX_TEXT = 256
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+_DEVICE = re.compile(r"[a-z]{2,8}(:[0-9]{1,3})?")
+_DTYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64"
+_CONSTANTS: dict[str, dict[str, Any]] = {
+    "float": {"inf": math.inf, "-inf": -math.inf, "nan": math.nan},
+    "dtype": {name: getattr(torch, name) for name in _DTYPES.split()},
+    "layout": {"strided": torch.strided},
+    "memory_format": {name: getattr(torch, name) for name in ("contiguous_format", "preserve_format")},
+}
+_NODE_NAME = re.compile(r"\bnode '(\w+)'")
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A reference to the value of an earlier node, by its position."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One call. `target` is the name of a placeholder, a function or a method."""
+
+    op: str
+    name: str
+    target: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +66,7 @@ class Graph:
     inputs: Sequence[str]  # the targets of the placeholders
     calls: Sequence[Node]
     output: Any
-    places: Mapping[str, str] = field(default_factory=dict, compare=False)  # the user's line of each call; not sent
+    lines: Mapping[str, str] = field(default_factory=dict, compare=False)  # the user's line of each call; not sent
 
     @property
     def size(self) -> int:
@@ -86,11 +117,11 @@ class Graph:
         return cls(tuple(reader.inputs), tuple(reader.calls), reader.output[0])
 
 
-def places_of(message: str, graphs: Iterable[Graph]) -> list[str]:
+def find_lines(message: str, graphs: Iterable[Graph]) -> list[str]:
     """Returns the user's lines of the node that an error message names, in all graphs that have such a node."""
-    named = _NAMED.search(message)
-    found = [graph.places.get(named[1]) for graph in graphs] if named else []
-    return [place for place in dict.fromkeys(found) if place]
+    name = _NODE_NAME.search(message)
+    lines = [graph.lines.get(name[1]) for graph in graphs] if name else []
+    return [line for line in dict.fromkeys(lines) if line]
 
 
 def _count(value: Any) -> int:
@@ -108,39 +139,6 @@ def _placeholder_names(targets: Sequence[str], taken: set[str]) -> Iterator[str]
         yield name
 
 
-MAX_VALUES = 1 << 15  # arguments of all nodes together, including those inside lists
-MAX_DEPTH = 8
-MAX_TEXT = 256
-
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
-_DEVICE = re.compile(r"[a-z]{2,8}(:[0-9]{1,3})?")
-_DTYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64"
-_CONSTANTS: dict[str, dict[str, Any]] = {
-    "float": {"inf": math.inf, "-inf": -math.inf, "nan": math.nan},
-    "dtype": {name: getattr(torch, name) for name in _DTYPES.split()},
-    "layout": {"strided": torch.strided},
-    "memory_format": {name: getattr(torch, name) for name in ("contiguous_format", "preserve_format")},
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """A reference to the value of an earlier node, by its position."""
-
-    node: int
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One call. `target` is the name of a placeholder, a function or a method."""
-
-    op: str
-    name: str
-    target: str
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
 class Reader:
     """Reads nodes in order. References can only point backwards, so there are no cycles."""
 
@@ -148,7 +146,7 @@ class Reader:
         self.inputs: list[str] = []
         self.calls: list[Node] = []
         self.output: list[Any] | None = None
-        self._places: dict[str, int] = {}
+        self._positions: dict[str, int] = {}
         self._values = 0
 
     def read(self, entry: Any) -> None:
@@ -161,7 +159,7 @@ class Reader:
         args, kwargs = entry.get("args", []), entry.get("kwargs", {})
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise InvalidLoss("a name is a letter or underscore followed by letters, digits and underscores")
-        if name in self._places:
+        if name in self._positions:
             raise InvalidLoss("another node has this name")
         if not isinstance(target, str) or len(target) > MAX_TEXT:
             raise InvalidLoss(f"the target must be a string of at most {MAX_TEXT} characters")
@@ -188,13 +186,13 @@ class Reader:
             self.output = [self._decode(args[0], 0)]
         else:
             raise InvalidLoss(f"op {op!r:.40} is not supported; a loss has inputs, functions and methods")
-        self._places[name] = len(self._places)
+        self._positions[name] = len(self._positions)
 
     def _arguments(self, op: str, args: list[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for key in kwargs:
             if not NAME.fullmatch(key):
                 raise InvalidLoss(f"the argument {key!r:.140} is not supported")
-        named = functions.without_forbidden(op, kwargs)
+        named = functions.drop_forbidden(op, kwargs)
         return tuple(self._decode(arg, 0) for arg in args), {key: self._decode(arg, 0) for key, arg in named.items()}
 
     def _decode(self, value: Any, depth: int) -> Any:
@@ -218,10 +216,10 @@ class Reader:
 
     def _decode_object(self, kind: str, content: Any, depth: int) -> Any:
         if kind == "ref":
-            place = self._places.get(content) if isinstance(content, str) else None
-            if place is None:
+            position = self._positions.get(content) if isinstance(content, str) else None
+            if position is None:
                 raise InvalidLoss(f"it refers to {content!r:.140}, but no earlier node has this name")
-            return Ref(place)
+            return Ref(position)
         if kind == "tuple" and isinstance(content, list):
             return tuple(self._decode(part, depth + 1) for part in content)
         if kind == "dict" and isinstance(content, dict) and all(len(key) <= MAX_TEXT for key in content):
@@ -267,16 +265,16 @@ def encode_value(value: Any, names: Sequence[str]) -> Any:
     raise InvalidLoss(f"a graph cannot contain {type(value).__name__}; use numbers, strings, tensors and lists")
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     """Applies a function to every item of nested tuples, lists, dicts and slices."""
     if isinstance(value, tuple):
-        return tuple(mapped(part, change) for part in value)
+        return tuple(map_leaves(part, change) for part in value)
     if isinstance(value, list):
-        return [mapped(part, change) for part in value]
+        return [map_leaves(part, change) for part in value]
     if isinstance(value, dict):
-        return {key: mapped(part, change) for key, part in value.items()}
+        return {key: map_leaves(part, change) for key, part in value.items()}
     if isinstance(value, slice):
-        return slice(*(mapped(part, change) for part in (value.start, value.stop, value.step)))
+        return slice(*(map_leaves(part, change) for part in (value.start, value.stop, value.step)))
     return change(value)
 
 

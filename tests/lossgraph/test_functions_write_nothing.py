@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.lossgraph.graphs.functions import FUNCTIONS, METHODS
-from tinker_lightning.lossgraph.graphs.graph import Graph, Node, Ref
-from tinker_lightning.lossgraph.graphs.run import Program
+from tinker_lightning.lossgraph.functions import FUNCTIONS, METHODS
+from tinker_lightning.lossgraph.graph import Graph, Node, Ref
+from tinker_lightning.lossgraph.program import Program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +32,7 @@ def test_the_functions_that_can_be_told_to_write_are_found() -> None:
 
 
 def told_to_write() -> Iterator[tuple[str, str, list[Any]]]:
-    """Functions that write to an argument if another one says so: by which, and what stands before it."""
+    """Functions that write to an argument if another one is set: its name, and the arguments before it."""
     for name, function in {**METHODS, **FUNCTIONS}.items():
         try:
             parameters = inspect.signature(function.call).parameters

@@ -3,7 +3,7 @@
 Their parameters have the same names as in torch, because a loss may pass them by name.
 """
 
-# ruff: noqa: A002, A006, ARG005  # parameters have torch's names, including those that no check needs
+# ruff: noqa: A002, A006, ARG005, D103  # names and behavior are torch's, including parameters that no check needs
 
 from __future__ import annotations
 

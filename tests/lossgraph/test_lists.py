@@ -1,6 +1,6 @@
-"""A function of lists, as two passes call it, has the same value of the tensors that a server stacks, or is refused.
+"""Functions of lists, as local losses are, have the same value on the stacked tensors of a server, or tracing raises.
 
-Of shorter datums a stacked tensor has zeros behind the end, which a list has not.
+A stacked tensor has zeros after the end of shorter datums, and a list has none.
 """
 
 # ruff: noqa: ARG005  # a loss has parameters that it does not use
@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tinker_lightning import Datum, losses
 from tinker_lightning.errors import LossNotTraceable
-from tinker_lightning.lossgraph.graphs.limits import Limits
-from tinker_lightning.lossgraph.tracing.trace import trace_batch_loss
+from tinker_lightning.lossgraph.limits import Limits
+from tinker_lightning.lossgraph.trace import trace_batch_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +55,7 @@ def with_a_setting(data: Any, logprobs: Any, which: int = 1) -> Any:
     return logprobs[which].mean()
 
 
-REFUSED: dict[str, Callable[..., Any]] = {
+REJECTED: dict[str, Callable[..., Any]] = {
     "an index": lambda data, logprobs: logprobs[0].mean() - logprobs[1].mean(),
     "the last of them": lambda data, logprobs: logprobs[-1].mean(),
     "the last token": lambda data, logprobs: logprobs[1][-1],
@@ -102,16 +102,16 @@ SAME: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REJECTED)
 def test_what_would_read_the_padding_raises(name: str) -> None:
-    assert torch.isfinite(torch.as_tensor(REFUSED[name](DATA, list(LOGPROBS))))  # where it is called with lists
+    assert torch.isfinite(torch.as_tensor(REJECTED[name](DATA, list(LOGPROBS))))  # where it is called with lists
     with pytest.raises(LossNotTraceable, match=rf"(?s){__file__}:\d+: .*on a server|it loops over a tensor"):
-        trace_batch_loss(REFUSED[name], "mine", "logprobs", of_lists=True)
+        trace_batch_loss(REJECTED[name], "mine", "logprobs", takes_lists=True)
 
 
 def test_the_workarounds_are_named() -> None:
     with pytest.raises(LossNotTraceable) as raised:
-        trace_batch_loss(REFUSED["an index"], "mine", "logprobs", of_lists=True)
+        trace_batch_loss(REJECTED["an index"], "mine", "logprobs", takes_lists=True)
     assert "it takes the log-probabilities of datum 0, but on a server they are one tensor, [B, T]" in str(raised.value)
     assert "with zeros after the end of shorter datums" in str(raised.value)
     fix = (
@@ -122,7 +122,7 @@ def test_the_workarounds_are_named() -> None:
 
 @pytest.mark.parametrize("name", SAME)
 def test_what_is_traced_has_the_same_value(name: str) -> None:
-    traced = trace_batch_loss(SAME[name], "mine", "logprobs", of_lists=True)
+    traced = trace_batch_loss(SAME[name], "mine", "logprobs", takes_lists=True)
     stacked = {"weights": pad_sequence([torch.ones(n) for n in LENGTHS], batch_first=True)}
     output = traced({"logprobs": pad_sequence(LOGPROBS, batch_first=True)}, stacked, traced.settings({}), Limits())
     torch.testing.assert_close(output.loss, SAME[name](DATA, LOGPROBS))
@@ -131,6 +131,6 @@ def test_what_is_traced_has_the_same_value(name: str) -> None:
 def test_who_knows_the_layout_is_free() -> None:
     """What `custom_loss(on="logprobs")` takes is written for one tensor."""
     for name in ("an index", "the last token", "an index of a slice"):
-        trace_batch_loss(REFUSED[name], "mine", "logprobs")
+        trace_batch_loss(REJECTED[name], "mine", "logprobs")
     # A list has no such index.
-    trace_batch_loss(lambda data, logprobs: logprobs[:, 0].sum(), "mine", "logprobs", of_lists=True)
+    trace_batch_loss(lambda data, logprobs: logprobs[:, 0].sum(), "mine", "logprobs", takes_lists=True)

@@ -18,10 +18,10 @@ from torch.fx.node import _get_qualified_name
 from torch.nn import functional as F  # noqa: N812
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.lossgraph.graphs import guards, limits
-from tinker_lightning.lossgraph.graphs.guards import MATH, OPERATORS
+from tinker_lightning.lossgraph import guards, limits
+from tinker_lightning.lossgraph.guards import MATH, OPERATORS
 
-# Arguments that would let a function do more than its name says.
+# Arguments that would let a function write to other tensors, or change its result in other ways.
 _FORBIDDEN_ARGUMENTS = frozenset({"out", "generator", "requires_grad", "pin_memory", "names"})
 
 
@@ -31,7 +31,7 @@ class Function:
 
     call: Callable[..., Any]
     is_factory: bool = False  # creates a tensor from numbers, so it needs a device
-    is_dynamic: bool = False  # the size of the result depends on values; it is at most that of the argument
+    is_dynamic: bool = False  # the size of the result depends on values; it is at most the size of the argument
     inside: Callable[..., int] | None = None  # elements of an intermediate tensor that can be larger than the result
     work: Callable[..., int] | None = None  # cost of the call, if it can exceed reading arguments and writing results
 
@@ -84,7 +84,7 @@ _SPECIAL: dict[str, Function] = {
     "chunk": Function(guards.chunk),
     "unbind": Function(guards.unbind),
     "norm": Function(guards.norm),
-    "diff": Function(guards.diff, inside=limits.joined),
+    "diff": Function(guards.diff, inside=limits.joined_elements),
     "roll": Function(guards.roll),
     "nonzero": Function(torch.nonzero, is_dynamic=True),
     "argwhere": Function(torch.argwhere, is_dynamic=True),
@@ -109,7 +109,7 @@ def _functions() -> dict[str, Function]:
         "torch.as_tensor": Function(guards.as_tensor, is_factory=True),
         "torch.functional.einsum": Function(guards.einsum, work=limits.einsum_work),
         "torch.einsum": Function(guards.einsum, work=limits.einsum_work),
-        "torch.cosine_similarity": Function(F.cosine_similarity, inside=limits.broadcast),
+        "torch.cosine_similarity": Function(F.cosine_similarity, inside=limits.broadcast_elements),
     }
     for name in ("getattr", "builtins.getattr"):
         allowed[name] = Function(guards.attribute)
@@ -121,7 +121,7 @@ def _functions() -> dict[str, Function]:
     for name in _FUNCTIONAL.split():
         call = getattr(F, name)
         allowed[f"torch.nn.functional.{name}"] = allowed[_get_qualified_name(call)] = Function(
-            call, inside=limits.broadcast
+            call, inside=limits.broadcast_elements
         )
     for name in _TORCH_SPECIAL.split():
         call = getattr(torch.special, name)
@@ -165,7 +165,7 @@ def find(op: str, target: str) -> Function:
     return table[target]
 
 
-def without_forbidden(op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def drop_forbidden(op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns keyword arguments without the forbidden ones; raises `InvalidLoss` unless they are None or False.
 
     torch records them with these values. Methods are called with them only by numpy, so there they always raise.
@@ -182,12 +182,12 @@ def check_arguments(target: str, function: Function, args: Sequence[Any], kwargs
     if signature is None:
         return  # one of torch's C++ functions, which take `out` by name only
     try:
-        given = signature.bind(*args, **kwargs).arguments
+        arguments = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
         takes = ", ".join(signature.parameters)
         raise InvalidLoss(f"{target}: {error}; on a server it takes ({takes})") from None
     for name in ("inplace", "out"):
-        if given.get(name) is not None and given[name] is not False:
+        if arguments.get(name) is not None and arguments[name] is not False:
             raise InvalidLoss(f"{name} is not supported; use the tensor that {target} returns")
 
 

@@ -1,4 +1,4 @@
-"""What cannot be traced is reported with the line of the user, also where it happens inside a library."""
+"""Errors while tracing name the line of the user's code, also if they happen inside a library."""
 
 # ruff: noqa: ARG005  # a loss has parameters that it does not use
 
@@ -17,9 +17,9 @@ import torch
 
 from tinker_lightning import LossFnOutput, losses
 from tinker_lightning.errors import LossNotTraceable
-from tinker_lightning.lossgraph.graphs.graph import places_of
-from tinker_lightning.lossgraph.tracing import source
-from tinker_lightning.lossgraph.tracing.trace import trace_batch_loss, trace_datum_loss
+from tinker_lightning.lossgraph import source_lines
+from tinker_lightning.lossgraph.graph import find_lines
+from tinker_lightning.lossgraph.trace import trace_batch_loss, trace_datum_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def line_of(fn: Callable[..., Any]) -> str:
-    """How the place of a function's body begins."""
+    """The start of the message for the body of a function."""
     return f"{__file__}:{inspect.getsourcelines(fn)[1] + 1}: return LossFnOutput("
 
 
@@ -78,8 +78,8 @@ def test_a_library_whose_name_begins_as_torchs(tmp_path: Path) -> None:
     with pytest.raises(LossNotTraceable, match="it passes a tensor to torchlike, and there it branches") as raised:
         trace_batch_loss(mine, "mine", "logits")
     assert str(raised.value).startswith(line_of(mine))
-    assert not source.is_outside(torch.nn.functional.__file__)
-    assert source.is_outside(torch.__path__[0] + "metrics/functional.py")
+    assert not source_lines.is_outside(torch.nn.functional.__file__)
+    assert source_lines.is_outside(torch.__path__[0] + "metrics/functional.py")
 
 
 def test_a_librarys_own_loss_has_its_own_lines(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_librarys_own_loss_has_its_own_lines(tmp_path: Path) -> None:
     ],
 )
 def test_whose_a_file_is(filename: str, library: str) -> None:
-    assert source.library_of(filename) == library
+    assert source_lines.library_name(filename) == library
 
 
 def test_every_call_has_its_line() -> None:
@@ -116,12 +116,12 @@ def test_every_call_has_its_line() -> None:
         return LossFnOutput((outputs.sum(-1) * weights).sum(), None, {"mean": weights.mean().item()})
 
     graph = trace_batch_loss(mine, "mine", "logits").program.graph
-    places = {node.name: graph.places.get(node.name, "") for node in graph.calls}
-    assert all(f"{__file__}:" in place for place in places.values())
-    assert places_of(f"mine: node {graph.calls[0].name!r}: clone failed", [graph, graph]) == [places["clone"]]
-    assert places["clone"].endswith('weights = inputs["weights"].clone()')
-    assert places_of("node 'nothing': failed", [graph]) == places_of("failed", [graph]) == []
-    assert "places" not in graph.encode()
+    lines = {node.name: graph.lines.get(node.name, "") for node in graph.calls}
+    assert all(f"{__file__}:" in line for line in lines.values())
+    assert find_lines(f"mine: node {graph.calls[0].name!r}: clone failed", [graph, graph]) == [lines["clone"]]
+    assert lines["clone"].endswith('weights = inputs["weights"].clone()')
+    assert find_lines("node 'nothing': failed", [graph]) == find_lines("failed", [graph]) == []
+    assert "lines" not in graph.encode()
 
 
 def cast(outputs: Any, inputs: Any, mask: Any, on: bool = True) -> LossFnOutput:

@@ -1,4 +1,4 @@
-"""What a server-side loss may call. The page `docs/server-functions.md` is made from the list.
+"""Functions that a server-side loss may call. The page `docs/server-functions.md` is made from the list.
 
 `UPDATE_DOCS=1 pytest tests/losses/graphs/test_functions.py` regenerates it.
 """
@@ -19,17 +19,17 @@ from tests.helpers.graph_programs import X, call, run
 from tests.helpers.soaking import mostly_soak
 from tests.helpers.traced_losses import assert_same
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.lossgraph.graphs.functions import FUNCTIONS, METHODS
-from tinker_lightning.lossgraph.graphs.graph import Node, Ref
-from tinker_lightning.lossgraph.graphs.guards import ATTRIBUTES
-from tinker_lightning.lossgraph.tracing.record import IN_PLACE
+from tinker_lightning.lossgraph.functions import FUNCTIONS, METHODS
+from tinker_lightning.lossgraph.graph import Node, Ref
+from tinker_lightning.lossgraph.guards import ATTRIBUTES
+from tinker_lightning.lossgraph.recorder import IN_PLACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
-PAGE = Path(__file__).parents[3] / "docs" / "server-functions.md"
+PAGE = Path(__file__).parents[2] / "docs" / "server-functions.md"
 BEGIN, END = "<!-- the list -->\n", "<!-- its end -->\n"
 # Under these names nobody calls them.
 INSIDE = ("torch._C.", "torch.functional.", "torch.nn.functional._", "builtins.", "operator.", "getattr")

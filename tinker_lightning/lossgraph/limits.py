@@ -1,4 +1,4 @@
-"""The limits of one run of a graph, and a meter for its use of memory and time."""
+"""Limits of one run of a graph, a meter for its use of memory and time, and the cost of expensive functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.lossgraph.graphs.guards import MAX_PIECES, check_index, is_mask, number
+from tinker_lightning.lossgraph.guards import MAX_PIECES, check_index, is_mask, number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What calls have used: elements read and written, bytes of new values, and those of the largest value."""
+    """The use of memory and time: elements read and written, bytes of all new values, and bytes of the largest."""
 
     total: int = 0
     kept: int = 0
@@ -51,7 +51,7 @@ class Meter:
 
     Args:
         limits: The limits.
-        used: What earlier calls of the same run have used.
+        used: The use of earlier calls of the same run.
         reserve: Takes memory before values are created.
     """
 
@@ -69,7 +69,7 @@ class Meter:
 
     @property
     def used(self) -> Use:
-        """What has been counted up to now."""
+        """The use up to now."""
         return Use(self._total, self._kept, self._largest)
 
     def size(self, value: Any) -> None:
@@ -158,7 +158,7 @@ def inner_work(*args: Any, **kwargs: Any) -> int:
 
 
 def einsum_work(equation: str, *operands: Any) -> int:
-    """Returns the product of all sizes; a size of 1 counts as that of the other operand."""
+    """Returns the product of all sizes; a size of 1 counts as the size of the other operand."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     sizes: dict[str, int] = {}
@@ -182,12 +182,12 @@ def setitem_work(value: Any, index: Any, _: Any) -> int:
     return int(value.numel() * (value.ndim + 2) if is_mask(index) else value[index].numel())
 
 
-def joined(*args: Any, **kwargs: Any) -> int:
+def joined_elements(*args: Any, **kwargs: Any) -> int:
     """Returns the number of elements of all tensors, which are concatenated."""
     return sum(value.numel() for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
 
-def broadcast(*args: Any, **kwargs: Any) -> int:
+def broadcast_elements(*args: Any, **kwargs: Any) -> int:
     """Returns the number of elements after broadcasting, which can be more than the result after a reduction has."""
     shapes = [value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     try:

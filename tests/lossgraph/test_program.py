@@ -1,4 +1,4 @@
-"""A graph runs like the Python it came from; what would fill the memory or never end is refused before it begins."""
+"""Graphs run like the Python function they come from; a run that would take too much memory or time raises first."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.helpers.graph_programs import X, call, method, program, run
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.lossgraph.graphs import functions
-from tinker_lightning.lossgraph.graphs.graph import Node, Ref
-from tinker_lightning.lossgraph.graphs.limits import Limits, Use
+from tinker_lightning.lossgraph import functions
+from tinker_lightning.lossgraph.graph import Node, Ref
+from tinker_lightning.lossgraph.limits import Limits, Use
 
 
 @pytest.fixture

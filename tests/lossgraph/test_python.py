@@ -1,4 +1,4 @@
-"""What a function asks and changes while it is traced means what it means in Python: types, text, attributes, sizes."""
+"""Python in a traced function means the same as in an ordinary call: types, text, attributes, sizes."""
 
 # ruff: noqa: ARG004, ARG005, E731  # a loss has parameters that it does not use
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from tests.helpers.traced_losses import B, T, assert_same, expected, run
 from tinker_lightning import LossFnOutput
 from tinker_lightning.errors import InvalidLoss, LossNotTraceable
-from tinker_lightning.lossgraph.graphs.graph import Graph
-from tinker_lightning.lossgraph.tracing.trace import trace_batch_loss, trace_datum_loss
+from tinker_lightning.lossgraph.graph import Graph
+from tinker_lightning.lossgraph.trace import trace_batch_loss, trace_datum_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,7 +149,7 @@ def test_numbers_of_numpy_are_settings() -> None:
     ],
 )
 def test_torch_may_look_at_a_setting_without_fixing_it(use: Any) -> None:
-    """It asks for the type too, from the same line."""
+    """torch asks for the type, too, from the same line."""
     loss = lambda outputs, inputs, mask, b=0.5: LossFnOutput(outputs.sum() * use(mask, b).sum())
     assert not assert_batch_same(loss, b=0.25).hyperparameters["b"].fixed
 

@@ -1,4 +1,8 @@
-"""Stand-ins for tensors and numbers that record operations, and raise for those that need a value."""
+"""Stand-ins for tensors and numbers, which record operations on them and raise for those that need a value.
+
+The functions at the end determine what is known about the result of a call: its kind, the length of a shape, and
+whether it may share memory with an argument.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,9 @@ from torch import Tensor, fx
 from torch.fx.node import _get_qualified_name
 
 from tinker_lightning.errors import LossNotTraceable
-from tinker_lightning.lossgraph.graphs.graph import Ref, leaves
-from tinker_lightning.lossgraph.graphs.guards import ATTRIBUTES
-from tinker_lightning.lossgraph.tracing.source import here, is_outside
+from tinker_lightning.lossgraph.graph import Ref, leaves
+from tinker_lightning.lossgraph.guards import ATTRIBUTES
+from tinker_lightning.lossgraph.source_lines import current_line, is_outside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,12 +32,28 @@ ALTERNATIVES = (
     "Python, at the cost of a second forward pass."
 )
 SETTING = "hyperparameters."
-# Methods whose results a graph cannot hold. It does hold those of `item`, as a tensor of one element.
+# Methods whose results a graph cannot hold. The result of `item` is a tensor of one element there.
 _NON_TORCH_METHODS = ("backward", "numpy", "tolist", "__array__", "retain_grad", "register_hook", "requires_grad_")
 _RANKS = ("dim", "ndimension", "ndim")
-_PARTS = ("values", "indices")  # of what max, sort and topk return
+_PARTS = ("values", "indices")  # of the results of max, sort and topk
+GETATTR = ("getattr", "builtins.getattr")
+_NUMBERS = {"dim", "ndimension", "numel", "element_size", "is_floating_point"}
+_ATTRIBUTES: dict[str, Kind] = {"shape": "shape", "dtype": "number", "device": "number", "ndim": "number"}
+_TUPLES = {
+    *("aminmax", "broadcast_tensors", "chunk", "cummax", "cummin", "sort", "split", "std_mean", "topk"),
+    *("unbind", "var_mean"),
+}
+# These return a tuple if they are given a dimension, and otherwise a tensor.
+_TUPLES_ALONG = {"max", "median", "min", "nanmedian"}
+_SHARING = """
+T as_tensor bfloat16 bool broadcast_tensors broadcast_to chunk contiguous cpu cuda data detach diagonal double einsum
+expand expand_as flatten float half int long mT movedim narrow permute pos positive ravel reshape reshape_as select
+split squeeze swapaxes t to transpose type_as unbind unflatten unfold unsqueeze view view_as
+"""
+# Functions, methods and attributes whose result may be a view of an argument, or the argument itself.
+SHARING = frozenset(_SHARING.split())
 # Exceptions raised by stand-ins since tracing began. If the function catches one, the trace would be wrong.
-raised: list[Exception] = []
+trace_errors: list[Exception] = []
 
 
 class NeedsSettings(Exception):
@@ -44,38 +64,47 @@ class NeedsSettings(Exception):
         self.names = names
 
 
+@dataclass(eq=False, slots=True)
 class Memory:
-    """Memory that several stand-ins may share."""
+    """Memory that several stand-ins may share until one of them is modified, which then gets a new one."""
 
-    def __init__(self) -> None:
-        self.version = 0
-        self.written = ""
+    is_input: bool = False
+    written: str | None = None  # the line that modified a tensor in it; empty if the line is unknown
+
+
+def new_memory(*, is_input: bool = False) -> frozenset[Memory]:
+    """Returns memory that nothing else shares yet."""
+    return frozenset({Memory(is_input)})
 
 
 @dataclass(eq=False, slots=True)
-class Traced:
-    """The properties of a stand-in."""
+class ValueInfo:
+    """Everything that is known about the value of a stand-in."""
 
     ref: Ref  # the call that returns its current value
     kind: Kind
     inputs: frozenset[str]  # the names of the inputs that it depends on
     has_grad: bool = False
     rank: int | None = None  # the number of dimensions of a tensor, or the length of a shape, if known
-    memories: dict[Memory, int] = field(default_factory=dict)  # possibly shared, with the version of its value
-    base: TensorValue | None = None  # the tensor of which it is a view, `base[index]`
-    index: Any = None
-    with_grad: bool = True  # whether the view was created with gradients
+    memories: frozenset[Memory] = frozenset()  # that it may be in
     meta: dict[str, Any] = field(default_factory=dict)  # required by torch.fx
 
-    def become(self, other: Traced) -> None:
-        """Takes over the value of another stand-in."""
-        self.ref, self.has_grad, self.inputs = other.ref, other.has_grad, other.inputs
+    @property
+    def written(self) -> str | None:
+        """The line that modified its memory through another stand-in; None if nothing has."""
+        return next((memory.written for memory in self.memories if memory.written is not None), None)
+
+    def overwrite(self, other: ValueInfo, line: str) -> None:
+        """Takes over the value of another stand-in; those that share memory with this one cannot be used any more."""
+        for memory in self.memories:
+            memory.written = line
+        self.ref, self.has_grad, self.inputs, self.memories = other.ref, other.has_grad, other.inputs, new_memory()
 
 
 class Value(fx.Proxy):
     """The stand-in for a number, a shape, a tuple, or anything else that is not a tensor."""
 
-    node: Traced  # type: ignore[assignment]  # this tracer keeps no nodes of torch.fx
+    node: ValueInfo  # type: ignore[assignment]  # this tracer keeps no nodes of torch.fx
 
     @property  # type: ignore[misc]  # read-only
     def __class__(self) -> type:
@@ -151,7 +180,7 @@ class TensorValue(Value, Tensor):  # type: ignore[misc]  # their operators diffe
 
     @property  # type: ignore[misc]  # read-only
     def __class__(self) -> type:
-        """Returns the class: unlike that of other values, the type of a tensor is known."""
+        """Returns the class, because a tensor is known to be one."""
         return type(self)
 
     def __getattribute__(self, k: str) -> Any:
@@ -235,7 +264,7 @@ def _method(value: Value, name: str) -> Callable[..., Any]:
     return call
 
 
-def stand_ins(value: Any) -> list[Value]:
+def find_stand_ins(value: Any) -> list[Value]:
     """Returns the stand-ins in nested arguments."""
     return [part for part in leaves(value) if isinstance(part, Value)]
 
@@ -244,33 +273,15 @@ def needs_value(value: fx.Proxy, reason: str) -> NoReturn:
     """Raises `NeedsSettings` if the value depends only on settings, which can be fixed, else `LossNotTraceable`."""
     inputs: frozenset[str] = value.node.inputs  # type: ignore[attr-defined]
     if inputs and all(name.startswith(SETTING) for name in inputs):
-        raised.append(NeedsSettings(frozenset(name.removeprefix(SETTING) for name in inputs)))
-        raise raised[-1]
+        trace_errors.append(NeedsSettings(frozenset(name.removeprefix(SETTING) for name in inputs)))
+        raise trace_errors[-1]
     reject(reason)
 
 
 def reject(reason: str, fix: str = ALTERNATIVES) -> NoReturn:
     """Raises `LossNotTraceable` for the line that is being traced."""
-    raised.append(LossNotTraceable(f"{here()}{reason}. {fix}"))
-    raise raised[-1]
-
-
-GETATTR = ("getattr", "builtins.getattr")
-_NUMBERS = {"dim", "ndimension", "numel", "element_size", "is_floating_point"}
-_ATTRIBUTES: dict[str, Kind] = {"shape": "shape", "dtype": "number", "device": "number", "ndim": "number"}
-_TUPLES = {
-    *("aminmax", "broadcast_tensors", "chunk", "cummax", "cummin", "sort", "split", "std_mean", "topk"),
-    *("unbind", "var_mean"),
-}
-# These return a tuple if they are given a dimension, and otherwise a tensor.
-_TUPLES_ALONG = {"max", "median", "min", "nanmedian"}
-_SHARING = """
-T as_tensor bfloat16 bool broadcast_tensors broadcast_to chunk contiguous cpu cuda data detach diagonal double einsum
-expand expand_as flatten float half int long mT movedim narrow permute pos positive ravel reshape reshape_as select
-split squeeze swapaxes t to transpose type_as unbind unflatten unfold unsqueeze view view_as
-"""
-# Functions, methods and attributes whose result may be a view of an argument, or the argument itself.
-SHARING = frozenset(_SHARING.split())
+    trace_errors.append(LossNotTraceable(f"{current_line()}{reason}. {fix}"))
+    raise trace_errors[-1]
 
 
 def target_name(target: Any) -> str:
@@ -282,7 +293,7 @@ def target_name(target: Any) -> str:
     return "operator." + name.removeprefix("_operator.") if name.startswith("_operator.") else name
 
 
-def kind_of(op: str, target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind:
+def result_kind(op: str, target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind:
     """Returns the kind of a call's result."""
     name = target.rpartition(".")[2]
     if op == "call_method":
@@ -292,7 +303,7 @@ def kind_of(op: str, target: str, args: Sequence[Any], kwargs: Mapping[str, Any]
             return "number"
     if target in GETATTR:
         return _ATTRIBUTES.get(args[1], "tensor")
-    kinds = {value.node.kind for value in stand_ins([args, kwargs])}
+    kinds = {value.node.kind for value in find_stand_ins([args, kwargs])}
     if target == "operator.getitem":
         source: Kind = args[0].node.kind if isinstance(args[0], Value) else "tensor"
         if source in ("tuple", "shape"):
@@ -307,23 +318,13 @@ def kind_of(op: str, target: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     return "tensor"
 
 
-def rank_of(kind: Kind, target: str, args: Sequence[Any]) -> int | None:
+def shape_length(kind: Kind, target: str, args: Sequence[Any]) -> int | None:
     """Returns the length of a shape, if it is known: the shape of an input, or a slice of it."""
     if kind != "shape" or not isinstance(args[0], Value) or args[0].node.rank is None:
         return None
     if target != "operator.getitem":
         return args[0].node.rank if target in ("size", *GETATTR) else None
-    return None if stand_ins(args[1]) else len(range(args[0].node.rank)[args[1]])
-
-
-def picks_view(index: Any) -> bool:
-    """Returns whether an index creates a view: numbers, slices, None and Ellipsis do, tensors and lists do not."""
-    return all(
-        part.node.kind == "number"
-        if isinstance(part, Value)
-        else part is None or part is Ellipsis or type(part) in (int, slice)
-        for part in (index if isinstance(index, tuple) else (index,))
-    )
+    return None if find_stand_ins(args[1]) else len(range(args[0].node.rank)[args[1]])
 
 
 def may_share(target: str, args: Sequence[Any]) -> bool:

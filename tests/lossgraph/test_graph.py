@@ -1,4 +1,4 @@
-"""A graph is plain data: what is not exactly what a graph may be is refused, and nothing of it is run by reading it."""
+"""Graphs are plain data: anything else raises, and reading a graph runs nothing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 
 from tests.helpers.graph_messages import graph, node, placeholder, ref
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.lossgraph.graphs import functions
-from tinker_lightning.lossgraph.graphs.graph import MAX_NODES, MAX_VALUES, Graph, Node, Ref
-from tinker_lightning.lossgraph.graphs.run import Program
+from tinker_lightning.lossgraph import functions
+from tinker_lightning.lossgraph.graph import MAX_NODES, MAX_VALUES, Graph, Node, Ref
+from tinker_lightning.lossgraph.program import Program
 
 
-def refused(message: Any, because: str) -> None:
-    """It is refused, in a moment and without taking memory."""
+def assert_invalid(message: Any, because: str) -> None:
+    """Asserts that a message raises, quickly and without taking memory."""
     tracemalloc.start()
     started = time.thread_time()
     try:
@@ -113,7 +113,7 @@ def test_the_official_sdks_own_example_is_read() -> None:
     ],
 )
 def test_functions_that_are_not_on_the_list(target: str) -> None:  # R3.7
-    refused(graph(node("a", target, ref("logprobs"))), "is not among those that a server-side loss may call")
+    assert_invalid(graph(node("a", target, ref("logprobs"))), "is not among those that a server-side loss may call")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_functions_that_are_not_on_the_list(target: str) -> None:  # R3.7
     ],
 )
 def test_methods_that_are_not_on_the_list(method: str) -> None:  # R3.7
-    refused(graph(node("a", method, ref("logprobs"), op="call_method")), "is not among those")
+    assert_invalid(graph(node("a", method, ref("logprobs"), op="call_method")), "is not among those")
 
 
 def test_the_lists_hold_torchs_own_functions_and_ours_and_no_others() -> None:  # R3.7
@@ -209,28 +209,30 @@ def test_the_lists_hold_torchs_own_functions_and_ours_and_no_others() -> None:  
     ],
 )
 def test_what_is_no_graph(message: Any, because: str) -> None:
-    refused(message, because)
+    assert_invalid(message, because)
 
 
 def test_a_million_nodes() -> None:
     nodes = graph(*(node(f"n{i}", "torch.exp", ref("logprobs")) for i in range(3)))
     million = {"nodes": nodes["nodes"][:1] + nodes["nodes"][1:2] * 10**6}
-    refused(million, f"the graph has 1000001 nodes; at most {MAX_NODES} are supported")
+    assert_invalid(million, f"the graph has 1000001 nodes; at most {MAX_NODES} are supported")
 
 
 def test_arguments_without_end() -> None:
-    refused(graph(node("a", "torch.tensor", [0.0] * (MAX_VALUES + 1))), f"may have {MAX_VALUES} of them")
+    assert_invalid(graph(node("a", "torch.tensor", [0.0] * (MAX_VALUES + 1))), f"may have {MAX_VALUES} of them")
     shared = [0.0] * 1000
-    refused(graph(*(node(f"n{i}", "torch.tensor", shared) for i in range(100))), f"may have {MAX_VALUES} of them")
+    assert_invalid(
+        graph(*(node(f"n{i}", "torch.tensor", shared) for i in range(100))), f"may have {MAX_VALUES} of them"
+    )
     deep: Any = 0
     for _ in range(sys.getrecursionlimit() * 2):
         deep = [deep]
-    refused(graph(node("a", "torch.tensor", deep)), "nested 8 deep")
+    assert_invalid(graph(node("a", "torch.tensor", deep)), "nested 8 deep")
     for kind in ("tuple", "slice", "dict"):
         deep = 0
         for _ in range(2000):
             deep = {kind: {"k": deep} if kind == "dict" else [deep, None, None]}
-        refused(graph(node("a", "torch.tensor", deep)), "nested 8 deep|is invalid")
+        assert_invalid(graph(node("a", "torch.tensor", deep)), "nested 8 deep|is invalid")
 
 
 def test_reading_does_not_change_what_is_read() -> None:

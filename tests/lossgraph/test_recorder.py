@@ -1,4 +1,4 @@
-"""A loss function becomes a graph with the same value and gradient; what cannot is refused, with the line."""
+"""Loss functions become graphs with the same value and gradient; others raise with the line."""
 
 # ruff: noqa: ARG005  # a loss has parameters that it does not use
 
@@ -20,7 +20,7 @@ from tests.helpers.traced_losses import B, T, assert_same, expected, optional, r
 from tinker_lightning import LossFnOutput
 from tinker_lightning.errors import InvalidInput, InvalidLoss, LossNotTraceable
 from tinker_lightning.lossgraph.graph_loss import SCALE, GraphLoss, scale_by_input
-from tinker_lightning.lossgraph.tracing.trace import trace_batch_loss, trace_datum_loss
+from tinker_lightning.lossgraph.trace import trace_batch_loss, trace_datum_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,7 +86,7 @@ def test_items_can_be_set() -> None:
         kept = logprobs.clone()
         kept[weights < 0] = 0.0
         kept[0] = logprobs[1] * 2
-        kept[2:4] += 1
+        kept[2:4] = kept[2:4] + 1
         return (kept * weights).sum(), {}
 
     assert_same(loss)
@@ -104,10 +104,9 @@ def test_item_is_a_number_without_a_gradient() -> None:
 def test_an_item_is_not_changed_by_what_is_written_later() -> None:
     def loss(logprobs: Tensor, weights: Tensor) -> Any:
         doubled = logprobs * 2
-        first = doubled[0]
-        before = first.item()
+        before = doubled[0].item()
         doubled *= 3
-        return (doubled * before).sum() + first, {}
+        return (doubled * before).sum() + doubled[0], {}
 
     assert_same(loss)
 

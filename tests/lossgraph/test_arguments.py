@@ -1,4 +1,4 @@
-"""A function of torch's can be called in all the ways that torch takes, or is refused where it is traced."""
+"""Functions of torch can be called in every way that torch accepts, or raise where they are traced."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.nn import functional as F  # noqa: N812
 from tests.helpers.graph_messages import graph, node, ref
 from tests.helpers.traced_losses import assert_same
 from tinker_lightning.errors import InvalidLoss, LossNotTraceable
-from tinker_lightning.lossgraph.graphs.graph import Graph
-from tinker_lightning.lossgraph.graphs.run import Program
-from tinker_lightning.lossgraph.tracing.trace import trace_datum_loss
+from tinker_lightning.lossgraph.graph import Graph
+from tinker_lightning.lossgraph.program import Program
+from tinker_lightning.lossgraph.trace import trace_datum_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable

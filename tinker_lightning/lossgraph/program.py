@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidLoss, MemoryLimitExceeded
-from tinker_lightning.lossgraph.graphs.functions import find
-from tinker_lightning.lossgraph.graphs.graph import Node, Ref, leaves, mapped, refs
-from tinker_lightning.lossgraph.graphs.guards import MAX_PIECES, check_device, is_mask
-from tinker_lightning.lossgraph.graphs.limits import Limits, Meter, Use, broadcast
+from tinker_lightning.lossgraph.functions import find
+from tinker_lightning.lossgraph.graph import Node, Ref, leaves, map_leaves, refs
+from tinker_lightning.lossgraph.guards import MAX_PIECES, check_device, is_mask
+from tinker_lightning.lossgraph.limits import Limits, Meter, Use, broadcast_elements
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tinker_lightning.lossgraph.graphs.functions import Function
-    from tinker_lightning.lossgraph.graphs.graph import Graph
+    from tinker_lightning.lossgraph.functions import Function
+    from tinker_lightning.lossgraph.graph import Graph
 
 DEFAULT_LIMITS = Limits()
 _META = torch.device("meta")
@@ -59,8 +59,8 @@ class Program:
                 if i >= checked and not _check_dynamic(node, function, args, kwargs, meter):
                     _attempt(function, _shape_of(args), _shape_of(kwargs), meter)
                 environment[len(values) + i] = function.call(*args, **kwargs)
-            for place in self._last_use[i]:
-                environment[place] = None
+            for position in self._last_use[i]:
+                environment[position] = None
         return _fill(self.graph.output, environment)
 
     def check(self, values: Sequence[Any], limits: Limits = DEFAULT_LIMITS) -> int:
@@ -120,22 +120,22 @@ def _check_dynamic(node: Node, function: Function, args: Any, kwargs: Any, meter
     is_item = node.target == "operator.getitem"
     if not (function.is_dynamic or (is_item and len(args) == 2 and is_mask(args[1]))):
         return False
-    given = _tensors([args, kwargs])
+    tensors = _tensors([args, kwargs])
     # A mask may be broadcast with a smaller tensor.
-    picked = max((0 if is_item else broadcast(*given), *(tensor.numel() for tensor in given)))
-    rank = max((tensor.ndim for tensor in given), default=0)
+    picked = max((0 if is_item else broadcast_elements(*tensors), *(tensor.numel() for tensor in tensors)))
+    rank = max((tensor.ndim for tensor in tensors), default=0)
     meter.add(picked * (rank + 2))
     # The selected values, or the indices of the true ones.
-    itemsize = max((tensor.dtype.itemsize for tensor in given), default=0)
+    itemsize = max((tensor.dtype.itemsize for tensor in tensors), default=0)
     meter.keep(picked * (itemsize if is_item else max(itemsize, 8 * rank)))
     return True
 
 
 def _new_bytes(args: Any, kwargs: Any, result: Any) -> int:
     """Returns the bytes of a result that it does not share with the arguments."""
-    known = {tensor.untyped_storage()._cdata for tensor in _tensors([args, kwargs])}
+    shared = {tensor.untyped_storage()._cdata for tensor in _tensors([args, kwargs])}
     storages = (tensor.untyped_storage() for tensor in _tensors(result))
-    return sum({each._cdata: each.nbytes() for each in storages if each._cdata not in known}.values())
+    return sum({each._cdata: each.nbytes() for each in storages if each._cdata not in shared}.values())
 
 
 @contextmanager
@@ -159,8 +159,8 @@ def _error_at_node(node: Node) -> Iterator[None]:
 
 def _count_parts(node: Node, environment: list[Any], meter: Meter) -> None:
     """Counts the items of the sequences that a call refers to, once per reference."""
-    given = (environment[place] for place in refs([node.args, dict(node.kwargs)]))
-    parts = sum(len(value) for value in given if isinstance(value, tuple | list))
+    values = (environment[position] for position in refs([node.args, dict(node.kwargs)]))
+    parts = sum(len(value) for value in values if isinstance(value, tuple | list))
     if parts > _MAX_PARTS:
         raise InvalidLoss(f"{node.target} gets {parts} values; at most {_MAX_PARTS} are allowed")
     if node.target != "operator.getitem":  # which reads only one
@@ -170,7 +170,7 @@ def _count_parts(node: Node, environment: list[Any], meter: Meter) -> None:
 def _resolve(
     node: Node, function: Function, environment: list[Any], device: torch.device
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the arguments of a call; every device is replaced by that of the run."""
+    """Returns the arguments of a call, with the device of the run in place of every other device."""
     args = [_fill(arg, environment, device) for arg in node.args]
     kwargs = {key: _fill(arg, environment, device) for key, arg in node.kwargs.items()}
     if function.is_factory:
@@ -185,7 +185,7 @@ def _fill(value: Any, environment: list[Any], device: torch.device | None = None
         part = environment[part.node] if isinstance(part, Ref) else part
         return device if isinstance(part, torch.device) and device is not None else part
 
-    return mapped(value, fill)
+    return map_leaves(value, fill)
 
 
 def _shape_of(value: Any) -> Any:
@@ -199,7 +199,7 @@ def _shape_of(value: Any) -> Any:
             return torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=_META)
         return _META if isinstance(part, torch.device) else part
 
-    return mapped(value, shape)
+    return map_leaves(value, shape)
 
 
 def _signature(value: Any) -> Any:
@@ -212,8 +212,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _last_uses(graph: Graph) -> list[list[int]]:
     """Returns, for each call, the positions of the values that no later call needs."""
-    last = {place: i for i, node in enumerate(graph.calls) for place in refs([node.args, dict(node.kwargs)])}
+    last = {position: i for i, node in enumerate(graph.calls) for position in refs([node.args, dict(node.kwargs)])}
     freed: list[list[int]] = [[] for _ in graph.calls]
-    for place in last.keys() - {*refs(graph.output)}:
-        freed[last[place]].append(place)
+    for position in last.keys() - {*refs(graph.output)}:
+        freed[last[position]].append(position)
     return freed
