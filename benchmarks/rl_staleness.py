@@ -196,11 +196,11 @@ class Task(Environment):
 class WithoutStreaming(GRPO):
     """Sends the forward passes of a batch when all its groups have arrived."""
 
-    def _receive(self, batch: Any, unit: Any, orders: Any) -> Any:
-        orders = list(orders)
-        for _ in unit.arriving(orders, None):
+    def _receive(self, batch: Any, job: Any, slots: Any) -> Any:
+        slots = list(slots)
+        for _ in job.receive(slots, None):
             pass
-        return super()._receive(batch, unit, orders)
+        return super()._receive(batch, job, slots)
 
 
 def steps_per_second(times: Times, *, straggler: bool, staleness: int, streaming: bool, steps: int) -> float:

@@ -23,7 +23,7 @@ from tinker_lightning.errors import (
     TinkerLightningError,
 )
 from tinker_lightning.losses import surrogate
-from tinker_lightning.threads.background import blocker, on_loop, on_thread
+from tinker_lightning.threads.background import blocker, run_on_loop, run_on_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -220,11 +220,11 @@ def _start(term: Regularizer, data: list[Any], logprobs: list[Tensor]) -> Future
 
     def call() -> Any:
         returned = term.fn(data, logprobs)
-        return on_loop(returned, term.name) if inspect.isawaitable(returned) else returned
+        return run_on_loop(returned, term.name) if inspect.isawaitable(returned) else returned
 
     with _name_in_errors(term):
         if term.run_in_executor and not term.is_async:
-            return on_thread(lambda: _result(call()), term.name)
+            return run_on_thread(lambda: _result(call()), term.name)
         returned = call()
     if isinstance(returned, Future):
         return returned
