@@ -239,7 +239,7 @@ def test_a_server_that_does_not_answer_does_not_keep_a_run_alive(
     trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
     transport = Stalling(httpx.ASGITransport(create_app(trainer)))
     service = ServiceClient(base_url="http://embedded", transport=transport)
-    monkeypatch.setattr("tinker_lightning.lightning.lazy_client.connect", lambda *_, **__: service)
+    monkeypatch.setattr("tinker_lightning.lightning.session.connect", lambda *_, **__: service)
     action, raised, _ = WAYS[way]
     signals = threading.Timer(0.5, action)
 

@@ -26,7 +26,7 @@ from tinker_lightning.rows.batches import as_list
 if TYPE_CHECKING:
     from os import PathLike
 
-    from tinker_lightning.lightning.base import RemoteBase
+    from tinker_lightning.lightning.module import RemoteModule
 
 logger = logging.getLogger("tinker_lightning")
 
@@ -136,7 +136,7 @@ class CostMonitor(pl.Callback):
         """Restores the tokens counted before the checkpoint was saved."""
         self.tokens = TokenCount(**state_dict)
 
-    def _update(self, module: RemoteBase) -> None:
+    def _update(self, module: RemoteModule) -> None:
         now = _count(module)
         self.tokens, self._seen = self.tokens + (now - self._seen), now
 
@@ -156,11 +156,11 @@ class CostMonitor(pl.Callback):
         return found
 
 
-def _count(module: RemoteBase) -> TokenCount:
+def _count(module: RemoteModule) -> TokenCount:
     return sum((each.tokens for each in group.remotes_of(module)), start=TokenCount())
 
 
-def _tokens_per_batch(trainer: pl.Trainer, module: RemoteBase) -> TokenCount | None:
+def _tokens_per_batch(trainer: pl.Trainer, module: RemoteModule) -> TokenCount | None:
     """Returns the mean tokens of a batch by some rows of the data; None for data that cannot be looked at."""
     total = 0.0
     for loader in CombinedLoader(trainer.train_dataloader).flattened:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from os import PathLike
 
-    from tinker_lightning.lightning.base import RemoteBase
+    from tinker_lightning.lightning.module import RemoteModule
     from tinker_lightning.remote.saved_state import SavedState
 
 logger = logging.getLogger("tinker_lightning")
@@ -97,7 +97,7 @@ class ExportAdapter(pl.Callback):
     def _overwrites(self) -> bool:
         return self.overwrite or self.folder is not None  # a second fit replaces the export of the first
 
-    def export(self, module: RemoteBase) -> Path:
+    def export(self, module: RemoteModule) -> Path:
         """Exports the current adapter of a module, and returns its folder."""
         self._check_folders()
         module.drain()
@@ -123,7 +123,7 @@ class ExportAdapter(pl.Callback):
         if self.merged is not None:
             _check_merged(Path(self.merged).expanduser(), self._overwrites)
 
-    def _name_base(self, module: RemoteBase, folder: Path) -> str:
+    def _name_base(self, module: RemoteModule, folder: Path) -> str:
         """Writes a portable name of the base model; returns what it is loaded from on this machine."""
         file = folder / CONFIG
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -147,7 +147,7 @@ def _monitoring(trainer: pl.Trainer) -> list[Any]:
 
 
 @contextmanager
-def _loaded(module: RemoteBase, state: SavedState) -> Iterator[None]:
+def _loaded(module: RemoteModule, state: SavedState) -> Iterator[None]:
     """Loads a state into the model for the length of a `with` block."""
     handle = module.lm.handle.remote
     saved = handle.saved
@@ -165,7 +165,7 @@ def _loaded(module: RemoteBase, state: SavedState) -> Iterator[None]:
                 logger.warning("%s could not be deleted and stays on the server: %s", current.path, error)
 
 
-def _save_tokenizer(module: RemoteBase, folder: Path) -> None:
+def _save_tokenizer(module: RemoteModule, folder: Path) -> None:
     try:
         module.tokenizer.save_pretrained(folder)
     except TinkerLightningError as error:

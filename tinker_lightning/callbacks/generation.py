@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning.base import RemoteBase
 from tinker_lightning.lightning.checkpoint import rng
+from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.rows.formats import is_chat, is_row
 from tinker_lightning.types import SamplingParams
 from tinker_lightning.types.chat import to_answer
@@ -56,7 +56,7 @@ class GeneratingCallback(pl.Callback, ABC):
 
     @abstractmethod
     def on_samples(
-        self, trainer: pl.Trainer, module: RemoteBase, samples: list[list[dict[str, Any]]], *, in_epoch: bool
+        self, trainer: pl.Trainer, module: RemoteModule, samples: list[list[dict[str, Any]]], *, in_epoch: bool
     ) -> None:
         """Handles the samples of each prompt: dicts with `tokens`, `logprobs`, `stop_reason` and usually `text`.
 
@@ -95,14 +95,14 @@ class GeneratingCallback(pl.Callback, ABC):
 
     def _sample(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, in_epoch: bool) -> None:
         module = remote(self, pl_module)
-        found = module._samples.of(self.rows, self.sampling_params, self.num_samples)
+        found = module._prompt_sampler.sample(self.rows, self.sampling_params, self.num_samples)
         self.on_samples(trainer, module, [one.get("samples", [one]) for one in found], in_epoch=in_epoch)
         self._last_step = trainer.global_step
 
 
-def remote(callback: pl.Callback, module: pl.LightningModule) -> RemoteBase:
+def remote(callback: pl.Callback, module: pl.LightningModule) -> RemoteModule:
     """Returns a remote module; raises `InvalidInput` for any other."""
-    if not isinstance(module, RemoteBase):
+    if not isinstance(module, RemoteModule):
         raise InvalidInput(
             f"{type(callback).__name__} needs a RemoteModule, but the trainer runs a {type(module).__name__}"
         )
@@ -162,7 +162,7 @@ class GenerationEval(GeneratingCallback):
         return f"{type(self).__qualname__}({self.name!r})"
 
     def on_samples(
-        self, trainer: pl.Trainer, module: RemoteBase, samples: list[list[dict[str, Any]]], *, in_epoch: bool
+        self, trainer: pl.Trainer, module: RemoteModule, samples: list[list[dict[str, Any]]], *, in_epoch: bool
     ) -> None:
         """Scores the samples and logs the means."""
         found: dict[str, list[float]] = {}

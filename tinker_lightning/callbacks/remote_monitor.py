@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from os import PathLike
 
-    from tinker_lightning.lightning.base import RemoteBase
+    from tinker_lightning.lightning.module import RemoteModule
 
 logger = logging.getLogger("tinker_lightning")
 
@@ -156,5 +156,5 @@ class RemoteMonitor(pl.Callback):
         self._active.close()
 
 
-def _trained(module: RemoteBase) -> int:
+def _trained(module: RemoteModule) -> int:
     return sum(each.tokens.trained for each in group.remotes_of(module))

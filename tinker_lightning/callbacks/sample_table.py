@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import lightning.pytorch as pl
 
-    from tinker_lightning.lightning.base import RemoteBase
+    from tinker_lightning.lightning.module import RemoteModule
     from tinker_lightning.types import SamplingParams
 
 _COLUMNS = ["step", "prompt", "completion", "stop_reason"]
@@ -70,7 +70,7 @@ class SampleTable(GeneratingCallback):
         self._started.clear()
 
     def on_samples(
-        self, trainer: pl.Trainer, module: RemoteBase, samples: list[list[dict[str, Any]]], *, in_epoch: bool
+        self, trainer: pl.Trainer, module: RemoteModule, samples: list[list[dict[str, Any]]], *, in_epoch: bool
     ) -> None:
         """Writes a table."""
         del in_epoch
@@ -97,7 +97,7 @@ class SampleTable(GeneratingCallback):
         self._write(trainer, module, rows)
         self._last_step = step
 
-    def _write(self, trainer: pl.Trainer, module: RemoteBase, rows: list[list[Any]]) -> None:
+    def _write(self, trainer: pl.Trainer, module: RemoteModule, rows: list[list[Any]]) -> None:
         step = trainer.global_step
         if self.console:
             lines = [f"  {row[1]!r} → {row[2]!r}" + "".join(f"  {reward:g}" for reward in row[4:]) for row in rows]

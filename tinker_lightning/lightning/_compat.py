@@ -13,12 +13,15 @@ from operator import attrgetter
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning import __version__
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import launchers
 from packaging.version import Version
+from torch import Tensor
 
 from tinker_lightning.errors import IncompatibleLightning
+from tinker_lightning.lightning.checkpoint.format import LogArguments
 from tinker_lightning.rows.batches import except_datums
 
 if TYPE_CHECKING:
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
     import lightning.pytorch as pl
     from lightning.pytorch.plugins import Precision
+
+    from tinker_lightning.lightning.checkpoint.format import LoggedValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,35 +187,60 @@ def drop_logged(trainer: pl.Trainer, hook: str, names: Iterable[str], loader: in
     """
     results = CURRENT_RESULTS.get(trainer)
     by_loader = RESULTS_LOADER.get(results) is not None
-    given = set(names)
+    dropped = set(names)
     for key, item in list(results.items()):
         is_of_hook = LOGGED_HOOK.get(item).partition(".")[0] == hook
-        if is_of_hook and LOGGED_NAME.get(item) in given and LOGGED_LOADER.get(item) in (None, loader):
+        if is_of_hook and LOGGED_NAME.get(item) in dropped and LOGGED_LOADER.get(item) in (None, loader):
             del results[key]
     return by_loader
 
 
-# The arguments of `self.log` that Lightning stores with a value and compares with those of the next call.
-_LOG_ARGUMENTS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+_LOG_ARGUMENTS = tuple(LogArguments.__annotations__)
 
 
-def log_arguments(item: Any) -> dict[str, Any]:
-    """Returns the arguments of `self.log` that a logged value was given, as plain data."""
-    return {name: Private("_ResultMetric", f"meta.{name}").get(item) for name in _LOG_ARGUMENTS}
+def logged_values(trainer: pl.Trainer) -> list[LoggedValue]:
+    """Returns the values that the current training epoch has logged so far, as tensors and plain data."""
+    logged = TRAIN_RESULTS.get(trainer).values()
+    return [_logged_value(item) for item in logged if LOGGED_BY_EPOCH.get(item) and not HAS_RESET.get(item)]
 
 
-def log_again(trainer: pl.Trainer, arguments: dict[str, Any], value: Any, reduce: Any, attribute: str | None) -> Any:
-    """Logs a value of the training epoch with the result of `log_arguments`, and returns what Lightning keeps of it."""
+def _logged_value(item: Any) -> LoggedValue:
+    last = FORWARD_CACHE.get(item)
+    is_tensor = IS_TENSOR.get(item)
+    arguments: Any = {name: Private("_ResultMetric", f"meta.{name}").get(item) for name in _LOG_ARGUMENTS}
+    return {  # type: ignore[typeddict-item]
+        **arguments,
+        "reduce_fx": LOGGED_REDUCTION.get(item).__name__,
+        "metric_attribute": LOGGED_ATTRIBUTE.get(item),
+        "value": LOGGED_VALUE.get(item).clone() if is_tensor else None,
+        "weight": CUMULATED_BATCH_SIZE.get(item) if is_tensor and IS_MEAN.get(item) else None,
+        "last": last if isinstance(last, Tensor) else None,
+    }
+
+
+def log_again(trainer: pl.Trainer, saved: LoggedValue, value: Any) -> None:
+    """Restores a value that `logged_values` has returned; `value` may also be the metric that was logged."""
     results = TRAIN_RESULTS.get(trainer)
+    arguments: Any = saved
     RESULTS_LOG.get(results)(
         **{name: arguments[name] for name in _LOG_ARGUMENTS},
         value=value,
-        reduce_fx=reduce,
+        reduce_fx=getattr(torch, saved["reduce_fx"]),
         sync_dist_fn=trainer.strategy.reduce,
-        metric_attribute=attribute,
+        metric_attribute=saved["metric_attribute"],
         batch_size=1,
     )
-    return results[f"{arguments['fx']}.{arguments['name']}"]
+    item = results[f"{saved['fx']}.{saved['name']}"]
+    FORWARD_CACHE.set(item, saved["last"])
+    if saved["value"] is not None:
+        LOGGED_VALUE.set(item, value)
+    if saved["weight"] is not None:
+        CUMULATED_BATCH_SIZE.set(item, saved["weight"])
+
+
+def validation_attributes(trainer: pl.Trainer) -> set[str | None]:
+    """Returns the attribute names of the metrics that the last validation has logged."""
+    return {LOGGED_ATTRIBUTE.get(item) for item in VAL_RESULTS.get(trainer).values()}
 
 
 def when_selected(trainer: pl.Trainer, call: Callable[[Any], None]) -> None:

@@ -36,6 +36,14 @@ if TYPE_CHECKING:
 
     FinishedPass: TypeAlias = tuple[ForwardBackwardOutput, PendingBackward]
 
+LOSS = "train_loss"
+VALUE = "value"
+TOTAL = "loss_total"
+SCORES = frozenset({"nll", "perplexity"})
+COUNTS = frozenset({"tokens", "action_tokens"})
+# Logged by the module, the server or Lightning in some stage; "step" would even set the step of a logger's row.
+_RESERVED = OF_PASSES | SCORES | {LOSS, "loss", "grad_norm", "learning_rate", "epoch", "step"}
+
 _SUM = "loss:sum"
 # Metrics of a loss that the server has renamed to avoid clashes.
 _SET_APART = frozenset(f"loss/{name}" for name in OF_PASSES)
@@ -74,11 +82,12 @@ class DeferredMetrics:
 
         With `by_step`, only those that read a metric after this step count.
         """
-        schedulers = trainer.lr_scheduler_configs
-        readers: list[Any] = [*_compat.CALLBACKS.get(trainer), *schedulers]
+        readers: list[Any]
         if by_step:
             readers = [one for one in trainer.checkpoint_callbacks if _may_save(one, trainer.global_step)]
-            readers += [one for one in schedulers if _is_due(one, trainer)]
+            readers += [one for one in trainer.lr_scheduler_configs if _is_due(one, trainer)]
+        else:
+            readers = [*_compat.CALLBACKS.get(trainer), *trainer.lr_scheduler_configs]
         monitored = {getattr(one, "monitor", None) for one in readers} - {None}
         return bool(monitored & self._names if self._names else monitored)
 
@@ -96,10 +105,11 @@ class DeferredMetrics:
         while self._waiting:
             entry = self._waiting[0]
             futures: list[TinkerFuture[Any]] = [entry.sent.optim, *(loss for loss, _ in entry.sent.losses)]
-            if not wait and not all(future.done() for future in futures):
+            if wait:
+                for future in futures:
+                    self._wait(future)
+            elif not all(future.done() for future in futures):
                 return
-            for future in futures:
-                self._wait(future)
             self._waiting.popleft()
             if any(future.failed for future in futures):
                 continue
@@ -108,8 +118,8 @@ class DeferredMetrics:
                 for _, call in entry.sent.losses:
                     surrogate.warn_of_zero(call.name.removeprefix(OF_LIBRARY).removeprefix(OF_OWN))
             self._names.update(metrics)
-            if any(isinstance(each, LearningRateMonitor) for each in _compat.CALLBACKS.get(entry.trainer)):
-                metrics.pop("learning_rate", None)  # which that callback logs
+            if "learning_rate" in metrics and _logs_learning_rate(entry.trainer):
+                del metrics["learning_rate"]
             if entry.to_loggers and metrics:
                 # `self.log` cannot log under another step, and raises after the last one. Lightning adds the epoch to
                 # what it logs, too.
@@ -121,9 +131,13 @@ class DeferredMetrics:
 
     def _metrics(self, sent: Step, share: float) -> dict[str, float]:
         """Returns the metrics of a step and of the losses that ran on the server."""
-        ran = [(loss.result(), call) for loss, call in sent.losses]
-        metrics = {**of_losses(ran, share), **self._further(ran)} if ran else {}
+        passes = [(loss.result(), call) for loss, call in sent.losses]
+        metrics = {**window_metrics(passes, share), **self._further(passes)} if passes else {}
         return metrics | {name: float(value) for name, value in (sent.optim.result().metrics or {}).items()}
+
+
+def _logs_learning_rate(trainer: pl.Trainer) -> bool:
+    return any(isinstance(each, LearningRateMonitor) for each in _compat.CALLBACKS.get(trainer))
 
 
 def _may_save(callback: Any, step: int) -> bool:
@@ -140,18 +154,18 @@ def _is_due(scheduler: LRSchedulerConfig, trainer: pl.Trainer) -> bool:
     return scheduler.interval == "step" and batches % scheduler.frequency == 0
 
 
-def of_losses(ran: Sequence[FinishedPass], share: float = 1.0) -> dict[str, float]:
+def window_metrics(passes: Sequence[FinishedPass], share: float = 1.0) -> dict[str, float]:
     """Returns the values of a window's losses, scaled like their gradients and by `share`, and their metrics.
 
-    The metrics of a loss with regularizers are prefixed with `base_loss/`, as for a loss that runs locally; those of
-    several different losses with the names of the losses. A sum with a loss whose value the server does not return is
-    absent.
+    The metrics of a loss with regularizers are prefixed with `base_loss/`, as for a loss that runs locally. If the
+    losses differ, their metrics are prefixed with the names of the losses. A sum with a loss whose value the server
+    does not return is absent.
     """
     different: dict[tuple[bool, str, str], list[FinishedPass]] = {}
-    for output, call in ran:
+    for output, call in passes:
         key = (call.added is not None, call.name, repr(sorted((call.config or {}).items())))
         different.setdefault(key, []).append((output, call))
-    found: dict[str, float] = {LOSS: 0.0}
+    metrics: dict[str, float] = {LOSS: 0.0}
     names: Counter[str] = Counter()
     unknown: set[str] = set()
     for (is_base, name, _), alike in sorted(different.items()):  # the order of backwards must not change numbers
@@ -159,26 +173,28 @@ def of_losses(ran: Sequence[FinishedPass], share: float = 1.0) -> dict[str, floa
         if len(different) > 1:
             names[name] += 1
             prefix += f"{name}/" if names[name] == 1 else f"{name}_{names[name]}/"
-        window = [(of_pass(output, call.loss, call.datums, call.config), len(call.datums)) for output, call in alike]
-        metrics = combined(window)
+        window = [
+            (pass_metrics(output, call.loss, call.datums, call.config), len(call.datums)) for output, call in alike
+        ]
+        own = combined(window)
         if prefix:
-            found |= of_part(metrics, prefix)
+            metrics |= prefixed_metrics(own, prefix)
         else:
-            found |= of_loss(metrics, is_of_library=_is_of_library(alike[0][1].loss))
+            metrics |= loss_metrics(own, is_of_library=_is_of_library(alike[0][1].loss))
         if any(_SUM not in output.metrics for output, _ in alike):
             unknown |= {LOSS, TOTAL} if is_base else {LOSS}
             continue
         value = share * sum(call.scale * float(output.metrics[_SUM]) for output, call in alike)
         total = value + share * sum(call.scale * (call.added or 0.0) for _, call in alike)
         if prefix:
-            found[f"{prefix}{VALUE}"] = value
+            metrics[f"{prefix}{VALUE}"] = value
         if is_base:
-            found[TOTAL] = found.get(TOTAL, 0.0) + total
-        found[LOSS] += total
-    return {name: number for name, number in found.items() if name not in unknown}
+            metrics[TOTAL] = metrics.get(TOTAL, 0.0) + total
+        metrics[LOSS] += total
+    return {name: number for name, number in metrics.items() if name not in unknown}
 
 
-def of_pass(
+def pass_metrics(
     output: ForwardBackwardOutput, loss: Any, data: Sequence[Datum], config: Mapping[str, Any] | None
 ) -> dict[str, float]:
     """Returns the metrics of a pass with a server-side loss, with the same names as on every other route.
@@ -202,32 +218,23 @@ def of_pass(
 
 def combined(window: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
     """Combines the metrics of micro-batches, given with their numbers of datums, as their names require."""
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for name in {name: None for metrics, _ in window for name in metrics}:
         values = [metrics[name] for metrics, _ in window if name in metrics]
         counts = [count for metrics, count in window if name in metrics]
         total = math.fsum(values)
         if len(values) == 1 or reduction(name) == "sum":
-            found[name] = total
+            totals[name] = total
         else:
-            found |= reduced(name, values, counts) or {name: total / len(values)}
-    return found
+            totals |= reduced(name, values, counts) or {name: total / len(values)}
+    return totals
 
 
 def _is_of_library(loss: Any) -> bool:
     return loss.is_of_library if isinstance(loss, ServerLoss) else isinstance(loss, str) and loss in BUILT_IN
 
 
-LOSS = "train_loss"
-VALUE = "value"
-TOTAL = "loss_total"
-SCORES = frozenset({"nll", "perplexity"})
-COUNTS = frozenset({"tokens", "action_tokens"})
-# Logged by the module, the server or Lightning in some stage; "step" would even set the step of a logger's row.
-_RESERVED = OF_PASSES | SCORES | {LOSS, "loss", "grad_norm", "learning_rate", "epoch", "step"}
-
-
-def of_loss(metrics: Mapping[str, float], *, is_of_library: bool) -> dict[str, float]:
+def loss_metrics(metrics: Mapping[str, float], *, is_of_library: bool) -> dict[str, float]:
     """Returns the metrics of a loss with reserved names prefixed: `grad_norm` becomes `loss/grad_norm`.
 
     `nll` and `perplexity` of a library loss keep their names, because they are what the module logs itself.
@@ -235,13 +242,13 @@ def of_loss(metrics: Mapping[str, float], *, is_of_library: bool) -> dict[str, f
     return set_apart(metrics, _RESERVED - SCORES if is_of_library else _RESERVED, "loss")
 
 
-def of_part(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """Returns the metrics of one of several losses with its prefix; `value` is reserved for that of the loss."""
+def prefixed_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Returns the metrics of one of several losses with its prefix; `value` is reserved for the value of the loss."""
     return {prefix + name: number for name, number in set_apart(metrics, {VALUE}, "custom").items()}
 
 
 def reduction(name: str) -> Literal["sum", "min", "max", "mean"]:
-    """Returns how a metric is combined over batches: counts are summed, others combined as their suffix says."""
+    """Returns how a metric is combined over batches: counts are summed, others combined by their suffix."""
     if name.rpartition("/")[2] in COUNTS or name.endswith(":sum"):
         return "sum"
     if name.endswith(":min"):

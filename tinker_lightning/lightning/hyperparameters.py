@@ -1,4 +1,4 @@
-"""Which constructor arguments of a module are written to files: plain data without API keys."""
+"""Constructor arguments of a module as they are written to files: plain data without API keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,29 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-def left_out(module: Any) -> list[str]:
+class Secret(str):
+    """A string with the repr `***` that command lines do not write to configuration files."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+
+with contextlib.suppress(ImportError):  # the extra "cli"
+    from jsonargparse.typing import register_type
+
+    # A configuration without the key can be reused: the key is then read from the environment.
+    register_type(Secret, serializer=lambda _: None, deserializer=Secret)
+
+
+def is_secret(name: object, value: object) -> bool:
+    """Whether a value is an API key: a `Secret`, or named `api_key` or `…_api_key` (`X-API-Key` in a header)."""
+    plain = str(name).lower().replace("-", "_")
+    return isinstance(value, Secret) or plain == "api_key" or plain.endswith("_api_key")
+
+
+def arguments_left_out(module: Any) -> list[str]:
     """Returns the names of the constructor arguments of a module that are API keys or not plain data."""
     arguments = _arguments(module)
     return [name for name, value in arguments if is_secret(name, value) or not _is_plain(value)]
@@ -25,16 +47,16 @@ def api_keys(module: Any) -> frozenset[str]:
     return frozenset(Secret(value) for name, value in _arguments(module) if value and is_secret(name, value))
 
 
-def fixed(module: Any) -> frozenset[str]:
+def fixed_arguments(module: Any) -> frozenset[str]:
     """Returns the arguments that a subclass hard-codes for `super().__init__`, which a file must not pass again."""
     *inner, (outermost, rest) = _calls(module)
     left = list(rest)
-    given = set(outermost)
+    free = set(outermost)
     for name, value in (pair for named, _ in reversed(inner) for pair in named.items()):
         if left and value is left[0]:  # one of the outermost call's `*args`, which are passed on in order
             left.pop(0)
-            given.add(name)
-    return frozenset(name for named, _ in inner for name in named) - given
+            free.add(name)
+    return frozenset(name for named, _ in inner for name in named) - free
 
 
 def for_files(value: Any, keys: Collection[str]) -> Any:
@@ -83,25 +105,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, str | int | float | bool)
-
-
-class Secret(str):
-    """A string with the repr `***` that command lines do not write to configuration files."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return "'***'"
-
-
-with contextlib.suppress(ImportError):  # the extra "cli"
-    from jsonargparse.typing import register_type
-
-    # A configuration without the key can be reused: the key is then read from the environment.
-    register_type(Secret, serializer=lambda _: None, deserializer=Secret)
-
-
-def is_secret(name: object, value: object) -> bool:
-    """Whether a value is an API key: a `Secret`, or named `api_key` or `…_api_key` (`X-API-Key` in a header)."""
-    plain = str(name).lower().replace("-", "_")
-    return isinstance(value, Secret) or plain == "api_key" or plain.endswith("_api_key")

@@ -1,4 +1,4 @@
-"""Where a loss runs: on the server, or locally between a forward pass and the backward of its gradient."""
+"""The route of a loss: on the server, or locally between a forward pass and the backward of its gradient."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -42,7 +42,7 @@ class Route:
     """Where a loss runs and how its values are averaged.
 
     Args:
-        route: The chosen route.
+        route: The name of the route.
         loss: A function of datums and log-probabilities if it runs locally; else what `RemoteLM.server_loss` takes.
         config: The settings sent with each call.
         local: The reduced loss as a function of datums and log-probabilities; None if only the server can evaluate it.
@@ -60,16 +60,15 @@ class Route:
     weight: Callable[[Sequence[Any]], float] = len
     is_of_library: bool = False
     regularized: bool = False
+    runs_locally: bool = field(init=False)
+    """Whether the loss is evaluated here, from the log-probabilities of a forward pass."""
+    needs_logprobs: bool = field(init=False)
+    """Whether a training step starts with a forward pass."""
 
-    @property
-    def runs_locally(self) -> bool:
-        """Whether the loss is evaluated here, from the log-probabilities of a forward pass."""
-        return self.route in ("retained", "two-pass")
-
-    @property
-    def needs_logprobs(self) -> bool:
-        """Whether a training step starts with a forward pass."""
-        return self.runs_locally or self.regularized
+    def __post_init__(self) -> None:
+        runs_locally = self.route in ("retained", "two-pass")
+        object.__setattr__(self, "runs_locally", runs_locally)
+        object.__setattr__(self, "needs_logprobs", runs_locally or self.regularized)
 
     def with_inputs(self, data: list[Any], inputs: Mapping[str, Any]) -> list[Any]:
         """Adds to each datum its row of the batch's inputs, if the loss reads them from datums."""
@@ -122,49 +121,49 @@ def choose(
         raise InvalidInput(f"reduction must be 'mean' or 'sum', got {reduction!r}")
     if loss is None:
         return _retained(Route("two-pass", None, {}, regularized=regularized), route, backend)
-    asked: RouteName = "two-pass" if route == "retained" else route
+    name: RouteName = "two-pass" if route == "retained" else route
     equals = equals or _equal_built_in(loss)
     if equals is not None and not regularized and (route == "builtin" or (route == "auto" and may_defer)):
-        chosen, why = _equal(loss, dict(config), route, backend, equals)
+        choice, why = _equal(loss, dict(config), route, backend, equals)
     else:
-        chosen, why = _choose(loss, dict(config), asked, backend, regularized)
-    chosen = _retained(chosen, route, backend)
-    logger.info("loss %s: route %s (%s)", loss_name(loss), chosen.route, why)
-    return _reduced(replace(chosen, regularized=regularized), _registered(loss, backend) or loss, reduction)
+        choice, why = _choose(loss, dict(config), name, backend, regularized)
+    choice = _retained(choice, route, backend)
+    logger.info("loss %s: route %s (%s)", loss_name(loss), choice.route, why)
+    return _reduced(replace(choice, regularized=regularized), _registered(loss, backend) or loss, reduction)
 
 
-def _retained(chosen: Route, route: RouteName, backend: Callable[[], TrainingBackend]) -> Route:
+def _retained(choice: Route, requested: RouteName, backend: Callable[[], TrainingBackend]) -> Route:
     """Saves the second forward of a loss that runs locally if the server can keep the first one."""
-    if not chosen.runs_locally or route == "two-pass":
-        return chosen
+    if not choice.runs_locally or requested == "two-pass":
+        return choice
     if backend().retains:
-        return replace(chosen, route="retained")
-    if route == "retained":
+        return replace(choice, route="retained")
+    if requested == "retained":
         raise InvalidInput(
             "route='retained': this server does not keep forward passes for their gradient. Use route='two-pass', "
             "which works on every server."
         )
-    return chosen
+    return choice
 
 
-def _reduced(chosen: Route, loss: Any, reduction: Reduction) -> Route:
+def _reduced(choice: Route, loss: Any, reduction: Reduction) -> Route:
     """Adds how a loss of the library is divided, and how much a batch counts in a mean over batches."""
     if isinstance(loss, ServerLoss):
         loss = loss.function if loss.is_of_library else None
     function, bound = unwrapped(getattr(losses, loss) if isinstance(loss, str) and loss in BUILT_IN else loss)
     if not is_of_library(function):
-        return chosen
+        return choice
     count = TOKEN_COUNTS.get(function.__name__)
     if count is None:
-        own = {**bound, **chosen.config, **unwrapped(chosen.local)[1]}.get("reduction")  # that of `grpo`
+        own = {**bound, **choice.config, **unwrapped(choice.local)[1]}.get("reduction")  # a setting of `grpo`
         weight = {"token": weighted_tokens, "sum": once}.get(str(own), len)
-        return replace(chosen, weight=weight, is_of_library=True)
+        return replace(choice, weight=weight, is_of_library=True)
     if reduction == "sum":
-        return replace(chosen, weight=once, is_of_library=True)
-    local = _mean(chosen.local, count)
-    loss = local if chosen.runs_locally else chosen.loss
+        return replace(choice, weight=once, is_of_library=True)
+    local = _mean(choice.local, count)
+    loss = local if choice.runs_locally else choice.loss
     weight = action_weight if count is action_tokens else count  # a batch without actions does not count in a mean
-    return replace(chosen, loss=loss, local=local, tokens=count, weight=weight, is_of_library=True)
+    return replace(choice, loss=loss, local=local, tokens=count, weight=weight, is_of_library=True)
 
 
 def _mean(loss: Any, count: Callable[[Sequence[Any]], float]) -> LossFn:

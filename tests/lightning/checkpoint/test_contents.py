@@ -10,7 +10,8 @@ import torch
 
 from tinker_lightning.client import LossHandle
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning.checkpoint.contents import read_window, state_in, window_from, window_state
+from tinker_lightning.lightning.checkpoint.contents import state_in, window_from, window_state
+from tinker_lightning.lightning.checkpoint.format import read_window
 from tinker_lightning.remote.calls import Call, ServerCall
 from tinker_lightning.remote.saved_state import FORMAT_VERSION, SavedState
 from tinker_lightning.types import Datum, ImageChunk, ModelInput, ProvenanceSpan, TensorData
@@ -72,7 +73,7 @@ def test_a_loss_that_ends_with_its_session_cannot_be_kept() -> None:
 
 @pytest.mark.parametrize("key", ["loss", "datums", "gradients", "config", "added", "inputs"])
 def test_a_window_without_a_key_is_rejected(key: str) -> None:
-    window = window_state([ServerCall([DATUMS["plain"]], "ppo", {}, [torch.tensor(0.25)])])
+    window: list[Any] = [*window_state([ServerCall([DATUMS["plain"]], "ppo", {}, [torch.tensor(0.25)])])]
     del window[0][key]
     section = {"windows": {"lm.handle": window}, "local_gradients": {}, "window_metrics": []}
     with pytest.raises(InvalidInput, match=rf"the accumulation window of 'lm\.handle' in a\.ckpt lacks '{key}'"):

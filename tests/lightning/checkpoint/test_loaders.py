@@ -25,6 +25,8 @@ from tinker_lightning.lightning.checkpoint.loaders import IsolatedRngLoader, Res
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from tinker_lightning.lightning.checkpoint.format import LoaderState
+
 few = examples(8, 200)
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 
@@ -277,7 +279,7 @@ def test_an_error_arrives_in_its_turn(ahead: int) -> None:
         next(iterator)
 
 
-def resumed_after(count: int) -> dict[str, Any]:
+def resumed_after(count: int) -> LoaderState:
     """The state after a number of batches."""
     trained = 0
     loader = ResumableLoader(shuffled(), lambda: trained, lambda: False)

@@ -16,21 +16,15 @@ import torch
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.checkpoint import rng
-from tinker_lightning.remote.saved_state import check_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from tinker_lightning.lightning.checkpoint.format import LoaderSettings, LoaderStart, LoaderState
+
 
 _END = object()
 _SET_BY_LIGHTNING = ("worker_init_fn", "_iterator")
-
-
-def check_state(state: dict[str, Any], what: str) -> None:
-    """Raises `InvalidInput` if the state of a loader, called `what` in the message, lacks a key."""
-    check_keys(state, what, ("drawn", "count", "start", "inner"))
-    if state["start"] is not None:
-        check_keys(state["start"], what, ("rng", "generators", "is_warm"))
 
 
 class _Wrapper:
@@ -66,7 +60,7 @@ class ResumableLoader(_Wrapper):
         super().__init__(loader)
         self._trained = trained
         self._is_over = is_over
-        self._resume: dict[str, Any] | None = None
+        self._resume: LoaderState | None = None
         self._run = Run(loader, None)
         self._drawn = 0
         # The positions after the last batches drawn. Lightning draws one batch ahead if the loader has no length.
@@ -89,13 +83,13 @@ class ResumableLoader(_Wrapper):
     @property
     def seed(self) -> int:
         """The seed of this pass over the loader; the same after a resume."""
-        return 0 if self._run.start is None else _seed(self._run.start)
+        return self._run.seed
 
     def peek(self, after: int, count: int) -> list[Any]:
         """Returns up to `count` batches after number `after` of this epoch; fewer if the loader ends or fails."""
         return self._run.peek(after, count)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> LoaderState:
         """Returns the position after the last batch trained."""
         if self._resume is not None:  # nothing has been drawn since
             return self._resume
@@ -106,7 +100,7 @@ class ResumableLoader(_Wrapper):
         mark = marks[-1]
         return {"drawn": mark.drawn, "count": mark.count, "start": mark.run.start, "inner": mark.inner}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: LoaderState) -> None:
         """Sets the position at which the next `iter` starts."""
         self._resume = state
 
@@ -140,7 +134,7 @@ class PositionedLoader(_Wrapper):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.loader)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> LoaderState:
         """Returns the position after the last batch trained."""
         return {"drawn": 0, "count": 0, "start": None, "inner": self.loader.state_dict()}
 
@@ -163,14 +157,15 @@ class IsolatedRngLoader(_Wrapper):
 class Run:
     """One pass over a loader, from its start or from a position in the middle."""
 
-    def __init__(self, loader: Iterable[Any], resume: dict[str, Any] | None) -> None:
-        self.start: dict[str, Any] | None = resume and resume["start"]
+    def __init__(self, loader: Iterable[Any], resume: LoaderState | None) -> None:
+        self.start: LoaderStart | None = resume["start"] if resume else None
+        self.seed = 0 if self.start is None else _seed(self.start)
         self.count: int = resume["count"] if resume else 0
         self.inner: Any = resume and resume["inner"]
         self._before = resume and resume.get("before")
         self._loader = loader
         self._source: Iterator[Any] | None = None
-        self._given: deque[tuple[int, Any]] = deque(maxlen=4)
+        self._recent: deque[tuple[int, Any]] = deque(maxlen=4)  # batches that were returned, with their numbers
         self._ahead: deque[tuple[Any, Any]] = deque()
         self._failure: Exception | None = None
 
@@ -183,24 +178,24 @@ class Run:
                 raise self._failure
             self._pull()
         batch, self.inner = self._ahead.popleft()
-        self._given.append((self.count, batch))
+        self._recent.append((self.count, batch))
         self.count += 1
         return batch
 
     def peek(self, after: int, count: int) -> list[Any]:
         """Returns up to `count` batches after number `after`, drawing them if needed; iteration still returns them."""
-        given = [batch for number, batch in self._given if number > after]
-        while len(given) + len(self._ahead) < count and self._failure is None:
+        batches = [batch for number, batch in self._recent if number > after]
+        while len(batches) + len(self._ahead) < count and self._failure is None:
             try:
                 self._pull()
             except Exception as failure:  # raised after the batches before it have been trained
                 self._failure = failure
-        return [*given, *(batch for batch, _ in islice(self._ahead, max(0, count - len(given))))][:count]
+        return [*batches, *(batch for batch, _ in islice(self._ahead, max(0, count - len(batches))))][:count]
 
     def close(self) -> None:
         """Drops the iterator of the loader, which stops its workers."""
         self._source = None
-        self._given.clear()
+        self._recent.clear()
         self._ahead.clear()
 
     def _pull(self) -> None:
@@ -216,17 +211,18 @@ class Run:
             if self._before is not None:
                 _end_pass(self._loader, self._before, self.inner)
             self.start = _start(self._loader)
-            source = _pass(self._loader, _seed(self.start))
+            self.seed = _seed(self.start)
+            source = _pass(self._loader, self.seed)
             self._keep(next(source))
             return source
         with rng.kept():
             if self.inner is not None:
                 self._loader.load_state_dict(self.inner)  # type: ignore[attr-defined]
-                return _seeded(iter(self._loader), _seed(self.start), self.count)
+                return _seeded(iter(self._loader), self.seed, self.count)
             _warm(self._loader, self.start)
             rng.restore(self.start["rng"])
             _set_generators(self._loader, self.start)
-            source = _pass(self._loader, _seed(self.start))
+            source = _pass(self._loader, self.seed)
             if self.count == 0:
                 self._keep(next(source))
             if (drawn := sum(1 for _ in islice(source, self.count))) < self.count:
@@ -274,17 +270,17 @@ def _is_stateful(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
-def _between(loader: Any, *, has_begun: bool) -> dict[str, Any]:
+def _between(loader: Any, *, has_begun: bool) -> LoaderState:
     """Returns the state of a loader whose next pass has not started."""
     inner = loader.state_dict() if has_begun and _is_stateful(loader) else None
-    return {"drawn": 0, "count": 0, "start": None, "inner": inner, "before": _own(loader)}
+    return {"drawn": 0, "count": 0, "start": None, "inner": inner, "before": _settings(loader)}
 
 
-def _start(loader: Any) -> dict[str, Any]:
-    return {"rng": rng.capture(), **_own(loader)}
+def _start(loader: Any) -> LoaderStart:
+    return {"rng": rng.capture(), **_settings(loader)}
 
 
-def _own(loader: Any) -> dict[str, Any]:
+def _settings(loader: Any) -> LoaderSettings:
     """Returns the state that the next pass of a loader depends on, apart from the global generators."""
     return {
         "generators": [generator.get_state() for generator in _generators(loader)],
@@ -292,14 +288,14 @@ def _own(loader: Any) -> dict[str, Any]:
     }
 
 
-def _end_pass(loader: Any, own: dict[str, Any], inner: Any) -> None:
+def _end_pass(loader: Any, settings: LoaderSettings, inner: Any) -> None:
     """Restores the state of a loader at the end of its last pass."""
     with rng.kept():
         if inner is not None:
             loader.load_state_dict(inner)
             iter(loader)
-        _warm(loader, own)
-    _set_generators(loader, own)
+        _warm(loader, settings)
+    _set_generators(loader, settings)
 
 
 def _is_warm(loader: Any) -> bool:
@@ -307,14 +303,14 @@ def _is_warm(loader: Any) -> bool:
     return getattr(loader, "_iterator", None) is not None
 
 
-def _warm(loader: Any, own: dict[str, Any]) -> None:
+def _warm(loader: Any, settings: LoaderSettings) -> None:
     """Starts persistent workers if they were running, because a pass draws fewer random numbers with them."""
-    if own["is_warm"] and getattr(loader, "persistent_workers", False) and not _is_warm(loader):
+    if settings["is_warm"] and getattr(loader, "persistent_workers", False) and not _is_warm(loader):
         iter(loader)
 
 
-def _set_generators(loader: Any, own: dict[str, Any]) -> None:
-    generators, states = _generators(loader), own["generators"]
+def _set_generators(loader: Any, settings: LoaderSettings) -> None:
+    generators, states = _generators(loader), settings["generators"]
     if len(generators) != len(states):
         raise InvalidInput(
             f"the checkpoint was saved with {len(states)} random number generators in the training loader, but this "
@@ -324,7 +320,7 @@ def _set_generators(loader: Any, own: dict[str, Any]) -> None:
         generator.set_state(state)
 
 
-def _seed(start: dict[str, Any]) -> int:
+def _seed(start: LoaderStart) -> int:
     """Returns the seed of a pass, computed from all generators at its start."""
     return rng.digest(start["rng"], start["generators"])
 
@@ -333,5 +329,5 @@ def _generators(loader: Any) -> list[torch.Generator]:
     """Returns the generators of a loader and its samplers, each once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    given = [getattr(owner, "generator", None) for owner in owners]
-    return list({id(one): one for one in given if isinstance(one, torch.Generator)}.values())
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(one): one for one in generators if isinstance(one, torch.Generator)}.values())

@@ -15,15 +15,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tinker_lightning.lightning.checkpoint.format import RngState
+
 Snapshot: TypeAlias = tuple[Any, Any, Any]
 
-KEYS = ("torch", "numpy", "python")
-"""What `capture` returns."""
 
-
-def capture(of: Snapshot | None = None) -> dict[str, Any]:
-    """Returns the current states, or those of a snapshot, as plain data that loads with `weights_only=True`."""
-    torch_state, (kind, keys, position, has_gauss, gauss), (version, words, next_gauss) = of or snapshot()
+def capture(states: Snapshot | None = None) -> RngState:
+    """Returns the states of a snapshot, by default of now, as plain data that loads with `weights_only=True`."""
+    torch_state, (kind, keys, position, has_gauss, gauss), (version, words, next_gauss) = states or snapshot()
     return {
         "torch": torch_state,
         "numpy": [str(kind), torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss],
@@ -31,7 +30,7 @@ def capture(of: Snapshot | None = None) -> dict[str, Any]:
     }
 
 
-def restore(state: dict[str, Any]) -> None:
+def restore(state: RngState) -> None:
     """Restores the result of `capture`."""
     kind, keys, position, has_gauss, gauss = state["numpy"]
     version, words, next_gauss = state["python"]
@@ -39,7 +38,7 @@ def restore(state: dict[str, Any]) -> None:
     _set((state["torch"], numpy_state, (version, tuple(words.tolist()), next_gauss)))
 
 
-def digest(state: dict[str, Any], generators: Iterable[Tensor] = ()) -> int:
+def digest(state: RngState, generators: Iterable[Tensor] = ()) -> int:
     """Returns a hash of the result of `capture` and the states of further generators."""
     _, keys, position, *_ = state["numpy"]
     digest = zlib.crc32(str(position).encode())
