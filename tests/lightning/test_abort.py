@@ -234,7 +234,7 @@ def test_a_server_that_does_not_answer_does_not_keep_a_run_alive(
     way: str, strategy: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither at a forward pass, nor at the end of a step whose metrics a callback looks at."""
-    for file in ("base", "hooks", "strategy"):
+    for file in ("deferred_metrics", "hooks", "strategy"):
         monkeypatch.setattr(f"tinker_lightning.lightning.{file}.LAST_WAIT", 0.3)
     trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
     transport = Stalling(httpx.ASGITransport(create_app(trainer)))

@@ -198,10 +198,14 @@ def drop_logged(trainer: pl.Trainer, hook: str, names: Iterable[str], loader: in
 _LOG_ARGUMENTS = tuple(LogArguments.__annotations__)
 
 
-def logged_values(trainer: pl.Trainer) -> list[LoggedValue]:
-    """Returns the values that the current training epoch has logged so far, as tensors and plain data."""
+def logged_values(trainer: pl.Trainer) -> tuple[list[LoggedValue], set[str | None]]:
+    """Returns the values that the current training epoch has logged so far, as tensors and plain data.
+
+    Also returns the attribute names of the metrics that the last validation has logged.
+    """
     logged = TRAIN_RESULTS.get(trainer).values()
-    return [_logged_value(item) for item in logged if LOGGED_BY_EPOCH.get(item) and not HAS_RESET.get(item)]
+    values = [_logged_value(item) for item in logged if LOGGED_BY_EPOCH.get(item) and not HAS_RESET.get(item)]
+    return values, {LOGGED_ATTRIBUTE.get(item) for item in VAL_RESULTS.get(trainer).values()}
 
 
 def _logged_value(item: Any) -> LoggedValue:
@@ -236,11 +240,6 @@ def log_again(trainer: pl.Trainer, saved: LoggedValue, value: Any) -> None:
         LOGGED_VALUE.set(item, value)
     if saved["weight"] is not None:
         CUMULATED_BATCH_SIZE.set(item, saved["weight"])
-
-
-def validation_attributes(trainer: pl.Trainer) -> set[str | None]:
-    """Returns the attribute names of the metrics that the last validation has logged."""
-    return {LOGGED_ATTRIBUTE.get(item) for item in VAL_RESULTS.get(trainer).values()}
 
 
 def when_selected(trainer: pl.Trainer, call: Callable[[Any], None]) -> None:

@@ -1,7 +1,8 @@
-"""Metrics that arrive from the server after their step, and are logged under that step."""
+"""Metrics of a remote module: logged with their step, or deferred until the server returns them, under that step."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -10,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from typing_extensions import override
 
 from tinker_lightning import losses
 from tinker_lightning.client.passes.encoding import reduced
-from tinker_lightning.errors import InvalidInput, OperationFailed
+from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError
 from tinker_lightning.lightning import _compat
+from tinker_lightning.lightning.session import LAST_WAIT, SessionModule
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
 from tinker_lightning.losses.library import known_settings
@@ -23,7 +26,9 @@ from tinker_lightning.losses.reduction import weights_of
 from tinker_lightning.losses.surrogate import OF_PASSES, set_apart
 from tinker_lightning.lossgraph.graph_loss import OF_LIBRARY, OF_OWN
 from tinker_lightning.lossgraph.server_loss import ServerLoss
+from tinker_lightning.remote import group
 from tinker_lightning.remote.calls import PendingBackward, Step
+from tinker_lightning.rows.batches import count_datums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +54,54 @@ _SUM = "loss:sum"
 _SET_APART = frozenset(f"loss/{name}" for name in OF_PASSES)
 
 
+class LoggingModule(SessionModule):
+    """A module that logs what its remote model returns; the arguments are those of `SessionModule`."""
+
+    def __init__(self, model: Any, adapter: dict[str, Any], base_url: str | None, api_key: str | None) -> None:
+        super().__init__(model, adapter, base_url, api_key)
+        self._deferred = DeferredMetrics(self.lm.handle.remote.wait_for_end, self.server_metrics)
+        # The metrics of the micro-batches whose gradients are in the window, and of the current one.
+        self._window_metrics: list[tuple[dict[str, float], int]] = []
+        self._batch_metrics: tuple[dict[str, float], int] = ({}, 0)
+        self._logged: set[str] = set()
+
+    @override
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Logs a value as `LightningModule.log` does, with the number of datums as the default batch size."""
+        if kwargs.get("batch_size") is None and self.has_trainer:
+            _compat.set_default_batch_size(self.trainer, count_datums)
+        super().log(*args, **kwargs)
+
+    def server_metrics(self, passes: Sequence[FinishedPass]) -> Mapping[str, float]:
+        """Returns metrics of losses that ran on the server, in addition to their own; none by default."""
+        del passes
+        return {}
+
+    def drain(self) -> None:
+        """Waits for all requests of the module's remote models, logs them, and raises unread failures as one error."""
+        if self.has_trainer and self.trainer.received_sigterm:
+            group.wait_for_all(self, LAST_WAIT)
+            self._deferred.log(wait=False)
+        else:
+            self._deferred.log(wait=True)
+            group.wait_for_all(self)
+        group.raise_first(self)
+
+    def settle(self, timeout: float, error: BaseException) -> None:
+        """Waits a while for requests sent before an error, logs them, and adds their failures to the error as notes."""
+        group.settle(self, timeout, error)
+        with contextlib.suppress(TinkerLightningError):
+            self._deferred.log(wait=False)
+
+    def _log_present(self, metrics: Mapping[str, float], batch_size: int) -> None:
+        """Logs the metrics of a step and drops those it lacks, whose last values Lightning would repeat."""
+        if missing := self._logged - metrics.keys():
+            _compat.drop_logged(self.trainer, "training_step", missing)
+        self._logged = set(metrics)
+        for name, value in metrics.items():
+            self.log(name, value, prog_bar=name == LOSS, batch_size=batch_size)
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     sent: Step
@@ -56,6 +109,7 @@ class _Entry:
     step: int
     epoch: int
     to_loggers: bool
+    has_monitor: bool  # whether a `LearningRateMonitor` logs the learning rate
     share: float
 
 
@@ -98,7 +152,8 @@ class DeferredMetrics:
         """
         step, every = _compat.BATCHES_THAT_STEPPED.get(trainer), _compat.LOG_EVERY_N_STEPS.get(trainer)
         to_loggers = bool(every) and (step + 1) % every == 0
-        self._waiting.append(_Entry(sent, trainer, step, trainer.current_epoch, to_loggers, share))
+        has_monitor = any(isinstance(each, LearningRateMonitor) for each in _compat.CALLBACKS.get(trainer))
+        self._waiting.append(_Entry(sent, trainer, step, trainer.current_epoch, to_loggers, has_monitor, share))
 
     def log(self, *, wait: bool) -> None:
         """Logs the metrics that have arrived; with `wait`, waits for the rest. The client raises failures."""
@@ -108,8 +163,9 @@ class DeferredMetrics:
             if wait:
                 for future in futures:
                     self._wait(future)
-            elif not all(future.done() for future in futures):
-                return
+            for future in futures:
+                if not future.done():
+                    return
             self._waiting.popleft()
             if any(future.failed for future in futures):
                 continue
@@ -118,8 +174,8 @@ class DeferredMetrics:
                 for _, call in entry.sent.losses:
                     surrogate.warn_of_zero(call.name.removeprefix(OF_LIBRARY).removeprefix(OF_OWN))
             self._names.update(metrics)
-            if "learning_rate" in metrics and _logs_learning_rate(entry.trainer):
-                del metrics["learning_rate"]
+            if entry.has_monitor:
+                metrics.pop("learning_rate", None)  # which that callback logs
             if entry.to_loggers and metrics:
                 # `self.log` cannot log under another step, and raises after the last one. Lightning adds the epoch to
                 # what it logs, too.
@@ -134,10 +190,6 @@ class DeferredMetrics:
         passes = [(loss.result(), call) for loss, call in sent.losses]
         metrics = {**window_metrics(passes, share), **self._further(passes)} if passes else {}
         return metrics | {name: float(value) for name, value in (sent.optim.result().metrics or {}).items()}
-
-
-def _logs_learning_rate(trainer: pl.Trainer) -> bool:
-    return any(isinstance(each, LearningRateMonitor) for each in _compat.CALLBACKS.get(trainer))
 
 
 def _may_save(callback: Any, step: int) -> bool:

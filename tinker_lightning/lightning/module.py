@@ -19,10 +19,9 @@ from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.lightning import _compat, checks, deferred_metrics, hooks, hyperparameters, routes
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.checkpoint.format import read_window
-from tinker_lightning.lightning.deferred_metrics import LOSS, TOTAL, combined
+from tinker_lightning.lightning.deferred_metrics import LOSS, TOTAL, LoggingModule, combined
 from tinker_lightning.lightning.evaluation import Evaluation
 from tinker_lightning.lightning.hyperparameters import Secret
-from tinker_lightning.lightning.metric_logging import LoggingModule
 from tinker_lightning.losses.likelihood import likelihood_metrics
 from tinker_lightning.losses.reduction import total_weight, weights_of
 from tinker_lightning.losses.regularizers import composition

@@ -18,6 +18,7 @@ from typing_extensions import override
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning import _compat, checks, wandb_runs
 from tinker_lightning.lightning.checkpoint import contents, loop_position, rng
+from tinker_lightning.lightning.checkpoint.contents import BatchSnapshot
 from tinker_lightning.lightning.checkpoint.format import SECTION, new_section
 from tinker_lightning.lightning.checkpoint.loaders import (
     IsolatedRngLoader,
@@ -83,7 +84,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         self.release_states = release_states
         self._ahead = LookAhead()
         self._resume: loop_position.Resume | None = None
-        self._snapshot: loop_position.BatchSnapshot | None = None
+        self._snapshot: BatchSnapshot | None = None
         self._loader_states: list[LoaderState] | None = None  # the position in the loaders when training ended
         self._retention = StateRetention(self._delete_state, self._checkpoint_folders, self._keep_state)
 
@@ -113,9 +114,11 @@ class TinkerStrategy(SingleDeviceStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves the tensors of a batch but not its datums, unless the module overrides `transfer_batch_to_device`."""
         module = self.lightning_module
-        if module is None or not count_datums(batch) or is_overridden("transfer_batch_to_device", module):
+        if module is None or is_overridden("transfer_batch_to_device", module):
             return super().batch_to_device(batch, device, dataloader_idx)
         hook = _compat.CALL_BATCH_HOOK.get(module)
+        if not count_datums(batch):
+            return super().batch_to_device(batch, device, dataloader_idx)
         to = device or module.device
         moved = except_datums(batch, lambda part: hook("transfer_batch_to_device", part, to, dataloader_idx))
         return hook("on_after_batch_transfer", moved, dataloader_idx)
@@ -164,7 +167,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         if not isinstance(module, RemoteModule):
             return super().training_step(*args, **kwargs)
         trainer = module.trainer
-        self._snapshot = loop_position.BatchSnapshot(trainer, module)
+        self._snapshot = BatchSnapshot.capture(trainer, module)
         if not self.look_ahead or not args:
             return super().training_step(*args, **kwargs)
         with self._ahead.step(trainer, module, args[0]):
@@ -347,23 +350,23 @@ class LookAhead:
             or is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
         ):
             return []
-        data = trainer.datamodule
-        if hooks := [name for name in _HOOKS if is_overridden(name, module, RemoteModule) or is_overridden(name, data)]:
-            self._turn_off(module, f"its {hooks[0]} changes batches before they are trained; do that in datums")
-            return []
+        for name in _HOOKS:
+            if is_overridden(name, module, RemoteModule) or is_overridden(name, trainer.datamodule):
+                self._turn_off(module, f"its {name} changes batches before they are trained; do that in datums")
+                return []
         index, size = trainer.fit_loop.batch_idx, trainer.accumulate_grad_batches
         left = int(min((index // size + 1) * size, trainer.num_training_batches)) - index
         sent: list[tuple[list[Any], Pass | None]] = []
         # Earlier failures are raised here, not by a request whose own failure can wait for its step.
         with module.lm.backend.unread.held():
-            for number, following in enumerate([batch, *loader.peek(index, left - 1)], index):
+            seed, following = loader.seed, loader.peek(index, left - 1)
+            for number, each in enumerate([batch, *following], index):
                 try:
-                    if following is not batch:
-                        converted = trainer.precision_plugin.convert_input(following)
-                        following = trainer.strategy.batch_to_device(converted)
+                    if each is not batch:
+                        each = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(each))
                     # Each batch has its own random numbers: how far ahead it is drawn must not change them.
-                    with rng.seeded(loader.seed + number):
-                        data = as_list(module.datums(following))
+                    with rng.seeded(seed + number):
+                        data = as_list(module.datums(each))
                     sent.append((data, module.lm.send(data) if left > 1 else None))
                 except Exception:  # raised again by the step of this batch
                     break

@@ -25,6 +25,8 @@ def datums_of(batch: Any, rows: Callable[[], RowFormat]) -> list[Any]:
 
     `rows` is called only if there is something to convert.
     """
+    if isinstance(batch, list) and batch and all(isinstance(item, DatumLike) for item in batch):
+        return list(batch)
     if isinstance(batch, DatumLike) or is_row(batch):
         batch = [batch]
     if not isinstance(batch, Sequence) or not all(isinstance(item, DatumLike) or is_row(item) for item in batch):

@@ -1,4 +1,4 @@
-"""The content of checkpoint files that concerns remote models: saved states and the accumulation window.
+"""The content of checkpoint files that concerns remote models: saved states, the window and metrics of the epoch.
 
 Only the record in the `_extra_state` of a model, an entry of the file's state dict, names its state on the server.
 Everything else is in one section of the file. `checkpoint.format` declares its keys.
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from tinker_lightning.client.server_losses import LossHandle
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning import wandb_runs
-from tinker_lightning.lightning.checkpoint.format import RECORD, SECTION, new_section
+from tinker_lightning.lightning import _compat, wandb_runs
+from tinker_lightning.lightning.checkpoint import rng
+from tinker_lightning.lightning.checkpoint.format import RECORD, SECTION, EpochMetrics, new_section
 from tinker_lightning.remote.calls import Call, ServerCall
-from tinker_lightning.remote.group import handles_of
 from tinker_lightning.remote.handle import RemoteHandle
 from tinker_lightning.remote.lm import RemoteLM
 from tinker_lightning.remote.saved_state import SavedState, is_record
@@ -28,7 +29,15 @@ from tinker_lightning.wire import json as wire_json
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tinker_lightning.lightning.checkpoint.format import CallState, DatumState, ServerCallState, WindowState
+    import lightning.pytorch as pl
+
+    from tinker_lightning.lightning.checkpoint.format import (
+        CallState,
+        DatumState,
+        MetricState,
+        ServerCallState,
+        WindowState,
+    )
     from tinker_lightning.lightning.module import RemoteModule
 
 
@@ -65,6 +74,12 @@ def load_states(checkpoint: dict[str, Any], module: nn.Module) -> None:
             )
         model.set_extra_state(entries[key])
         entries[key] = None
+
+
+def _keys(module: nn.Module) -> dict[str, RemoteLM]:
+    """Returns the remote models of a module by the keys of their records in its state dict."""
+    models = module.named_modules(remove_duplicate=False)
+    return {f"{name}.{RECORD}": model for name, model in models if isinstance(model, RemoteLM)}
 
 
 def states_in(checkpoint: Any, file: object) -> dict[str, SavedState]:
@@ -104,12 +119,15 @@ class Window:
     @classmethod
     def capture(cls, module: RemoteModule) -> Self:
         """Copies the window of a module, because a loss that is rejected drops it."""
-        calls = {name: [copy.copy(one) for one in each.remote.window] for name, each in handles_of(module).items()}
-        gradients = {}
+        calls, gradients = {}, {}
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, RemoteHandle):
+                calls[name] = list(map(copy.copy, parameter.remote.window))
+            elif parameter.grad is not None:
+                gradients[name] = parameter.grad
         # With an empty window, only gradients of the last step are left.
-        if any(calls.values()) or not module.lm.handle.requires_grad or not module.automatic_optimization:
-            local = [(name, one) for name, one in module.named_parameters() if not isinstance(one, RemoteHandle)]
-            gradients = {name: one.grad.clone() for name, one in local if one.grad is not None}
+        is_open = any(calls.values()) or not module.lm.handle.requires_grad or not module.automatic_optimization
+        gradients = {name: gradient.clone() for name, gradient in gradients.items()} if is_open else {}
         return cls(calls, gradients, list(module._window_metrics))
 
     def state(self) -> WindowState:
@@ -129,12 +147,6 @@ def restore_window(state: WindowState, module: RemoteModule) -> None:
         elif name in state["local_gradients"]:
             parameter.grad = state["local_gradients"][name].clone()
     module._window_metrics = list(state["window_metrics"])
-
-
-def _keys(module: nn.Module) -> dict[str, RemoteLM]:
-    """Returns the remote models of a module by the keys of their records in its state dict."""
-    models = module.named_modules(remove_duplicate=False)
-    return {f"{name}.{RECORD}": model for name, model in models if isinstance(model, RemoteLM)}
 
 
 def window_state(window: Sequence[Call | ServerCall]) -> list[CallState | ServerCallState]:
@@ -193,3 +205,70 @@ def _datum_from(state: DatumState) -> Datum:
     inputs = {name: TensorData.from_torch(tensor) for name, tensor in state["inputs"].items()}
     rest = wire_json.parse(Datum, bytes(state["rest"].numpy()))
     return rest.with_inputs(inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSnapshot:
+    """The state at the start of a batch, in case a file is written before the batch ends.
+
+    Args:
+        number: The number of the batch in the fit.
+        epoch_metrics: The logged values and metrics of the epoch.
+        window: The accumulation window.
+        rng: The random number generators.
+    """
+
+    number: int
+    epoch_metrics: EpochMetrics
+    window: Window
+    rng: rng.Snapshot
+
+    @classmethod
+    def capture(cls, trainer: pl.Trainer, module: RemoteModule) -> Self:
+        """Captures the state of a fit before a batch is trained."""
+        number = trainer.fit_loop.epoch_loop.total_batch_idx
+        return cls(number, capture_epoch(trainer), Window.capture(module), rng.snapshot())
+
+    def is_under_way(self, trainer: pl.Trainer) -> bool:
+        """Returns whether the batch is still being trained; after a resume it starts again."""
+        loop = trainer.fit_loop.epoch_loop
+        batches: Any = loop.batch_progress.current
+        return bool(batches.ready > batches.processed and loop.total_batch_idx == self.number)
+
+
+def capture_epoch(trainer: pl.Trainer) -> EpochMetrics:
+    """Returns the logged values and the states of the module's metrics, as tensors and plain data."""
+    logged, validated = _compat.logged_values(trainer)
+    metrics = {
+        name: _metric_state(metric)
+        for name, metric in _metrics(trainer).items()
+        if metric.update_called and name not in validated
+    }
+    return {"logged": logged, "metrics": metrics}
+
+
+def restore_epoch(trainer: pl.Trainer, state: EpochMetrics) -> None:
+    """Restores the result of `capture_epoch`, before anything is logged."""
+    metrics = _metrics(trainer)
+    for name, saved in state["metrics"].items():
+        if name in metrics:
+            for key, part in saved["states"].items():
+                setattr(metrics[name], key, part)
+            _compat.UPDATE_COUNT.set(metrics[name], saved["count"])
+    for entry in state["logged"]:
+        value: Any = metrics.get(str(entry["metric_attribute"])) if entry["value"] is None else entry["value"]
+        if value is not None:
+            _compat.log_again(trainer, entry, value)
+
+
+def _metrics(trainer: pl.Trainer) -> dict[str, Metric]:
+    modules = trainer.lightning_module.named_modules()
+    return {name: module for name, module in modules if isinstance(module, Metric)}
+
+
+def _metric_state(metric: Metric) -> MetricState:
+    # A metric changes its tensors in place, but only appends to its lists.
+    states = {
+        name: state.clone() if isinstance(state, Tensor) else list(state) for name, state in metric.metric_state.items()
+    }
+    return {"count": metric.update_count, "states": states}

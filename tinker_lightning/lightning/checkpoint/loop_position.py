@@ -13,12 +13,9 @@ from typing import TYPE_CHECKING, Any, Self
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.fit_loop import RestartStage as FitStage
 from lightning.pytorch.loops.training_epoch_loop import RestartStage as EpochStage
-from torch import Tensor
-from torchmetrics import Metric
 
 from tinker_lightning.lightning import _compat
-from tinker_lightning.lightning.checkpoint import rng
-from tinker_lightning.lightning.checkpoint.contents import Window
+from tinker_lightning.lightning.checkpoint.contents import capture_epoch, restore_epoch
 from tinker_lightning.lightning.checkpoint.format import (
     LOADERS,
     LoaderState,
@@ -32,11 +29,6 @@ from tinker_lightning.lightning.checkpoint.format import (
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from tinker_lightning.lightning.checkpoint.format import (
-        EpochMetrics,
-        MetricState,
-    )
-    from tinker_lightning.lightning.module import RemoteModule
 
 # The values of `where`: the work that was under way when a file was written.
 EPOCH_START = "epoch start"  # nothing, or the start hooks of an epoch, which run again
@@ -67,22 +59,6 @@ def capture(trainer: pl.Trainer) -> LoopPosition:
         "row": _row(trainer, where),
         "epoch_metrics": capture_epoch(trainer),
     }
-
-
-class BatchSnapshot:
-    """The state at the start of a batch, in case a file is written before the batch ends."""
-
-    def __init__(self, trainer: pl.Trainer, module: RemoteModule) -> None:
-        self.rng = rng.snapshot()
-        self.epoch_metrics = capture_epoch(trainer)
-        self.window = Window.capture(module)
-        self._number = trainer.fit_loop.epoch_loop.total_batch_idx
-
-    def is_under_way(self, trainer: pl.Trainer) -> bool:
-        """Returns whether the batch is still being trained; after a resume it starts again."""
-        loop = trainer.fit_loop.epoch_loop
-        batches: Any = loop.batch_progress.current
-        return bool(batches.ready > batches.processed and loop.total_batch_idx == self._number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +119,7 @@ def restore_loops(trainer: pl.Trainer, position: LoopPosition) -> None:
     if where != EPOCH_START and any(isinstance(one, GradientAccumulationScheduler) for one in callbacks):
         trainer.accumulate_grad_batches = position["accumulate"]  # the scheduler sets it only at epoch starts
     if where not in (EPOCH_START, EPOCH_END):
-        _restore_epoch(trainer, position["epoch_metrics"])
+        restore_epoch(trainer, position["epoch_metrics"])
         if position["batches"][0]:
             _compat.FIRST_LOOP_ITER.set(trainer, True)  # otherwise the next batch would reset them
     if where in (BATCH_END, VALIDATION, VALIDATION_END):
@@ -243,40 +219,3 @@ def _count(progress: Any, done: list[int], *, is_under_way: bool = False) -> Non
     for tracker, count in zip((progress.current, progress.total), done, strict=True):
         tracker.processed = tracker.completed = count
         tracker.ready = tracker.started = count + is_under_way
-
-
-def capture_epoch(trainer: pl.Trainer) -> EpochMetrics:
-    """Returns the logged values and the states of the module's metrics, as tensors and plain data."""
-    validated = _compat.validation_attributes(trainer)
-    metrics = _metrics(trainer).items()
-    return {
-        "logged": _compat.logged_values(trainer),
-        "metrics": {name: _state(one) for name, one in metrics if one.update_called and name not in validated},
-    }
-
-
-def _restore_epoch(trainer: pl.Trainer, state: EpochMetrics) -> None:
-    """Restores the result of `capture_epoch`, before anything is logged."""
-    metrics = _metrics(trainer)
-    for name, saved in state["metrics"].items():
-        if name in metrics:
-            for key, part in saved["states"].items():
-                setattr(metrics[name], key, part)
-            _compat.UPDATE_COUNT.set(metrics[name], saved["count"])
-    for entry in state["logged"]:
-        value: Any = metrics.get(str(entry["metric_attribute"])) if entry["value"] is None else entry["value"]
-        if value is not None:
-            _compat.log_again(trainer, entry, value)
-
-
-def _metrics(trainer: pl.Trainer) -> dict[str, Metric]:
-    modules = trainer.lightning_module.named_modules()
-    return {name: module for name, module in modules if isinstance(module, Metric)}
-
-
-def _state(metric: Metric) -> MetricState:
-    # A metric changes its tensors in place, but only appends to its lists.
-    states = {
-        name: state.clone() if isinstance(state, Tensor) else list(state) for name, state in metric.metric_state.items()
-    }
-    return {"count": metric.update_count, "states": states}
