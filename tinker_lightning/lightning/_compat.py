@@ -183,7 +183,7 @@ def set_default_batch_size(trainer: pl.Trainer, count: Callable[[Any], int]) -> 
 def drop_logged(trainer: pl.Trainer, hook: str, names: Iterable[str], loader: int | None = None) -> bool:
     """Removes values that a hook has logged, which Lightning would reduce or repeat.
 
-    Returns whether the values are logged by loader; then only those of one loader are removed.
+    Returns whether the values are logged by loader; then only the values of one loader are removed.
     """
     results = CURRENT_RESULTS.get(trainer)
     by_loader = RESULTS_LOADER.get(results) is not None

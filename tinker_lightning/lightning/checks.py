@@ -111,7 +111,7 @@ def check_processes(trainer: pl.Trainer) -> None:
 
 def finds_learning_rate(trainer: pl.Trainer) -> bool:
     """Returns whether the trainer searches for a learning rate, and reads the loss of each step immediately."""
-    callbacks = _compat.CALLBACKS.get(trainer)  # those of the search itself while it runs
+    callbacks = _compat.CALLBACKS.get(trainer)  # while a search runs, the callbacks of the search
     return any(isinstance(one, LearningRateFinder) or type(one).__module__ == lr_finder.__name__ for one in callbacks)
 
 

@@ -55,7 +55,7 @@ _SET_APART = frozenset(f"loss/{name}" for name in OF_PASSES)
 
 
 class LoggingModule(SessionModule):
-    """A module that logs what its remote model returns; the arguments are those of `SessionModule`."""
+    """A module that logs the metrics of its remote model. See `SessionModule` for the arguments."""
 
     def __init__(self, model: Any, adapter: dict[str, Any], base_url: str | None, api_key: str | None) -> None:
         super().__init__(model, adapter, base_url, api_key)
@@ -104,7 +104,7 @@ class LoggingModule(SessionModule):
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    sent: Step
+    requests: Step
     trainer: pl.Trainer
     step: int
     epoch: int
@@ -118,16 +118,16 @@ class DeferredMetrics:
 
     Args:
         wait: Waits for a request; it may raise to end the wait.
-        further: Returns metrics of server-side losses in addition to their own.
+        more_metrics: Returns metrics of server-side losses in addition to their own.
     """
 
     def __init__(
         self,
         wait: Callable[[TinkerFuture[Any]], None],
-        further: Callable[[Sequence[FinishedPass]], Mapping[str, float]],
+        more_metrics: Callable[[Sequence[FinishedPass]], Mapping[str, float]],
     ) -> None:
         self._wait = wait
-        self._further = further
+        self._more_metrics = more_metrics
         self._waiting: deque[_Entry] = deque()
         self._names: set[str] = set()
 
@@ -145,21 +145,21 @@ class DeferredMetrics:
         monitored = {getattr(one, "monitor", None) for one in readers} - {None}
         return bool(monitored & self._names if self._names else monitored)
 
-    def add(self, sent: Step, trainer: pl.Trainer, share: float) -> None:
-        """Adds a step whose metrics belong to the step that loggers would write now.
+    def add(self, requests: Step, trainer: pl.Trainer, share: float) -> None:
+        """Adds the requests of a step, whose metrics belong to the step that loggers would write now.
 
         `share` turns the sum over its window, divided by the full window size, into a mean.
         """
         step, every = _compat.BATCHES_THAT_STEPPED.get(trainer), _compat.LOG_EVERY_N_STEPS.get(trainer)
         to_loggers = bool(every) and (step + 1) % every == 0
         has_monitor = any(isinstance(each, LearningRateMonitor) for each in _compat.CALLBACKS.get(trainer))
-        self._waiting.append(_Entry(sent, trainer, step, trainer.current_epoch, to_loggers, has_monitor, share))
+        self._waiting.append(_Entry(requests, trainer, step, trainer.current_epoch, to_loggers, has_monitor, share))
 
     def log(self, *, wait: bool) -> None:
         """Logs the metrics that have arrived; with `wait`, waits for the rest. The client raises failures."""
         while self._waiting:
             entry = self._waiting[0]
-            futures: list[TinkerFuture[Any]] = [entry.sent.optim, *(loss for loss, _ in entry.sent.losses)]
+            futures: list[TinkerFuture[Any]] = [entry.requests.optim, *(loss for loss, _ in entry.requests.losses)]
             if wait:
                 for future in futures:
                     self._wait(future)
@@ -169,9 +169,9 @@ class DeferredMetrics:
             self._waiting.popleft()
             if any(future.failed for future in futures):
                 continue
-            metrics = self._metrics(entry.sent, entry.share)
+            metrics = self._metrics(entry.requests, entry.share)
             if metrics.get("grad_norm") == 0:
-                for _, call in entry.sent.losses:
+                for _, call in entry.requests.losses:
                     surrogate.warn_of_zero(call.name.removeprefix(OF_LIBRARY).removeprefix(OF_OWN))
             self._names.update(metrics)
             if entry.has_monitor:
@@ -185,11 +185,11 @@ class DeferredMetrics:
             if LOSS in metrics:
                 entry.trainer.progress_bar_metrics[LOSS] = metrics[LOSS]
 
-    def _metrics(self, sent: Step, share: float) -> dict[str, float]:
+    def _metrics(self, requests: Step, share: float) -> dict[str, float]:
         """Returns the metrics of a step and of the losses that ran on the server."""
-        passes = [(loss.result(), call) for loss, call in sent.losses]
-        metrics = {**window_metrics(passes, share), **self._further(passes)} if passes else {}
-        return metrics | {name: float(value) for name, value in (sent.optim.result().metrics or {}).items()}
+        passes = [(loss.result(), call) for loss, call in requests.losses]
+        metrics = {**window_metrics(passes, share), **self._more_metrics(passes)} if passes else {}
+        return metrics | {name: float(value) for name, value in (requests.optim.result().metrics or {}).items()}
 
 
 def _may_save(callback: Any, step: int) -> bool:

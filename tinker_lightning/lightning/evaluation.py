@@ -6,6 +6,8 @@ import copy
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from tinker_lightning.client.sdk.inputs import to_datums
 from tinker_lightning.errors import InvalidInput, InvalidLoss, MissingInput, OperationFailed
 from tinker_lightning.lightning import _compat, deferred_metrics
@@ -49,7 +51,7 @@ class Evaluation:
         if logged is None:
             return  # an earlier batch lacks an input of the loss
         try:
-            with rng.kept():  # a validation that is repeated after a resume must not change what training draws
+            with rng.isolate():  # a validation that is repeated after a resume must not change what training draws
                 value, metrics, weight = _own_loss(module, batch, data, logprobs)
         except _LossUnavailable as error:
             self._drop_loss(stage, loader, logged, str(error))
@@ -112,7 +114,7 @@ def _own_loss(
     metrics |= local_metrics
     if route.regularized:
         return value, metrics | {TOTAL: value}, route.weight(data)
-    if route.is_of_library:  # whose nll and perplexity are those of all tokens
+    if route.is_of_library:  # nll and perplexity are logged by token
         metrics = {name: number for name, number in metrics.items() if name not in deferred_metrics.SCORES}
     return value, deferred_metrics.loss_metrics(metrics, is_of_library=route.is_of_library), route.weight(data)
 
@@ -191,6 +193,7 @@ class _TrackedInputs(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         raise _MissingKey(f"{name}: missing")
 
+    @override
     def get(self, name: str, default: Any = None) -> Any:
         self.has_returned_none |= default is None and name not in self
         return super().get(name, default)

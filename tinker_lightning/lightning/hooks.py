@@ -1,4 +1,4 @@
-"""Work that every fit of a remote model needs, even if the hooks of a user's module do not call `super()`."""
+"""Hooks that every fit of a remote model needs, even if the hooks of a user's module do not call `super()`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ROUTES = {
 
 
 def attach(trainer: pl.Trainer, module: RemoteModule) -> None:
-    """Adds the hooks of a module as the first callback of its trainer, replacing those of an earlier run."""
+    """Adds the hooks of a module as the first callback of its trainer, replacing the hooks of an earlier run."""
     detach(trainer)
     _compat.CALLBACKS.get(trainer).insert(0, RemoteHooks(trainer, module))
     _compat.ignore_own_warnings(module)
@@ -109,10 +109,10 @@ class RemoteHooks(pl.Callback):
             module.restore_window()
         module._loaded_window = None
         self._received = module.lm.handle.remote.received
-        settings = settings_of(module)
+        settings = model_settings(module)
         wandb_runs.log_settings(trainer, settings)
         if settings != module._banner:
-            show(trainer, module, settings)
+            show_banner(trainer, module, settings)
             module._banner = settings
             self._shows_tokens = not module.lm.handle.remote.tokens.trained
 
@@ -156,7 +156,7 @@ class RemoteHooks(pl.Callback):
         self._hold.end()
         if self._shows_tokens and self._module.lm.handle.remote.tokens.trained:
             self._shows_tokens = False
-            show_tokens(trainer, self._module)
+            show_token_count(trainer, self._module)
         deferred = self._module._deferred
         is_monitored = deferred.are_monitored(trainer, by_step=True)
         deferred.log(wait=is_monitored)
@@ -213,13 +213,13 @@ class RemoteHooks(pl.Callback):
             # would repeat the step after a resume.
             remote.on_sent = self._hold.begin if self._module.automatic_optimization else None
 
-    def _on_step(self, sent: Step) -> None:
+    def _on_step(self, requests: Step) -> None:
         """Notes the metrics of a step, which are logged when they arrive."""
         module, trainer = self._module, self._trainer
         share = 1.0
         if module.automatic_optimization:
             share = trainer.accumulate_grad_batches / max(1, len(module._window_metrics))
-        module._deferred.add(sent, trainer, share)
+        module._deferred.add(requests, trainer, share)
 
     def _check_sigterm(self) -> None:
         """Ends a wait some seconds after a SIGTERM; Lightning checks for it only between batches."""
@@ -231,7 +231,7 @@ class RemoteHooks(pl.Callback):
             raise SIGTERMException
 
 
-def settings_of(module: RemoteModule) -> dict[str, Any]:
+def model_settings(module: RemoteModule) -> dict[str, Any]:
     """Returns the settings of a module's model on the server, and the route of its loss."""
     backend = module.lm.backend
     settings: dict[str, Any] = {"server": backend.server, "dialect": backend.dialect.name}
@@ -245,7 +245,7 @@ def settings_of(module: RemoteModule) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def show(trainer: pl.Trainer, module: RemoteModule, settings: dict[str, Any]) -> None:
+def show_banner(trainer: pl.Trainer, module: RemoteModule, settings: dict[str, Any]) -> None:
     """Shows the settings of a model in one line; in the log only if the trainer shows no model summary."""
     parameters = settings.get("lora_parameters")
     adapter = f"LoRA of rank {settings.get('lora_rank', 'unknown')}"
@@ -262,7 +262,7 @@ def show(trainer: pl.Trainer, module: RemoteModule, settings: dict[str, Any]) ->
         logger.info("%s", line)
 
 
-def show_tokens(trainer: pl.Trainer, module: RemoteModule) -> None:
+def show_token_count(trainer: pl.Trainer, module: RemoteModule) -> None:
     """Shows how many tokens the first step has trained."""
     tokens = module.lm.handle.remote.tokens.trained
     if _summaries(trainer):

@@ -31,7 +31,7 @@ with contextlib.suppress(ImportError):  # the extra "cli"
 
 
 def is_secret(name: object, value: object) -> bool:
-    """Whether a value is an API key: a `Secret`, or named `api_key` or `…_api_key` (`X-API-Key` in a header)."""
+    """Returns whether a value is an API key: a `Secret`, or named `api_key` or `…_api_key` (also `X-API-Key`)."""
     plain = str(name).lower().replace("-", "_")
     return isinstance(value, Secret) or plain == "api_key" or plain.endswith("_api_key")
 
@@ -52,22 +52,22 @@ def fixed_arguments(module: Any) -> frozenset[str]:
     *inner, (outermost, rest) = _calls(module)
     left = list(rest)
     free = set(outermost)
-    for name, value in (pair for named, _ in reversed(inner) for pair in named.items()):
+    for name, value in (pair for arguments, _ in reversed(inner) for pair in arguments.items()):
         if left and value is left[0]:  # one of the outermost call's `*args`, which are passed on in order
             left.pop(0)
             free.add(name)
-    return frozenset(name for named, _ in inner for name in named) - free
+    return frozenset(name for arguments, _ in inner for name in arguments) - free
 
 
-def for_files(value: Any, keys: Collection[str]) -> Any:
-    """Returns plain data with API keys emptied, and with lists in place of tuples, which `yaml.safe_load` rejects.
+def hide_keys(value: Any, keys: Collection[str]) -> Any:
+    """Returns plain data for files: API keys are emptied, and tuples, which `yaml.safe_load` rejects, become lists.
 
     API keys are the strings in `keys`, and what `is_secret` names.
     """
     if isinstance(value, Mapping):
-        return {name: "" if item and is_secret(name, item) else for_files(item, keys) for name, item in value.items()}
+        return {name: "" if item and is_secret(name, item) else hide_keys(item, keys) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [for_files(item, keys) for item in value]
+        return [hide_keys(item, keys) for item in value]
     return "" if isinstance(value, str) and (value in keys or is_secret("", value)) else value
 
 
@@ -82,11 +82,11 @@ def hide_in_configs(callbacks: Iterable[pl.Callback], keys: Collection[str]) -> 
             callback.config = callback.config.clone()
             for name, value in list(callback.config.items()):
                 leaf = name.rpartition(".")[2]
-                callback.config[name] = for_files({leaf: value}, keys)[leaf]
+                callback.config[name] = hide_keys({leaf: value}, keys)[leaf]
 
 
 def _arguments(module: Any) -> Iterator[tuple[str, Any]]:
-    return (pair for named, _ in _calls(module) for pair in named.items())
+    return (pair for arguments, _ in _calls(module) for pair in arguments.items())
 
 
 def _calls(module: Any) -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
@@ -95,8 +95,8 @@ def _calls(module: Any) -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
     while (frame := frame and frame.f_back) is not None:
         names, rest, keywords, values = inspect.getargvalues(frame)
         if frame.f_code.co_name == "__init__" and names and values.get(names[0]) is module:
-            named = {name: values[name] for name in names[1:] if name in values}
-            yield {**named, **values.get(keywords or "", {})}, values.get(rest or "", ())
+            arguments = {name: values[name] for name in names[1:] if name in values}
+            yield {**arguments, **values.get(keywords or "", {})}, values.get(rest or "", ())
 
 
 def _is_plain(value: Any) -> bool:

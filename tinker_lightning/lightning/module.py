@@ -56,18 +56,18 @@ class RemoteModule(LoggingModule):
     The session with the server starts at the first use and outlives a fit, so that `validate` and `predict` see the
     trained model. It ends with `close()`, with a `with` block, or when the module is garbage-collected.
 
-    The arguments are those of `__init__`.
+    See `__init__` for the arguments.
     """
 
     loss_config: Mapping[str, float | str] = MappingProxyType({})
     """Settings of a loss that is given by name or from the library, for example `{"clip_low_threshold": 0.9}`."""
 
     reduction: Reduction = "mean"
-    """How losses by name or from the library are reduced over tokens: `mean` divides by the sum of the micro-batch's
+    """The reduction of losses by name or from the library over tokens: `mean` divides by the sum of the micro-batch's
     weights, or by its number of action tokens for policy losses; `sum` does not divide."""
 
     route: RouteName = "auto"
-    """Where the loss runs: `builtin`, `server`, `retained` or `two-pass`; `auto` chooses the cheapest exact route."""
+    """The route of the loss: `builtin`, `server`, `retained` or `two-pass`; `auto` chooses the cheapest exact route."""
 
     regularizers: Sequence[Regularizer | Mapping[str, Any]] = ()
     """Terms added to the loss, each with its own weight and telemetry; with `loss = None` they are the loss."""
@@ -76,13 +76,13 @@ class RemoteModule(LoggingModule):
     """Whether to log the gradient norm of each regularizer; costs a backward through the term, not the model."""
 
     num_samples: int = 1
-    """How many continuations `predict_step` samples of each prompt."""
+    """The number of continuations that `predict_step` samples of each prompt."""
 
     regularizer_timeout: float | None = None
     """The number of seconds that regularizers that are async or run on other threads may take."""
 
     trained_samples: Sequence[Mapping[str, Any]] = ()
-    """What was sampled for the last training batch, if a recipe trains on samples: `prompt`, `text`, `stop_reason` and
+    """The samples of the last training batch, if a recipe trains on samples: `prompt`, `text`, `stop_reason` and
     `reward` of each."""
 
     _api_keys: frozenset[str] = frozenset()
@@ -243,8 +243,8 @@ class RemoteModule(LoggingModule):
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
         """Samples a continuation of each prompt (text, chat, dict, datum, input or tokens) from the current weights.
 
-        Returns one dict per prompt with `tokens`, `logprobs`, `stop_reason` and `text`; if `num_samples` is above 1,
-        those of the first sample, and a list of all under `samples`.
+        Returns one dict per prompt with `tokens`, `logprobs`, `stop_reason` and `text`. If `num_samples` is above 1, it
+        describes the first sample, and has a list of all of them under `samples`.
         """
         return self._prompt_sampler.sample(batch, self.sampling_params(), self.num_samples)
 
@@ -294,7 +294,7 @@ class RemoteModule(LoggingModule):
         if not is_default:
             return route
         count = None if self.reduction == "sum" else total_weight
-        return replace(route, tokens=count, weight=count or routes.once, is_of_library=True)
+        return replace(route, tokens=count, weight=count or routes.one_per_batch, is_of_library=True)
 
     def _server_loss(
         self,
@@ -334,7 +334,7 @@ class RemoteModule(LoggingModule):
                 _compat.keep_datums(trainer.precision_plugin)
                 checks.check(trainer, self)
 
-    # The getter is that of Lightning, which is called for every hook.
+    # Keeps Lightning's own getter, which is called for every hook.
     trainer: pl.Trainer = pl.LightningModule.trainer.setter(_attach)  # type: ignore[attr-defined, override]
 
     def decide_deferral(self) -> None:
@@ -356,7 +356,7 @@ class RemoteModule(LoggingModule):
         self._api_keys |= hyperparameters.api_keys(self)
         for name in (_compat.HPARAMS, _compat.HPARAMS_INITIAL):
             hparams = name.get(self)
-            hparams.update(hyperparameters.for_files(hparams, self._api_keys))
+            hparams.update(hyperparameters.hide_keys(hparams, self._api_keys))
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ ROUTES: tuple[RouteName, ...] = ("auto", "builtin", "server", "retained", "two-p
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a loss runs and how its values are averaged.
+    """The route of a loss: where it runs, and how its values are averaged.
 
     Args:
         route: The name of the route.
@@ -120,19 +120,19 @@ def choose(
     if reduction not in ("mean", "sum"):
         raise InvalidInput(f"reduction must be 'mean' or 'sum', got {reduction!r}")
     if loss is None:
-        return _retained(Route("two-pass", None, {}, regularized=regularized), route, backend)
+        return _with_retention(Route("two-pass", None, {}, regularized=regularized), route, backend)
     name: RouteName = "two-pass" if route == "retained" else route
-    equals = equals or _equal_built_in(loss)
+    equals = equals or _builtin_equivalent(loss)
     if equals is not None and not regularized and (route == "builtin" or (route == "auto" and may_defer)):
-        choice, why = _equal(loss, dict(config), route, backend, equals)
+        choice, why = _choose_builtin(loss, dict(config), route, backend, equals)
     else:
         choice, why = _choose(loss, dict(config), name, backend, regularized)
-    choice = _retained(choice, route, backend)
+    choice = _with_retention(choice, route, backend)
     logger.info("loss %s: route %s (%s)", loss_name(loss), choice.route, why)
-    return _reduced(replace(choice, regularized=regularized), _registered(loss, backend) or loss, reduction)
+    return _with_reduction(replace(choice, regularized=regularized), _registered_loss(loss, backend) or loss, reduction)
 
 
-def _retained(choice: Route, requested: RouteName, backend: Callable[[], TrainingBackend]) -> Route:
+def _with_retention(choice: Route, requested: RouteName, backend: Callable[[], TrainingBackend]) -> Route:
     """Saves the second forward of a loss that runs locally if the server can keep the first one."""
     if not choice.runs_locally or requested == "two-pass":
         return choice
@@ -146,7 +146,7 @@ def _retained(choice: Route, requested: RouteName, backend: Callable[[], Trainin
     return choice
 
 
-def _reduced(choice: Route, loss: Any, reduction: Reduction) -> Route:
+def _with_reduction(choice: Route, loss: Any, reduction: Reduction) -> Route:
     """Adds how a loss of the library is divided, and how much a batch counts in a mean over batches."""
     if isinstance(loss, ServerLoss):
         loss = loss.function if loss.is_of_library else None
@@ -156,10 +156,10 @@ def _reduced(choice: Route, loss: Any, reduction: Reduction) -> Route:
     count = TOKEN_COUNTS.get(function.__name__)
     if count is None:
         own = {**bound, **choice.config, **unwrapped(choice.local)[1]}.get("reduction")  # a setting of `grpo`
-        weight = {"token": weighted_tokens, "sum": once}.get(str(own), len)
+        weight = {"token": weighted_tokens, "sum": one_per_batch}.get(str(own), len)
         return replace(choice, weight=weight, is_of_library=True)
     if reduction == "sum":
-        return replace(choice, weight=once, is_of_library=True)
+        return replace(choice, weight=one_per_batch, is_of_library=True)
     local = _mean(choice.local, count)
     loss = local if choice.runs_locally else choice.loss
     weight = action_weight if count is action_tokens else count  # a batch without actions does not count in a mean
@@ -175,7 +175,7 @@ def _mean(loss: Any, count: Callable[[Sequence[Any]], float]) -> LossFn:
     return mean
 
 
-def once(_: Sequence[Any]) -> float:
+def one_per_batch(_: Sequence[Any]) -> float:
     """Counts every batch as one."""
     return 1.0
 
@@ -200,11 +200,11 @@ def _choose(
     if route == "builtin":
         raise InvalidInput(f"{loss_name(loss)} is not built into servers, which know {', '.join(BUILT_IN)}")
     if isinstance(loss, str | ServerLoss | LossHandle):
-        own: Any = _registered(loss, backend) or loss
+        own: Any = _registered_loss(loss, backend) or loss
         # Another registered function may take the batch only in the form that a server gives it.
-        is_the_same_here = isinstance(own, LossHandle) or (isinstance(own, ServerLoss) and own.is_of_library)
-        local = functools.partial(own, **config) if is_the_same_here else None
-        if route != "two-pass" and not (because and is_the_same_here):
+        runs_anywhere = isinstance(own, LossHandle) or (isinstance(own, ServerLoss) and own.is_of_library)
+        local = functools.partial(own, **config) if runs_anywhere else None
+        if route != "two-pass" and not (because and runs_anywhere):
             return Route("server", loss, config, local), requested or "it was registered there"
         if isinstance(own, str) or (isinstance(own, ServerLoss) and own.source != "logprobs"):
             raise InvalidInput(
@@ -217,21 +217,21 @@ def _choose(
         check_settings(loss, config)
     local = functools.partial(loss, **config) if config else loss
     if route == "server":
-        return Route("server", _uploaded(loss, config, backend()), {}, local), requested
+        return Route("server", _upload(loss, config, backend()), {}, local), requested
     if route == "auto" and is_of_library(loss) and not regularized and _takes_losses(backend()):
-        return Route("server", _uploaded(loss, config, backend()), {}, local), "the server computes it in one pass"
+        return Route("server", _upload(loss, config, backend()), {}, local), "the server computes it in one pass"
     surrogate.check_arguments(loss)
     why = requested or (because if is_of_library(loss) else "") or "it is Python"
     return Route("two-pass", local, {}, local), why
 
 
-def _equal_built_in(loss: Any) -> str | None:
+def _builtin_equivalent(loss: Any) -> str | None:
     """Returns the built-in loss that a function of the library equals up to a factor."""
     function, _ = unwrapped(loss)
     return function.__name__ if is_of_library(loss) and function.__name__ in BUILT_IN else None
 
 
-def _equal(
+def _choose_builtin(
     loss: Any, config: dict[str, Any], route: RouteName, backend: Callable[[], TrainingBackend], name: str
 ) -> tuple[Route, str]:
     """Chooses the built-in route for a function that equals a built-in loss, where the server computes that exactly."""
@@ -244,7 +244,7 @@ def _equal(
     return Route("builtin", name, settings, local), "requested" if route == "builtin" else f"it equals {name}"
 
 
-def _registered(loss: Any, backend: Callable[[], TrainingBackend]) -> ServerLoss | None:
+def _registered_loss(loss: Any, backend: Callable[[], TrainingBackend]) -> ServerLoss | None:
     """Returns the registered loss, if this client has registered it."""
     if isinstance(loss, str) and loss not in BUILT_IN:
         registry = backend().losses
@@ -252,7 +252,7 @@ def _registered(loss: Any, backend: Callable[[], TrainingBackend]) -> ServerLoss
     return loss if isinstance(loss, ServerLoss) else None
 
 
-def _uploaded(loss: Any, config: Mapping[str, Any], backend: TrainingBackend) -> ServerLoss:
+def _upload(loss: Any, config: Mapping[str, Any], backend: TrainingBackend) -> ServerLoss:
     function, settings = unwrapped(loss)
     if backend.losses is None:
         raise InvalidInput(f"{type(backend).__name__} does not take custom losses; use route='two-pass'")

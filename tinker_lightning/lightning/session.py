@@ -161,11 +161,11 @@ class Session:
         if exists:
             info = remote.backend.get_info()
             base_model, rank = info.model_data.model_name, info.lora_rank
-        for what, saved, own in (("base model", state.base_model, base_model), ("rank", state.rank, rank)):
-            if saved and own and saved != own:
+        for what, saved, current in (("base model", state.base_model, base_model), ("rank", state.rank, rank)):
+            if saved and current and saved != current:
                 raise InvalidInput(
-                    f"the checkpoint has {what} {saved}, but this module has {what} {own}. Create the module with the "
-                    f"{what} of the checkpoint."
+                    f"the checkpoint has {what} {saved}, but this module has {what} {current}. Create the module with "
+                    f"the {what} of the checkpoint."
                 )
         if exists:
             with _explaining_missing(state.path, remote.backend):

@@ -1,4 +1,4 @@
-"""What a checkpoint file contains, how runs resume from it, and which files are rejected with nothing changed."""
+"""Contents of checkpoint files, runs that resume from them, and files that are rejected with nothing changed."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class RngState(TypedDict):
 
 
 class LogArguments(TypedDict):
-    """The arguments of `self.log` that Lightning stores with a value and compares with those of the next call."""
+    """The arguments of `self.log` that Lightning stores with a value and compares with the next call."""
 
     fx: str
     name: str

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.checkpoint import rng
@@ -96,7 +97,7 @@ class ResumableLoader(_Wrapper):
         trained = self._trained()
         marks = [mark for mark in self._marks if mark.drawn <= trained]
         if self._is_over() or not marks:
-            return _between(self.loader, has_begun=bool(self._marks))
+            return _resting_state(self.loader, has_begun=bool(self._marks))
         mark = marks[-1]
         return {"drawn": mark.drawn, "count": mark.count, "start": mark.run.start, "inner": mark.inner}
 
@@ -104,6 +105,7 @@ class ResumableLoader(_Wrapper):
         """Sets the position at which the next `iter` starts."""
         self._resume = state
 
+    @override
     def _end(self) -> None:
         if self._marks:
             self._resume = self.state_dict()  # a loader with a `state_dict` is about to lose its state
@@ -127,7 +129,7 @@ class TrainedPosition(ABC):
 
 
 class PositionedLoader(_Wrapper):
-    """Gives the state of a `TrainedPosition` the form of that of a `ResumableLoader`."""
+    """Wraps a `TrainedPosition`, and stores its state in the format of checkpoint files."""
 
     loader: Any
 
@@ -149,8 +151,8 @@ class IsolatedRngLoader(_Wrapper):
     """Loads batches without changing the random number generators of training."""
 
     def __iter__(self) -> Iterator[Any]:
-        with rng.kept():
-            seed, iterator = _seed(_start(self.loader)), iter(self.loader)
+        with rng.isolate():
+            seed, iterator = _seed(_start_state(self.loader)), iter(self.loader)
         return _seeded(iterator, seed)
 
 
@@ -209,17 +211,17 @@ class Run:
         """Draws the first batch, or, after a resume, all that were trained before."""
         if self.start is None:
             if self._before is not None:
-                _end_pass(self._loader, self._before, self.inner)
-            self.start = _start(self._loader)
+                _restore_end(self._loader, self._before, self.inner)
+            self.start = _start_state(self._loader)
             self.seed = _seed(self.start)
             source = _pass(self._loader, self.seed)
             self._keep(next(source))
             return source
-        with rng.kept():
+        with rng.isolate():
             if self.inner is not None:
                 self._loader.load_state_dict(self.inner)  # type: ignore[attr-defined]
                 return _seeded(iter(self._loader), self.seed, self.count)
-            _warm(self._loader, self.start)
+            _start_workers(self._loader, self.start)
             rng.restore(self.start["rng"])
             _set_generators(self._loader, self.start)
             source = _pass(self._loader, self.seed)
@@ -270,13 +272,13 @@ def _is_stateful(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
-def _between(loader: Any, *, has_begun: bool) -> LoaderState:
+def _resting_state(loader: Any, *, has_begun: bool) -> LoaderState:
     """Returns the state of a loader whose next pass has not started."""
     inner = loader.state_dict() if has_begun and _is_stateful(loader) else None
     return {"drawn": 0, "count": 0, "start": None, "inner": inner, "before": _settings(loader)}
 
 
-def _start(loader: Any) -> LoaderStart:
+def _start_state(loader: Any) -> LoaderStart:
     return {"rng": rng.capture(), **_settings(loader)}
 
 
@@ -288,13 +290,13 @@ def _settings(loader: Any) -> LoaderSettings:
     }
 
 
-def _end_pass(loader: Any, settings: LoaderSettings, inner: Any) -> None:
+def _restore_end(loader: Any, settings: LoaderSettings, inner: Any) -> None:
     """Restores the state of a loader at the end of its last pass."""
-    with rng.kept():
+    with rng.isolate():
         if inner is not None:
             loader.load_state_dict(inner)
             iter(loader)
-        _warm(loader, settings)
+        _start_workers(loader, settings)
     _set_generators(loader, settings)
 
 
@@ -303,7 +305,7 @@ def _is_warm(loader: Any) -> bool:
     return getattr(loader, "_iterator", None) is not None
 
 
-def _warm(loader: Any, settings: LoaderSettings) -> None:
+def _start_workers(loader: Any, settings: LoaderSettings) -> None:
     """Starts persistent workers if they were running, because a pass draws fewer random numbers with them."""
     if settings["is_warm"] and getattr(loader, "persistent_workers", False) and not _is_warm(loader):
         iter(loader)

@@ -48,8 +48,8 @@ def digest(state: RngState, generators: Iterable[Tensor] = ()) -> int:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
-    """Restores the generators at the end of the `with` block."""
+def isolate() -> Iterator[None]:
+    """Isolates the generators in a `with` block: they are restored at its end."""
     outside = snapshot()
     try:
         yield
@@ -60,8 +60,8 @@ def kept() -> Iterator[None]:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seeds the generators for the `with` block, and restores them at its end."""
-    with kept():
-        torch.default_generator.manual_seed(seed)  # and not those of GPUs
+    with isolate():
+        torch.default_generator.manual_seed(seed)  # leaves the generators of GPUs alone
         np.random.seed(seed % 2**32)
         random.seed(seed)
         yield
