@@ -21,7 +21,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from tinker_lightning.errors import IncompatibleLightning
-from tinker_lightning.lightning.checkpoint.format import LogArguments
+from tinker_lightning.lightning.checkpoint.format import LOG_ARGUMENTS
 from tinker_lightning.rows.batches import except_datums
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     import lightning.pytorch as pl
     from lightning.pytorch.plugins import Precision
-
-    from tinker_lightning.lightning.checkpoint.format import LoggedValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +193,7 @@ def drop_logged(trainer: pl.Trainer, hook: str, names: Iterable[str], loader: in
     return by_loader
 
 
-_LOG_ARGUMENTS = tuple(LogArguments.__annotations__)
-
-
-def logged_values(trainer: pl.Trainer) -> tuple[list[LoggedValue], set[str | None]]:
+def logged_values(trainer: pl.Trainer) -> tuple[list[dict[str, Any]], set[str | None]]:
     """Returns the values that the current training epoch has logged so far, as tensors and plain data.
 
     Also returns the attribute names of the metrics that the last validation has logged.
@@ -208,12 +203,11 @@ def logged_values(trainer: pl.Trainer) -> tuple[list[LoggedValue], set[str | Non
     return values, {LOGGED_ATTRIBUTE.get(item) for item in VAL_RESULTS.get(trainer).values()}
 
 
-def _logged_value(item: Any) -> LoggedValue:
+def _logged_value(item: Any) -> dict[str, Any]:
     last = FORWARD_CACHE.get(item)
     is_tensor = IS_TENSOR.get(item)
-    arguments: Any = {name: Private("_ResultMetric", f"meta.{name}").get(item) for name in _LOG_ARGUMENTS}
-    return {  # type: ignore[typeddict-item]
-        **arguments,
+    return {
+        **{name: Private("_ResultMetric", f"meta.{name}").get(item) for name in LOG_ARGUMENTS},
         "reduce_fx": LOGGED_REDUCTION.get(item).__name__,
         "metric_attribute": LOGGED_ATTRIBUTE.get(item),
         "value": LOGGED_VALUE.get(item).clone() if is_tensor else None,
@@ -222,12 +216,11 @@ def _logged_value(item: Any) -> LoggedValue:
     }
 
 
-def log_again(trainer: pl.Trainer, saved: LoggedValue, value: Any) -> None:
+def log_again(trainer: pl.Trainer, saved: dict[str, Any], value: Any) -> None:
     """Restores a value that `logged_values` has returned; `value` may also be the metric that was logged."""
     results = TRAIN_RESULTS.get(trainer)
-    arguments: Any = saved
     RESULTS_LOG.get(results)(
-        **{name: arguments[name] for name in _LOG_ARGUMENTS},
+        **{name: saved[name] for name in LOG_ARGUMENTS},
         value=value,
         reduce_fx=getattr(torch, saved["reduce_fx"]),
         sync_dist_fn=trainer.strategy.reduce,

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from tinker_lightning.lightning.checkpoint.format import Section
     from tinker_lightning.lightning.routes import Reduction, Route, RouteName
     from tinker_lightning.losses.regularizers.composition import Regularizer
 
@@ -141,7 +140,7 @@ class RemoteModule(LoggingModule):
         self._evaluation = Evaluation(self)
         self._may_defer = False  # whether nobody reads the value of a loss before its step is sent
         self._last_route: tuple[Any, Route] | None = None  # with the settings that it was chosen for
-        self._loaded_window: Section | None = None
+        self._loaded_window: dict[str, Any] | None = None
         self._banner: dict[str, Any] = {}  # what the last fit has shown about the model
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins import Precision
 
-    from tinker_lightning.lightning.checkpoint.format import LoaderState, Position
     from tinker_lightning.remote.calls import Pass
 
     _Path: TypeAlias = str | Path
@@ -85,7 +84,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         self._ahead = LookAhead()
         self._resume: loop_position.Resume | None = None
         self._snapshot: BatchSnapshot | None = None
-        self._loader_states: list[LoaderState] | None = None  # the position in the loaders when training ended
+        self._loader_states: list[dict[str, Any]] | None = None  # the position in the loaders when training ended
         self._retention = StateRetention(self._delete_state, self._checkpoint_folders, self._keep_state)
 
     @property
@@ -196,12 +195,12 @@ class TinkerStrategy(SingleDeviceStrategy):
             if isinstance(module, RemoteModule):  # whose own hook may be overridden without super()
                 contents.add_section(checkpoint, module)
             section = new_section(checkpoint)
-            position: Position = {"rng": rng.capture(), "loop_position": loop_position.capture(trainer)}
+            position: dict[str, Any] = {"rng": rng.capture(), "loop_position": loop_position.capture(trainer)}
             if self._snapshot is not None and self._snapshot.is_under_way(trainer):
                 # The batch is trained again after a resume: its draws, logs and gradients must not count twice.
                 position["rng"] = rng.capture(self._snapshot.rng)
                 position["loop_position"]["epoch_metrics"] = self._snapshot.epoch_metrics
-                section.update(self._snapshot.window.state())  # type: ignore[typeddict-item]
+                section.update(self._snapshot.window.state())
             section["strategy"] = position
             if self._loader_states is not None and "loops" in checkpoint:  # loaders may have been replaced since
                 checkpoint["loops"]["fit_loop"]["state_dict"].setdefault("combined_loader", self._loader_states)

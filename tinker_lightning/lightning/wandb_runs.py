@@ -17,12 +17,11 @@ if TYPE_CHECKING:
 
     import lightning.pytorch as pl
 
-    from tinker_lightning.lightning.checkpoint.format import RunState, Section
 
 logger = logging.getLogger("tinker_lightning")
 
 
-def describe(trainer: pl.Trainer) -> list[RunState]:
+def describe(trainer: pl.Trainer) -> list[dict[str, str]]:
     """Returns the project and id of each run, as a checkpoint keeps them."""
     return [{"project": str(each.name), "id": str(each.version)} for each in _loggers(trainer) if each.version]
 
@@ -43,7 +42,7 @@ def adopt(trainer: pl.Trainer, file: Any) -> None:
             _compat.WANDB_INIT.get(each)["id"] = run["id"]
 
 
-def warn_if_other(trainer: pl.Trainer, section: Section, file: object) -> None:
+def warn_if_other(trainer: pl.Trainer, section: dict[str, Any], file: object) -> None:
     """Warns if a resumed fit logs to other runs than the one that it resumes."""
     if trainer.state.fn != TrainerFn.FITTING:
         return

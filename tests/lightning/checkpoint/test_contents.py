@@ -73,7 +73,7 @@ def test_a_loss_that_ends_with_its_session_cannot_be_kept() -> None:
 
 @pytest.mark.parametrize("key", ["loss", "datums", "gradients", "config", "added", "inputs"])
 def test_a_window_without_a_key_is_rejected(key: str) -> None:
-    window: list[Any] = [*window_state([ServerCall([DATUMS["plain"]], "ppo", {}, [torch.tensor(0.25)])])]
+    window = window_state([ServerCall([DATUMS["plain"]], "ppo", {}, [torch.tensor(0.25)])])
     del window[0][key]
     section = {"windows": {"lm.handle": window}, "local_gradients": {}, "window_metrics": []}
     with pytest.raises(InvalidInput, match=rf"the accumulation window of 'lm\.handle' in a\.ckpt lacks '{key}'"):

@@ -25,7 +25,6 @@ from tinker_lightning.lightning.checkpoint.loaders import IsolatedRngLoader, Res
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from tinker_lightning.lightning.checkpoint.format import LoaderState
 
 few = examples(8, 200)
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
@@ -279,7 +278,7 @@ def test_an_error_arrives_in_its_turn(ahead: int) -> None:
         next(iterator)
 
 
-def resumed_after(count: int) -> LoaderState:
+def resumed_after(count: int) -> dict[str, Any]:
     """The state after a number of batches."""
     trained = 0
     loader = ResumableLoader(shuffled(), lambda: trained, lambda: False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from tinker_lightning.client.server_losses import LossHandle
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning import _compat, wandb_runs
 from tinker_lightning.lightning.checkpoint import rng
-from tinker_lightning.lightning.checkpoint.format import RECORD, SECTION, EpochMetrics, new_section
+from tinker_lightning.lightning.checkpoint.format import RECORD, SECTION, new_section
 from tinker_lightning.remote.calls import Call, ServerCall
 from tinker_lightning.remote.handle import RemoteHandle
 from tinker_lightning.remote.lm import RemoteLM
@@ -31,13 +31,6 @@ if TYPE_CHECKING:
 
     import lightning.pytorch as pl
 
-    from tinker_lightning.lightning.checkpoint.format import (
-        CallState,
-        DatumState,
-        MetricState,
-        ServerCallState,
-        WindowState,
-    )
     from tinker_lightning.lightning.module import RemoteModule
 
 
@@ -54,7 +47,7 @@ def add_section(checkpoint: dict[str, Any], module: RemoteModule) -> None:
         checkpoint[module.CHECKPOINT_HYPER_PARAMS_KEY] = plain
     module.drain()
     section = new_section(checkpoint)
-    section.update(Window.capture(module).state())  # type: ignore[typeddict-item]
+    section.update(Window.capture(module).state())
     section["strategy"] = None  # which `TinkerStrategy` fills in
     if module.has_trainer:
         section["wandb"] = wandb_runs.describe(module.trainer)
@@ -130,7 +123,7 @@ class Window:
         gradients = {name: gradient.clone() for name, gradient in gradients.items()} if is_open else {}
         return cls(calls, gradients, list(module._window_metrics))
 
-    def state(self) -> WindowState:
+    def state(self) -> dict[str, Any]:
         """Returns the window as tensors and plain data."""
         return {
             "windows": {name: window_state(calls) for name, calls in self.calls.items()},
@@ -139,7 +132,7 @@ class Window:
         }
 
 
-def restore_window(state: WindowState, module: RemoteModule) -> None:
+def restore_window(state: dict[str, Any], module: RemoteModule) -> None:
     """Restores the windows of remote models, the gradients of local parameters and the metrics."""
     for name, parameter in module.named_parameters():
         if name in state["windows"] and isinstance(parameter, RemoteHandle):
@@ -149,26 +142,19 @@ def restore_window(state: WindowState, module: RemoteModule) -> None:
     module._window_metrics = list(state["window_metrics"])
 
 
-def window_state(window: Sequence[Call | ServerCall]) -> list[CallState | ServerCallState]:
+def window_state(window: Sequence[Call | ServerCall]) -> list[dict[str, Any]]:
     """Returns a window as tensors and plain data, which load with `weights_only=True`."""
-    states: list[CallState | ServerCallState] = []
+    states: list[dict[str, Any]] = []
     for call in window:
-        state: CallState = {
-            "loss": None,
-            "datums": [_datum_state(datum) for datum in call.datums],
-            "gradients": call.gradients,
-        }
+        datums = [_datum_state(datum) for datum in call.datums]
+        states.append({"loss": None, "datums": datums, "gradients": call.gradients})
         if isinstance(call, ServerCall):
-            inputs = _tensors(call.inputs)
-            server: ServerCallState = {**state, "config": dict(call.config), "added": call.added, "inputs": inputs}
-            server["loss"] = _loss_name(call)
-            states.append(server)
-        else:
-            states.append(state)
+            own = {"config": dict(call.config), "added": call.added, "inputs": _tensors(call.inputs)}
+            states[-1].update(own, loss=_loss_name(call))
     return states
 
 
-def window_from(states: Sequence[CallState | ServerCallState]) -> list[Call | ServerCall]:
+def window_from(states: Sequence[dict[str, Any]]) -> list[Call | ServerCall]:
     """Converts the result of `window_state`, which `read_window` has checked, back to a window."""
     window: list[Call | ServerCall] = []
     for state in states:
@@ -176,9 +162,9 @@ def window_from(states: Sequence[CallState | ServerCallState]) -> list[Call | Se
         if state["loss"] is None:
             window.append(Call(datums, state["gradients"]))
         else:
-            call = cast("ServerCallState", state)
-            inputs = {name: TensorData.from_torch(tensor) for name, tensor in call["inputs"].items()}
-            window.append(ServerCall(datums, call["loss"], call["config"], call["gradients"], call["added"], inputs))
+            inputs = {name: TensorData.from_torch(tensor) for name, tensor in state["inputs"].items()}
+            call = ServerCall(datums, state["loss"], state["config"], state["gradients"], state["added"], inputs)
+            window.append(call)
     return window
 
 
@@ -195,13 +181,13 @@ def _tensors(inputs: Mapping[str, TensorData]) -> dict[str, Tensor]:
     return {name: tensor.to_torch().clone() for name, tensor in inputs.items()}
 
 
-def _datum_state(datum: Datum) -> DatumState:
+def _datum_state(datum: Datum) -> dict[str, Any]:
     inputs = _tensors(datum.loss_fn_inputs)
     rest = wire_json.dumps(datum.with_only_inputs({}))
     return {"rest": torch.frombuffer(bytearray(rest), dtype=torch.uint8), "inputs": inputs}
 
 
-def _datum_from(state: DatumState) -> Datum:
+def _datum_from(state: dict[str, Any]) -> Datum:
     inputs = {name: TensorData.from_torch(tensor) for name, tensor in state["inputs"].items()}
     rest = wire_json.parse(Datum, bytes(state["rest"].numpy()))
     return rest.with_inputs(inputs)
@@ -219,7 +205,7 @@ class BatchSnapshot:
     """
 
     number: int
-    epoch_metrics: EpochMetrics
+    epoch_metrics: dict[str, Any]
     window: Window
     rng: rng.Snapshot
 
@@ -236,7 +222,7 @@ class BatchSnapshot:
         return bool(batches.ready > batches.processed and loop.total_batch_idx == self.number)
 
 
-def capture_epoch(trainer: pl.Trainer) -> EpochMetrics:
+def capture_epoch(trainer: pl.Trainer) -> dict[str, Any]:
     """Returns the logged values and the states of the module's metrics, as tensors and plain data."""
     logged, validated = _compat.logged_values(trainer)
     metrics = {
@@ -247,7 +233,7 @@ def capture_epoch(trainer: pl.Trainer) -> EpochMetrics:
     return {"logged": logged, "metrics": metrics}
 
 
-def restore_epoch(trainer: pl.Trainer, state: EpochMetrics) -> None:
+def restore_epoch(trainer: pl.Trainer, state: dict[str, Any]) -> None:
     """Restores the result of `capture_epoch`, before anything is logged."""
     metrics = _metrics(trainer)
     for name, saved in state["metrics"].items():
@@ -266,7 +252,7 @@ def _metrics(trainer: pl.Trainer) -> dict[str, Metric]:
     return {name: module for name, module in modules if isinstance(module, Metric)}
 
 
-def _metric_state(metric: Metric) -> MetricState:
+def _metric_state(metric: Metric) -> dict[str, Any]:
     # A metric changes its tensors in place, but only appends to its lists.
     states = {
         name: state.clone() if isinstance(state, Tensor) else list(state) for name, state in metric.metric_state.items()

@@ -9,29 +9,29 @@
     │   └── fit_loop
     │       ├── epoch_progress
     │       └── state_dict
-    │           └── combined_loader  a `LoaderState` for each training loader
-    └── tinker                       `Section`
+    │           └── combined_loader  the "loader" of each training loader
+    └── tinker                       the "section" of this package
         ├── version
-        ├── windows, …               `WindowState`
-        ├── wandb                    a `RunState` for each W&B run
-        └── strategy                 `Position`, None for a file of another strategy
-            ├── rng                  `RngState`
-            └── loop_position        `LoopPosition`
+        ├── windows                  a "call" or "server call", with its "datum"s, for each call of a remote model
+        ├── local_gradients          the gradients of local parameters in the window, by name
+        ├── window_metrics           the metrics of the window's micro-batches, each with its number of datums
+        ├── wandb                    a "run" for each W&B logger
+        └── strategy                 the "position", or None if the trainer has another strategy
+            ├── rng                  "rng"
+            └── loop_position        "loops", with the "epoch" metrics
 
-A file of any other version is rejected. So a change of a key is a change of `VERSION`.
+`KEYS` has the keys of each part. Files of any other version are rejected, so a change of a key changes `VERSION`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.remote.saved_state import FORMAT_VERSION, check_format, check_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from torch import Tensor
 
 VERSION = FORMAT_VERSION
 
@@ -47,218 +47,102 @@ OPTIMIZERS = "optimizer_states"
 LOADERS = "loops.fit_loop.state_dict.combined_loader"
 """The path of the states of training loaders, where Lightning keeps them."""
 
+LOG_ARGUMENTS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+"""The arguments of `self.log` that Lightning stores with a value and compares with the next call."""
+
+WINDOW = ("windows", "local_gradients", "window_metrics")
+"""The keys of the accumulation window in the section."""
+
+KEYS = {
+    "section": ("version", *WINDOW, "strategy"),  # and "wandb" if there is a trainer
+    "call": ("loss", "datums", "gradients"),
+    "server call": ("loss", "datums", "gradients", "config", "added", "inputs"),
+    "datum": ("rest", "inputs"),
+    "run": ("project", "id"),
+    "position": ("rng", "loop_position"),
+    "rng": ("torch", "numpy", "python"),
+    "loops": (
+        *("where", "is_cut", "epochs", "batches", "is_last_batch", "logged_steps", "accumulate", "reloaded"),
+        *("callback_metrics", "row", "epoch_metrics"),
+    ),
+    "epoch": ("logged", "metrics"),
+    "logged": (*LOG_ARGUMENTS, "reduce_fx", "metric_attribute", "value", "weight", "last"),
+    "metric": ("count", "states"),
+    "loader": ("drawn", "count", "start", "inner"),  # and "before", a "resting loader", if "start" is None
+    "loader start": ("rng", "generators", "is_warm"),
+    "resting loader": ("generators", "is_warm"),
+}
+"""The keys of each part of a checkpoint."""
+
 # Entries of Lightning that a resume reads.
 _LIGHTNING_ENTRIES = ("global_step", "loops.fit_loop.epoch_progress.current", "loops.fit_loop.state_dict")
 
 
-class DatumState(TypedDict):
-    """A datum of an accumulation window."""
-
-    rest: Tensor  # JSON of the datum without its inputs
-    inputs: dict[str, Tensor]
-
-
-class CallState(TypedDict):
-    """A call in an accumulation window; `loss` is None if the loss was evaluated locally."""
-
-    loss: str | None
-    datums: list[DatumState]
-    gradients: list[Tensor] | None
-
-
-class ServerCallState(CallState):
-    """A call of a server-side loss."""
-
-    config: dict[str, float | str]
-    added: float | None
-    inputs: dict[str, Tensor]
-
-
-class WindowState(TypedDict):
-    """The accumulation window of a module."""
-
-    windows: dict[str, list[CallState | ServerCallState]]  # by the name of the parameter
-    local_gradients: dict[str, Tensor]
-    window_metrics: list[tuple[dict[str, float], int]]
-
-
-class RngState(TypedDict):
-    """The states of the random number generators."""
-
-    torch: Tensor
-    numpy: list[Any]
-    python: list[Any]
-
-
-class LogArguments(TypedDict):
-    """The arguments of `self.log` that Lightning stores with a value and compares with the next call."""
-
-    fx: str
-    name: str
-    prog_bar: bool
-    logger: bool
-    on_step: bool
-    on_epoch: bool
-    enable_graph: bool
-    add_dataloader_idx: bool
-
-
-class LoggedValue(LogArguments):
-    """A value that was logged in the current epoch."""
-
-    reduce_fx: str
-    metric_attribute: str | None
-    value: Tensor | None
-    weight: Any
-    last: Tensor | None
-
-
-class MetricState(TypedDict):
-    """The state of a torchmetrics metric."""
-
-    count: int
-    states: dict[str, Any]
-
-
-class EpochMetrics(TypedDict):
-    """The logged values and the metrics of the current epoch."""
-
-    logged: list[LoggedValue]
-    metrics: dict[str, MetricState]
-
-
-class LoopPosition(TypedDict):
-    """The position of Lightning's loops, see `loop_position`."""
-
-    where: str
-    is_cut: bool
-    epochs: list[int]
-    batches: list[int]
-    is_last_batch: bool
-    logged_steps: int
-    accumulate: int
-    reloaded: list[Any]
-    callback_metrics: dict[str, Tensor]
-    row: dict[str, Any] | None
-    epoch_metrics: EpochMetrics
-
-
-class LoaderSettings(TypedDict):
-    """The state that the next pass of a loader depends on, apart from the global generators."""
-
-    generators: list[Tensor]
-    is_warm: bool
-
-
-class LoaderStart(LoaderSettings):
-    """The state at the start of a pass of a loader."""
-
-    rng: RngState
-
-
-class LoaderPosition(TypedDict):
-    """The position of a training loader after the last batch trained."""
-
-    drawn: int
-    count: int
-    start: LoaderStart | None  # None if the next pass has not started
-    inner: Any  # the state of a loader that has one
-
-
-class LoaderState(LoaderPosition, total=False):
-    """The state of a training loader, with its settings if its next pass has not started."""
-
-    before: LoaderSettings
-
-
-class RunState(TypedDict):
-    """A W&B run."""
-
-    project: str
-    id: str
-
-
-class Position(TypedDict):
-    """The position in random numbers and loops."""
-
-    rng: RngState
-    loop_position: LoopPosition
-
-
-class Section(WindowState, total=False):
-    """The section of a checkpoint."""
-
-    version: int
-    strategy: Position | None
-    wandb: list[RunState]
-
-
-def new_section(checkpoint: dict[str, Any]) -> Section:
+def new_section(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Returns the section of a checkpoint that is about to be written."""
-    section: Section = checkpoint.setdefault(SECTION, {"version": VERSION})
+    section: dict[str, Any] = checkpoint.setdefault(SECTION, {"version": VERSION})
     return section
 
 
-def read_section(checkpoint: Mapping[str, Any], file: object, *keys: str) -> Section:
+def read_section(checkpoint: Mapping[str, Any], file: object, *keys: str) -> dict[str, Any]:
     """Returns the section of a checkpoint; raises `InvalidInput` if it lacks a key or has another format version."""
     if SECTION not in checkpoint:
         raise InvalidInput(
             f"{file} lacks {SECTION!r}: it was not written by a RemoteModule, or was changed since. Load a checkpoint "
             "of the module's class."
         )
-    section: Any = check_format(checkpoint[SECTION], f"the {SECTION!r} section of {file}", "version", keys)
-    return section  # type: ignore[no-any-return]
+    return check_format(checkpoint[SECTION], f"the {SECTION!r} section of {file}", "version", keys)
 
 
-def read_window(checkpoint: Mapping[str, Any], file: object) -> Section | None:
+def read_window(checkpoint: Mapping[str, Any], file: object) -> dict[str, Any] | None:
     """Returns the section of a checkpoint with its accumulation window; None for a file of weights that has none."""
     if SECTION not in checkpoint and OPTIMIZERS not in checkpoint:
         return None
-    section = read_section(checkpoint, file, *WindowState.__annotations__)
+    section = read_section(checkpoint, file, *WINDOW)
     for name, window in section["windows"].items():
         for call in window:
             what = f"the accumulation window of {name!r} in {file}"
-            _check(call, CallState, what)
-            _check(call, CallState if call["loss"] is None else ServerCallState, what)
+            check_keys(call, what, KEYS["call"])
+            check_keys(call, what, KEYS["call" if call["loss"] is None else "server call"])
             for datum in call["datums"]:
-                _check(datum, DatumState, f"a datum in {what}")
+                check_keys(datum, f"a datum in {what}", KEYS["datum"])
     return section
 
 
-def read_position(checkpoint: Mapping[str, Any], file: object) -> Position | None:
+def read_position(checkpoint: Mapping[str, Any], file: object) -> dict[str, Any] | None:
     """Returns the position in random numbers and loops; None for a file of another strategy."""
     if OPTIMIZERS not in checkpoint:
         raise InvalidInput(
             f"{file} lacks {OPTIMIZERS!r}: it was saved with save_weights_only=True, or is damaged. Resume from a full "
             "checkpoint, or load the weights with load_from_checkpoint and fit without ckpt_path."
         )
-    position = read_section(checkpoint, file, "strategy")["strategy"]
+    position: dict[str, Any] | None = read_section(checkpoint, file, "strategy")["strategy"]
     if position is None:
         return None
     paths = [*_LIGHTNING_ENTRIES]
-    paths += [f"{SECTION}.strategy.rng.{key}" for key in RngState.__annotations__]
-    paths += [f"{SECTION}.strategy.loop_position.{key}" for key in LoopPosition.__annotations__]
+    paths += [f"{SECTION}.strategy.rng.{key}" for key in KEYS["rng"]]
+    paths += [f"{SECTION}.strategy.loop_position.{key}" for key in KEYS["loops"]]
     for path in paths:
         check_entry(checkpoint, file, path)
     return position
 
 
-def read_loaders(checkpoint: Mapping[str, Any], file: object) -> list[LoaderState]:
+def read_loaders(checkpoint: Mapping[str, Any], file: object) -> list[dict[str, Any]]:
     """Returns the states of the training loaders; none at the start of an epoch, where no loader is in use."""
-    states: list[LoaderState] = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
+    states: list[dict[str, Any]] = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
     for state in states:
         what = f"'combined_loader' of {file}"
-        _check(state, LoaderPosition, what)
+        check_keys(state, what, KEYS["loader"])
         if state["start"] is not None:
-            _check(state["start"], LoaderStart, what)
+            check_keys(state["start"], what, KEYS["loader start"])
     return states
 
 
-def read_runs(section: Section, file: object) -> list[RunState]:
+def read_runs(section: Mapping[str, Any], file: object) -> list[dict[str, str]]:
     """Returns the W&B runs that a checkpoint names."""
-    runs = section.get("wandb", [])
+    runs: list[dict[str, str]] = section.get("wandb", [])
     for run in runs:
-        _check(run, RunState, f"a W&B run in {file}")
+        check_keys(run, f"a W&B run in {file}", KEYS["run"])
     return runs
 
 
@@ -268,7 +152,3 @@ def check_entry(checkpoint: Mapping[str, Any], file: object, path: str) -> None:
     for key in path.split("."):
         check_keys(part, f"{path!r} of {file}", (key,))
         part = part[key]
-
-
-def _check(state: Mapping[str, Any], kind: Any, what: str) -> None:
-    check_keys(state, what, kind.__annotations__)

@@ -21,8 +21,6 @@ from tinker_lightning.lightning.checkpoint import rng
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from tinker_lightning.lightning.checkpoint.format import LoaderSettings, LoaderStart, LoaderState
-
 
 _END = object()
 _SET_BY_LIGHTNING = ("worker_init_fn", "_iterator")
@@ -61,7 +59,7 @@ class ResumableLoader(_Wrapper):
         super().__init__(loader)
         self._trained = trained
         self._is_over = is_over
-        self._resume: LoaderState | None = None
+        self._resume: dict[str, Any] | None = None
         self._run = Run(loader, None)
         self._drawn = 0
         # The positions after the last batches drawn. Lightning draws one batch ahead if the loader has no length.
@@ -90,7 +88,7 @@ class ResumableLoader(_Wrapper):
         """Returns up to `count` batches after number `after` of this epoch; fewer if the loader ends or fails."""
         return self._run.peek(after, count)
 
-    def state_dict(self) -> LoaderState:
+    def state_dict(self) -> dict[str, Any]:
         """Returns the position after the last batch trained."""
         if self._resume is not None:  # nothing has been drawn since
             return self._resume
@@ -101,7 +99,7 @@ class ResumableLoader(_Wrapper):
         mark = marks[-1]
         return {"drawn": mark.drawn, "count": mark.count, "start": mark.run.start, "inner": mark.inner}
 
-    def load_state_dict(self, state: LoaderState) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sets the position at which the next `iter` starts."""
         self._resume = state
 
@@ -136,7 +134,7 @@ class PositionedLoader(_Wrapper):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.loader)
 
-    def state_dict(self) -> LoaderState:
+    def state_dict(self) -> dict[str, Any]:
         """Returns the position after the last batch trained."""
         return {"drawn": 0, "count": 0, "start": None, "inner": self.loader.state_dict()}
 
@@ -159,8 +157,8 @@ class IsolatedRngLoader(_Wrapper):
 class Run:
     """One pass over a loader, from its start or from a position in the middle."""
 
-    def __init__(self, loader: Iterable[Any], resume: LoaderState | None) -> None:
-        self.start: LoaderStart | None = resume["start"] if resume else None
+    def __init__(self, loader: Iterable[Any], resume: dict[str, Any] | None) -> None:
+        self.start: dict[str, Any] | None = resume["start"] if resume else None
         self.seed = 0 if self.start is None else _seed(self.start)
         self.count: int = resume["count"] if resume else 0
         self.inner: Any = resume and resume["inner"]
@@ -272,17 +270,17 @@ def _is_stateful(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
-def _resting_state(loader: Any, *, has_begun: bool) -> LoaderState:
+def _resting_state(loader: Any, *, has_begun: bool) -> dict[str, Any]:
     """Returns the state of a loader whose next pass has not started."""
     inner = loader.state_dict() if has_begun and _is_stateful(loader) else None
     return {"drawn": 0, "count": 0, "start": None, "inner": inner, "before": _settings(loader)}
 
 
-def _start_state(loader: Any) -> LoaderStart:
+def _start_state(loader: Any) -> dict[str, Any]:
     return {"rng": rng.capture(), **_settings(loader)}
 
 
-def _settings(loader: Any) -> LoaderSettings:
+def _settings(loader: Any) -> dict[str, Any]:
     """Returns the state that the next pass of a loader depends on, apart from the global generators."""
     return {
         "generators": [generator.get_state() for generator in _generators(loader)],
@@ -290,7 +288,7 @@ def _settings(loader: Any) -> LoaderSettings:
     }
 
 
-def _restore_end(loader: Any, settings: LoaderSettings, inner: Any) -> None:
+def _restore_end(loader: Any, settings: dict[str, Any], inner: Any) -> None:
     """Restores the state of a loader at the end of its last pass."""
     with rng.isolate():
         if inner is not None:
@@ -305,13 +303,13 @@ def _is_warm(loader: Any) -> bool:
     return getattr(loader, "_iterator", None) is not None
 
 
-def _start_workers(loader: Any, settings: LoaderSettings) -> None:
+def _start_workers(loader: Any, settings: dict[str, Any]) -> None:
     """Starts persistent workers if they were running, because a pass draws fewer random numbers with them."""
     if settings["is_warm"] and getattr(loader, "persistent_workers", False) and not _is_warm(loader):
         iter(loader)
 
 
-def _set_generators(loader: Any, settings: LoaderSettings) -> None:
+def _set_generators(loader: Any, settings: dict[str, Any]) -> None:
     generators, states = _generators(loader), settings["generators"]
     if len(generators) != len(states):
         raise InvalidInput(
@@ -322,7 +320,7 @@ def _set_generators(loader: Any, settings: LoaderSettings) -> None:
         generator.set_state(state)
 
 
-def _seed(start: LoaderStart) -> int:
+def _seed(start: dict[str, Any]) -> int:
     """Returns the seed of a pass, computed from all generators at its start."""
     return rng.digest(start["rng"], start["generators"])
 

@@ -16,15 +16,7 @@ from lightning.pytorch.loops.training_epoch_loop import RestartStage as EpochSta
 
 from tinker_lightning.lightning import _compat
 from tinker_lightning.lightning.checkpoint.contents import capture_epoch, restore_epoch
-from tinker_lightning.lightning.checkpoint.format import (
-    LOADERS,
-    LoaderState,
-    LoopPosition,
-    RngState,
-    check_entry,
-    read_loaders,
-    read_position,
-)
+from tinker_lightning.lightning.checkpoint.format import LOADERS, check_entry, read_loaders, read_position
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -39,7 +31,7 @@ VALIDATION_END = "validation end"  # the end hooks of a validation
 EPOCH_END = "epoch end"  # the end hooks of an epoch; its row follows
 
 
-def capture(trainer: pl.Trainer) -> LoopPosition:
+def capture(trainer: pl.Trainer) -> dict[str, Any]:
     """Returns the position of a trainer's loops, as tensors and plain data."""
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     where, is_cut = _where(trainer), _is_cut(trainer)
@@ -72,9 +64,9 @@ class Resume:
         max_steps: The limit of steps of the trainer, which a resume may have to raise for a while.
     """
 
-    rng: RngState
-    loops: LoopPosition
-    loaders: list[LoaderState]
+    rng: dict[str, Any]
+    loops: dict[str, Any]
+    loaders: list[dict[str, Any]]
     max_steps: int
 
     @classmethod
@@ -101,7 +93,7 @@ class Resume:
         trainer.fit_loop.epoch_loop.max_steps = self.max_steps
 
 
-def restore_loops(trainer: pl.Trainer, position: LoopPosition) -> None:
+def restore_loops(trainer: pl.Trainer, position: dict[str, Any]) -> None:
     """Restores the position of the loops and runs the remaining work there."""
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     where = position["where"]
@@ -136,7 +128,7 @@ def restore_loops(trainer: pl.Trainer, position: LoopPosition) -> None:
             _count_logged_steps(trainer, -1)  # a loop that restarts counts it again
 
 
-def _end_batch(trainer: pl.Trainer, position: LoopPosition) -> str:
+def _end_batch(trainer: pl.Trainer, position: dict[str, Any]) -> str:
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     if position["row"] is not None:
         _compat.LOG_METRICS.get(trainer)(position["row"])
@@ -148,7 +140,7 @@ def _end_batch(trainer: pl.Trainer, position: LoopPosition) -> str:
     return EPOCH_START
 
 
-def _end_epoch(trainer: pl.Trainer, position: LoopPosition) -> str:
+def _end_epoch(trainer: pl.Trainer, position: dict[str, Any]) -> str:
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     if not position["is_cut"]:
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)

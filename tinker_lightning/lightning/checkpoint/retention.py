@@ -100,7 +100,7 @@ class StateRetention:
                 logger.warning("%s is not named by any checkpoint file, but could not be deleted: %s", state, error)
 
     def _states_near(self, file: str) -> frozenset[str]:
-        """Returns the states named by possible copies of a file, in its folder and in folders of checkpoint callbacks."""
+        """Returns the states named by possible copies of a file, in its folder and folders of checkpoint callbacks."""
         fs, path = url_to_fs(file)
         states = self._states_in_folder(fs, posixpath.dirname(path), 1, posixpath.splitext(path)[1])
         for folder in self._folders():

@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinker_lightning.lightning.checkpoint.format import RngState
 
 Snapshot: TypeAlias = tuple[Any, Any, Any]
 
 
-def capture(states: Snapshot | None = None) -> RngState:
+def capture(states: Snapshot | None = None) -> dict[str, Any]:
     """Returns the states of a snapshot, by default of now, as plain data that loads with `weights_only=True`."""
     torch_state, (kind, keys, position, has_gauss, gauss), (version, words, next_gauss) = states or snapshot()
     return {
@@ -30,7 +29,7 @@ def capture(states: Snapshot | None = None) -> RngState:
     }
 
 
-def restore(state: RngState) -> None:
+def restore(state: dict[str, Any]) -> None:
     """Restores the result of `capture`."""
     kind, keys, position, has_gauss, gauss = state["numpy"]
     version, words, next_gauss = state["python"]
@@ -38,7 +37,7 @@ def restore(state: RngState) -> None:
     _set((state["torch"], numpy_state, (version, tuple(words.tolist()), next_gauss)))
 
 
-def digest(state: RngState, generators: Iterable[Tensor] = ()) -> int:
+def digest(state: dict[str, Any], generators: Iterable[Tensor] = ()) -> int:
     """Returns a hash of the result of `capture` and the states of further generators."""
     _, keys, position, *_ = state["numpy"]
     digest = zlib.crc32(str(position).encode())
