@@ -232,12 +232,12 @@ def test_a_server_that_does_not_answer_does_not_keep_a_run_alive(
     way: str, strategy: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither at a forward pass, nor at the end of a step whose metrics a callback looks at."""
-    for file in ("base", "hooks", "strategy"):
+    for file in ("deferred_metrics", "hooks", "strategy"):
         monkeypatch.setattr(f"tinker_lightning.lightning.{file}.LAST_WAIT", 0.3)
     trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
     transport = Stalling(httpx.ASGITransport(create_app(trainer)))
     service = ServiceClient(base_url="http://embedded", transport=transport)
-    monkeypatch.setattr("tinker_lightning.lightning.lazy_client.connect", lambda *_, **__: service)
+    monkeypatch.setattr("tinker_lightning.lightning.session.connect", lambda *_, **__: service)
     action, raised, _ = WAYS[way]
     signals = threading.Timer(0.5, action)
 

@@ -1,4 +1,4 @@
-"""What a `RemoteModule` promises whatever a user overrides, loads or resumes."""
+"""Promises of a `RemoteModule` that hold for everything that a user overrides, loads or resumes."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tinker_lightning.errors import InvalidDatum, InvalidInput, check_choice
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.losses.library import check_settings
 from tinker_lightning.recipes.references import References
-from tinker_lightning.rows.batches import in_row
+from tinker_lightning.rows.batches import convert_row
 from tinker_lightning.rows.formats import DatumLike, RowFormat
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class DPO(RemoteModule):
                     "collate_fn=tinker_lightning.collate to the DataLoader: torch's default one transposes pairs."
                 )
             return item
-        return in_row(index, RowFormat(self.tokenizer).pair, item)
+        return convert_row(index, RowFormat(self.tokenizer).pair, item)
 
 
 def _same_prompt(chosen: Datum, rejected: Datum) -> bool:

@@ -167,7 +167,7 @@ class RolloutModule(GroupLossModule):
 
     def _evaluate_rollouts(self, stage: str, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         if not isinstance(batch, RolloutBatch):
-            self._evaluate(stage, batch, batch_idx, dataloader_idx)
+            self._evaluation.step(stage, batch, batch_idx, dataloader_idx)
             return
         job = batch.loader.evaluate(batch_idx, self._policy())
         arrived = dict(job.receive(range(job.planned), self.lm.handle.remote.while_waiting))

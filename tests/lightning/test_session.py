@@ -1,4 +1,4 @@
-"""Which saved states a module continues from, and how it rejects others."""
+"""Saved states that a module continues from, and those that it rejects."""
 
 from __future__ import annotations
 
