@@ -1,4 +1,4 @@
-"""What runs on another thread sees the torch modes of its caller, and never those of a neighbour."""
+"""Functions and coroutines on background threads see the torch modes of their caller, and never a neighbor's."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+import wandb
 from lightning.pytorch.loggers import WandbLogger
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -59,6 +60,7 @@ def test_the_keys_of_a_file_are_those_declared(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb.finish()  # a run of another test
     data: Any = [Datum.from_tokens([1, 2, 3 + i]) for i in range(4)]
     middle, end = tmp_path / "middle.ckpt", tmp_path / "end.ckpt"
     trainer = quiet(
@@ -69,6 +71,7 @@ def test_the_keys_of_a_file_are_those_declared(
     )
     trainer.fit(new(service, Logs), DataLoader(data, batch_size=2, collate_fn=collate))
     trainer.save_checkpoint(end)
+    wandb.finish()
     checkpoint = torch.load(middle, weights_only=True)
     section = checkpoint[SECTION]
     assert section["version"] == VERSION
