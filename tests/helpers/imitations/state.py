@@ -15,7 +15,7 @@ from tinker_lightning.types import AdamParams, LoraConfig
 if TYPE_CHECKING:
     from tests.helpers.imitations.behaviour import Behaviour
     from tinker_lightning.server import EmbeddedTrainer
-    from tinker_lightning.server.engine.adapter import Adapter
+    from tinker_lightning.server.engine.interface import Adapter
 
 
 class Refusal(Exception):

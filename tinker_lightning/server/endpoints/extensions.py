@@ -14,7 +14,7 @@ from tinker_lightning.server.bodies import MAX_BODY_BYTES, read
 from tinker_lightning.server.endpoints import losses, sampling, trainer_of, training
 from tinker_lightning.server.endpoints.futures import Submission, answer_result
 from tinker_lightning.server.http import answer
-from tinker_lightning.server.trainer import training_service
+from tinker_lightning.server.trainer import operations
 from tinker_lightning.types.requests import ImportAdapterRequest
 from tinker_lightning.types.responses import FutureResponse
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.interface import BaseModel
 
 # The names of the extensions in get_server_capabilities.
 NAMES = (
@@ -49,7 +49,7 @@ def _tokenizer_files(base: BaseModel) -> dict[str, str]:
 
 async def import_adapter(request: Request) -> Submission:
     body = await read(request, ImportAdapterRequest, MAX_BODY_BYTES)
-    job = training_service.import_adapter(trainer_of(request), body)
+    job = operations.import_adapter(trainer_of(request), body)
     return Submission(job, FutureResponse(job.request_id))
 
 

@@ -12,7 +12,7 @@ from tinker_lightning.server.bodies import parse_body, read, received
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.endpoints.futures import Submission, answer_receipt, finished, pending
 from tinker_lightning.server.http import JSON, PROTOBUF, answer, content_type
-from tinker_lightning.server.trainer.training_service import Training
+from tinker_lightning.server.trainer.operations import Training
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 from tinker_lightning.wire import json as wire_json

@@ -13,13 +13,13 @@ from tinker_lightning.errors import InvalidInput, OperationFailed
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tinker_lightning.server.engine.lora import LoraWeights
+    from tinker_lightning.server.engine.interface import AdapterWeights
     from tinker_lightning.types import AdamParams
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Adapter:
+class LoraAdapter:
     """Trainable LoRA weights. Every method either succeeds or leaves the adapter unchanged.
 
     Args:
@@ -28,7 +28,7 @@ class Adapter:
             base model. A saved training state restores its own.
     """
 
-    def __init__(self, weights: LoraWeights, token_budget: int | None = None) -> None:
+    def __init__(self, weights: AdapterWeights, token_budget: int | None = None) -> None:
         self.weights = weights
         self.token_budget = token_budget
         self.gradient: dict[str, Tensor] = {}
@@ -91,7 +91,7 @@ class Adapter:
                 state[f"{key}/{name}"] = value
         return state
 
-    def load(self, weights: LoraWeights, training_state: Mapping[str, Tensor] | None) -> None:
+    def load(self, weights: AdapterWeights, training_state: Mapping[str, Tensor] | None) -> None:
         """Loads weights and the training state; without a training state, the optimizer is reset."""
         steps: list[dict[str, Tensor]] = []
         for name, parameter in self._parameters.items():

@@ -18,18 +18,18 @@ from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses.surrogate import check_finite, check_scalar, number, set_apart
 from tinker_lightning.lossgraph.graph_loss import check_given, metric_names
 from tinker_lightning.lossgraph.graphs.limits import Limits
-from tinker_lightning.server.engine.losses import error_context, loss_gradient
-from tinker_lightning.server.engine.passes import read_targets, read_tokens
+from tinker_lightning.server.engine.datum_losses import error_context, loss_gradient
+from tinker_lightning.server.engine.datum_pass import read_targets, read_tokens
+from tinker_lightning.server.engine.interface import RETURNED_BYTES
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 from tinker_lightning.types.datum import PER_TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from tinker_lightning.lossgraph.graph_loss import GraphLoss, Source
-    from tinker_lightning.server.engine.adapter import Adapter
-    from tinker_lightning.server.engine.base import BaseModel
-    from tinker_lightning.server.engine.losses import PythonLoss
+    from tinker_lightning.lossgraph.graph_loss import Source
+    from tinker_lightning.server.engine.causal_lm import CausalLM
+    from tinker_lightning.server.engine.interface import Adapter, BatchLoss
     from tinker_lightning.types import Datum
 
 # A loss on logits gets the logits of the whole batch and keeps several tensors of this size, up to a gigabyte each.
@@ -44,15 +44,13 @@ MAX_WORK = 1 << 32
 # Memory limit for the activations of a batch. The gradient of a batch-level loss is known only after the forward pass
 # of the whole batch, so activations have to be kept until then or recomputed.
 KEPT_BYTES = 2 << 30
-# The most bytes of log-probabilities that a loss may return for each token, in addition to those of its targets.
-RETURNED_BYTES = 256
 
 
 def run_batch_pass(
-    base: BaseModel,
+    base: CausalLM,
     adapter: Adapter,
     data: Sequence[Datum],
-    loss: GraphLoss | PythonLoss,
+    loss: BatchLoss,
     loss_fn_config: Mapping[str, float | str],
     loss_fn_inputs: Mapping[str, TensorData],
     *,
@@ -118,32 +116,20 @@ def _limits(elements: int, reserve: Callable[[int], None] | None = None) -> Limi
     return Limits(elements=largest, total=total, seconds=60.0, memory=MAX_LOSS_BYTES, reserve=reserve)
 
 
-def batch_pass_bytes(
-    base: BaseModel, lengths: Sequence[int], source: Source, *, backward: bool, token_budget: int | None
-) -> int:
-    """Estimates the memory that a pass takes at its peak, without its inputs and what the loss itself computes."""
-    size = base.pass_bytes(lengths, backward=backward, token_budget=token_budget)
-    if backward:
-        size = max(size, min(base.kept_bytes(lengths, token_budget), KEPT_BYTES + size))
-    # The outputs of the model, a copy for the loss, and in a backward pass their gradient.
-    width = base.vocab_size if source == "logits" else 1
-    return size + 4 * len(lengths) * max(lengths, default=0) * width * base.head_itemsize
-
-
 def _sources(source: Source, model_output: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
     if source == "logits":
         return {"model_outputs": model_output, "attention_mask": mask_BT}
     return {"logprobs": model_output}
 
 
-def _read(index: int, datum: Datum, base: BaseModel) -> Tensor:
+def _read(index: int, datum: Datum, base: CausalLM) -> Tensor:
     try:
         return read_tokens("model_input", datum.model_input, base)
     except InvalidInput as error:
         raise InvalidDatum(f"datum {index}: {error}") from error
 
 
-def _hidden_states(base: BaseModel, tokens_B: Sequence[Tensor], token_budget: int | None) -> list[Tensor]:
+def _hidden_states(base: CausalLM, tokens_B: Sequence[Tensor], token_budget: int | None) -> list[Tensor]:
     """Returns the hidden states of each datum, `[T, D]`.
 
     Activations that would take too much memory are recomputed in the backward pass.
@@ -163,7 +149,7 @@ def _hidden_states(base: BaseModel, tokens_B: Sequence[Tensor], token_budget: in
     return hidden_B
 
 
-def _target_logprobs(base: BaseModel, hidden_B: Sequence[Tensor], targets_B: Sequence[Tensor]) -> Tensor:
+def _target_logprobs(base: CausalLM, hidden_B: Sequence[Tensor], targets_B: Sequence[Tensor]) -> Tensor:
     """Returns log-probabilities as `[B, T]` or `[B, T, K]`, padded with zeros."""
     targets_NK = torch.cat([targets.reshape(len(targets), -1) for targets in targets_B])
     parts = base.target_logprobs(torch.cat(list(hidden_B)), targets_NK).split([len(targets) for targets in targets_B])

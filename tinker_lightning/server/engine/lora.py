@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.server.engine.interface import AdapterWeights
 from tinker_lightning.server.engine.pretrained import PATCH_LOCK
 from tinker_lightning.types import LoraConfig
 
@@ -24,23 +25,6 @@ if TYPE_CHECKING:
 ALPHA = 32
 # The maximum rank is the model's width, or this common rank if the model is narrower.
 MIN_LARGEST_RANK = 128
-
-
-@dataclass(frozen=True, slots=True)
-class LoraWeights:
-    """The config and the tensors of an adapter, with the names that peft uses in files."""
-
-    config: LoraConfig
-    tensors: dict[str, Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensors in bytes."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def copy(self) -> LoraWeights:
-        """Returns a deep copy."""
-        return LoraWeights(self.config, {name: tensor.detach().clone() for name, tensor in self.tensors.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +51,7 @@ class LoraHost:
         self._slots: dict[tuple[int, bool, bool, bool], _Slot] = {}
         self._active: str | None = None
 
-    def new_weights(self, config: LoraConfig) -> LoraWeights:
+    def new_weights(self, config: LoraConfig) -> AdapterWeights:
         """Initializes weights like peft: A is Kaiming uniform from the seed (0 by default), B is zero."""
         slot = self._slot(config)
         # A private generator, because the user or another trainer may use torch's global one.
@@ -78,13 +62,13 @@ class LoraHost:
                 # kaiming_uniform_(a=sqrt(5)) draws from this range.
                 bound = tensor.shape[1] ** -0.5
                 tensor.uniform_(-bound, bound, generator=generator)
-        return LoraWeights(config, tensors)
+        return AdapterWeights(config, tensors)
 
     def weights_bytes(self, config: LoraConfig) -> int:
         """Returns the size of the weights of such an adapter."""
         return sum(shape.numel() for shape in self._slot(config).shapes.values()) * self._dtype.itemsize
 
-    def import_weights(self, tensors: Mapping[str, Tensor], scaling: float) -> LoraWeights:
+    def import_weights(self, tensors: Mapping[str, Tensor], scaling: float) -> AdapterWeights:
         """Returns weights that compute the same as a PEFT adapter whose product is multiplied by `scaling`.
 
         Layers that the adapter leaves out, but that are trained together with its own, start without an effect.
@@ -113,7 +97,7 @@ class LoraHost:
         self.check(weights)
         return weights
 
-    def check(self, weights: LoraWeights) -> None:
+    def check(self, weights: AdapterWeights) -> None:
         """Raises `InvalidInput` if the weights belong to another model or have another rank."""
         expected = self._slot(weights.config).shapes
         missing, unknown = expected.keys() - weights.tensors.keys(), weights.tensors.keys() - expected.keys()
@@ -132,7 +116,7 @@ class LoraHost:
         return self._slot(config).peft_config
 
     @contextmanager
-    def use(self, weights: LoraWeights | None) -> Iterator[dict[str, nn.Parameter]]:
+    def use(self, weights: AdapterWeights | None) -> Iterator[dict[str, nn.Parameter]]:
         """Activates these weights, or disables all adapters if None; yields the parameters that receive gradients."""
         if weights is None:
             if self._peft is None:

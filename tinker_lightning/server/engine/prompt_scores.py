@@ -14,30 +14,14 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidInput, OperationFailed
+from tinker_lightning.server.engine.interface import MAX_SCORES, PromptScoring
 from tinker_lightning.server.engine.logprobs import LOGITS_BYTES
 from tinker_lightning.types import PromptAltTokens, SampleResponse, TensorData
 from tinker_lightning.types.responses import TopkLogprobs
 
 if TYPE_CHECKING:
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.causal_lm import CausalLM
     from tinker_lightning.types import SampledSequence
-
-# The most log-probabilities that a result contains besides those of its tokens.
-MAX_SCORES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScoring:
-    """What to return about the tokens of a prompt, by default nothing. `last_n` limits `logprobs` and `topk`."""
-
-    logprobs: bool = False
-    last_n: int | None = None
-    topk: int = 0
-    targets: TensorData | None = None
-    alt_tokens: int = 0
-
-    def __bool__(self) -> bool:
-        return self.logprobs or bool(self.topk or self.alt_tokens) or self.targets is not None
 
 
 @dataclass(slots=True)
@@ -102,7 +86,7 @@ class _Parts:
 
 
 def score_prompt(
-    base: BaseModel,
+    base: CausalLM,
     hidden_TD: Tensor,
     tokens_T: Tensor,
     scoring: PromptScoring,

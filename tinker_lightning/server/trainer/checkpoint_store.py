@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidInput, NotFound
-from tinker_lightning.server.engine.lora import LoraWeights
+from tinker_lightning.server.engine.interface import AdapterWeights
 from tinker_lightning.types import LoraConfig
 from tinker_lightning.wire import folders
 from tinker_lightning.wire import json as wire_json
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    import peft
+    from tinker_lightning.server.engine.interface import PeftConfig
 
 logger = logging.getLogger("tinker_lightning.server")
 
@@ -123,7 +123,7 @@ class Saved:
     """The contents of a checkpoint, with the training state only if it was requested."""
 
     base_model: str
-    weights: LoraWeights
+    weights: AdapterWeights
     training_state: dict[str, Tensor] | None
     token_budget: int | None = None
 
@@ -141,8 +141,8 @@ class CheckpointStore:
         path: TinkerPath,
         *,
         base_model: str,
-        weights: LoraWeights,
-        peft_config: peft.LoraConfig,
+        weights: AdapterWeights,
+        peft_config: PeftConfig,
         steps: int,
         token_budget: int | None = None,
         training_state: Mapping[str, Tensor] | None = None,
@@ -203,7 +203,7 @@ class CheckpointStore:
         for _ in range(_ATTEMPTS):
             summary = self.summary(path)
             try:
-                weights = LoraWeights(summary.lora_config, load_file(folder / _WEIGHTS))
+                weights = AdapterWeights(summary.lora_config, load_file(folder / _WEIGHTS))
                 state = load_file(folder / _OPTIMIZER) if training_state else None
             except FileNotFoundError:
                 continue  # being overwritten

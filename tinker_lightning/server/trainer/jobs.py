@@ -18,8 +18,7 @@ from tinker_lightning.server.trainer.sizes import result_bytes as measure_result
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tinker_lightning.server.engine.adapter import Adapter
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.interface import Adapter, BaseModel
     from tinker_lightning.server.trainer.memory import Charge, MemoryBudget
     from tinker_lightning.server.trainer.registry import Registry
     from tinker_lightning.server.trainer.scheduler import Scheduler

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, MemoryLimitExceeded
-from tinker_lightning.server.engine.batch_pass import RETURNED_BYTES, batch_pass_bytes, run_batch_pass
-from tinker_lightning.server.engine.losses import BoundGraph, PythonLoss
-from tinker_lightning.server.engine.passes import Activations, run_pass
-from tinker_lightning.server.trainer.loss_registry import CUSTOM, LossRegistry
+from tinker_lightning.server.engine.interface import RETURNED_BYTES, Activations
+from tinker_lightning.server.trainer.loss_registry import CUSTOM, LossRegistry, PythonLoss
 from tinker_lightning.server.trainer.retained import RetainedForward, RetainedForwards
 from tinker_lightning.server.trainer.sizes import data_bytes, dense_bytes, pass_result_bytes
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
@@ -20,9 +18,7 @@ from tinker_lightning.types import ForwardBackwardOutput, TensorData
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tinker_lightning.lossgraph.graph_loss import GraphLoss
-    from tinker_lightning.server.engine.adapter import Adapter
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.interface import Adapter, BaseModel, BatchLoss
     from tinker_lightning.server.trainer.jobs import Job, ModelJobs
     from tinker_lightning.server.trainer.memory import Charge, MemoryBudget
     from tinker_lightning.server.trainer.registry import Registry
@@ -63,8 +59,7 @@ class Passes:
             options: Any = {"forward_only": request.forward_only, "scale": request.scale}
             if isinstance(loss, PythonLoss) or (loss is not None and loss.source != "datum"):
                 with self._batch_work(base, adapter, request, loss) as work:
-                    return run_batch_pass(
-                        base,
+                    return base.run_batch_pass(
                         adapter,
                         request.data,
                         loss,
@@ -81,8 +76,15 @@ class Passes:
             if loss is not None and config:
                 raise InvalidInput(f"loss_fn_config: unknown setting {next(iter(config))!r}; use only loss_id")
             with self._work(base, adapter, request.data, backward=not request.forward_only) as work:
-                bound = request.loss_fn if loss is None else BoundGraph(loss, _addition(work))
-                return run_pass(base, adapter, request.data, bound, config, counted_only=counted_only, **options)
+                return base.run_pass(
+                    adapter,
+                    request.data,
+                    loss or request.loss_fn,
+                    config,
+                    counted_only=counted_only,
+                    reserve=_addition(work),
+                    **options,
+                )
 
         kind = "forward" if request.forward_only else "forward_backward"
         tokens = sum(datum.model_input.length for datum in request.data if datum.model_input.is_text)
@@ -109,7 +111,7 @@ class Passes:
                         work.resize(work.size + size)
                     except MemoryLimitExceeded:
                         activations = None
-                output = run_pass(base, adapter, data, request.loss_fn, {}, forward_only=True, activations=activations)
+                output = base.run_pass(adapter, data, request.loss_fn, {}, forward_only=True, activations=activations)
             self._retained.add(request.model_id, request.seq_id, RetainedForward(data, activations))
             return output
 
@@ -153,7 +155,7 @@ class Passes:
                         work.resize(work.size + activations.size)
                     except MemoryLimitExceeded:
                         activations = None  # the forward runs again, in parts
-                output = run_pass(base, adapter, data, "cross_entropy", {}, activations=activations)
+                output = base.run_pass(adapter, data, "cross_entropy", {}, activations=activations)
             return replace(output, loss_fn_outputs=[{} for _ in data])
 
         tokens = sum(datum.model_input.length for datum in kept)
@@ -168,13 +170,13 @@ class Passes:
         return self._charge_pass(adapter, size, data, backward=backward)
 
     def _batch_work(
-        self, base: BaseModel, adapter: Adapter, request: rq.ForwardBackwardRequest, loss: GraphLoss | PythonLoss
+        self, base: BaseModel, adapter: Adapter, request: rq.ForwardBackwardRequest, loss: BatchLoss
     ) -> Charge:
         """Charges a pass with a loss of the whole batch, without what the loss itself computes."""
         backward = not request.forward_only
         lengths = _lengths(base, request.data)
         budget = adapter.token_budget
-        size = batch_pass_bytes(base, lengths, loss.source, backward=backward, token_budget=budget)
+        size = base.pass_bytes(lengths, backward=backward, token_budget=budget, source=loss.source)
         size += dense_bytes(request.data) + 8 * sum(math.prod(each.shape) for each in request.loss_fn_inputs.values())
         return self._charge_pass(adapter, size, request.data, backward=backward)
 

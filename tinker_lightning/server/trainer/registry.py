@@ -11,9 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotFound
-from tinker_lightning.server.engine.adapter import Adapter
-from tinker_lightning.server.engine.base import BaseModel
-from tinker_lightning.server.engine.lora import LoraWeights
+from tinker_lightning.server.engine.interface import Adapter, AdapterWeights, BaseModel
 from tinker_lightning.server.trainer.jobs import Job
 from tinker_lightning.server.trainer.memory import Charge, MemoryBudget, format_size
 from tinker_lightning.types import LoraConfig
@@ -106,7 +104,7 @@ class Sampler:
 
     sampler_id: str
     base_model: str
-    weights: LoraWeights | None = None
+    weights: AdapterWeights | None = None
     model_path: str | None = None
 
     @property
@@ -215,7 +213,7 @@ class Registry:
                 raise
             return kept
 
-    def keep_weights(self, sampler_id: str, weights: LoraWeights) -> None:
+    def keep_weights(self, sampler_id: str, weights: AdapterWeights) -> None:
         """Restores the weights of a sampler after they were evicted and loaded again."""
         with self._lock:
             if sampler_id in self._samplers:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tinker_lightning.errors import MemoryLimitExceeded, NotRetained
-from tinker_lightning.server.engine.passes import Activations
+from tinker_lightning.server.engine.interface import Activations
 from tinker_lightning.server.trainer.memory import Charge
 from tinker_lightning.server.trainer.sizes import data_bytes
 from tinker_lightning.types import Datum

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.server.engine.prompt_scores import PromptScoring
-from tinker_lightning.server.engine.sampler import MAX_SAMPLES, SamplingShape, sample
+from tinker_lightning.server.engine.interface import PromptScoring, SamplingRequest
 from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore, TinkerPath
 from tinker_lightning.server.trainer.jobs import Job
 from tinker_lightning.server.trainer.registry import Registry, Sampler
@@ -20,7 +19,8 @@ from tinker_lightning.server.trainer.sizes import result_bytes, sample_result_by
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
-    from tinker_lightning.server.engine.catalog import Catalog
+    from tinker_lightning.server.engine.interface import BaseModel, ModelCatalog
+    from tinker_lightning.server.engine.interface import Sampler as EngineSampler
     from tinker_lightning.server.trainer.memory import MemoryBudget
     from tinker_lightning.server.trainer.scheduler import Scheduler
     from tinker_lightning.types import SampleResponse
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     Target: TypeAlias = tuple[str, int]
 
+MAX_SAMPLES = 256
 # The context length of a model that is not loaded yet.
 _UNKNOWN_CONTEXT = 8192
 
@@ -38,7 +39,7 @@ class Sampling:
     def __init__(
         self,
         registry: Registry,
-        catalog: Catalog,
+        catalog: ModelCatalog,
         store: CheckpointStore,
         scheduler: Scheduler,
         memory: MemoryBudget,
@@ -51,6 +52,8 @@ class Sampling:
         self._memory = memory
         self._sampling_seed = sampling_seed
         self.completions = Completions()
+        self._decoders: dict[str, EngineSampler] = {}  # by base model
+        self._outcomes: dict[str, SampleResponse | Exception] = {}  # by request
 
     def create_sampling_session(self, request: rq.CreateSamplingSessionRequest) -> Sampler:
         """Creates a sampler from a base model or from saved weights."""
@@ -77,7 +80,7 @@ class Sampling:
 
         # The session is left out of the sampler's name, because its random id would differ between runs.
         name = sampler.sampler_id.partition(":")[2]
-        unseeded = None if self._sampling_seed is None else f"{self._sampling_seed}/{name}/{request.seq_id}"
+        fallback_seed = None if self._sampling_seed is None else f"{self._sampling_seed}/{name}/{request.seq_id}"
 
         def run() -> Generator[None, None, SampleResponse]:
             job.raise_if_cancelled()  # it may have waited for memory
@@ -88,34 +91,32 @@ class Sampling:
                 self._registry.keep_weights(sampler.sampler_id, weights)
             if weights is not None:
                 base.lora.check(weights)
-            shape = SamplingShape.of(base, request.prompt.length, request.sampling_params.max_tokens)
+            decoder = self._decoder(base)
+            needed = decoder.memory(request.prompt.length, request.sampling_params.max_tokens)
             # From the limit and not from the load, so that a repeated request runs in the same waves. The other half is
             # for what other sessions run while this one is paused.
-            wave = shape.wave(request.num_samples, self._memory.work_limit // 2)
+            wave = needed.wave(request.num_samples, self._memory.work_limit // 2)
             what = f"sampling {wave} of {request.num_samples} sequences at a time"
             fix = "Send a shorter prompt, or set a smaller max_tokens."
-            with self._memory.charge(what, shape.bytes(wave), fix=fix):
-                return (
-                    yield from sample(
-                        base,
-                        weights,
-                        request.prompt,
-                        request.sampling_params,
-                        num_samples=request.num_samples,
-                        scoring=PromptScoring(
-                            request.prompt_logprobs,
-                            request.prompt_logprobs_last_n,
-                            request.topk_prompt_logprobs,
-                            request.target_prompt_logprobs,
-                            request.prompt_alt_tokens_k,
-                        ),
-                        topk_sample_logprobs=request.topk_sample_logprobs,
-                        unseeded=unseeded,
-                        wave=wave,
-                        raise_if_cancelled=job.raise_if_cancelled,
-                        should_pause=self._scheduler.should_pause,
-                    )
+            with self._memory.charge(what, needed.bytes(wave), fix=fix):
+                admitted = SamplingRequest(
+                    job.request_id,
+                    request.prompt,
+                    request.sampling_params,
+                    weights,
+                    num_samples=request.num_samples,
+                    scoring=PromptScoring(
+                        request.prompt_logprobs,
+                        request.prompt_logprobs_last_n,
+                        request.topk_prompt_logprobs,
+                        request.target_prompt_logprobs,
+                        request.prompt_alt_tokens_k,
+                    ),
+                    topk_sample_logprobs=request.topk_sample_logprobs,
+                    fallback_seed=fallback_seed,
+                    wave=wave,
                 )
+                return (yield from self._decode(decoder, admitted, job))
 
         job = Job(
             f"{sampler.sampler_id}:{request.seq_id}",
@@ -139,6 +140,36 @@ class Sampling:
                 lambda future: self.completions.record(target, request_id, succeeded=future.exception() is None)
             )
         return submitted
+
+    def _decoder(self, base: BaseModel) -> EngineSampler:
+        if base.name not in self._decoders:
+            self._decoders[base.name] = base.new_sampler()
+        return self._decoders[base.name]
+
+    def _decode(
+        self, decoder: EngineSampler, request: SamplingRequest, job: Job
+    ) -> Generator[None, None, SampleResponse]:
+        """Samples to the end; yields where it pauses for other sessions."""
+        request_id = request.request_id
+
+        def should_stop() -> bool:
+            return job.cancelled or self._scheduler.should_pause()
+
+        decoder.admit(request)
+        try:
+            while request_id not in self._outcomes:
+                self._outcomes |= decoder.step([request_id], should_stop)
+                if request_id not in self._outcomes and should_stop():
+                    job.raise_if_cancelled()
+                    yield  # it may end meanwhile, if the engine decodes the requests of several jobs together
+                    job.raise_if_cancelled()
+            outcome = self._outcomes[request_id]
+        finally:
+            decoder.cancel(request_id)
+            self._outcomes.pop(request_id, None)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def _context(self, base_model: str) -> int:
         base = self._catalog.loaded(base_model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from tinker_lightning.server.engine.prompt_scores import MAX_SCORES
+from tinker_lightning.server.engine.interface import MAX_SCORES
 from tinker_lightning.types import Datum, ForwardBackwardOutput, SampleResponse
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.server.engine.adapter import Adapter
 from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore, CheckpointSummary, TinkerPath
 from tinker_lightning.server.trainer.jobs import Job
 from tinker_lightning.server.trainer.registry import Model, Registry, Sampler
@@ -22,9 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinker_lightning.server.engine.base import BaseModel
-    from tinker_lightning.server.engine.catalog import Catalog
-    from tinker_lightning.server.engine.lora import LoraWeights
+    from tinker_lightning.server.engine.interface import Adapter, AdapterWeights, BaseModel, ModelCatalog
     from tinker_lightning.server.trainer.jobs import ModelJobs
     from tinker_lightning.server.trainer.memory import MemoryBudget
     from tinker_lightning.server.trainer.retained import RetainedForwards
@@ -40,7 +37,7 @@ class Training:
         self,
         jobs: ModelJobs,
         registry: Registry,
-        catalog: Catalog,
+        catalog: ModelCatalog,
         store: CheckpointStore,
         scheduler: Scheduler,
         retained: RetainedForwards,
@@ -98,7 +95,7 @@ class Training:
             fix = "Use a smaller rank, or unload models that are no longer needed."
             charge = self._memory.charge(f"an adapter of rank {config.rank}", size, "weights", fix=fix)
             try:
-                adapter = Adapter(base.lora.new_weights(config), base.token_budget)
+                adapter = base.new_adapter(config)
                 result = fill(base, adapter)
             except BaseException:
                 charge.release()
@@ -265,7 +262,7 @@ def import_adapter(trainer: EmbeddedTrainer, request: ImportAdapterRequest) -> J
                 raise InvalidInput(f"weights: not a safetensors file: {error}") from error
             return save(base.lora.import_weights(tensors, request.scaling), base)
 
-    def save(weights: LoraWeights, base: BaseModel) -> SaveWeightsResponse:
+    def save(weights: AdapterWeights, base: BaseModel) -> SaveWeightsResponse:
         trainer.store.save(
             path,
             base_model=base.name,

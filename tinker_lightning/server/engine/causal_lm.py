@@ -13,16 +13,22 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.server.engine import batch_pass, datum_pass
+from tinker_lightning.server.engine.adapter import LoraAdapter
 from tinker_lightning.server.engine.logprobs import chunk_rows, target_logprobs
 from tinker_lightning.server.engine.lora import LoraHost, Matrices
 from tinker_lightning.server.engine.pretrained import load_model
+from tinker_lightning.server.engine.sampler import CachedSampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from tinker_lightning.lossgraph.graph_loss import Source
+    from tinker_lightning.types import LoraConfig
 
-class BaseModel:
+
+class CausalLM:
     """A frozen model with its tokenizer and LoRA layers, from a folder or a hub id. Not thread-safe."""
 
     def __init__(self, name: str, path: Path | str, dtype: torch.dtype = torch.float32) -> None:
@@ -41,6 +47,17 @@ class BaseModel:
         self._layers = layers_of(self.model.get_decoder())
         self.lora = LoraHost(self.model, str(path))
         self._check_head()
+
+    run_pass = datum_pass.run_pass
+    run_batch_pass = batch_pass.run_batch_pass
+
+    def new_adapter(self, config: LoraConfig) -> LoraAdapter:
+        """Creates an adapter with initial weights, which has no effect yet."""
+        return LoraAdapter(self.lora.new_weights(config), self.token_budget)
+
+    def new_sampler(self) -> CachedSampler:
+        """Creates a sampler."""
+        return CachedSampler(self)
 
     @property
     def token_budget(self) -> int:
@@ -91,14 +108,28 @@ class BaseModel:
         width, inner, _ = self._sizes()
         return positions * (8 * width + 4 * inner) * int(self.model.dtype.itemsize)
 
-    def pass_bytes(self, lengths: Sequence[int], *, backward: bool, token_budget: int | None = None) -> int:
-        """Estimates the memory that a pass over datums of these lengths takes at its peak, without its inputs.
+    def pass_bytes(
+        self, lengths: Sequence[int], *, backward: bool, token_budget: int | None = None, source: Source = "datum"
+    ) -> int:
+        """Estimates the memory that a pass takes at its peak, without its inputs and what the loss itself computes.
 
         Args:
             lengths: The number of tokens of each datum.
             backward: Whether it has a backward pass.
             token_budget: The adapter's token budget, if it is not the model's.
+            source: The model output that the loss is computed from.
         """
+        size = self._call_bytes(lengths, token_budget, backward=backward)
+        if source == "datum":
+            return size
+        if backward:
+            size = max(size, min(self.kept_bytes(lengths, token_budget), batch_pass.KEPT_BYTES + size))
+        # The outputs of the model, a copy for the loss, and in a backward pass their gradient.
+        width = self.vocab_size if source == "logits" else 1
+        return size + 4 * len(lengths) * max(lengths, default=0) * width * self.head_itemsize
+
+    def _call_bytes(self, lengths: Sequence[int], token_budget: int | None, *, backward: bool) -> int:
+        """Estimates the memory of the largest model call of a pass."""
         positions = max(self._positions(lengths, token_budget), default=0)
         width, inner, _ = self._sizes()
         # A chunk of logits and a copy of it. A backward pass computes a layer again, and its gradients.

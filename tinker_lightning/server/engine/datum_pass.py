@@ -19,32 +19,16 @@ from torch.nn.utils.rnn import pad_sequence
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses.surrogate import set_apart
 from tinker_lightning.lossgraph.graph_loss import combine_metrics
-from tinker_lightning.server.engine.losses import BoundGraph, BoundLoss, error_context
+from tinker_lightning.server.engine.datum_losses import BoundGraph, BoundLoss, error_context
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from tinker_lightning.server.engine.adapter import Adapter
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.lossgraph.graph_loss import GraphLoss
+    from tinker_lightning.server.engine.causal_lm import CausalLM
+    from tinker_lightning.server.engine.interface import Activations, Adapter
     from tinker_lightning.types import Datum, ModelInput
-
-
-class Activations:
-    """The autograd graph of a forward pass: a later backward pass takes it instead of running the forward again."""
-
-    def __init__(self) -> None:
-        self.size = 0  # an estimate of the memory in bytes
-        self._logprobs: dict[tuple[int, ...], list[Tensor]] = {}  # by group of datums
-
-    def keep(self, group: Sequence[int], logprobs: list[Tensor], size: int) -> None:
-        """Keeps the log-probabilities of a group of datums, with their graph."""
-        self._logprobs[tuple(group)] = logprobs
-        self.size += size
-
-    def take(self, group: Sequence[int]) -> list[Tensor] | None:
-        """Returns the log-probabilities of a group, whose graph can be used once."""
-        return self._logprobs.pop(tuple(group), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +44,10 @@ class _Example:
 
 
 def run_pass(
-    base: BaseModel,
+    base: CausalLM,
     adapter: Adapter,
     data: Sequence[Datum],
-    loss_fn: str | BoundGraph,
+    loss_fn: str | GraphLoss,
     loss_fn_config: Mapping[str, float | str],
     *,
     forward_only: bool = False,
@@ -71,6 +55,7 @@ def run_pass(
     activations: Activations | None = None,
     counted_only: bool = False,
     token_budget: int | None = None,
+    reserve: Callable[[int], None] | None = None,
 ) -> ForwardBackwardOutput:
     """Returns the log-probabilities of all targets and the summed loss; adds the gradient unless `forward_only`.
 
@@ -90,8 +75,9 @@ def run_pass(
             those of the sampling policy are returned. Values and gradients are the same up to rounding, because a
             product of fewer rows may be rounded differently.
         token_budget: The number of positions per model call; by default the adapter's, which its checkpoints record.
+        reserve: Takes memory for the tensors of an uploaded loss.
     """
-    loss = BoundLoss(loss_fn, loss_fn_config) if isinstance(loss_fn, str) else loss_fn
+    loss = BoundLoss(loss_fn, loss_fn_config) if isinstance(loss_fn, str) else BoundGraph(loss_fn, reserve)
     dtype = next(iter(adapter.weights.tensors.values())).dtype
     if not data:
         raise InvalidInput("data: the batch is empty; send at least one datum")
@@ -131,7 +117,7 @@ def _compact(logprobs: Tensor, datums: int) -> Tensor:
     return logprobs.clone() if logprobs.untyped_storage().nbytes() > 4 * datums * logprobs.nbytes else logprobs
 
 
-def _logprobs(base: BaseModel, examples: Sequence[_Example]) -> list[Tensor]:
+def _logprobs(base: CausalLM, examples: Sequence[_Example]) -> list[Tensor]:
     """Returns the log-probabilities of each example, in the shape of its targets."""
     tokens_BT = pad_sequence([example.tokens_T for example in examples], batch_first=True)
     lengths = [len(example.tokens_T) for example in examples]
@@ -149,7 +135,7 @@ def _logprobs(base: BaseModel, examples: Sequence[_Example]) -> list[Tensor]:
     ]
 
 
-def _counted_logprobs(base: BaseModel, hidden_ND: Tensor, targets_NK: Tensor, examples: Sequence[_Example]) -> Tensor:
+def _counted_logprobs(base: CausalLM, hidden_ND: Tensor, targets_NK: Tensor, examples: Sequence[_Example]) -> Tensor:
     """Returns log-probabilities, computed only at positions that count."""
     masks = [example.counted_T for example in examples]
     if any(mask is None or example.fill_TK is None for mask, example in zip(masks, examples, strict=True)):
@@ -163,7 +149,7 @@ def _counted_logprobs(base: BaseModel, hidden_ND: Tensor, targets_NK: Tensor, ex
 
 
 def _read(
-    index: int, datum: Datum, base: BaseModel, loss: BoundLoss | BoundGraph, dtype: torch.dtype, *, counted_only: bool
+    index: int, datum: Datum, base: CausalLM, loss: BoundLoss | BoundGraph, dtype: torch.dtype, *, counted_only: bool
 ) -> _Example:
     try:
         tokens = read_tokens("model_input", datum.model_input, base)
@@ -182,7 +168,7 @@ def _read(
     return replace(example, counted_T=mask.any(-1), fill_TK=fill)
 
 
-def read_targets(data: Sequence[Datum], lengths: Sequence[int], base: BaseModel) -> list[Tensor]:
+def read_targets(data: Sequence[Datum], lengths: Sequence[int], base: CausalLM) -> list[Tensor]:
     """Returns the targets of all datums, which must have the same number of alternatives."""
     found: list[Tensor] = []
     for i, (datum, length) in enumerate(zip(data, lengths, strict=True)):
@@ -199,7 +185,7 @@ def read_targets(data: Sequence[Datum], lengths: Sequence[int], base: BaseModel)
     return found
 
 
-def _read_targets(datum: Datum, base: BaseModel) -> Tensor:
+def _read_targets(datum: Datum, base: CausalLM) -> Tensor:
     targets = datum.loss_fn_inputs.get("target_tokens")
     if targets is None:
         raise InvalidDatum("target_tokens: missing; every loss needs the tokens to predict")
@@ -213,7 +199,7 @@ def _read_targets(datum: Datum, base: BaseModel) -> Tensor:
     return dense
 
 
-def read_tokens(name: str, model_input: ModelInput, base: BaseModel) -> Tensor:
+def read_tokens(name: str, model_input: ModelInput, base: CausalLM) -> Tensor:
     """Returns the token ids of an input; `name` is used in error messages."""
     if not model_input.is_text:
         raise InvalidDatum(f"{name}: {base.name} takes text only, but the input has other chunks")
