@@ -24,8 +24,8 @@ class LoraAdapter:
 
     Args:
         weights: The weights.
-        token_budget: The number of positions per model call, which decides how sums are rounded; by default that of the
-            base model. A saved training state restores its own.
+        token_budget: The number of positions per model call, which decides how sums are rounded; None stands for the
+            budget of the base model. A saved training state restores its own.
     """
 
     def __init__(self, weights: AdapterWeights, token_budget: int | None = None) -> None:
@@ -43,9 +43,9 @@ class LoraAdapter:
 
     def add_gradient(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Adds gradients to the accumulated sum; raises `OperationFailed` if it would not be finite."""
-        found = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        grads = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         total = self.gradient | {
-            name: self.gradient[name] + grad if name in self.gradient else grad for name, grad in found.items()
+            name: self.gradient[name] + grad if name in self.gradient else grad for name, grad in grads.items()
         }
         # Checked here and not in step(), because a non-finite gradient could be neither applied nor removed again.
         if not torch.isfinite(get_total_norm(total.values())):

@@ -94,10 +94,10 @@ def run_batch_pass(
             output = loss(_sources(loss.source, leaf, mask_BT), inputs, settings, limits)
             check_scalar(output.loss)
             check_finite(output.loss, hint=_PADDING[loss.source])
-            own = {"loss:sum": output.loss.item(), "tokens:sum": float(sum(lengths))}
+            totals = {"loss:sum": output.loss.item(), "tokens:sum": float(sum(lengths))}
             names = metric_names(output.diagnostics)
             numbers = {names[name]: number(name, value) for name, value in output.diagnostics.items()}
-            metrics = {**set_apart(numbers, own, "loss"), **own}
+            metrics = {**set_apart(numbers, totals, "loss"), **totals}
             returned = model_output if output.logprobs is None and loss.source == "logprobs" else output.logprobs
             alternatives = math.prod(shape[2:]) if loss.source == "logprobs" else 1
             by_datum = _per_datum(returned, lengths, alternatives)
@@ -212,13 +212,13 @@ def stack_inputs(
             inputs[name] = _tensor(once[name], dtype).clone()  # the loss may write to it
             continue
         if len(holders) < len(data):
-            lacking = next(i for i in range(len(data)) if i not in holders)
-            raise InvalidDatum(f"datum {lacking}: {name}: missing; datum {holders[0]} has it, and the loss reads it")
-        inputs[name] = _stacked(name, [datum.loss_fn_inputs[name] for datum in data], lengths, dtype, max_elements)
+            index = next(i for i in range(len(data)) if i not in holders)
+            raise InvalidDatum(f"datum {index}: {name}: missing; datum {holders[0]} has it, and the loss reads it")
+        inputs[name] = _stack(name, [datum.loss_fn_inputs[name] for datum in data], lengths, dtype, max_elements)
     return inputs
 
 
-def _stacked(
+def _stack(
     name: str, tensors: Sequence[TensorData], lengths: Sequence[int], dtype: torch.dtype, max_elements: int
 ) -> Tensor:
     shapes = [tensor.shape for tensor in tensors]

@@ -99,7 +99,7 @@ def _load(name: str, dtype: torch.dtype) -> CausalLM:
     if not is_folder and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
         raise ModelNotFound(
             f"there is no model {name!r}. Use {', '.join(_BUILDERS)}, an existing folder with a Hugging Face model, or "
-            "a hub id of the form organisation/model."
+            "a hub id of the form organization/model."
         )
     if is_folder and not (path / "config.json").is_file():  # the error of transformers would be about tokenizers
         raise ModelNotFound(f"{name} could not be loaded: it has no config.json, so it is not a Hugging Face model.")

@@ -44,7 +44,7 @@ class CausalLM:
         self.max_context_length = int(getattr(config, "max_position_embeddings", 2048))
         self.eos_token_ids = _eos_token_ids(self.model, self.tokenizer)
         self._call_size = CALL_SIZES.get(name, CallSize())
-        self._layers = layers_of(self.model.get_decoder())
+        self._layers = decoder_layers(self.model.get_decoder())
         self.lora = LoraHost(self.model, str(path))
         self._check_head()
 
@@ -82,7 +82,7 @@ class CausalLM:
         single long sequence, keeps the activations of as many layers as fit into the memory of a full call, and
         computes the others again in the backward pass. This gives the same bits.
         """
-        with recomputed(self._layers[: self._recomputed_layers(tokens_BT.numel())]):
+        with recompute(self._layers[: self._recomputed_layers(tokens_BT.numel())]):
             hidden_BTD: Tensor = self.model.get_decoder()(input_ids=tokens_BT, use_cache=False).last_hidden_state
         return hidden_BTD
 
@@ -104,7 +104,7 @@ class CausalLM:
         return positions * per_position * int(self.model.dtype.itemsize) + logits
 
     def forward_bytes(self, positions: int) -> int:
-        """Estimates the memory of a forward pass without gradients: that of one layer and of its input."""
+        """Estimates the memory of a forward pass without gradients: one layer and its input."""
         width, inner, _ = self._sizes()
         return positions * (8 * width + 4 * inner) * int(self.model.dtype.itemsize)
 
@@ -163,7 +163,7 @@ class CausalLM:
         return positions * layers * 2 * kept * width * int(self.model.dtype.itemsize)
 
     def _sizes(self) -> tuple[int, int, int]:
-        """Returns the width of the model, that of its MLP, and the number of its layers."""
+        """Returns the width of the model, the width of its MLP, and the number of its layers."""
         config = self.model.config
         width = int(getattr(config, "hidden_size", 1024))
         inner = int(getattr(config, "intermediate_size", None) or 4 * width)
@@ -183,7 +183,7 @@ class CausalLM:
 
     @property
     def _head(self) -> Matrices:
-        return Matrices.of(self.model.get_output_embeddings())
+        return Matrices.from_layer(self.model.get_output_embeddings())
 
     @property
     def _logits_rows(self) -> int:
@@ -201,16 +201,16 @@ class CausalLM:
             kind = type(self.model.get_output_embeddings()).__name__
             raise InvalidInput(f"{self.name}: the output matrix of {self.arch} models is a {kind}, not a linear layer")
         tokens_BT = torch.arange(4).remainder(self.vocab_size)[None]
-        given: list[Tensor] = []
+        inputs: list[Tensor] = []
 
         def answer(_: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
-            given.append(args[0])
+            inputs.append(args[0])
             return torch.linspace(-100, 100, output.numel(), dtype=output.dtype).view_as(output)
 
         with self.model.get_output_embeddings().register_forward_hook(answer):
             logits_BTV = self.model(input_ids=tokens_BT, use_cache=False).logits
         expected_BTV = torch.linspace(-100, 100, logits_BTV.numel(), dtype=logits_BTV.dtype).view_as(logits_BTV)
-        same_input = torch.allclose(given[0], self.hidden_states(tokens_BT), rtol=1e-3, atol=1e-5)
+        same_input = torch.allclose(inputs[0], self.hidden_states(tokens_BT), rtol=1e-3, atol=1e-5)
         if not (same_input and torch.equal(logits_BTV, expected_BTV)):
             raise InvalidInput(
                 f"{self.name}: {self.arch} models scale or cap their logits, which is not supported. Use another "
@@ -227,13 +227,13 @@ def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class CallSize:
-    """How large the calls of a model are on a CPU. Other numbers give other bits.
+    """The size of the calls of a model on a CPU. Other numbers give other bits.
 
     Args:
         tokens: The token budget: the number of positions per call, including padding. Activations take about 2 MB per
             position for a model with 135M parameters, and matrix products get no faster beyond 512. Checkpoints record
             it.
-        overhead: What a call costs apart from its positions, in positions: reading the weights, and Python between
+        overhead: The cost of a call apart from its positions, in positions: reading the weights, and Python between
             kernels.
     """
 
@@ -273,13 +273,13 @@ def group_by_length(lengths: Sequence[int], size: CallSize) -> list[list[int]]:
     return batches
 
 
-def layers_of(decoder: nn.Module) -> list[nn.Module]:
+def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
     """Returns the layers that transformers can recompute, in the order in which they run."""
     return [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 @contextmanager
-def recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
+def recompute(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Makes these layers keep only their inputs in a forward pass with gradients.
 
     transformers does this for models in training mode only, in which dropout is active too.

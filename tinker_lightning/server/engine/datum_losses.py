@@ -1,4 +1,4 @@
-"""Per-datum losses: reads their inputs from a datum and evaluates them, for built-in losses and uploaded graphs."""
+"""Per-datum losses, built-in and uploaded, bound to a request: they read their inputs from a datum and evaluate it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REQUEST_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class DatumLoss:
     """The loss of one datum, and the tensor to call backward on. Metrics are sums, to be added up over datums."""
 
     value: float
@@ -52,8 +52,8 @@ class BoundLoss:
         self.spec = LOSSES[name]
         for key, value in config.items():
             if key not in self.spec.settings:
-                known = ", ".join(self.spec.settings) or "no settings"
-                raise InvalidInput(f"loss_fn_config: {name} has no setting {key!r}; it takes {known}")
+                settings = ", ".join(self.spec.settings) or "no settings"
+                raise InvalidInput(f"loss_fn_config: {name} has no setting {key!r}; it takes {settings}")
             if not isinstance(value, float | int) or not math.isfinite(value):
                 raise InvalidInput(f"loss_fn_config: {key} must be a finite number, got {value!r}")
         self.config: dict[str, Any] = {**self.spec.settings, **config}
@@ -95,8 +95,8 @@ class BoundLoss:
             raise InvalidDatum(f"{name}: the entry at {at} is {tensor.values[tuple(at)]}; it must be finite")
         return tensor.to_torch().to(dtype)
 
-    def counted(self, arguments: Any) -> tuple[Tensor, Tensor] | None:
-        """Returns where the loss and its metrics depend on the log-probabilities, and values for the others.
+    def counted_positions(self, arguments: Any) -> tuple[Tensor, Tensor] | None:
+        """Returns a mask of the positions that the loss and its metrics depend on, and values for the others.
 
         None if they depend on all.
         """
@@ -108,12 +108,12 @@ class BoundLoss:
         fill = inputs.get("logprobs", torch.zeros_like(masks[0], dtype=arguments[0].dtype))
         return torch.stack(masks).any(0), fill
 
-    def evaluate(self, logprobs: Tensor, arguments: list[Any]) -> Evaluated:
+    def evaluate(self, logprobs: Tensor, arguments: list[Any]) -> DatumLoss:
         """Computes the loss of a datum; raises `LossNotFinite` if it is NaN or infinite."""
         value = self.spec.formula(logprobs, *arguments).sum()
         check_finite(value, fix=self.spec.overflow)
         metrics = self.spec.metrics(logprobs.detach(), *arguments)
-        return Evaluated(value.item(), value, {name: float(number) for name, number in metrics.items()})
+        return DatumLoss(value.item(), value, {name: float(number) for name, number in metrics.items()})
 
 
 class BoundGraph:
@@ -134,10 +134,10 @@ class BoundGraph:
             self._loss.check(outputs, meta_tensors(selected, dtype), limits=limits)
         return selected
 
-    def counted(self, _: Any) -> None:
+    def counted_positions(self, _: Any) -> None:
         """Returns None: the loss may depend on the log-probabilities of all positions."""
 
-    def evaluate(self, logprobs: Tensor, inputs: dict[str, TensorData]) -> Evaluated:
+    def evaluate(self, logprobs: Tensor, inputs: dict[str, TensorData]) -> DatumLoss:
         """Computes the loss of a datum and frees its autograd graph; the returned term is linear in the logprobs."""
         leaf = logprobs.detach().requires_grad_(torch.is_grad_enabled())
         with self._clock() as limits:
@@ -146,10 +146,10 @@ class BoundGraph:
             check_finite(output.loss)
             value, numbers = output.loss.item(), surrogate.numbers(output.diagnostics)
             if not torch.is_grad_enabled():
-                return Evaluated(value, output.loss, numbers)
+                return DatumLoss(value, output.loss, numbers)
             gradient = loss_gradient(output.loss, leaf)
         # A linear loss with the same gradient, as for custom losses that run on the client.
-        return Evaluated(value, (gradient * logprobs).sum(), numbers)
+        return DatumLoss(value, (gradient * logprobs).sum(), numbers)
 
     @contextmanager
     def _clock(self) -> Iterator[Limits]:

@@ -40,7 +40,7 @@ class _Example:
     shape: list[int]
     arguments: Any  # as `read` of the loss returns them
     counted_T: Tensor | None = None  # positions whose log-probabilities matter, unless all do
-    fill_TK: Tensor | None = None  # what the loss gets at the others
+    fill_TK: Tensor | None = None  # the values that the loss gets at the others
 
 
 def run_pass(
@@ -72,8 +72,8 @@ def run_pass(
         activations: Filled by a `forward_only` pass; a backward pass over the same data and weights takes them, which
             gives the same bits as a pass without them.
         counted_only: Whether log-probabilities are computed only where a built-in loss depends on them; elsewhere, 0 or
-            those of the sampling policy are returned. Values and gradients are the same up to rounding, because a
-            product of fewer rows may be rounded differently.
+            the log-probabilities of the sampling policy are returned. Values and gradients are the same up to rounding,
+            because a product of fewer rows may be rounded differently.
         token_budget: The number of positions per model call; by default the adapter's, which its checkpoints record.
         reserve: Takes memory for the tensors of an uploaded loss.
     """
@@ -107,9 +107,9 @@ def run_pass(
                 torch.autograd.backward(terms)
         if not forward_only:
             adapter.add_gradient(parameters)
-    own = {"loss:sum": total, "tokens:sum": sum(lengths)}
+    totals = {"loss:sum": total, "tokens:sum": sum(lengths)}
     combined = combine_metrics(metrics, len(examples))
-    return ForwardBackwardOutput(outputs, {**set_apart(combined, own, "loss"), **own})
+    return ForwardBackwardOutput(outputs, {**set_apart(combined, totals, "loss"), **totals})
 
 
 def _compact(logprobs: Tensor, datums: int) -> Tensor:
@@ -161,7 +161,7 @@ def _read(
     except InvalidInput as error:
         raise InvalidDatum(f"datum {index}: {error}") from error
     example = _Example(tokens, targets.reshape(len(tokens), -1), list(targets.shape), arguments)
-    counted = loss.counted(arguments) if counted_only else None
+    counted = loss.counted_positions(arguments) if counted_only else None
     if counted is None:
         return example
     mask, fill = (each.reshape(len(tokens), -1) for each in counted)
@@ -170,19 +170,19 @@ def _read(
 
 def read_targets(data: Sequence[Datum], lengths: Sequence[int], base: CausalLM) -> list[Tensor]:
     """Returns the targets of all datums, which must have the same number of alternatives."""
-    found: list[Tensor] = []
+    targets_B: list[Tensor] = []
     for i, (datum, length) in enumerate(zip(data, lengths, strict=True)):
         try:
             targets = _read_targets(datum, base)
         except InvalidInput as error:
             raise InvalidDatum(f"datum {i}: {error}") from error
-        if len(targets) != length or (found and targets.shape[1:] != found[0].shape[1:]):
+        if len(targets) != length or (targets_B and targets.shape[1:] != targets_B[0].shape[1:]):
             raise InvalidDatum(
                 f"datum {i}: target_tokens has the shape {list(targets.shape)}; give as many alternatives for each of "
                 f"its {length} tokens as datum 0 has"
             )
-        found.append(targets)
-    return found
+        targets_B.append(targets)
+    return targets_B
 
 
 def _read_targets(datum: Datum, base: CausalLM) -> Tensor:

@@ -6,8 +6,8 @@
                                                                                   admit · step · cancel
 
 The trainer and the endpoints import nothing else from this folder but the default engine. Another engine implements
-these Protocols and is passed as `EmbeddedTrainer(engine=)`. All methods are called on the trainer's only thread, except
-those of `ModelCatalog`, `name`, `arch`, `tokenizer`, `tokenizer_id` and `max_context_length`.
+these Protocols and is passed as `EmbeddedTrainer(engine=)`. The trainer calls the methods of a model, an adapter and a
+sampler on a single thread. Catalogs, and the attributes of a model, are used by any thread.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from tinker_lightning.lossgraph.settings import Setting
     from tinker_lightning.types import AdamParams, Datum, ForwardBackwardOutput, SampleResponse
 
-# The most log-probabilities that a sampling result contains besides those of its tokens.
+# The most log-probabilities that a sampling result contains in addition to one for each token.
 MAX_SCORES = 1 << 20
-# The most bytes of log-probabilities that a loss may return for each token, in addition to those of its targets.
+# The most bytes of log-probabilities that a loss may return for each token, in addition to one for each target.
 RETURNED_BYTES = 256
 
 
@@ -89,7 +89,7 @@ class SamplingRequest:
     """A group of sequences that continue one prompt with the weights of one adapter.
 
     Temperature, top-k and top-p affect the choice of tokens but not the returned log-probabilities, which are
-    comparable with those of a forward pass.
+    comparable with the log-probabilities of a forward pass.
 
     Args:
         request_id: The id of the request, unique among those admitted to a sampler.

@@ -120,9 +120,9 @@ class _Decoding:
         hidden_TD = output.last_hidden_state[0]
         scores = PromptScores()
         if request.scoring:
-            generator = _generator(params.seed, request.fallback_seed, -1)
+            generator = _new_generator(params.seed, request.fallback_seed, -1)
             scores = score_prompt(base, hidden_TD, self._tokens_T, request.scoring, params.temperature, generator)
-        generators = [_generator(params.seed, request.fallback_seed, i) for i in range(request.num_samples)]
+        generators = [_new_generator(params.seed, request.fallback_seed, i) for i in range(request.num_samples)]
         sequences = [_Sequence(generator) for generator in generators]
         if self._budget:
             cache, last_D = output.past_key_values, hidden_TD[-1].clone()
@@ -215,7 +215,7 @@ def _draw(probabilities_SK: Tensor, generators: list[torch.Generator]) -> Tensor
     return torch.cat([probabilities.multinomial(1, generator=generator) for probabilities, generator in rows])
 
 
-def _generator(seed: int | None, fallback_seed: str | None, index: int) -> torch.Generator:
+def _new_generator(seed: int | None, fallback_seed: str | None, index: int) -> torch.Generator:
     if seed is None and fallback_seed is None:
         return torch.Generator().manual_seed(secrets.randbits(63))
     if seed is None:

@@ -1,4 +1,4 @@
-"""Losses uploaded by clients, per session, and Python functions registered in this process."""
+"""The losses of each session: graphs uploaded by clients, and Python functions registered in this process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tinker_lightning.types import requests as rq
 
 # Limits for the number of nodes and arguments in the graphs of a session, about a hundred megabytes, and of all
-# sessions. A session evicts its own least recently used losses, never those of another session.
+# sessions. A session evicts its own least recently used losses, never the losses of another session.
 MAX_VALUES = 1 << 18
 MAX_TOTAL_VALUES = 1 << 22
 _VALUE_BYTES = 400
@@ -66,8 +66,8 @@ class PythonLoss:
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
         """Returns all settings: the defaults, overridden by `given`; raises `InvalidInput` if one is invalid."""
-        known = {name: Hyperparameter(default) for name, default in self.defaults.items()}
-        return check_settings(self.name, known, given, accepts_any_setting=accepts_any_setting(self.function))
+        declared = {name: Hyperparameter(default) for name, default in self.defaults.items()}
+        return check_settings(self.name, declared, given, accepts_any_setting=accepts_any_setting(self.function))
 
     @property
     def reads(self) -> None:
@@ -93,8 +93,8 @@ class PythonLoss:
         outputs = {name: tensor.clone() for name, tensor in outputs.items()}
         try:
             if self.source == "logits":
-                given = (outputs["model_outputs"], dict(inputs), outputs["attention_mask"])
-                returned = self.function(*given, **settings)
+                arguments = (outputs["model_outputs"], dict(inputs), outputs["attention_mask"])
+                returned = self.function(*arguments, **settings)
             else:
                 returned = self.function(dict(inputs), outputs["logprobs"], **settings)
         except KeyError as error:
@@ -206,7 +206,7 @@ class LossRegistry:
                 session.entries.move_to_end(key)
             loss = self._functions.get(loss_fn) if entry is None else entry.loss
 
-        def found() -> Loss:
+        def resolve() -> Loss:
             if loss is not None:
                 return loss
             if loss_fn == CUSTOM:
@@ -221,7 +221,7 @@ class LossRegistry:
                 "custom loss with @custom_loss(client, name=...)."
             )
 
-        return found
+        return resolve
 
     def listing(self, session_id: str | None) -> dict[str, str]:
         """Returns the losses available to a session, or to all sessions if None, as descriptions by name."""
@@ -271,7 +271,7 @@ class LossRegistry:
             session.charge.resize(_VALUE_BYTES * (kept + size))
             for each in evicted:
                 del session.entries[each]
-            session.latest = {known: each for known, each in session.latest.items() if each not in evicted}
+            session.latest = {key: each for key, each in session.latest.items() if each not in evicted}
             session.entries[loss_id] = _Entry(loss, size)
             session.entries.move_to_end(loss_id)
             if name is not None:

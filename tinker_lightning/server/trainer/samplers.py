@@ -1,4 +1,4 @@
-"""Creation of samplers, and sampling jobs."""
+"""Sampling: the creation of samplers, their jobs, and the list of finished requests that clients poll."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     Target: TypeAlias = tuple[str, int]
 
 MAX_SAMPLES = 256
+# Each further client of a sampler numbers its requests from a multiple of this.
+CLONE_STRIDE = 10**9
 # The context length of a model that is not loaded yet.
 _UNKNOWN_CONTEXT = 8192
 
@@ -183,9 +185,6 @@ class Sampling:
         job.cancelled = True
 
 
-CLONE_STRIDE = 10**9
-
-
 class Completions:
     """The finished requests of each sampler and client, numbered in order. All methods are thread-safe."""
 
@@ -194,11 +193,11 @@ class Completions:
         self._lock = threading.Lock()
         self._count = 0
         self._finished: dict[Target, deque[tuple[int, str, bool]]] = {}  # number, request id, whether it succeeded
-        self._all: deque[tuple[float, int, Target]] = deque()  # when each finished, to forget those nobody asks for
+        self._all: deque[tuple[float, int, Target]] = deque()  # when each finished, to forget old ones
         self._waiters: dict[Target, list[Callable[[], object]]] = {}
 
     def record(self, target: Target, request_id: str, *, succeeded: bool) -> None:
-        """Adds a finished request and wakes those who wait for one."""
+        """Adds a finished request and wakes the clients that wait for one."""
         with self._lock:
             self._count += 1
             now = time.monotonic()
@@ -212,13 +211,13 @@ class Completions:
             wake()
 
     def after(self, target: Target, cursor: int) -> list[tuple[int, str, bool]]:
-        """Returns the requests after a cursor, and forgets those before it, which the client has seen."""
+        """Returns the requests after a cursor, and forgets earlier ones, which the client has seen."""
         with self._lock:
             self._forget(target, cursor)
             return list(self._finished.get(target, ()))
 
     @contextmanager
-    def waking(self, target: Target, wake: Callable[[], object]) -> Iterator[None]:
+    def wake_on_finish(self, target: Target, wake: Callable[[], object]) -> Iterator[None]:
         """Calls `wake`, from any thread, when a request of the target finishes during the `with` block."""
         with self._lock:
             self._waiters.setdefault(target, []).append(wake)

@@ -1,4 +1,4 @@
-"""Estimates of the memory that requests and results take, known before the work that they ask for starts."""
+"""Estimates of the memory of requests and results, before the work starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded trainer, which the HTTP app exposes."""
+"""The embedded trainer: its parts, its sessions, and its shutdown."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from tinker_lightning.server.trainer.jobs import Job, ModelJobs
 from tinker_lightning.server.trainer.loss_registry import LossRegistry
 from tinker_lightning.server.trainer.memory import MemoryBudget, resident_memory
 from tinker_lightning.server.trainer.operations import Training
-from tinker_lightning.server.trainer.passes import Passes
+from tinker_lightning.server.trainer.passes import Passes, RetainedForwards
 from tinker_lightning.server.trainer.registry import ClientSession, Registry
-from tinker_lightning.server.trainer.retained import RetainedForwards
 from tinker_lightning.server.trainer.samplers import Sampling
 from tinker_lightning.server.trainer.scheduler import GAP_TIMEOUT, Scheduler
 
@@ -50,14 +49,14 @@ class EmbeddedTrainer:
         models: The base model or models that clients may use, or None for all that can be found on this machine.
         data_dir: The folder for checkpoints.
         dtype: The dtype of the models; float64 is meant for numerical tests.
-        gap_timeout: How many seconds the requests of a model wait for one with a lower number.
+        gap_timeout: Seconds that the requests of a model wait for one with a lower number.
         allow_pickled_losses: Whether to accept pickled loss functions, which lets clients execute arbitrary code.
-        sampling_seed: Makes sampling requests without a seed reproducible: what they draw depends on this number, on
-            the numbers of the sampler and the request in their session, and on the index of the sample.
+        sampling_seed: Makes sampling requests without a seed reproducible: their tokens depend on this number, on the
+            numbers of the sampler and the request in their session, and on the index of the sample.
         memory_limit: The most memory in bytes that models, passes, sampling and messages take together; by default 60 %
             of the machine's memory. A request that does not fit fails with `MemoryLimitExceeded`.
-        token_budget: The number of positions per model call, which decides memory and rounding; by default, that of a
-            table by model. A run that is resumed keeps the one that it was started with.
+        token_budget: The number of positions per model call, which decides memory and rounding; by default, it depends
+            on the model. A resumed run keeps the budget that it was started with.
         engine: Creates the base models; by default, models of transformers with adapters of peft.
     """
 
@@ -100,8 +99,8 @@ class EmbeddedTrainer:
         weakref.finalize(self, self.scheduler.close, _EXIT_GRACE)
 
     def charge_process(self) -> None:
-        """Charges what this process takes in addition to its models, for a process that does nothing but serve."""
-        self.memory.is_of_process = True
+        """Charges the memory of this process in addition to its models, for a process that does nothing but serve."""
+        self.memory.covers_process = True
         rest = resident_memory() - self.memory.used("models")
         self.memory.charge("this process", max(0, rest), "models", fix="Serve fewer or smaller models.")
 
@@ -132,7 +131,7 @@ class EmbeddedTrainer:
         self.scheduler.submit(job, frees_memory=True)
 
     @contextmanager
-    def waking(self, wake: Callable[[], object]) -> Iterator[None]:
+    def wake_on_close(self, wake: Callable[[], object]) -> Iterator[None]:
         """Calls `wake`, from any thread, if the trainer closes during the `with` block or is already closed."""
         self._waiters.add(wake)
         try:
