@@ -48,7 +48,7 @@ class Peer:
 
     def __init__(self, server: Imitation, trainer: EmbeddedTrainer) -> None:
         self.server = server
-        self.kind = server.behaviour.name
+        self.kind = server.behavior.name
         # Connections are not used again, because servers close them when they crash.
         limits = httpx.Limits(max_keepalive_connections=0)
         key = {"X-API-Key": "tml-test-key"}
@@ -101,7 +101,7 @@ class Peer:
         request = ForwardBackwardRequest(
             model, next(self.numbers) if number is None else number, list(data), loss_fn, config, forward_only
         )
-        encoding = encoding or self.server.behaviour.encoding
+        encoding = encoding or self.server.behavior.encoding
         path = "/api/v1/forward" if forward_only and encoding == "json" else "/api/v1/forward_backward"
         if encoding == "protobuf":
             body = protobuf.encode_forward_backward(request)
