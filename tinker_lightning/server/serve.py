@@ -11,6 +11,7 @@ import logging
 import socket
 import sys
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -190,7 +191,8 @@ class Connections:
 
     def add(self, protocol: Any) -> None:
         """Adds a connection, and closes another one if there are too many."""
-        self._open[protocol] = _State(time.monotonic())
+        now = time.monotonic()
+        self._open[protocol] = _State(now, now)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_SWEEP_SECONDS, self._sweep)
         if len(self._open) > self._limit:
@@ -230,13 +232,11 @@ class Connections:
             logger.warning("closed %d connections; the last one because %s", self._closed, reason)
 
 
+@dataclass(slots=True)
 class _State:
-    __slots__ = ("since", "unsent", "unsent_since")
-
-    def __init__(self, now: float) -> None:
-        self.since = now  # when it was last seen with a request
-        self.unsent = 0
-        self.unsent_since = now
+    since: float  # when it was last seen with a request
+    unsent_since: float
+    unsent: int = 0
 
 
 class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]

@@ -19,7 +19,7 @@ from tinker_lightning.losses.surrogate import check_finite, check_scalar, number
 from tinker_lightning.lossgraph.graph_loss import check_given, metric_names
 from tinker_lightning.lossgraph.graphs.limits import Limits
 from tinker_lightning.server.engine.datum_losses import error_context, loss_gradient
-from tinker_lightning.server.engine.datum_pass import read_targets, read_tokens
+from tinker_lightning.server.engine.datum_pass import datum_context, read_targets, read_tokens
 from tinker_lightning.server.engine.interface import RETURNED_BYTES
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 from tinker_lightning.types.datum import PER_TOKEN
@@ -123,10 +123,8 @@ def _sources(source: Source, model_output: Tensor, mask_BT: Tensor) -> dict[str,
 
 
 def _read(index: int, datum: Datum, base: CausalLM) -> Tensor:
-    try:
+    with datum_context(index):
         return read_tokens("model_input", datum.model_input, base)
-    except InvalidInput as error:
-        raise InvalidDatum(f"datum {index}: {error}") from error
 
 
 def _hidden_states(base: CausalLM, tokens_B: Sequence[Tensor], token_budget: int | None) -> list[Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from tinker_lightning.server.engine.datum_losses import BoundGraph, BoundLoss, e
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tinker_lightning.lossgraph.graph_loss import GraphLoss
     from tinker_lightning.server.engine.causal_lm import CausalLM
@@ -151,15 +151,11 @@ def _counted_logprobs(base: CausalLM, hidden_ND: Tensor, targets_NK: Tensor, exa
 def _read(
     index: int, datum: Datum, base: CausalLM, loss: BoundLoss | BoundGraph, dtype: torch.dtype, *, counted_only: bool
 ) -> _Example:
-    try:
+    with datum_context(index):
         tokens = read_tokens("model_input", datum.model_input, base)
         targets = _read_targets(datum, base)
         with error_context(f"datum {index}: {loss.name}"):
             arguments = loss.read(datum, dtype=dtype)
-    except InvalidLoss:
-        raise
-    except InvalidInput as error:
-        raise InvalidDatum(f"datum {index}: {error}") from error
     example = _Example(tokens, targets.reshape(len(tokens), -1), list(targets.shape), arguments)
     counted = loss.counted_positions(arguments) if counted_only else None
     if counted is None:
@@ -168,14 +164,23 @@ def _read(
     return replace(example, counted_T=mask.any(-1), fill_TK=fill)
 
 
+@contextmanager
+def datum_context(index: int) -> Iterator[None]:
+    """Prefixes the message of an error about the inputs of a datum with its index."""
+    try:
+        yield
+    except InvalidLoss:
+        raise
+    except InvalidInput as error:
+        raise InvalidDatum(f"datum {index}: {error}") from error
+
+
 def read_targets(data: Sequence[Datum], lengths: Sequence[int], base: CausalLM) -> list[Tensor]:
     """Returns the targets of all datums, which must have the same number of alternatives."""
     targets_B: list[Tensor] = []
     for i, (datum, length) in enumerate(zip(data, lengths, strict=True)):
-        try:
+        with datum_context(i):
             targets = _read_targets(datum, base)
-        except InvalidInput as error:
-            raise InvalidDatum(f"datum {i}: {error}") from error
         if len(targets) != length or (targets_B and targets.shape[1:] != targets_B[0].shape[1:]):
             raise InvalidDatum(
                 f"datum {i}: target_tokens has the shape {list(targets.shape)}; give as many alternatives for each of "

@@ -13,7 +13,7 @@ sampler on a single thread. Catalogs, and the attributes of a model, are used by
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from tinker_lightning.lossgraph.graphs.limits import Limits
     from tinker_lightning.lossgraph.settings import Setting
     from tinker_lightning.types import AdamParams, Datum, ForwardBackwardOutput, SampleResponse
+
+    Tensors: TypeAlias = Mapping[str, Tensor]
 
 # The most log-probabilities that a sampling result contains in addition to one for each token.
 MAX_SCORES = 1 << 20
@@ -181,7 +183,7 @@ class Adapter(Protocol):
     def training_state(self) -> dict[str, Tensor]:
         """Returns the optimizer's state and the accumulated gradient, for an exact resume."""
 
-    def load(self, weights: AdapterWeights, training_state: Mapping[str, Tensor] | None) -> None:
+    def load(self, weights: AdapterWeights, training_state: Tensors | None) -> None:
         """Loads weights and the training state; without a training state, the optimizer is reset."""
 
 
@@ -201,7 +203,7 @@ class AdapterFormat(Protocol):
     def check(self, weights: AdapterWeights) -> None:
         """Raises `InvalidInput` if the weights belong to another model or have another rank."""
 
-    def import_weights(self, tensors: Mapping[str, Tensor], scaling: float) -> AdapterWeights:
+    def import_weights(self, tensors: Tensors, scaling: float) -> AdapterWeights:
         """Returns weights that compute the same as a PEFT adapter whose product is multiplied by `scaling`."""
 
     def peft_config(self, config: LoraConfig) -> PeftConfig:
@@ -229,21 +231,11 @@ class BatchLoss(Protocol):
     def select(self, present: Iterable[str]) -> tuple[str, ...]:
         """Returns the names of the inputs to pass; raises `InvalidInput` if one is not present."""
 
-    def check(
-        self,
-        outputs: Mapping[str, Tensor],
-        inputs: Mapping[str, Tensor],
-        settings: Mapping[str, Setting],
-        limits: Limits,
-    ) -> object:
+    def check(self, outputs: Tensors, inputs: Tensors, settings: Mapping[str, Setting], limits: Limits) -> object:
         """Raises `InvalidLoss` if the loss cannot be computed from tensors of these shapes, as far as is known."""
 
     def __call__(
-        self,
-        outputs: Mapping[str, Tensor],
-        inputs: Mapping[str, Tensor],
-        settings: Mapping[str, Setting],
-        limits: Limits,
+        self, outputs: Tensors, inputs: Tensors, settings: Mapping[str, Setting], limits: Limits
     ) -> LossFnOutput:
         """Computes the loss."""
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tinker_lightning.lossgraph.graphs.limits import Limits
+    from tinker_lightning.server.engine.interface import Tensors
     from tinker_lightning.types import requests as rq
 
 # Limits for the number of nodes and arguments in the graphs of a session, about a hundred megabytes, and of all
@@ -81,11 +82,7 @@ class PythonLoss:
         """Does nothing, because a Python function can only be checked by running it."""
 
     def __call__(
-        self,
-        outputs: Mapping[str, Tensor],
-        inputs: Mapping[str, Tensor],
-        settings: Mapping[str, Setting],
-        limits: Limits,
+        self, outputs: Tensors, inputs: Tensors, settings: Mapping[str, Setting], limits: Limits
     ) -> LossFnOutput:
         """Calls the function; raises `InvalidLoss` if it fails, and `InvalidInput` if an input is missing."""
         del limits

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load
 
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.server.engine.interface import ModelCatalog
 from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore, CheckpointSummary, TinkerPath
-from tinker_lightning.server.trainer.jobs import Job
+from tinker_lightning.server.trainer.jobs import Job, ModelJobs
+from tinker_lightning.server.trainer.memory import MemoryBudget
+from tinker_lightning.server.trainer.passes import RetainedForwards
 from tinker_lightning.server.trainer.registry import Model, Registry, Sampler
+from tinker_lightning.server.trainer.scheduler import Scheduler
 from tinker_lightning.types import AdamParams, LoraConfig, OptimStepResponse, SaveWeightsResponse
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
@@ -21,37 +26,24 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinker_lightning.server.engine.interface import Adapter, BaseModel, ModelCatalog
-    from tinker_lightning.server.trainer.jobs import ModelJobs
-    from tinker_lightning.server.trainer.memory import MemoryBudget
-    from tinker_lightning.server.trainer.passes import RetainedForwards
-    from tinker_lightning.server.trainer.scheduler import Scheduler
+    from tinker_lightning.server.engine.interface import Adapter, BaseModel
 
 
 # Seconds for which an imported adapter is kept, until a model is created from it.
 _IMPORT_SECONDS = 86400
 
 
+@dataclass(frozen=True, slots=True)
 class Training:
     """Turns requests into jobs. Each method returns immediately; the job provides the result."""
 
-    def __init__(
-        self,
-        jobs: ModelJobs,
-        registry: Registry,
-        catalog: ModelCatalog,
-        store: CheckpointStore,
-        scheduler: Scheduler,
-        retained: RetainedForwards,
-        memory: MemoryBudget,
-    ) -> None:
-        self._jobs = jobs
-        self._registry = registry
-        self._catalog = catalog
-        self._store = store
-        self._scheduler = scheduler
-        self._retained = retained
-        self._memory = memory
+    _jobs: ModelJobs
+    _registry: Registry
+    _catalog: ModelCatalog
+    _store: CheckpointStore
+    _scheduler: Scheduler
+    _retained: RetainedForwards
+    _memory: MemoryBudget
 
     def create_model(self, request: rq.CreateModelRequest) -> Job:
         """Creates an adapter on a base model."""

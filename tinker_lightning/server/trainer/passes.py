@@ -15,8 +15,10 @@ import numpy as np
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, MemoryLimitExceeded, NotRetained
 from tinker_lightning.server.engine.interface import RETURNED_BYTES, Activations
+from tinker_lightning.server.trainer.jobs import ModelJobs
 from tinker_lightning.server.trainer.loss_registry import CUSTOM, LossRegistry, PythonLoss
-from tinker_lightning.server.trainer.memory import Charge
+from tinker_lightning.server.trainer.memory import Charge, MemoryBudget
+from tinker_lightning.server.trainer.registry import Registry
 from tinker_lightning.server.trainer.sizes import data_bytes, dense_bytes, pass_result_bytes
 from tinker_lightning.types import Datum, ForwardBackwardOutput, TensorData
 
@@ -24,9 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tinker_lightning.server.engine.interface import Adapter, BaseModel, BatchLoss
-    from tinker_lightning.server.trainer.jobs import Job, ModelJobs
-    from tinker_lightning.server.trainer.memory import MemoryBudget
-    from tinker_lightning.server.trainer.registry import Registry
+    from tinker_lightning.server.trainer.jobs import Job
     from tinker_lightning.types import requests as rq
 
 # Forwards of one model without a step between them. Their datums are small, but their number must be bounded.
@@ -128,22 +128,15 @@ class RetainedForwards:
                     forward.take()
 
 
+@dataclass(frozen=True, slots=True)
 class Passes:
     """Turns requests for passes into jobs. Each method returns immediately; the job provides the result."""
 
-    def __init__(
-        self,
-        jobs: ModelJobs,
-        registry: Registry,
-        losses: LossRegistry,
-        retained: RetainedForwards,
-        memory: MemoryBudget,
-    ) -> None:
-        self._jobs = jobs
-        self._registry = registry
-        self._losses = losses
-        self._retained = retained
-        self._memory = memory
+    _jobs: ModelJobs
+    _registry: Registry
+    _losses: LossRegistry
+    _retained: RetainedForwards
+    _memory: MemoryBudget
 
     def forward_backward(self, request: rq.ForwardBackwardRequest, *, counted_only: bool = False) -> Job:
         """Runs a forward pass, and a backward pass unless the request is `forward_only`.

@@ -6,24 +6,24 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.server.engine.interface import PromptScoring, SamplingRequest
+from tinker_lightning.server.engine.interface import ModelCatalog, PromptScoring, SamplingRequest
+from tinker_lightning.server.engine.interface import Sampler as EngineSampler
 from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore, TinkerPath
 from tinker_lightning.server.trainer.jobs import Job
+from tinker_lightning.server.trainer.memory import MemoryBudget
 from tinker_lightning.server.trainer.registry import Registry, Sampler
-from tinker_lightning.server.trainer.scheduler import RETENTION
+from tinker_lightning.server.trainer.scheduler import RETENTION, Scheduler
 from tinker_lightning.server.trainer.sizes import result_bytes, sample_result_bytes, tensor_bytes
+from tinker_lightning.types import SampleResponse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
-    from tinker_lightning.server.engine.interface import BaseModel, ModelCatalog
-    from tinker_lightning.server.engine.interface import Sampler as EngineSampler
-    from tinker_lightning.server.trainer.memory import MemoryBudget
-    from tinker_lightning.server.trainer.scheduler import Scheduler
-    from tinker_lightning.types import SampleResponse
+    from tinker_lightning.server.engine.interface import BaseModel
     from tinker_lightning.types import requests as rq
 
     Target: TypeAlias = tuple[str, int]
@@ -35,27 +35,71 @@ CLONE_STRIDE = 10**9
 _UNKNOWN_CONTEXT = 8192
 
 
+class Completions:
+    """The finished requests of each sampler and client, numbered in order. All methods are thread-safe."""
+
+    def __init__(self, retention: float = RETENTION) -> None:
+        self._retention = retention
+        self._lock = threading.Lock()
+        self._count = 0
+        self._finished: dict[Target, deque[tuple[int, str, bool]]] = {}  # number, request id, whether it succeeded
+        self._all: deque[tuple[float, int, Target]] = deque()  # when each finished, to forget old ones
+        self._waiters: dict[Target, list[Callable[[], object]]] = {}
+
+    def record(self, target: Target, request_id: str, *, succeeded: bool) -> None:
+        """Adds a finished request and wakes the clients that wait for one."""
+        with self._lock:
+            self._count += 1
+            now = time.monotonic()
+            self._finished.setdefault(target, deque()).append((self._count, request_id, succeeded))
+            self._all.append((now, self._count, target))
+            while self._all and self._all[0][0] + self._retention < now:
+                _, number, old = self._all.popleft()
+                self._forget(old, number)
+            waiters = list(self._waiters.get(target, ()))
+        for wake in waiters:
+            wake()
+
+    def after(self, target: Target, cursor: int) -> list[tuple[int, str, bool]]:
+        """Returns the requests after a cursor, and forgets earlier ones, which the client has seen."""
+        with self._lock:
+            self._forget(target, cursor)
+            return list(self._finished.get(target, ()))
+
+    @contextmanager
+    def wake_on_finish(self, target: Target, wake: Callable[[], object]) -> Iterator[None]:
+        """Calls `wake`, from any thread, when a request of the target finishes during the `with` block."""
+        with self._lock:
+            self._waiters.setdefault(target, []).append(wake)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiters[target].remove(wake)
+                if not self._waiters[target]:
+                    del self._waiters[target]
+
+    def _forget(self, target: Target, number: int) -> None:
+        finished = self._finished.get(target)
+        while finished and finished[0][0] <= number:
+            finished.popleft()
+        if finished is not None and not finished:
+            del self._finished[target]
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """Creates samplers and samples from them."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        catalog: ModelCatalog,
-        store: CheckpointStore,
-        scheduler: Scheduler,
-        memory: MemoryBudget,
-        sampling_seed: int | None = None,
-    ) -> None:
-        self._registry = registry
-        self._catalog = catalog
-        self._store = store
-        self._scheduler = scheduler
-        self._memory = memory
-        self._sampling_seed = sampling_seed
-        self.completions = Completions()
-        self._decoders: dict[str, EngineSampler] = {}  # by base model
-        self._outcomes: dict[str, SampleResponse | Exception] = {}  # by request
+    _registry: Registry
+    _catalog: ModelCatalog
+    _store: CheckpointStore
+    _scheduler: Scheduler
+    _memory: MemoryBudget
+    _sampling_seed: int | None = None
+    completions: Completions = field(default_factory=Completions)
+    _decoders: dict[str, EngineSampler] = field(default_factory=dict)  # by base model
+    _outcomes: dict[str, SampleResponse | Exception] = field(default_factory=dict)  # by request
 
     def create_sampling_session(self, request: rq.CreateSamplingSessionRequest) -> Sampler:
         """Creates a sampler from a base model or from saved weights."""
@@ -160,7 +204,7 @@ class Sampling:
         decoder.admit(request)
         try:
             while request_id not in self._outcomes:
-                self._outcomes |= decoder.step([request_id], should_stop)
+                self._outcomes.update(decoder.step([request_id], should_stop))
                 if request_id not in self._outcomes and should_stop():
                     job.raise_if_cancelled()
                     yield  # it may end meanwhile, if the engine decodes the requests of several jobs together
@@ -183,55 +227,3 @@ class Sampling:
         if job.kind != "sample":
             raise InvalidInput(f"request_id: {request_id} is a {job.kind}; only sampling can be cancelled")
         job.cancelled = True
-
-
-class Completions:
-    """The finished requests of each sampler and client, numbered in order. All methods are thread-safe."""
-
-    def __init__(self, retention: float = RETENTION) -> None:
-        self._retention = retention
-        self._lock = threading.Lock()
-        self._count = 0
-        self._finished: dict[Target, deque[tuple[int, str, bool]]] = {}  # number, request id, whether it succeeded
-        self._all: deque[tuple[float, int, Target]] = deque()  # when each finished, to forget old ones
-        self._waiters: dict[Target, list[Callable[[], object]]] = {}
-
-    def record(self, target: Target, request_id: str, *, succeeded: bool) -> None:
-        """Adds a finished request and wakes the clients that wait for one."""
-        with self._lock:
-            self._count += 1
-            now = time.monotonic()
-            self._finished.setdefault(target, deque()).append((self._count, request_id, succeeded))
-            self._all.append((now, self._count, target))
-            while self._all and self._all[0][0] + self._retention < now:
-                _, number, old = self._all.popleft()
-                self._forget(old, number)
-            waiters = list(self._waiters.get(target, ()))
-        for wake in waiters:
-            wake()
-
-    def after(self, target: Target, cursor: int) -> list[tuple[int, str, bool]]:
-        """Returns the requests after a cursor, and forgets earlier ones, which the client has seen."""
-        with self._lock:
-            self._forget(target, cursor)
-            return list(self._finished.get(target, ()))
-
-    @contextmanager
-    def wake_on_finish(self, target: Target, wake: Callable[[], object]) -> Iterator[None]:
-        """Calls `wake`, from any thread, when a request of the target finishes during the `with` block."""
-        with self._lock:
-            self._waiters.setdefault(target, []).append(wake)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._waiters[target].remove(wake)
-                if not self._waiters[target]:
-                    del self._waiters[target]
-
-    def _forget(self, target: Target, number: int) -> None:
-        finished = self._finished.get(target)
-        while finished and finished[0][0] <= number:
-            finished.popleft()
-        if finished is not None and not finished:
-            del self._finished[target]
