@@ -44,6 +44,9 @@ MAX_WORK = 1 << 32
 # Memory limit for the activations of a batch. The gradient of a batch-level loss is known only after the forward pass
 # of the whole batch, so activations have to be kept until then or recomputed.
 KEPT_BYTES = 2 << 30
+# Inputs of the losses in this package with a known layout, in addition to those that every datum is checked for.
+_BY_TOKEN = PER_TOKEN | {"reference_logprobs", "teacher_logprobs"}
+_BY_DATUM = frozenset({"reward"})
 
 
 def run_batch_pass(
@@ -179,11 +182,6 @@ def _per_datum(logprobs: Any, lengths: Sequence[int], width: int = 1) -> list[di
         {"logprobs": TensorData(row[:length] if by_token else row.reshape(-1), copy=False)}
         for row, length in zip(copied, lengths, strict=True)
     ]
-
-
-# Inputs of the losses in this package with a known layout, in addition to those that every datum is checked for.
-_BY_TOKEN = PER_TOKEN | {"reference_logprobs", "teacher_logprobs"}
-_BY_DATUM = frozenset({"reward"})
 
 
 def stack_inputs(

@@ -28,6 +28,26 @@ if TYPE_CHECKING:
     from tinker_lightning.types import LoraConfig
 
 
+@dataclass(frozen=True, slots=True)
+class CallSize:
+    """The size of the calls of a model on a CPU. Other numbers give other bits.
+
+    Args:
+        tokens: The token budget: the number of positions per call, including padding. Activations take about 2 MB per
+            position for a model with 135M parameters, and matrix products get no faster beyond 512. Checkpoints record
+            it.
+        overhead: The cost of a call apart from its positions, in positions: reading the weights, and Python between
+            kernels.
+    """
+
+    tokens: int = 512
+    overhead: int = 16
+
+
+# By base model; others have the default.
+CALL_SIZES: Mapping[str, CallSize] = {"tiny": CallSize(overhead=512), "smollm2-135m": CallSize()}
+
+
 class CausalLM:
     """A frozen model with its tokenizer and LoRA layers, from a folder or a hub id. Not thread-safe."""
 
@@ -48,6 +68,7 @@ class CausalLM:
         self.lora = LoraHost(self.model, str(path))
         self._check_head()
 
+    # Functions in modules of their own, with the model as their first argument.
     run_pass = datum_pass.run_pass
     run_batch_pass = batch_pass.run_batch_pass
 
@@ -111,7 +132,7 @@ class CausalLM:
     def pass_bytes(
         self, lengths: Sequence[int], *, backward: bool, token_budget: int | None = None, source: Source = "datum"
     ) -> int:
-        """Estimates the memory that a pass takes at its peak, without its inputs and what the loss itself computes.
+        """Estimates the memory that a pass takes at its peak, without its inputs and the tensors of the loss.
 
         Args:
             lengths: The number of tokens of each datum.
@@ -223,26 +244,6 @@ def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     if ids is None:
         ids = tokenizer.eos_token_id
     return frozenset([ids] if isinstance(ids, int) else ids or [])
-
-
-@dataclass(frozen=True, slots=True)
-class CallSize:
-    """The size of the calls of a model on a CPU. Other numbers give other bits.
-
-    Args:
-        tokens: The token budget: the number of positions per call, including padding. Activations take about 2 MB per
-            position for a model with 135M parameters, and matrix products get no faster beyond 512. Checkpoints record
-            it.
-        overhead: The cost of a call apart from its positions, in positions: reading the weights, and Python between
-            kernels.
-    """
-
-    tokens: int = 512
-    overhead: int = 16
-
-
-# By base model; others have the default.
-CALL_SIZES: Mapping[str, CallSize] = {"tiny": CallSize(overhead=512), "smollm2-135m": CallSize()}
 
 
 def group_by_length(lengths: Sequence[int], size: CallSize) -> list[list[int]]:

