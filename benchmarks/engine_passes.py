@@ -17,15 +17,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import report
-from tinker_lightning.server.engine.adapter import Adapter
+from tinker_lightning.server.engine.adapter import LoraAdapter
 from tinker_lightning.server.engine.catalog import Catalog
-from tinker_lightning.server.engine.passes import Activations, run_pass
+from tinker_lightning.server.engine.datum_pass import run_pass
+from tinker_lightning.server.engine.interface import Activations
 from tinker_lightning.types import Datum, LoraConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.causal_lm import CausalLM
 
 RANK = 32
 EQUAL = (128,) * 8
@@ -48,8 +49,8 @@ class Engine:
     """Passes of the embedded trainer."""
 
     def __init__(self) -> None:
-        self.base: BaseModel = Catalog(["smollm2-135m"]).get("smollm2-135m")
-        self._adapter = Adapter(self.base.lora.new_weights(LoraConfig(rank=RANK)))
+        self.base: CausalLM = Catalog(["smollm2-135m"]).get("smollm2-135m")
+        self._adapter = LoraAdapter(self.base.lora.new_weights(LoraConfig(rank=RANK)))
 
     def built_in(self, data: list[Datum], *, counted_only: bool = False) -> None:
         run_pass(self.base, self._adapter, data, "cross_entropy", {}, counted_only=counted_only)

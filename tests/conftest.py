@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.helpers.api import Api, Served
     from tinker_lightning.client import ServiceClient
     from tinker_lightning.server import EmbeddedTrainer
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.causal_lm import CausalLM
 
 
 # Models this small gain nothing from a second thread, and the tests run in parallel. `tox -e portable` tries two.
@@ -80,18 +80,19 @@ def _models_are_handed_on(_own_folders: None) -> Iterator[None]:
     from tinker_lightning.server.engine import catalog
 
     load, close = catalog._load, EmbeddedTrainer.close
-    free: defaultdict[tuple[Any, ...], list[BaseModel]] = defaultdict(list)
+    free: defaultdict[tuple[Any, ...], list[CausalLM]] = defaultdict(list)
 
-    def take(name: str, dtype: torch.dtype) -> BaseModel:
+    def take(name: str, dtype: torch.dtype) -> CausalLM:
         models = free[name, dtype, catalog.cache_dir()]
         return models.pop() if models else load(name, dtype)
 
     def hand_on(trainer: EmbeddedTrainer, timeout: float = 30.0) -> None:
         close(trainer, timeout)
         thread = trainer.scheduler._thread
-        model = trainer.catalog._models.pop("tiny", None)
-        if model is not None and not (thread and thread.is_alive()):
-            free["tiny", trainer.catalog._dtype, catalog.cache_dir()].append(model)
+        if isinstance(trainer.catalog, catalog.Catalog):
+            model = trainer.catalog._models.pop("tiny", None)
+            if model is not None and not (thread and thread.is_alive()):
+                free["tiny", trainer.catalog._dtype, catalog.cache_dir()].append(model)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(catalog, "_load", take)
@@ -106,7 +107,7 @@ def _ctrl_c() -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny64() -> BaseModel:
+def tiny64() -> CausalLM:
     """`tiny` in float64, where numerics can be compared to many digits."""
     import torch
 
@@ -116,7 +117,7 @@ def tiny64() -> BaseModel:
 
 
 @pytest.fixture(scope="session")
-def tiny() -> BaseModel:
+def tiny() -> CausalLM:
     """`tiny` as users get it, in float32."""
     from tinker_lightning.server.engine.catalog import Catalog
 

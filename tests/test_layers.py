@@ -139,6 +139,17 @@ def test_layers_do_not_use_what_they_must_not_know() -> None:
         assert used == set(), path
 
 
+def test_the_trainer_knows_only_the_interface_of_an_engine() -> None:
+    engine = "tinker_lightning.server.engine"
+    for path in FILES:
+        if path.parts[:2] == ("server", "engine"):
+            continue
+        used = {name for name in imported(path) if f"{name}.".startswith(f"{engine}.")}
+        if path == Path("server/trainer/trainer.py"):
+            used.discard(f"{engine}.DEFAULT_ENGINE")
+        assert not [name for name in used if not name.startswith(f"{engine}.interface.")], path
+
+
 def test_every_folder_is_a_layer() -> None:
     assert {layer(path) for path in FILES} - DEPTH.keys() == {"__init__", "__main__", "testing"}
 

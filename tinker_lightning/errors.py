@@ -120,22 +120,6 @@ class MemoryLimitExceeded(InvalidInput, MemoryError):
     fits_without_work: bool = False
 
 
-# The classes that a server may name in a response. All others have a different meaning in the client.
-_NAMED_BY_SERVERS: list[type[InvalidInput]] = [
-    InvalidTensor,
-    InvalidDatum,
-    MissingInput,
-    MemoryLimitExceeded,
-    InvalidLoss,
-    *InvalidLoss.__subclasses__(),
-]
-
-
-def input_error(name: object) -> type[InvalidInput]:
-    """Returns the class that a server's response names, so that a loss raises the same class wherever it runs."""
-    return next((cls for cls in _NAMED_BY_SERVERS if cls.__name__ == name), InvalidInput)
-
-
 class InvalidMessage(InvalidInput):
     """A message body is malformed."""
 
@@ -154,6 +138,24 @@ class NotFound(TinkerLightningError, LookupError):
 
 class ModelNotFound(NotFound):
     """A base model is not served or not installed."""
+
+
+# The classes that a server may name in a response. All others have a different meaning in the client.
+_NAMED_BY_SERVERS: list[type[TinkerLightningError]] = [
+    InvalidTensor,
+    InvalidDatum,
+    MissingInput,
+    MemoryLimitExceeded,
+    InvalidLoss,
+    *InvalidLoss.__subclasses__(),
+    NotFound,
+    ModelNotFound,
+]
+
+
+def input_error(name: object) -> type[TinkerLightningError]:
+    """Returns the class that a server's response names, so that a mistake raises one class on every path."""
+    return next((cls for cls in _NAMED_BY_SERVERS if cls.__name__ == name), InvalidInput)
 
 
 class NotRetained(NotFound):

@@ -12,7 +12,7 @@ from tests.helpers.backends import BACKENDS, Backend, BackendName, Recorded, rea
 from tests.helpers.soaking import mostly_soak
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.server import EmbeddedTrainer, create_app
-from tinker_lightning.server.engine.passes import run_pass
+from tinker_lightning.server.engine.datum_pass import run_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

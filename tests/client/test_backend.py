@@ -19,7 +19,7 @@ from tinker_lightning import Datum, ModelInput, RemoteAdamW, RemoteLM, RemoteMod
 from tinker_lightning.client import as_backend
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.losses import surrogate
-from tinker_lightning.server.engine.losses import BoundLoss
+from tinker_lightning.server.engine.datum_losses import BoundLoss
 
 if TYPE_CHECKING:
     from tests.helpers.backends import Backend

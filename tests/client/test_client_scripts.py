@@ -11,15 +11,15 @@ import os, signal, threading, time, warnings
 from tinker_lightning import Datum
 from tinker_lightning.client import connect
 from tinker_lightning.errors import ClientForked
-from tinker_lightning.server.trainer import passes
+from tinker_lightning.server.engine.causal_lm import CausalLM
 from tinker_lightning.testing import embedded_service
 import peft, transformers.models.llama.modeling_llama  # which a trainer would import in each script
 
 data = [Datum.from_tokens([1, 2, 3])]
 """
 INTERRUPTED = """
-go_on, run_pass = threading.Event(), passes.run_pass
-passes.run_pass = lambda *args, **options: (go_on.wait(), run_pass(*args, **options))[1]
+go_on, run_pass = threading.Event(), CausalLM.run_pass
+CausalLM.run_pass = lambda *args, **options: (go_on.wait(), run_pass(*args, **options))[1]
 with embedded_service() as service:
     model = service.create_lora_training_client("tiny", rank=2)
     plain = model.forward(data, "cross_entropy")

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.helpers.imitated_clients import connected
-from tests.helpers.imitations import Behaviour, imitate
-from tests.helpers.imitations.behaviour import Normalisation
+from tests.helpers.imitations import Behavior, imitate
+from tests.helpers.imitations.behavior import Normalization
 from tests.helpers.soaking import mostly_soak
 from tinker_lightning import AdamParams, Datum, ServiceClient, cli, connect
 from tinker_lightning.client.dialects.dialect import Dialect
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from tinker_lightning.doctor import Report
 
 # A server of an unknown kind that does everything right.
-CLEAN = Behaviour(
+CLEAN = Behavior(
     name="clean",
     order="number",
     doubles_repeats=False,
     losses=("cross_entropy", "importance_sampling", "ppo", "cispo"),
 )
 BY_NAME = {check.name: check for check in CHECKS}
-# SkyRL's normalisation, on a server that does not say that it is one.
+# SkyRL's normalization, on a server that does not say that it is one.
 NORMALISED = {"cross_entropy": "sequence_mean", "importance_sampling": "sequence_mean", "window_mean": True}
 
 
@@ -155,7 +155,7 @@ def test_a_defect_is_planted_for_every_check() -> None:
     assert {name for _, faults in DEFECTS for name in faults} == BY_NAME.keys() - {"custom losses"}  # see below
     for loss in "cross_entropy", "importance_sampling":
         planted = {defects[loss] for defects, _ in DEFECTS if loss in defects}
-        assert planted == {*get_args(Normalisation)} - {"sum", "weighted_sum"}, loss  # which are plain sums here
+        assert planted == {*get_args(Normalization)} - {"sum", "weighted_sum"}, loss  # which are plain sums here
 
 
 def test_nothing_is_found_on_the_clean_trainer_and_nothing_is_left(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import torch
 
 from tests.helpers.imitations.serving import Kind
 from tinker_lightning import Datum
-from tinker_lightning.server.engine.adapter import Adapter
-from tinker_lightning.server.engine.passes import run_pass
+from tinker_lightning.server.engine.adapter import LoraAdapter
 from tinker_lightning.types.requests import ForwardBackwardRequest
 from tinker_lightning.wire import json as wire_json
 from tinker_lightning.wire import protobuf
@@ -49,7 +48,7 @@ class Peer:
 
     def __init__(self, server: Imitation, trainer: EmbeddedTrainer) -> None:
         self.server = server
-        self.kind = server.behaviour.name
+        self.kind = server.behavior.name
         # Connections are not used again, because servers close them when they crash.
         limits = httpx.Limits(max_keepalive_connections=0)
         key = {"X-API-Key": "tml-test-key"}
@@ -102,7 +101,7 @@ class Peer:
         request = ForwardBackwardRequest(
             model, next(self.numbers) if number is None else number, list(data), loss_fn, config, forward_only
         )
-        encoding = encoding or self.server.behaviour.encoding
+        encoding = encoding or self.server.behavior.encoding
         path = "/api/v1/forward" if forward_only and encoding == "json" else "/api/v1/forward_backward"
         if encoding == "protobuf":
             body = protobuf.encode_forward_backward(request)
@@ -147,14 +146,14 @@ class Peer:
     def plain(self, *data: Datum, loss_fn: str = "cross_entropy") -> torch.Tensor:
         """The gradient of a plain sum for the newest model, by the trainer's own pass."""
         base, adapter = self._trainer.registry.models()[-1].ready()
-        copy = Adapter(adapter.weights.copy())
-        run_pass(base, copy, data, loss_fn, {})
+        copy = LoraAdapter(adapter.weights.copy())
+        base.run_pass(copy, data, loss_fn, {})
         return torch.cat([copy.gradient[name].flatten() for name in copy.weights.tensors])
 
     def logprobs(self, data: Datum) -> list[float]:
         """The log-probabilities of a datum for the newest model, by the trainer's own pass."""
         base, adapter = self._trainer.registry.models()[-1].ready()
-        output = run_pass(base, adapter, [data], "cross_entropy", {}, forward_only=True)
+        output = base.run_pass(adapter, [data], "cross_entropy", {}, forward_only=True)
         values: list[float] = output.loss_fn_outputs[0]["logprobs"].tolist()
         return values
 

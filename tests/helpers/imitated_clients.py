@@ -41,7 +41,7 @@ def preference(data: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Ten
 def connected(
     server: Imitation, dialect: Dialect | str = "auto", transport: httpx.AsyncBaseTransport | None = None
 ) -> ServiceClient:
-    settings: dict[str, Any] = {"api_key": server.behaviour.api_key, "retry_policy": RetryPolicy(2.0, 0.05)}
+    settings: dict[str, Any] = {"api_key": server.behavior.api_key, "retry_policy": RetryPolicy(2.0, 0.05)}
     return ServiceClient(
         base_url="http://imitated", transport=transport or server.transport, dialect=dialect, **settings
     )

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tinker_lightning.server import EmbeddedTrainer
-
-if TYPE_CHECKING:
-    import contextlib
-    from collections.abc import Callable
-
-    Running: TypeAlias = Callable[[Any], contextlib.AbstractContextManager[str]]
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from tinker_lightning.server.engine.causal_lm import CausalLM
+
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Callable, Sequence
 
     from tinker_lightning.server import EmbeddedTrainer
+    from tinker_lightning.server.engine.interface import Adapter
+
+    Running: TypeAlias = Callable[[Any], contextlib.AbstractContextManager[str]]
+
+
+def lora_model(trainer: EmbeddedTrainer, model_id: str) -> tuple[CausalLM, Adapter]:
+    """A model in training with its adapter, of the default engine."""
+    base, adapter = trainer.registry.model(model_id).ready()
+    assert isinstance(base, CausalLM)
+    return base, adapter
 
 
 def autograd(
     trainer: EmbeddedTrainer, model_id: str, texts: Sequence[str], loss: Callable[[list[Tensor]], Tensor]
 ) -> Tensor:
     """The gradient of a loss of the texts' log-probabilities, text by text, as one vector."""
-    base, adapter = trainer.registry.model(model_id).ready()
+    base, adapter = lora_model(trainer, model_id)
     with base.lora.use(adapter.weights) as parameters:
         logprobs = []
         for text in texts:

@@ -14,7 +14,8 @@ from tests.helpers.soaking import diagonal
 from tests.helpers.trainers import SMALL, loader, logprobs_of, new, quiet
 from tinker_lightning import Datum, RemoteAdamW, RemoteLM, RemoteModule, collate
 from tinker_lightning.errors import InvalidDatum, LossNotFinite
-from tinker_lightning.server.engine.passes import run_pass
+from tinker_lightning.server.engine.causal_lm import CausalLM
+from tinker_lightning.server.engine.datum_pass import run_pass
 
 if TYPE_CHECKING:
     from tinker_lightning.client import ServiceClient
@@ -68,7 +69,7 @@ def test_failed_look_ahead_passes_are_reported_too(service: ServiceClient, monke
             asked.set()  # not before: the first failure would end the look-ahead
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr("tinker_lightning.server.trainer.passes.run_pass", held)
+    monkeypatch.setattr(CausalLM, "run_pass", held)
     module = new(service, Ahead)
     unknown: Any = [Datum.from_tokens([5, 6, 99999])] * N
     with pytest.raises(InvalidDatum, match=r"99999.*forward 1 of") as caught:

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from tests.helpers.checkpoints import records_in
+from tests.helpers.reference import lora_model
 from tests.helpers.soaking import mostly_soak
 from tinker_lightning import Datum, RemoteModule, collate
 from tinker_lightning.errors import InvalidDatum, InvalidInput, LossNotFinite, LossNotScalar, LossWithoutGradient
@@ -55,7 +56,7 @@ class Local(pl.LightningModule):
 
     def __init__(self, trainer: EmbeddedTrainer, model_id: str) -> None:
         super().__init__()
-        self.base, adapter = trainer.registry.model(model_id).ready()
+        self.base, adapter = lora_model(trainer, model_id)
         self.config = adapter.weights.config
         self.names = list(adapter.weights.tensors)
         self.weights = torch.nn.ParameterList(tensor.clone() for tensor in adapter.weights.tensors.values())

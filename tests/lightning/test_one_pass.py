@@ -164,7 +164,7 @@ def test_other_servers_take_one_pass_where_it_is_exact(kind: Kind, server: Embed
     """And the same change of the weights as with two passes; Twinkle's own loss is another one."""
     changes = []
     with imitate(kind, trainer=server) as imitation:
-        settings: dict[str, Any] = {"api_key": imitation.behaviour.api_key, "transport": imitation.transport}
+        settings: dict[str, Any] = {"api_key": imitation.behavior.api_key, "transport": imitation.transport}
         with ServiceClient(base_url="http://imitated", **settings) as service:
             client = service.create_lora_training_client("tiny", rank=4)
             start = client.save_state("start").result().path
@@ -182,7 +182,7 @@ def test_other_servers_take_one_pass_where_it_is_exact(kind: Kind, server: Embed
 def test_a_server_of_an_unknown_kind_is_measured_first(server: EmbeddedTrainer) -> None:  # R5.8
     for kind, is_exact in ("together", True), ("skyrl", False):
         with imitate(kind, trainer=server) as imitation:  # type: ignore[arg-type]
-            settings: dict[str, Any] = {"api_key": imitation.behaviour.api_key, "transport": imitation.transport}
+            settings: dict[str, Any] = {"api_key": imitation.behavior.api_key, "transport": imitation.transport}
             with ServiceClient(base_url="http://imitated", dialect="json", **settings) as service:
                 module = new(service, RemoteModule)
                 module.trainer = quiet()

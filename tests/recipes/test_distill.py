@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.helpers.reference import gathered
+from tests.helpers.reference import gathered, lora_model
 from tests.helpers.soaking import mostly_soak
 from tests.helpers.trainers import SMALL, new, quiet
 from tinker_lightning import AdamParams, Datum, SamplingParams, collate, losses
@@ -65,7 +65,7 @@ def teacher(service64: ServiceClient) -> tuple[str, str]:
 @contextlib.contextmanager
 def log_softmax_of(trainer: EmbeddedTrainer, model_id: str, data: list[Datum]) -> Iterator[tuple[list[Tensor], Any]]:
     """What plain torch computes at each position with an adapter, which a gradient needs to be in use."""
-    base, adapter = trainer.registry.model(model_id).ready()
+    base, adapter = lora_model(trainer, model_id)
     with base.lora.use(adapter.weights) as parameters:
         found = [base.model(input_ids=torch.tensor([d.model_input.to_ints()])).logits[0].log_softmax(-1) for d in data]
         yield found, parameters

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from torch.utils.data import DataLoader
 
-from tests.helpers.reference import gathered
+from tests.helpers.reference import gathered, lora_model
 from tests.helpers.soaking import first_only
 from tests.helpers.trainers import SMALL, new, quiet
 from tests.helpers.waits import Distant, Trace
@@ -55,7 +55,7 @@ def trainer64(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTrai
 @contextlib.contextmanager
 def logprobs_of(trainer: EmbeddedTrainer, model_id: str, data: list[Datum]) -> Iterator[tuple[list[Tensor], Any]]:
     """What plain torch computes for the model with its current adapter, which a gradient needs to be in use."""
-    base, adapter = trainer.registry.model(model_id).ready()
+    base, adapter = lora_model(trainer, model_id)
     with base.lora.use(adapter.weights) as parameters:
         logprobs = []
         for datum in data:

@@ -40,7 +40,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTraine
 def module_on(trainer: EmbeddedTrainer, **changes: Any) -> Iterator[tuple[GRPO, Imitation]]:
     """A module on an imitated TuFT, whose built-in losses run on the server."""
     with imitate("tuft", trainer=trainer, **changes) as server:
-        key = server.behaviour.api_key
+        key = server.behavior.api_key
         with ServiceClient(base_url="http://imitated", api_key=key, transport=server.transport) as service:
             client = service.create_lora_training_client("tiny", rank=4, seed=1)
             yield GRPO(client, learning_rate=5e-2, reference=None), server

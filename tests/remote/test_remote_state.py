@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers.checkpoints import record_of
 from tinker_lightning import Datum, RemoteAdamW, RemoteLM
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, NotFound
 from tinker_lightning.remote.saved_state import SavedState
 from tinker_lightning.testing import embedded_service
 
@@ -78,7 +78,7 @@ def test_a_model_that_was_never_used_saves_nothing() -> None:
 def test_a_missing_state_is_reported_with_its_path(service: ServiceClient) -> None:
     lm = RemoteLM(service.create_lora_training_client("tiny", rank=4))
     state = SavedState("tinker://nobody/weights/never-saved", "tiny", 4, 0)
-    with pytest.raises(InvalidInput, match="never-saved: there is no such checkpoint"):
+    with pytest.raises(NotFound, match="never-saved: there is no such checkpoint"):
         lm.load_state_dict({"handle": torch.zeros(()), "_extra_state": state.to_tensor()})
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.helpers.limited_server import idle_connections, limited_server, training
-from tinker_lightning.server.serve import MAX_CONNECTIONS, OncePerMinute, most_connections
+from tinker_lightning.server.serve import MAX_CONNECTIONS, OncePerMinute, max_connections
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +42,7 @@ def cpu_seconds(process: int) -> float:
 def test_the_number_of_connections_follows_from_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     for soft, most in ((1024, 864), (10, 8), (1 << 20, MAX_CONNECTIONS), (resource.RLIM_INFINITY, MAX_CONNECTIONS)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
-        assert most_connections() == most
+        assert max_connections() == most
 
 
 def test_a_warning_is_logged_once_per_minute() -> None:

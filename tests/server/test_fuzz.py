@@ -67,10 +67,10 @@ class Fuzzer:
 
     def requests(self) -> list[tuple[str, str, Any]]:
         """One valid request for each endpoint; None has no body."""
-        line = self.api.trainer.scheduler._lines.get(self.model)
+        line = self.api.trainer.scheduler._queues.get(self.model)
         if line is None or line.last > 10**6:
             self.renew()
-            line = self.api.trainer.scheduler._lines[self.model]
+            line = self.api.trainer.scheduler._queues[self.model]
         number = {"model_id": self.model, "seq_id": line.last + 1}
         train = self.api.train(self.model, line.last + 1)
         policy = copy.deepcopy(train)

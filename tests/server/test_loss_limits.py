@@ -246,7 +246,7 @@ def test_all_datums_of_a_request_share_one_deadline(api: Api, monkeypatch: pytes
     session = api.session()
     model, loss_id = api.model(session), upload(api, session, ones, node("tan", "torch.tan", ref("ones")))
     assert "metrics" in trained(api, model, loss_id)
-    monkeypatch.setattr("tinker_lightning.server.engine.losses.REQUEST_SECONDS", 0.05)
+    monkeypatch.setattr("tinker_lightning.server.engine.datum_losses.REQUEST_SECONDS", 0.05)
     before = api.state(model)
     failed = trained(api, model, loss_id, seq=2, datums=64)
     assert failed["category"] == "user"

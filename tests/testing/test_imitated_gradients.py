@@ -1,4 +1,4 @@
-"""Imitated servers normalise losses and ignore settings as the real ones do (PROTOCOL.md §23)."""
+"""Imitated servers normalize losses and ignore settings as the real ones do (PROTOCOL.md §23)."""
 
 from __future__ import annotations
 

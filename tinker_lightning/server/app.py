@@ -10,9 +10,9 @@ from starlette.middleware import Middleware
 from starlette.routing import Mount
 
 from tinker_lightning.errors import InvalidInput, TinkerLightningError
-from tinker_lightning.server.endpoints import checkpoints, extensions, futures, handshake, losses, sampling, training
+from tinker_lightning.server.endpoints import checkpoints, extensions, futures, handshake, sampling, training
+from tinker_lightning.server.endpoints.checkpoints import Signer
 from tinker_lightning.server.http import ApiKey, on_crash, on_error, on_http_error
-from tinker_lightning.server.trainer.checkpoint_store import Signer
 
 if TYPE_CHECKING:
     from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
@@ -28,7 +28,7 @@ def create_app(trainer: EmbeddedTrainer, *, api_key: str | None = None, extended
     """
     if api_key == "":
         raise InvalidInput("api_key must not be empty; pass a key, or None to allow all clients")
-    parts = (handshake, training, losses, sampling, futures, checkpoints)
+    parts = (handshake, training, sampling, futures, checkpoints)
     app = Starlette(
         routes=[
             Mount("/api/v1", routes=[route for part in parts for route in part.routes]),

@@ -1,4 +1,4 @@
-"""Receives request bodies: limits, encodings, and the memory that they take."""
+"""Request bodies: their limits and encodings, and the memory that is charged while they arrive."""
 
 from __future__ import annotations
 
@@ -40,11 +40,18 @@ MAX_JSON_BYTES = 64 << 20
 # Bodies of at least this many bytes are parsed on another thread, so that they do not block other requests.
 _LARGE_BODY = 1 << 17
 
+# A body is rejected if fewer than this many bytes of it arrive in this many seconds: 16 KiB per second.
+BODY_SECONDS = 30.0
+_LEAST_BYTES = 480 << 10
+# Its rate is measured every few seconds. Below 1 MiB per second, its memory can be evicted.
+_LOOK_SECONDS = 5.0
+_FAST_BYTES = 5 << 20
+
 T = TypeVar("T")
 
 
 @asynccontextmanager
-async def received(
+async def receive_body(
     request: Request, limit: int | None = None, *, may_be_compressed: bool = False
 ) -> AsyncIterator[bytes]:
     """Yields the decompressed body; memory for it, and for its parsed form, is charged until the end of the block.
@@ -57,7 +64,7 @@ async def received(
     trainer: EmbeddedTrainer = request.app.state.trainer
     with trainer.memory.charge("the body of this request", 0, "messages") as charge:
         arrival = Arrival(charge)
-        with trainer.waking(arrival.close):
+        with trainer.wake_on_close(arrival.close):
             body = await read_body(request, limit, arrival, may_be_compressed=may_be_compressed)
         is_json = JSON in request.headers.get("content-type", "").lower()
         charge.resize(len(body) + (wire_json if is_json else protobuf).estimate_parsed_bytes(body))
@@ -105,16 +112,8 @@ async def parse_body(parse: Callable[[bytes], T], body: bytes) -> T:
 async def read(request: Request, cls: type[T], limit: int | None = None) -> T:
     """Parses a JSON request of at most `limit` bytes into its dataclass."""
     content_type(request, JSON)
-    async with received(request, limit) as body:
+    async with receive_body(request, limit) as body:
         return await parse_body(functools.partial(wire_json.parse, cls), body)
-
-
-# A body is rejected if fewer than this many bytes of it arrive in this many seconds: 16 KiB per second.
-BODY_SECONDS = 30.0
-_LEAST_BYTES = 480 << 10
-# Its rate is measured every few seconds. Below 1 MiB per second, its memory can be evicted.
-_LOOK_SECONDS = 5.0
-_FAST_BYTES = 5 << 20
 
 
 class Arrival:
@@ -149,7 +148,7 @@ class Arrival:
             self._next_look = None
         self._is_slow = False
         if self._charge is not None:
-            self._charge.set_evict(None)  # what was received is needed now
+            self._charge.set_evict(None)  # the body is needed now
         try:
             await self._timer.__aexit__(kind, error, trace)
         except TimeoutError:
@@ -158,12 +157,12 @@ class Arrival:
             raise self._error from None
 
     def grow(self, size: int) -> None:
-        """Charges what has arrived; raises `MemoryLimitExceeded` if there is no memory for it."""
+        """Charges the bytes that have arrived; raises `MemoryLimitExceeded` if there is no memory for it."""
         self._size = size
         self.charge(2 * size)  # in parts and joined
 
     def charge(self, size: int) -> None:
-        """Charges what the body takes. A slow one evicts no other body: two of them would evict each other forever."""
+        """Charges the memory of the body. A slow body evicts no other: two of them would evict each other forever."""
         if self._charge is not None:
             self._charge.resize(size, spares_bodies=self._is_slow)
 

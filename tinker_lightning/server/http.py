@@ -1,4 +1,4 @@
-"""Responses, content types, authentication, and errors as JSON."""
+"""HTTP responses, content types, authentication, and errors as JSON."""
 
 from __future__ import annotations
 
@@ -59,14 +59,16 @@ def content_type(request: Request, *accepted: str) -> str:
     This also blocks requests from web pages: browsers send these types to another origin only after a CORS preflight
     request, which this server does not allow.
     """
-    given = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if given not in accepted:
-        raise UnsupportedMediaType(f"content type {given or 'none'} is not supported; send {' or '.join(accepted)}")
-    return given
+    media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if media_type not in accepted:
+        raise UnsupportedMediaType(
+            f"content type {media_type or 'none'} is not supported; send {' or '.join(accepted)}"
+        )
+    return media_type
 
 
 def submits_in_turn(request: Request) -> bool:
-    """Returns whether a client sends a request only after the one before: every client but ours."""
+    """Returns whether a client sends a request only after the previous one: every client but ours."""
     return not request.headers.get("user-agent", "").startswith(PRODUCT)
 
 
@@ -79,8 +81,8 @@ def error_fields(error: BaseException) -> dict[str, str]:
 
 def error_text(error: BaseException) -> str:
     """Returns the error message for clients, with the class of internal errors."""
-    known = isinstance(error, TinkerLightningError)
-    return str(error) if known else f"internal error: {type(error).__name__}: {error}"
+    is_internal = not isinstance(error, TinkerLightningError)
+    return f"internal error: {type(error).__name__}: {error}" if is_internal else str(error)
 
 
 async def on_error(_: Request, error: Exception) -> Response:
@@ -118,9 +120,9 @@ class LocalHost:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Responds with 403 or calls the app."""
         if scope["type"] == "http":
-            given = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
-            if not _is_this_machine(given):
-                detail = f"the Host header {given!r} is not this machine. Use http://127.0.0.1, or start the server"
+            host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+            if not _is_this_machine(host):
+                detail = f"the Host header {host!r} is not this machine. Use http://127.0.0.1, or start the server"
                 await JSONResponse({"detail": f"{detail} with --api-key."}, 403)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -154,9 +156,9 @@ class ApiKey:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         is_open = path == "/api/v1/healthz" or path.startswith(f"/api/v1{SIGNED}/")
         if scope["type"] == "http" and not is_open:
-            given = dict(scope["headers"]).get(b"x-api-key", b"")
-            if not hmac.compare_digest(given, self._key):
-                detail = "the X-API-Key header is wrong" if given else "the X-API-Key header is missing"
+            key = dict(scope["headers"]).get(b"x-api-key", b"")
+            if not hmac.compare_digest(key, self._key):
+                detail = "the X-API-Key header is wrong" if key else "the X-API-Key header is missing"
                 response = JSONResponse({"detail": f"{detail}; set TINKER_API_KEY to the server's --api-key"}, 401)
                 await response(scope, receive, send)
                 return

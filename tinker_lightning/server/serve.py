@@ -1,4 +1,7 @@
-"""Runs the app with uvicorn until it is interrupted."""
+"""Serves a trainer over TCP with uvicorn until it is interrupted, and limits its connections.
+
+Clients that open connections without using them cannot lock others out: `Connections` closes the oldest of them.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ import logging
 import socket
 import sys
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from typing_extensions import override
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from tinker_lightning.errors import InvalidInput
@@ -23,8 +28,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-# How many seconds a shutdown waits for open requests, and then for the running job.
+logger = logging.getLogger("tinker_lightning.server")
+
+# Seconds that a shutdown waits for open requests, and then for the running job.
 _GRACE = 3
+# Seconds for a request to arrive up to the end of its headers.
+HEADER_SECONDS = 15.0
+# Seconds after which a response that the client does not read is aborted.
+RESPONSE_SECONDS = 60.0
+# asyncio accepts this many connections at a time, before any of them is known here, and tries as often if it has no
+# descriptors left. More may wait in the queue of the operating system.
+BACKLOG = 32
+QUEUE = 512
+MAX_CONNECTIONS = 4096
+# Descriptors for everything else: models, checkpoints, the event loop, the log, and connections that are accepted but
+# not yet counted, or closed but not yet gone.
+_OTHER_DESCRIPTORS = 64 + 3 * BACKLOG
+_SWEEP_SECONDS = 1.0
+_LOG_SECONDS = 60.0
 
 
 def serve(
@@ -76,7 +97,7 @@ def serve(
         for name in models:
             trainer.catalog.get(name)
         trainer.charge_process()
-        connections = Connections(most_connections())
+        connections = Connections(max_connections())
         logging.getLogger("uvicorn.error").addFilter(OncePerMinute())
         config = uvicorn.Config(
             app if api_key else LocalHost(app),
@@ -101,6 +122,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._trainer = trainer
 
+    @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or []:
@@ -111,6 +133,7 @@ class _Server(uvicorn.Server):
             print(f"tinker-lightning: serving {', '.join(self._trainer.catalog.names)} at http://{host}:{address[1]}")
             sys.stdout.flush()
 
+    @override
     def handle_exit(self, *_: Any) -> None:
         # Unlike in uvicorn, the signal is not raised again after the shutdown, because the shutdown is a normal exit.
         self._trainer.announce_close()
@@ -135,25 +158,7 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-logger = logging.getLogger("tinker_lightning.server")
-
-# Seconds for a request to arrive up to the end of its headers.
-HEADER_SECONDS = 15.0
-# Seconds after which a response that nobody reads is aborted.
-RESPONSE_SECONDS = 60.0
-# asyncio accepts this many connections at a time, before any of them is known here, and tries as often if it has no
-# descriptors left. More may wait in the queue of the operating system.
-BACKLOG = 32
-QUEUE = 512
-MAX_CONNECTIONS = 4096
-# Descriptors for everything else: models, checkpoints, the event loop, the log, and connections that are accepted but
-# not yet counted, or closed but not yet gone.
-_OTHER_DESCRIPTORS = 64 + 3 * BACKLOG
-_SWEEP_SECONDS = 1.0
-_LOG_SECONDS = 60.0
-
-
-def most_connections() -> int:
+def max_connections() -> int:
     """Returns how many connections the descriptor limit of this process allows."""
     try:
         import resource
@@ -169,11 +174,11 @@ class Connections:
     """The open connections of a server. Used by one event loop.
 
     If there are too many, the oldest one that never sent a request makes room, or else the oldest one that is idle, or
-    the oldest one whose request is not complete. So they cannot lock others out.
+    the oldest one whose request is not complete.
     """
 
-    def __init__(self, most: int, header_seconds: float = HEADER_SECONDS) -> None:
-        self._most = most
+    def __init__(self, limit: int, header_seconds: float = HEADER_SECONDS) -> None:
+        self._limit = limit
         self._header_seconds = header_seconds
         self._open: dict[Any, _State] = {}  # by protocol, oldest first
         self._timer: asyncio.TimerHandle | None = None
@@ -182,26 +187,27 @@ class Connections:
 
     def protocol(self) -> type[asyncio.Protocol]:
         """Returns the protocol of connections that are counted here, for `uvicorn.Config(http=)`."""
-        return type("BoundedProtocol", (_Protocol,), {"bounds": self})
+        return type("BoundedProtocol", (_Protocol,), {"open_connections": self})
 
-    def opened(self, protocol: Any) -> None:
+    def add(self, protocol: Any) -> None:
         """Adds a connection, and closes another one if there are too many."""
-        self._open[protocol] = _State(time.monotonic())
+        now = time.monotonic()
+        self._open[protocol] = _State(now, now)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_SWEEP_SECONDS, self._sweep)
-        if len(self._open) > self._most:
+        if len(self._open) > self._limit:
             idle = [each for each in self._open if each is not protocol and not _is_busy(each)]
             silent = (each for each in idle if each.cycle is None)
             unfinished = (each for each in self._open if _is_busy(each) and each.cycle.more_body)
             oldest = next(itertools.chain(silent, idle, unfinished), protocol)
-            self._close(oldest, f"there are more than {self._most}")
+            self._close(oldest, f"there are more than {self._limit}")
 
-    def closed(self, protocol: Any) -> None:
+    def remove(self, protocol: Any) -> None:
         """Removes a connection."""
         self._open.pop(protocol, None)
 
     def _sweep(self) -> None:
-        """Closes connections that have been idle, or whose response nobody reads."""
+        """Closes connections that have been idle, or whose client does not read the response."""
         now = time.monotonic()
         for protocol, state in list(self._open.items()):
             unsent = protocol.transport.get_write_buffer_size()
@@ -226,26 +232,26 @@ class Connections:
             logger.warning("closed %d connections; the last one because %s", self._closed, reason)
 
 
+@dataclass(slots=True)
 class _State:
-    __slots__ = ("since", "unsent", "unsent_since")
-
-    def __init__(self, now: float) -> None:
-        self.since = now  # when it was last seen with a request
-        self.unsent = 0
-        self.unsent_since = now
+    since: float  # when it was last seen with a request
+    unsent_since: float
+    unsent: int = 0
 
 
 class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """uvicorn's protocol, which reports when a connection is opened and closed."""
 
-    bounds: Connections
+    open_connections: Connections
 
+    @override
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.bounds.opened(self)
+        self.open_connections.add(self)
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
-        self.bounds.closed(self)
+        self.open_connections.remove(self)
         super().connection_lost(exc)
 
 
@@ -263,6 +269,7 @@ class OncePerMinute(logging.Filter):
         self._clock = clock
         self._logged: dict[str, float] = {}
 
+    @override
     def filter(self, record: logging.LogRecord) -> bool:
         """Returns whether to log a record."""
         if record.levelno < logging.WARNING:

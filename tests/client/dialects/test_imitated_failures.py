@@ -173,7 +173,7 @@ def test_a_crash_does_not_lose_the_answer_to_the_next_request(trainer: EmbeddedT
     with (
         imitate("tuft", trainer=trainer) as server,
         ServiceClient(
-            base_url=server.url, api_key=server.behaviour.api_key, retry_policy=RetryPolicy(0.0), dialect="tuft"
+            base_url=server.url, api_key=server.behavior.api_key, retry_policy=RetryPolicy(0.0), dialect="tuft"
         ) as service,
     ):
         client = model_on(service)
@@ -251,7 +251,7 @@ def test_servers_of_different_kinds_behind_one_url_are_one_error(
         transports = [each.transport for each in imitated]
         if "embedded" in kinds:
             transports.insert(kinds.index("embedded"), httpx.ASGITransport(create_app(trainer)))
-        key = next((each.behaviour.api_key for each in imitated if each.behaviour.api_key), None)
+        key = next((each.behavior.api_key for each in imitated if each.behavior.api_key), None)
         with pytest.raises(TinkerLightningError) as raised:
             train_through(Alternating(*transports, after=after), key)
     named = r"POST http://imitated/(api|ext)/v1/\w+: .* (connect to one of them|share this URL)"

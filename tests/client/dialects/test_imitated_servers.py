@@ -141,7 +141,7 @@ def test_the_whole_path(kind: Kind, trainer: EmbeddedTrainer) -> None:
         second = stepped(client)
         client.load_state_with_optimizer(saved).result()
         np.testing.assert_allclose(logprobs_of(client), first, rtol=1e-6)
-        if server.behaviour.saves_optimizer:
+        if server.behavior.saves_optimizer:
             np.testing.assert_allclose(stepped(client), second, rtol=1e-5)
         current = logprobs_of(client)
         sampler = client.save_weights_and_get_sampling_client()
@@ -155,6 +155,6 @@ def test_the_whole_path(kind: Kind, trainer: EmbeddedTrainer) -> None:
         try:
             client.delete_checkpoint(saved)
         except Unsupported:
-            assert "delete" in server.behaviour.lacks
+            assert "delete" in server.behavior.lacks
         else:
             assert not service.checkpoint_exists(saved)

@@ -263,7 +263,7 @@ def test_over_the_network_with_a_key(shared: EmbeddedTrainer, running: Running, 
 def test_stale_addresses_are_requested_again(
     shared: EmbeddedTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinker_lightning.server.trainer.checkpoint_store.VALID_SECONDS", 30)
+    monkeypatch.setattr("tinker_lightning.server.endpoints.checkpoints.VALID_SECONDS", 30)
     with recording(create_app(shared)) as recorded:
         model = recorded.service.create_lora_training_client("tiny", rank=4)
         model.export_adapter(tmp_path / "adapter")

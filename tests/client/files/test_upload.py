@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tinker_lightning.client import ServiceClient
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.causal_lm import CausalLM
 
 TOKENS = list(b"hello world")
 DATUM = Datum.from_tokens(TOKENS)
@@ -34,7 +34,7 @@ def service() -> Iterator[ServiceClient]:
         yield service
 
 
-def write(folder: Path, base: BaseModel, **settings: Any) -> torch.Tensor:
+def write(folder: Path, base: CausalLM, **settings: Any) -> torch.Tensor:
     """Writes a random adapter with peft; returns the log-probabilities of the tokens with it."""
     model = AutoModelForCausalLM.from_pretrained(base.tokenizer_id, dtype=torch.float32).eval()
     with warnings.catch_warnings(), torch.random.fork_rng():
@@ -55,7 +55,7 @@ def write(folder: Path, base: BaseModel, **settings: Any) -> torch.Tensor:
     ],
 )
 def test_an_adapter_of_peft_is_the_start(
-    service: ServiceClient, tiny: BaseModel, tmp_path: Path, settings: dict[str, Any]
+    service: ServiceClient, tiny: CausalLM, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     expected = write(tmp_path, tiny, **settings)
     client = service.create_lora_training_client_from_adapter(tmp_path, "tiny", {"from": "peft"})
@@ -78,7 +78,7 @@ def test_an_exported_adapter_comes_back_equal(service: ServiceClient, tmp_path: 
 
 
 def test_what_is_not_a_plain_adapter_of_the_model_raises(
-    service: ServiceClient, tiny: BaseModel, tmp_path: Path
+    service: ServiceClient, tiny: CausalLM, tmp_path: Path
 ) -> None:
     create = service.create_lora_training_client_from_adapter
     with pytest.raises(InvalidInput, match=r"it has no adapter_config\.json"):
@@ -100,7 +100,7 @@ def test_what_is_not_a_plain_adapter_of_the_model_raises(
         create(tmp_path, "tiny")
 
 
-def test_other_servers_take_no_adapters(tiny: BaseModel, tmp_path: Path) -> None:
+def test_other_servers_take_no_adapters(tiny: CausalLM, tmp_path: Path) -> None:
     write(tmp_path, tiny, target_modules=["q_proj"])
     with embedded_service(extended=False) as plain, pytest.raises(Unsupported, match="takes no adapters"):
         plain.create_lora_training_client_from_adapter(tmp_path, "tiny")

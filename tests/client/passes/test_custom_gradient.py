@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.helpers.client_data import DATA, TEXTS, policy
 from tests.helpers.fuzzing import examples
+from tests.helpers.reference import lora_model
 from tinker_lightning import AdamParams
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
@@ -81,7 +82,7 @@ class Double:
 
     def __init__(self, trainer: EmbeddedTrainer, model: TrainingClient) -> None:
         self.model = model
-        self._base, self._adapter = trainer.registry.model(model.model_id).ready()
+        self._base, self._adapter = lora_model(trainer, model.model_id)
         base, self.logprobs = self._base, list[Tensor]()
         with base.lora.use(self._adapter.weights) as parameters:
             for text in TEXTS:

@@ -14,8 +14,8 @@ from tests.helpers.client_data import DATA
 from tests.helpers.reference import bits
 from tinker_lightning import AdamParams, Datum, ModelInput, RemoteAdamW, RemoteLM, TensorData
 from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotRetained
-from tinker_lightning.server.engine.base import BaseModel
-from tinker_lightning.server.trainer import retained
+from tinker_lightning.server.engine.causal_lm import CausalLM
+from tinker_lightning.server.trainer import passes
 from tinker_lightning.server.trainer.sizes import dense_bytes
 from tinker_lightning.testing import embedded_service
 from tinker_lightning.types.requests import ForwardBackwardRequest
@@ -87,13 +87,13 @@ def test_a_backward_sends_the_gradient_only_and_runs_no_second_forward(
 ) -> None:  # R5.6
     client = model(recorded.service)
     ran: list[int] = []
-    hidden_states = BaseModel.hidden_states
+    hidden_states = CausalLM.hidden_states
 
-    def counted(base: BaseModel, tokens_BT: Tensor) -> Tensor:
+    def counted(base: CausalLM, tokens_BT: Tensor) -> Tensor:
         ran.append(len(tokens_BT))
         return hidden_states(base, tokens_BT)
 
-    monkeypatch.setattr(BaseModel, "hidden_states", counted)
+    monkeypatch.setattr(CausalLM, "hidden_states", counted)
     client.forward_backward_custom(DATA, squares)
     client.optim_step(FAST).result()
     assert len(ran) == 1
@@ -163,7 +163,7 @@ def test_activations_are_freed_by_a_step_a_load_and_the_end_of_the_session(train
 def test_the_number_of_forwards_without_a_step_is_bounded(
     trainer: EmbeddedTrainer, service: ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retained, "MAX_FORWARDS", 3)
+    monkeypatch.setattr(passes, "MAX_FORWARDS", 3)
     client = model(service)
     lm = RemoteLM(client)
     first = lm.send(DATA)

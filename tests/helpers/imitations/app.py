@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from tests.helpers.imitations.behaviour import Behaviour
+    from tests.helpers.imitations.behavior import Behavior
     from tinker_lightning.server import EmbeddedTrainer
     from tinker_lightning.types import requests as rq
 
@@ -54,12 +54,12 @@ _LATE = (
 _OPEN = ("/openapi.json", "/api/v1/healthz", "/api/v1/get_server_capabilities", "/api/v1/telemetry")
 
 
-def create_app(behaviour: Behaviour, trainer: EmbeddedTrainer) -> tuple[Starlette, Submissions]:
+def create_app(behavior: Behavior, trainer: EmbeddedTrainer) -> tuple[Starlette, Submissions]:
     """Creates the app of an imitated server, and its submissions, which the caller has to close."""
-    endpoints = _Endpoints(State(behaviour, trainer))
+    endpoints = _Endpoints(State(behavior, trainer))
     app = Starlette(
         routes=endpoints.routes(),
-        middleware=[Middleware(_ApiKey, api_key=behaviour.api_key)] if behaviour.api_key else [],
+        middleware=[Middleware(_ApiKey, api_key=behavior.api_key)] if behavior.api_key else [],
         exception_handlers={Refusal: _on_refusal, HTTPException: _on_http_error},
     )
     return app, endpoints.submissions
@@ -73,13 +73,13 @@ class _Endpoints:
         self._models = Models(state, self.submissions)
         self._saving = Saving(state, self.submissions)
         self._samplers = Samplers(state, self.submissions)
-        self._behaviour = state.behaviour
+        self._behavior = state.behavior
         self._trainer = state.trainer
 
     def routes(self) -> list[Route]:
         models, saving, samplers = self._models, self._saving, self._samplers
         bodies: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-            "client/config": lambda _: dict(self._behaviour.client_config),
+            "client/config": lambda _: dict(self._behavior.client_config),
             "telemetry": lambda _: {"status": "accepted"},
             "create_session": models.create_session,
             "session_heartbeat": models.session_heartbeat,
@@ -110,20 +110,20 @@ class _Endpoints:
         routes = [
             Route(f"/api/v1/{_PATHS.get(name, name)}", endpoint, methods=[method])
             for name, (method, endpoint) in found.items()
-            if name not in self._behaviour.lacks
+            if name not in self._behavior.lacks
         ]
         return [*routes, Route("/openapi.json", self._openapi(routes))]
 
     def _openapi(self, routes: list[Route]) -> Callable[[Request], Awaitable[Response]]:
-        encoding = PROTOBUF if self._behaviour.encoding == "protobuf" else "application/json"
+        encoding = PROTOBUF if self._behavior.encoding == "protobuf" else "application/json"
         paths: dict[str, Any] = {}
         for route in routes:
             method = next(iter(route.methods - {"HEAD"})) if route.methods else "GET"
             content = encoding if route.path.endswith("/forward_backward") else "application/json"
             body: dict[str, Any] = {"requestBody": {"content": {content: {}}}} if method == "POST" else {}
             paths.setdefault(route.path.replace(":path", ""), {})[method.lower()] = body
-        paths |= {path: {} for path in self._behaviour.described}
-        info = {"title": self._behaviour.title, "version": self._behaviour.version}
+        paths |= {path: {} for path in self._behavior.described}
+        info = {"title": self._behavior.title, "version": self._behavior.version}
 
         async def openapi(_: Request) -> Response:
             return JSONResponse({"openapi": "3.1.0", "info": info, "paths": paths})
@@ -149,7 +149,7 @@ class _Endpoints:
 
     def _late(self, name: str, error: Refusal) -> dict[str, Any]:
         """Returns the answer to a submission whose result is an error, or raises the error."""
-        if not (self._behaviour.late_errors and error.status == 404 and name in _LATE):
+        if not (self._behavior.late_errors and error.status == 404 and name in _LATE):
             raise error
 
         def fail() -> None:
@@ -158,14 +158,14 @@ class _Endpoints:
         return self.submissions.submit(name, None, fail)
 
     def _answer(self, name: str, content: dict[str, Any]) -> Response:
-        return answer(content, self._behaviour.statuses.get(name, 200))
+        return answer(content, self._behavior.statuses.get(name, 200))
 
     async def _read(self, name: str, request: Request) -> dict[str, Any]:
         try:
             body = wire_json.loads(await read_body(request))
         except InvalidMessage as error:
             raise _invalid(error) from error
-        if wrong := faults(self._behaviour, name, body):
+        if wrong := faults(self._behavior, name, body):
             self.submissions.reject(body.get("model_id"), body.get("seq_id"))
             raise Refusal(422, wrong)
         return body
@@ -177,7 +177,7 @@ class _Endpoints:
         return await self._pass("forward_backward", request)
 
     async def _pass(self, name: str, request: Request) -> Response:
-        b = self._behaviour
+        b = self._behavior
         given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         is_protobuf = given == PROTOBUF
         if is_protobuf != (b.encoding == "protobuf"):
@@ -210,7 +210,7 @@ class _Endpoints:
         return wire_json.parse_forward_backward(encoded, forward_only=name == "forward"), number
 
     def _check_loss(self, message: rq.ForwardBackwardRequest) -> None:
-        b = self._behaviour
+        b = self._behavior
         if message.loss_fn not in b.losses and b.unknown_loss == "rejected":
             if b.encoding == "protobuf":
                 raise Refusal(422, f"Invalid protobuf request: Unsupported loss_fn: {message.loss_fn!r}")
@@ -222,7 +222,7 @@ class _Endpoints:
             raise Refusal(422, [_fault("value_error", "loss_fn_config", text, dict(message.loss_fn_config))])
 
     async def retrieve_future(self, request: Request) -> Response:
-        b = self._behaviour
+        b = self._behavior
         request_id = (await self._read("retrieve_future", request))["request_id"]
         future = self.submissions.futures.get(request_id)
         if future is None and b.knows_futures:
@@ -245,12 +245,12 @@ class _Endpoints:
         return answer(outcome)
 
     def _pending(self, request_id: str) -> Response:
-        if self._behaviour.pending_status == 408:
+        if self._behavior.pending_status == 408:
             return JSONResponse({"detail": "Timeout waiting for result"}, 408)
         return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"})
 
     def _failed(self, outcome: Failure) -> Response:
-        form = self._behaviour.failure
+        form = self._behavior.failure
         if outcome.status == 500:
             return _crash()
         if form == "error":
@@ -280,7 +280,7 @@ class _Endpoints:
 
     async def delete(self, request: Request) -> Response:
         self._saving.delete(request.path_params["model_id"], request.path_params["checkpoint_id"])
-        return Response(status_code=self._behaviour.statuses.get("delete", 200))
+        return Response(status_code=self._behavior.statuses.get("delete", 200))
 
 
 class _ApiKey:

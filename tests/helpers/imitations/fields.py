@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from tests.helpers.imitations.behaviour import Behaviour
+    from tests.helpers.imitations.behavior import Behavior
 
 # By endpoint, and for objects within requests by `endpoint.field`. `!` marks required fields, `@` the SDK version that
 # sent a field first, if it is later than the oldest server that is imitated. A required `user_metadata` may be null.
@@ -43,18 +43,18 @@ _FIELDS = {
 }
 
 
-def faults(behaviour: Behaviour, endpoint: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def faults(behavior: Behavior, endpoint: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns what is wrong with the fields of a request, in the form of FastAPI's 422 responses."""
-    return list(_faults(behaviour, endpoint, body, ("body",)))
+    return list(_faults(behavior, endpoint, body, ("body",)))
 
 
 def _faults(
-    behaviour: Behaviour, endpoint: str, body: Mapping[str, Any], where: tuple[str, ...]
+    behavior: Behavior, endpoint: str, body: Mapping[str, Any], where: tuple[str, ...]
 ) -> Iterator[dict[str, Any]]:
     if endpoint not in _FIELDS:
         return
     known: dict[str, tuple[int, ...]] = {}
-    required = set(behaviour.required.get(endpoint, "").split())
+    required = set(behavior.required.get(endpoint, "").split())
     for entry in _FIELDS[endpoint].split():
         name, _, version = entry.rstrip("!").partition("@")
         known[name] = tuple(map(int, (version or "0.0").split(".")))
@@ -64,9 +64,9 @@ def _faults(
         if name in required and body.get(name) is None and not (name == "user_metadata" and name in body):
             yield {"type": "missing", "loc": [*where, name], "msg": "Field required", "input": dict(body)}
     for name, value in body.items():
-        newest = behaviour.newest_fields
+        newest = behavior.newest_fields
         if newest is not None and known.get(name, (99,)) > newest:
             message = "Extra inputs are not permitted"
             yield {"type": "extra_forbidden", "loc": [*where, name], "msg": message, "input": value}
         elif isinstance(value, dict):
-            yield from _faults(behaviour, f"{endpoint}.{name}", value, (*where, name))
+            yield from _faults(behavior, f"{endpoint}.{name}", value, (*where, name))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.helpers.imitations.behaviour import Behaviour
+from tests.helpers.imitations.behavior import Behavior
 
 _SUBMISSIONS = (
     "create_model",
@@ -15,7 +15,7 @@ _SUBMISSIONS = (
     "asample",
 )
 
-SKYRL = Behaviour(  # 0.3.0 with its JAX backend
+SKYRL = Behavior(  # 0.3.0 with its JAX backend
     name="skyrl",
     title="Tinker API Mock",
     version="0.0.1",
@@ -65,7 +65,7 @@ SKYRL = Behaviour(  # 0.3.0 with its JAX backend
     needs_max_tokens=True,
 )
 
-TUFT = Behaviour(  # 0.2.2 with its transformers backend
+TUFT = Behavior(  # 0.2.2 with its transformers backend
     name="tuft",
     title="TuFT",
     lacks={"forward", "finish"},
@@ -99,7 +99,7 @@ TUFT = Behaviour(  # 0.2.2 with its transformers backend
     keeps_gradient_on_load=True,
 )
 
-TWINKLE = Behaviour(  # 0.5.1
+TWINKLE = Behavior(  # 0.5.1
     name="twinkle",
     described=("/api/v1/twinkle/healthz", "/api/v1/twinkle/create_session"),
     lacks={"client/config", "samplers", "finish"},
@@ -128,7 +128,7 @@ TWINKLE = Behaviour(  # 0.5.1
     sampler_path="twinkle://{model}/sampler_weights/{name}",
 )
 
-OPEN_RL = Behaviour(
+OPEN_RL = Behavior(
     name="open-rl",
     title="Open-RL Server MVP",
     lacks={
@@ -162,7 +162,7 @@ OPEN_RL = Behaviour(
     samples_live=True,
 )
 
-TOGETHER = Behaviour(  # 3.0; its wire is not public, so this is a JSON server whose results are those of its client
+TOGETHER = Behavior(  # 3.0; its wire is not public, so this is a JSON server whose results are those of its client
     name="together",
     order="number",
     doubles_repeats=False,

@@ -1,4 +1,4 @@
-"""Sessions, models, passes and optimizer steps of an imitated server."""
+"""Sessions, models, passes and optimizer steps of an imitated server, which may normalize losses in its own way."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from tests.helpers.imitations.normalisation import elementwise_loss, normalise, weights_of
 from tests.helpers.imitations.state import Failure, Model, Refusal
 from tinker_lightning.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, TensorData
 from tinker_lightning.types import requests as rq
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.helpers.imitations.behavior import Normalization
     from tests.helpers.imitations.state import State
     from tests.helpers.imitations.submissions import Submissions
+
+Array = npt.NDArray[np.float64]
 
 
 class Models:
@@ -25,23 +30,23 @@ class Models:
     def __init__(self, state: State, submissions: Submissions) -> None:
         self._state = state
         self._submissions = submissions
-        self._behaviour = state.behaviour
+        self._behavior = state.behavior
         self._trainer = state.trainer
 
     def create_session(self, _: dict[str, Any]) -> dict[str, Any]:
         """Opens a session."""
-        session_id = self._state.new_id(self._behaviour.session_id)
+        session_id = self._state.new_id(self._behavior.session_id)
         self._state.sessions.add(session_id)
         return {"type": "create_session", "session_id": session_id}
 
     def session_heartbeat(self, body: dict[str, Any]) -> dict[str, Any]:
         """Confirms that a session exists."""
-        self._state.check_session(body, self._behaviour.unknown_id)
+        self._state.check_session(body, self._behavior.unknown_id)
         return {"type": "session_heartbeat"}
 
     def create_model(self, body: dict[str, Any]) -> dict[str, Any]:
         """Submits the creation of a model."""
-        b = self._behaviour
+        b = self._behavior
         self._state.check_session(body)
         if not b.ignores_base_model and body["base_model"] not in self._trainer.catalog.names:
             raise Refusal(404, f"Failed to create model: Unknown model: {body['base_model']}")
@@ -71,11 +76,11 @@ class Models:
 
     def get_info(self, body: dict[str, Any]) -> dict[str, Any]:
         """Describes a model."""
-        model = self._state.model(body, self._behaviour.unknown_id)
+        model = self._state.model(body, self._behavior.unknown_id)
         data: dict[str, Any] = {"model_name": model.base_model}
-        if self._behaviour.announces_tokenizer:
+        if self._behavior.announces_tokenizer:
             data["tokenizer_id"] = self._trainer.catalog.get(self._state.base).tokenizer_id
-        if self._behaviour.echoes_model:
+        if self._behavior.echoes_model:
             data |= {"base_model": model.base_model, "lora_config": {"rank": model.lora.rank, "seed": None}}
         info = {
             "model_data": data,
@@ -85,7 +90,7 @@ class Models:
             "status": "created",
             "type": "get_info",
         }
-        return {"model_id": model.model_id, **{name: info[name] for name in self._behaviour.info}}
+        return {"model_id": model.model_id, **{name: info[name] for name in self._behavior.info}}
 
     def unload_model(self, body: dict[str, Any]) -> dict[str, Any]:
         """Submits the removal of a model."""
@@ -100,7 +105,7 @@ class Models:
 
     def run_pass(self, request: rq.ForwardBackwardRequest, number: int | None) -> dict[str, Any]:
         """Submits a pass; `number` is the one that the client sent, if any."""
-        b = self._behaviour
+        b = self._behavior
         if request.loss_fn not in b.losses and b.unknown_loss == "cross_entropy":
             request = replace(request, loss_fn="cross_entropy")
         model = self._state.model({"model_id": request.model_id})
@@ -122,13 +127,13 @@ class Models:
         return self._submissions.submit_numbered(kind, model, number, run)
 
     def _pass(self, model: Model, request: rq.ForwardBackwardRequest) -> ForwardBackwardOutput:
-        b, is_entropy = self._behaviour, request.loss_fn == "cross_entropy"
+        b, is_entropy = self._behavior, request.loss_fn == "cross_entropy"
         if b.missing_inputs == "zeros" and not is_entropy:
             request = replace(request, data=[_filled(datum) for datum in request.data])
         for name in ("weights",) if is_entropy else ("logprobs", "advantages"):
             if b.missing_inputs == "rejected" and any(name not in datum.loss_fn_inputs for datum in request.data):
                 raise Refusal(400, f"Missing '{name}' in loss_fn_inputs.")
-        data = normalise(request.data, request.loss_fn, b.cross_entropy if is_entropy else b.importance_sampling)
+        data = normalize(request.data, request.loss_fn, b.cross_entropy if is_entropy else b.importance_sampling)
         loss_fn, config = request.loss_fn, dict(request.loss_fn_config)
         if loss_fn == "importance_sampling" and b.importance_sampling_is_clipped:
             loss_fn, config = "ppo", {}
@@ -162,7 +167,7 @@ class Models:
 
     def optim_step(self, body: dict[str, Any]) -> dict[str, Any]:
         """Submits an optimizer step."""
-        b, model = self._behaviour, self._state.model(body)
+        b, model = self._behavior, self._state.model(body)
         params = wire_json.parse(AdamParams, wire_json.dumps(body.get("adam_params") or {}))
         if b.ignores_grad_clip:
             params = replace(params, grad_clip_norm=0.0)
@@ -195,3 +200,61 @@ def _filled(datum: Datum) -> Datum:
 def _is_in_range(request: rq.ForwardBackwardRequest, vocabulary: int) -> bool:
     targets = (datum.loss_fn_inputs["target_tokens"].to_numpy() for datum in request.data)
     return all((each < vocabulary).all() for each in targets)
+
+
+def weights_of(datum: Datum) -> Array:
+    """Returns the weights of a datum, by default ones."""
+    inputs = datum.loss_fn_inputs
+    if "weights" in inputs:
+        return inputs["weights"].to_numpy().astype(np.float64)
+    return np.ones(inputs["target_tokens"].shape)
+
+
+def normalize(data: Sequence[Datum], loss_fn: str, rule: Normalization) -> list[Datum]:
+    """Returns datums for which the plain sum of the loss is the normalized loss of the given ones."""
+    weights = [weights_of(datum) for datum in data]
+    if loss_fn == "cross_entropy":
+        return [
+            _with(datum, "weights", factor) for datum, factor in zip(data, _weight_factors(weights, rule), strict=True)
+        ]
+    factors = _advantage_factors(weights, rule)
+    return [
+        _with(datum, "advantages", datum.loss_fn_inputs["advantages"].to_numpy() * factor)
+        if "advantages" in datum.loss_fn_inputs
+        else datum
+        for datum, factor in zip(data, factors, strict=True)
+    ]
+
+
+def elementwise_loss(datum: Datum, loss_fn: str, logprobs: Array) -> TensorData:
+    """Returns the loss of each token before it is normalized; ratios are not clipped."""
+    inputs = datum.loss_fn_inputs
+    values = logprobs
+    if loss_fn != "cross_entropy":
+        values = np.exp(logprobs - inputs["logprobs"].to_numpy()) * inputs["advantages"].to_numpy()
+    return TensorData(-values * weights_of(datum), "float32")
+
+
+def _weight_factors(weights: Sequence[Array], rule: Normalization) -> list[Array]:
+    if rule == "length":
+        return [each / each.size for each in weights]
+    if rule == "mean":
+        return [each / sum(part.size for part in weights) for each in weights]
+    if rule == "masked_mean":
+        count = sum(np.count_nonzero(each) for each in weights)
+        return [(each != 0) / max(count, 1) for each in weights]
+    if rule == "sequence_mean":
+        return [each / max(each.sum(), 1e-9) for each in weights]
+    return list(weights)
+
+
+def _advantage_factors(weights: Sequence[Array], rule: Normalization) -> list[Array]:
+    if rule == "masked_mean":
+        return [(each != 0) / max(np.count_nonzero(each), 1) / len(weights) for each in weights]
+    if rule in ("sum", "length", "mean"):  # which do not depend on weights
+        return _weight_factors([np.ones_like(each) for each in weights], rule)
+    return _weight_factors(weights, rule)
+
+
+def _with(datum: Datum, name: str, values: npt.NDArray[Any]) -> Datum:
+    return Datum(datum.model_input, {**datum.loss_fn_inputs, name: TensorData(values, "float32")})

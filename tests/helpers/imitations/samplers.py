@@ -24,14 +24,14 @@ class Samplers:
     def __init__(self, state: State, submissions: Submissions) -> None:
         self._state = state
         self._submissions = submissions
-        self._behaviour = state.behaviour
+        self._behavior = state.behavior
         self._trainer = state.trainer
 
     def create_sampling_session(self, body: dict[str, Any]) -> dict[str, Any]:
         """Creates a sampler."""
         self._state.check_session(body)
         path = body.get("model_path")
-        if path is not None and not self._behaviour.checks_early:
+        if path is not None and not self._behavior.checks_early:
             self._state.find(path, "sampler_weights")
         saved = self._state.checkpoints.get(path) if path else None
         base_model = saved.model.base_model if saved else body.get("base_model") or self._state.base
@@ -47,7 +47,7 @@ class Samplers:
 
     def asample(self, body: dict[str, Any]) -> dict[str, Any]:
         """Submits sampling."""
-        b = self._behaviour
+        b = self._behavior
         sampler_id = body.get("sampling_session_id") or ""
         if b.rejects_colons and ":" in sampler_id:
             raise Refusal(400, "sampling_session_id must not contain ':' (the routing-key delimiter)")
@@ -81,7 +81,7 @@ class Samplers:
         return self._submissions.submit("asample", ("asample", sampler_id, body.get("seq_id")), run)
 
     def _inner_sampler(self, sampler: Sampler) -> str:
-        b, number = self._behaviour, next(self._state.count)
+        b, number = self._behavior, next(self._state.count)
         if sampler.path is None or b.samples_base:
             create = rq.CreateSamplingSessionRequest(self._state.session, number, base_model=self._state.base)
             return self._trainer.sampling.create_sampling_session(create).sampler_id

@@ -19,7 +19,7 @@ class Saving:
     def __init__(self, state: State, submissions: Submissions) -> None:
         self._state = state
         self._submissions = submissions
-        self._behaviour = state.behaviour
+        self._behavior = state.behavior
         self._trainer = state.trainer
 
     def save_weights(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Saving:
 
     def load_weights(self, body: dict[str, Any]) -> dict[str, Any]:
         """Submits the loading of a training state."""
-        b, model, path = self._behaviour, self._state.model(body), body["path"]
+        b, model, path = self._behavior, self._state.model(body), body["path"]
 
         def check() -> object:
             return self._state.find(path, "weights")
@@ -86,9 +86,9 @@ class Saving:
 
     def weights_info(self, body: dict[str, Any]) -> dict[str, Any]:
         """Describes saved weights."""
-        path, status = body["tinker_path"], self._behaviour.unknown_id
+        path, status = body["tinker_path"], self._behavior.unknown_id
         model = self._state.models.get(path.partition("://")[2].partition("/")[0])
-        if model is None or not self._behaviour.weights_info_of_run:
+        if model is None or not self._behavior.weights_info_of_run:
             try:
                 model = self._state.find(path, "weights").model
             except Refusal as error:
@@ -97,14 +97,14 @@ class Saving:
 
     def listing(self, model_id: str | None) -> dict[str, Any]:
         """Lists the checkpoints of a model, or of all models."""
-        if model_id is not None and model_id not in self._state.models and self._behaviour.unknown_id == 500:
+        if model_id is not None and model_id not in self._state.models and self._behavior.unknown_id == 500:
             raise Refusal(500, "Model not found")
         types = {"weights": "training", "sampler_weights": "sampler"}
         found = [each for each in self._state.written() if model_id in (None, each.model.model_id)]
         return {
             "checkpoints": [
                 {
-                    "checkpoint_id": self._behaviour.checkpoint_id.format(kind=each.kind, name=each.name),
+                    "checkpoint_id": self._behavior.checkpoint_id.format(kind=each.kind, name=each.name),
                     "checkpoint_type": types[each.kind],
                     "time": each.time,
                     "tinker_path": each.listed_path if each.path.startswith("tinker:") else each.path,
@@ -119,8 +119,8 @@ class Saving:
         given = (model_id, kind, name)
         found = [each for each in self._state.written() if (each.model.model_id, each.kind, each.name) == given]
         if not found:
-            raise Refusal(self._behaviour.unknown_id, f"Checkpoint {checkpoint_id} not found")
-        if self._behaviour.keeps_deleted:
+            raise Refusal(self._behavior.unknown_id, f"Checkpoint {checkpoint_id} not found")
+        if self._behavior.keeps_deleted:
             return
         self._state.checkpoints = {path: each for path, each in self._state.checkpoints.items() if each is not found[0]}
         self._trainer.store.delete(TinkerPath.parse(found[0].inner_path or ""))

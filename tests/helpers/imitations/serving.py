@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import httpx
 
-from tests.helpers.imitations.behaviour import Behaviour
+from tests.helpers.imitations.behavior import Behavior
 from tests.helpers.imitations.kinds import KINDS
 from tests.helpers.imitations.state import Crash
 from tinker_lightning.errors import InvalidInput
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 Kind: TypeAlias = Literal["skyrl", "tuft", "twinkle", "open-rl", "together"]
 
 
-def imitate(kind: Kind | Behaviour, *, trainer: EmbeddedTrainer | None = None, **changes: Any) -> Imitation:
+def imitate(kind: Kind | Behavior, *, trainer: EmbeddedTrainer | None = None, **changes: Any) -> Imitation:
     """Creates a server that behaves like another Tinker-API server, but trains `tiny` with our own trainer.
 
     Args:
         kind: The server to imitate: `"skyrl"`, `"tuft"`, `"twinkle"`, `"open-rl"` or `"together"`, or a custom
-            `Behaviour`.
+            `Behavior`.
         trainer: The trainer to use, which the caller closes. By default, a new one that serves `tiny`.
-        **changes: Fields of `Behaviour` that differ from those of the kind, to plant defects or to shorten waits.
+        **changes: Fields of `Behavior` that differ from those of the kind, to plant defects or to shorten waits.
 
     Raises:
         InvalidInput: If the kind or a field is unknown.
@@ -45,23 +45,23 @@ def imitate(kind: Kind | Behaviour, *, trainer: EmbeddedTrainer | None = None, *
     """
     if isinstance(kind, str) and kind not in KINDS:
         raise InvalidInput(f"there is no server {kind!r} to imitate; there are {', '.join(KINDS)}")
-    behaviour = KINDS[kind] if isinstance(kind, str) else kind
-    known = {field.name for field in dataclasses.fields(Behaviour)}
+    behavior = KINDS[kind] if isinstance(kind, str) else kind
+    known = {field.name for field in dataclasses.fields(Behavior)}
     if unknown := sorted(changes.keys() - known):
-        raise InvalidInput(f"Behaviour has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}")
-    return Imitation(dataclasses.replace(behaviour, **changes), trainer)
+        raise InvalidInput(f"Behavior has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    return Imitation(dataclasses.replace(behavior, **changes), trainer)
 
 
 class Imitation:
     """A server that behaves like another one. It closes at the end of a `with` block.
 
     Attributes:
-        behaviour: What the server does.
+        behavior: What the server does.
         app: The ASGI app.
         ran: How often each operation succeeded, e.g. `ran["forward_backward"]`, whether or not the answer arrived.
     """
 
-    def __init__(self, behaviour: Behaviour, trainer: EmbeddedTrainer | None = None) -> None:
+    def __init__(self, behavior: Behavior, trainer: EmbeddedTrainer | None = None) -> None:
         from tests.helpers.imitations.app import create_app
         from tinker_lightning.server import EmbeddedTrainer
 
@@ -70,10 +70,10 @@ class Imitation:
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
             trainer = EmbeddedTrainer(["tiny"], data_dir=folder)
             self._stack.callback(trainer.close)
-        app, submissions = create_app(behaviour, trainer)
+        app, submissions = create_app(behavior, trainer)
         self._stack.callback(submissions.close)
-        self.behaviour = behaviour
-        self.app: ASGIApp = _LosingApp(app, behaviour)
+        self.behavior = behavior
+        self.app: ASGIApp = _LosingApp(app, behavior)
         self.ran = submissions.ran
         self._url: str | None = None
 
@@ -103,9 +103,9 @@ class Imitation:
 class _LosingApp:
     """Runs the requests whose answers are to be lost, and then breaks the connection."""
 
-    def __init__(self, app: ASGIApp, behaviour: Behaviour) -> None:
+    def __init__(self, app: ASGIApp, behavior: Behavior) -> None:
         self._app = app
-        self._drops = behaviour.drops_answers
+        self._drops = behavior.drops_answers
         self._counts: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from tinker_lightning.types import AdamParams, LoraConfig
 
 if TYPE_CHECKING:
-    from tests.helpers.imitations.behaviour import Behaviour
+    from tests.helpers.imitations.behavior import Behavior
     from tinker_lightning.server import EmbeddedTrainer
-    from tinker_lightning.server.engine.adapter import Adapter
+    from tinker_lightning.server.engine.interface import Adapter
 
 
 class Refusal(Exception):
@@ -87,8 +87,8 @@ class Sampler:
 class State:
     """Models, checkpoints and samplers of a server by their ids and paths."""
 
-    def __init__(self, behaviour: Behaviour, trainer: EmbeddedTrainer) -> None:
-        self.behaviour = behaviour
+    def __init__(self, behavior: Behavior, trainer: EmbeddedTrainer) -> None:
+        self.behavior = behavior
         self.trainer = trainer
         self.session = trainer.open_session().session_id  # of the trainer
         self.base = trainer.catalog.names[0]
@@ -127,7 +127,7 @@ class State:
 
     def new_checkpoint(self, model: Model, kind: str, body: dict[str, Any]) -> Checkpoint:
         """Returns a checkpoint that is still to be written."""
-        b, name = self.behaviour, body.get("path") or f"checkpoint-{next(self.count):04d}"
+        b, name = self.behavior, body.get("path") or f"checkpoint-{next(self.count):04d}"
         if not re.fullmatch(b.checkpoint_name, name):
             message = f"String should match pattern '{b.checkpoint_name}'"
             fault = {"type": "string_pattern_mismatch", "loc": ["body", "path"], "msg": message, "input": name}
@@ -160,6 +160,6 @@ class State:
 
     def new_sampler(self, base_model: str, path: str | None) -> Sampler:
         """Creates a sampler."""
-        sampler = Sampler(self.new_id(self.behaviour.sampler_id), base_model, path)
+        sampler = Sampler(self.new_id(self.behavior.sampler_id), base_model, path)
         self.samplers[sampler.sampler_id] = sampler
         return sampler

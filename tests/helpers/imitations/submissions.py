@@ -28,7 +28,7 @@ class Submissions:
         self.futures: dict[str, Future[Any]] = {}
         self.ran: Counter[str] = Counter()
         self._state = state
-        self._behaviour = state.behaviour
+        self._behavior = state.behavior
         self._receipts: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, "imitation")
@@ -44,7 +44,7 @@ class Submissions:
         if model is None or not isinstance(number, int):
             return
         model.rejected.add(number)
-        if self._behaviour.order == "number":
+        if self._behavior.order == "number":
             self._take_turn(model, number, lambda: None)
 
     def submit_numbered(
@@ -56,7 +56,7 @@ class Submissions:
         check: Callable[[], object] = lambda: None,
     ) -> dict[str, Any]:
         """Queues a numbered operation of a model, with a check before its number counts; returns the answer."""
-        b = self._behaviour
+        b = self._behavior
         if b.spends_rejected and number in model.rejected:
             raise Refusal(409, f"Sequence conflict: the number {number} was used.")
 
@@ -92,7 +92,7 @@ class Submissions:
         turn: tuple[Model, int] | None = None,
     ) -> dict[str, Any]:
         """Queues an operation and returns the answer; submissions with the same key are repeats."""
-        b = self._behaviour
+        b = self._behavior
         future: Future[Any] = Future()
 
         def task() -> None:

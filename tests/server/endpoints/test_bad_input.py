@@ -48,7 +48,7 @@ def seq(shared_api: Api, trained: str) -> int:
 
 
 def next_number(api: Api, model: str) -> int:
-    return api.trainer.scheduler._lines[model].last + 1
+    return api.trainer.scheduler._queues[model].last + 1
 
 
 def refusal(api: Api, path: str, body: Any) -> tuple[int, str]:

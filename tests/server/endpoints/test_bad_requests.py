@@ -150,7 +150,7 @@ def test_truncated_protobuf_is_rejected_at_every_length(shared_api: Api) -> None
         if response.status_code == 200:
             assert tinker_pb2.ForwardBackwardRequest.FromString(body[:length]).model_id == model
             shared_api.trainer.scheduler._jobs.pop(f"{model}:1")
-            shared_api.trainer.scheduler._lines[model].last = 0
+            shared_api.trainer.scheduler._queues[model].last = 0
         else:
             assert response.status_code in (400, 404)
             assert response.json()["detail"]

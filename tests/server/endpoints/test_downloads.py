@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tinker_lightning.server.trainer import checkpoint_store
+from tinker_lightning.server.endpoints import checkpoints
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +48,7 @@ def test_external_weights_are_the_adapter_and_nothing_else(api: Api) -> None:
     answer = api.request("GET", f"{checkpoint(model)}/external_weights_urls").json()
     assert sorted(answer["urls"]) == FILES
     valid = datetime.fromisoformat(answer["expires"]).timestamp() - time.time()
-    assert 800 < valid <= checkpoint_store.VALID_SECONDS
+    assert 800 < valid <= checkpoints.VALID_SECONDS
     for name, url in answer["urls"].items():
         response = api.request("GET", url)
         assert response.status_code == 200
@@ -146,7 +146,7 @@ def test_a_signature_is_for_one_file_until_one_moment(api: Api, monkeypatch: pyt
     assert api.request("GET", f"http://embedded{parts.path}?{parts.query}").status_code == 200
     now = time.time()
     monkeypatch.setattr(
-        "tinker_lightning.server.trainer.checkpoint_store.time.time", lambda: now + checkpoint_store.VALID_SECONDS + 1
+        "tinker_lightning.server.endpoints.checkpoints.time.time", lambda: now + checkpoints.VALID_SECONDS + 1
     )
     assert api.request("GET", f"http://embedded{parts.path}?{parts.query}").status_code == 403
 

@@ -13,7 +13,7 @@ from tests.helpers.graph_messages import graph, node, ref
 from tinker_lightning import LossFnOutput
 from tinker_lightning.lossgraph.graph import MAX_NODES
 from tinker_lightning.lossgraph.trace import trace_batch_loss
-from tinker_lightning.server.endpoints import losses as routes
+from tinker_lightning.server.endpoints import training as routes
 from tinker_lightning.server.trainer import loss_registry
 
 if TYPE_CHECKING:
@@ -150,8 +150,8 @@ def test_a_body_of_megabytes_is_not_read(shared_api: Api) -> None:
     body = upload(shared_api.session(), graph={"nodes": [node("a", "x" * 100)] * 100_000})
     answer = shared_api.post("create_custom_loss", body)
     assert answer.status_code == 413
-    assert f"exceeds the limit of {routes.MAX_BYTES} bytes; send less" in answer.json()["detail"]
-    assert len(str(node("a", "x" * 100))) * MAX_NODES < routes.MAX_BYTES
+    assert f"exceeds the limit of {routes.MAX_LOSS_BYTES} bytes; send less" in answer.json()["detail"]
+    assert len(str(node("a", "x" * 100))) * MAX_NODES < routes.MAX_LOSS_BYTES
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from tinker_lightning.server.engine.adapter import Adapter
+from tinker_lightning.server.engine.adapter import LoraAdapter
 from tinker_lightning.types import LoraConfig
 
 if TYPE_CHECKING:
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.causal_lm import CausalLM
 
-MakeAdapter: TypeAlias = Callable[..., Adapter]
+MakeAdapter: TypeAlias = Callable[..., LoraAdapter]
 
 
 class Reference:
@@ -40,7 +40,7 @@ class Reference:
         return output.logits[0].log_softmax(-1)  # type: ignore[no-any-return]
 
     def gradient(
-        self, adapter: Adapter, loss: Callable[[Callable[[Tensor], Tensor]], Tensor]
+        self, adapter: LoraAdapter, loss: Callable[[Callable[[Tensor], Tensor]], Tensor]
     ) -> tuple[float, dict[str, Tensor]]:
         """The value and the gradient of `loss(logprobs_of_tokens)` by plain autograd."""
         leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in adapter.weights.tensors.items()}
@@ -50,7 +50,7 @@ class Reference:
 
 
 @pytest.fixture(scope="session")
-def reference64(tiny64: BaseModel) -> Reference:
+def reference64(tiny64: CausalLM) -> Reference:
     """`tiny` in float64, as transformers loads it."""
     return Reference(tiny64.tokenizer_id, torch.float64)
 
@@ -65,13 +65,13 @@ def make_reference() -> Callable[[str, torch.dtype], Reference]:
 def make_adapter() -> MakeAdapter:
     """Makes adapters whose B is not zero, so that every gradient is alive; `scale` sets how far they go."""
 
-    def make(base: BaseModel, *, scale: float = 0.02, **config: Any) -> Adapter:
+    def make(base: CausalLM, *, scale: float = 0.02, **config: Any) -> LoraAdapter:
         weights = base.lora.new_weights(LoraConfig(**{"rank": 4, "seed": 1, **config}))
         generator = torch.Generator().manual_seed(2)
         for name, tensor in weights.tensors.items():
             if "lora_B" in name:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) * scale)
-        return Adapter(weights)
+        return LoraAdapter(weights)
 
     return make
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from tinker_lightning.errors import InvalidInput, OperationFailed
-from tinker_lightning.server.engine.adapter import Adapter
+from tinker_lightning.server.engine.adapter import LoraAdapter
 from tinker_lightning.types import AdamParams, LoraConfig
 
 if TYPE_CHECKING:
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.causal_lm import CausalLM
 
 SETTINGS = [
     AdamParams(learning_rate=1e-2),
@@ -25,7 +25,7 @@ SETTINGS = [
 ]
 
 
-def gradients(adapter: Adapter, seed: int) -> dict[str, nn.Parameter]:
+def gradients(adapter: LoraAdapter, seed: int) -> dict[str, nn.Parameter]:
     """Parameters as a backward leaves them."""
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, nn.Parameter] = {}
@@ -40,7 +40,7 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def everything(adapter: Adapter) -> dict[str, Tensor]:
+def everything(adapter: LoraAdapter) -> dict[str, Tensor]:
     tensors = {**{f"weights/{name}": t for name, t in adapter.weights.tensors.items()}, **adapter.training_state()}
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
@@ -50,7 +50,7 @@ def assert_bit_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
-def test_steps_are_those_of_adamw_and_clip_grad_norm(tiny64: BaseModel, make_adapter: Any) -> None:
+def test_steps_are_those_of_adamw_and_clip_grad_norm(tiny64: CausalLM, make_adapter: Any) -> None:
     adapter = make_adapter(tiny64)
     parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in adapter.weights.tensors.items()}
     by_hand = torch.optim.AdamW(parameters.values(), foreach=False, fused=False)
@@ -77,7 +77,7 @@ def test_steps_are_those_of_adamw_and_clip_grad_norm(tiny64: BaseModel, make_ada
             torch.testing.assert_close(adapter.weights.tensors[name], parameter.detach(), rtol=1e-12, atol=1e-14)
 
 
-def test_gradients_gather_as_a_sum_without_touching_what_was_given(tiny64: BaseModel, make_adapter: Any) -> None:
+def test_gradients_gather_as_a_sum_without_touching_what_was_given(tiny64: CausalLM, make_adapter: Any) -> None:
     adapter = make_adapter(tiny64)
     first, second = gradients(adapter, 1), gradients(adapter, 2)
     given = {name: gradient_of(parameter).clone() for name, parameter in first.items()}
@@ -88,7 +88,7 @@ def test_gradients_gather_as_a_sum_without_touching_what_was_given(tiny64: BaseM
         assert torch.equal(gradient_of(first[name]), given[name])
 
 
-def test_parameters_without_a_gradient_count_as_zero(tiny64: BaseModel, make_adapter: Any) -> None:
+def test_parameters_without_a_gradient_count_as_zero(tiny64: CausalLM, make_adapter: Any) -> None:
     partial, explicit = make_adapter(tiny64), make_adapter(tiny64)
     found = gradients(partial, 1)
     for i, parameter in enumerate(found.values()):
@@ -102,14 +102,14 @@ def test_parameters_without_a_gradient_count_as_zero(tiny64: BaseModel, make_ada
     assert_bit_equal(everything(partial), everything(explicit))
 
 
-def test_a_first_step_without_gradient_leaves_the_weights(tiny: BaseModel, make_adapter: Any) -> None:
+def test_a_first_step_without_gradient_leaves_the_weights(tiny: CausalLM, make_adapter: Any) -> None:
     adapter = make_adapter(tiny)
     before = adapter.weights.copy().tensors
     assert adapter.step(AdamParams(learning_rate=0.1))["grad_norm"] == 0
     assert_bit_equal(adapter.weights.tensors, before)
 
 
-def test_a_later_step_without_gradient_follows_the_momentum_as_adamw_does(tiny: BaseModel, make_adapter: Any) -> None:
+def test_a_later_step_without_gradient_follows_the_momentum_as_adamw_does(tiny: CausalLM, make_adapter: Any) -> None:
     adapter = make_adapter(tiny)
     adapter.add_gradient(gradients(adapter, 1))
     adapter.step(AdamParams(learning_rate=0.1))
@@ -123,7 +123,7 @@ def test_a_later_step_without_gradient_follows_the_momentum_as_adamw_does(tiny: 
     "params", [AdamParams(learning_rate=1e38), AdamParams(learning_rate=1e300), AdamParams(eps=0.0)], ids=str
 )
 def test_a_step_that_would_break_the_weights_is_not_taken(
-    tiny: BaseModel, make_adapter: Any, params: AdamParams, steps_before: int
+    tiny: CausalLM, make_adapter: Any, params: AdamParams, steps_before: int
 ) -> None:
     adapter, untouched = make_adapter(tiny), make_adapter(tiny)
     for each in (adapter, untouched):
@@ -149,7 +149,7 @@ def zeroed(found: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     return found
 
 
-def test_clipping_is_not_left_in_a_gradient_that_is_kept(tiny: BaseModel, make_adapter: Any) -> None:
+def test_clipping_is_not_left_in_a_gradient_that_is_kept(tiny: CausalLM, make_adapter: Any) -> None:
     adapter = make_adapter(tiny)
     adapter.add_gradient(gradients(adapter, 1))
     before = everything(adapter)
@@ -158,7 +158,7 @@ def test_clipping_is_not_left_in_a_gradient_that_is_kept(tiny: BaseModel, make_a
     assert_bit_equal(everything(adapter), before)
 
 
-def test_a_gradient_that_is_not_finite_is_not_added(tiny: BaseModel, make_adapter: Any) -> None:
+def test_a_gradient_that_is_not_finite_is_not_added(tiny: CausalLM, make_adapter: Any) -> None:
     adapter = make_adapter(tiny)
     adapter.add_gradient(gradients(adapter, 1))
     before = everything(adapter)
@@ -169,13 +169,13 @@ def test_a_gradient_that_is_not_finite_is_not_added(tiny: BaseModel, make_adapte
     assert_bit_equal(everything(adapter), before)
 
 
-def test_a_loaded_adapter_goes_on_bit_for_bit(tiny: BaseModel, make_adapter: Any) -> None:
+def test_a_loaded_adapter_goes_on_bit_for_bit(tiny: CausalLM, make_adapter: Any) -> None:
     adapter = make_adapter(tiny)
     adapter.add_gradient(gradients(adapter, 1))
     adapter.step(AdamParams())
     adapter.add_gradient(gradients(adapter, 2))  # an unfinished window is part of the state
     saved_weights, saved_state = adapter.weights.copy(), {k: v.clone() for k, v in adapter.training_state().items()}
-    resumed = Adapter(tiny.lora.new_weights(LoraConfig(rank=4, seed=9)))
+    resumed = LoraAdapter(tiny.lora.new_weights(LoraConfig(rank=4, seed=9)))
     resumed.load(saved_weights, saved_state)
 
     for each in (adapter, resumed):
@@ -185,7 +185,7 @@ def test_a_loaded_adapter_goes_on_bit_for_bit(tiny: BaseModel, make_adapter: Any
     assert resumed.steps == 2
 
 
-def test_loading_takes_copies(tiny: BaseModel, make_adapter: Any) -> None:
+def test_loading_takes_copies(tiny: CausalLM, make_adapter: Any) -> None:
     source, target = make_adapter(tiny), make_adapter(tiny, seed=5)
     source.add_gradient(gradients(source, 1))
     source.step(AdamParams())
@@ -196,7 +196,7 @@ def test_loading_takes_copies(tiny: BaseModel, make_adapter: Any) -> None:
     assert_bit_equal(everything(source), before)
 
 
-def test_loading_without_training_state_resets_the_optimizer(tiny: BaseModel, make_adapter: Any) -> None:
+def test_loading_without_training_state_resets_the_optimizer(tiny: CausalLM, make_adapter: Any) -> None:
     adapter, fresh = make_adapter(tiny), make_adapter(tiny)
     adapter.add_gradient(gradients(adapter, 1))
     adapter.step(AdamParams())
@@ -207,7 +207,7 @@ def test_loading_without_training_state_resets_the_optimizer(tiny: BaseModel, ma
 
 
 @pytest.mark.parametrize("damage", ["missing", "shape"])
-def test_a_training_state_that_does_not_fit_changes_nothing(tiny: BaseModel, make_adapter: Any, damage: str) -> None:
+def test_a_training_state_that_does_not_fit_changes_nothing(tiny: CausalLM, make_adapter: Any, damage: str) -> None:
     adapter, source = make_adapter(tiny), make_adapter(tiny, seed=5)
     source.add_gradient(gradients(source, 1))
     source.step(AdamParams())

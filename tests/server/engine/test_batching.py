@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinker_lightning.server.engine.base import CallSize, group_by_length
+from tinker_lightning.server.engine.causal_lm import CallSize, group_by_length
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
 

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 from tests.helpers.fuzzing import LONG
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.engine import pretrained as tiny_model
-from tinker_lightning.server.engine.adapter import Adapter
-from tinker_lightning.server.engine.base import BaseModel
-from tinker_lightning.server.engine.lora import LoraWeights
-from tinker_lightning.server.engine.passes import run_pass
+from tinker_lightning.server.engine.adapter import LoraAdapter
+from tinker_lightning.server.engine.causal_lm import CausalLM
+from tinker_lightning.server.engine.datum_pass import run_pass
+from tinker_lightning.server.engine.interface import AdapterWeights
 from tinker_lightning.types import AdamParams, Datum, LoraConfig
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ MLP = {"gate_proj", "up_proj", "down_proj"}
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 
-def hugging_face(base: BaseModel) -> Any:
+def hugging_face(base: CausalLM) -> Any:
     return AutoModelForCausalLM.from_pretrained(base.tokenizer_id, dtype=torch.float32).eval()
 
 
 @torch.no_grad()
-def logits(base: BaseModel, weights: LoraWeights | None) -> Tensor:
+def logits(base: CausalLM, weights: AdapterWeights | None) -> Tensor:
     with base.lora.use(weights):
         return base.head(base.hidden_states(TOKENS))
 
@@ -48,25 +48,25 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_seed_reproduces_the_weights(tiny: BaseModel) -> None:
+def test_a_seed_reproduces_the_weights(tiny: CausalLM) -> None:
     config = LoraConfig(rank=4, seed=11)
     first = tiny.lora.new_weights(config).tensors
     torch.rand(1)  # whatever else is drawn meanwhile
     assert same(first, tiny.lora.new_weights(config).tensors)
 
 
-def test_different_seeds_differ_in_every_matrix(tiny: BaseModel) -> None:
+def test_different_seeds_differ_in_every_matrix(tiny: CausalLM) -> None:
     one, two = (tiny.lora.new_weights(LoraConfig(rank=4, seed=seed)).tensors for seed in (1, 2))
     assert all(not torch.equal(one[name], two[name]) for name in one if "lora_A" in name)
 
 
-def test_no_seed_is_the_seed_zero(tiny: BaseModel) -> None:
+def test_no_seed_is_the_seed_zero(tiny: CausalLM) -> None:
     assert same(
         tiny.lora.new_weights(LoraConfig(rank=4)).tensors, tiny.lora.new_weights(LoraConfig(rank=4, seed=0)).tensors
     )
 
 
-def test_new_weights_have_the_distribution_of_peft(tiny: BaseModel) -> None:
+def test_new_weights_have_the_distribution_of_peft(tiny: CausalLM) -> None:
     weights = tiny.lora.new_weights(LoraConfig(rank=64, seed=3))
     plain: Any = peft.PeftModel(hugging_face(tiny), tiny.lora.peft_config(weights.config))
     parameters = plain.named_parameters()
@@ -86,7 +86,7 @@ def test_nothing_is_drawn_from_the_global_generator(tmp_path: Path) -> None:
     """Neither building a model, nor loading it, nor adapters of a first and of a second shape."""
     before = torch.get_rng_state()
     tiny_model.build_tiny(tmp_path)
-    base = BaseModel("tiny", tmp_path)
+    base = CausalLM("tiny", tmp_path)
     for rank in (4, 8):
         base.lora.new_weights(LoraConfig(rank=rank, seed=3))
     assert torch.equal(torch.get_rng_state(), before)
@@ -96,7 +96,7 @@ ROUNDS = 24 if LONG else 3
 
 
 @pytest.mark.fuzz
-def test_trainers_at_the_same_time_make_the_same_weights_as_alone(tiny: BaseModel) -> None:
+def test_trainers_at_the_same_time_make_the_same_weights_as_alone(tiny: CausalLM) -> None:
     """Two trainers and the user's own drawing on three threads: nobody sees the others (issue 10, defect 10)."""
     config = LoraConfig(rank=4, seed=11)
     expected = tiny.lora.new_weights(config).tensors
@@ -108,7 +108,7 @@ def test_trainers_at_the_same_time_make_the_same_weights_as_alone(tiny: BaseMode
         start.wait(30)
         made = []
         for _ in range(ROUNDS):
-            base = BaseModel("tiny", tiny.tokenizer_id)
+            base = CausalLM("tiny", tiny.tokenizer_id)
             made += [base.lora.new_weights(config).tensors for _ in range(3)]
         return made
 
@@ -127,8 +127,8 @@ def test_trainers_at_the_same_time_make_the_same_weights_as_alone(tiny: BaseMode
     assert torch.equal(torch.cat(drawn), drawn_alone)
 
 
-def test_a_failed_first_adapter_leaves_the_model_usable(tiny: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = BaseModel("tiny", tiny.tokenizer_id)
+def test_a_failed_first_adapter_leaves_the_model_usable(tiny: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = CausalLM("tiny", tiny.tokenizer_id)
     expected = logits(base, None)
 
     def fail(*_: Any, **__: Any) -> None:
@@ -145,7 +145,7 @@ def test_a_failed_first_adapter_leaves_the_model_usable(tiny: BaseModel, monkeyp
     assert torch.equal(logits(base, weights), expected)
 
 
-def test_a_new_adapter_changes_nothing_yet(tiny: BaseModel) -> None:
+def test_a_new_adapter_changes_nothing_yet(tiny: CausalLM) -> None:
     weights = tiny.lora.new_weights(LoraConfig(rank=4))
     assert all(tensor.any() == ("lora_A" in name) for name, tensor in weights.tensors.items())
     assert torch.equal(logits(tiny, weights), logits(tiny, None))
@@ -162,7 +162,7 @@ def test_a_new_adapter_changes_nothing_yet(tiny: BaseModel) -> None:
     ],
     ids=["all", "no unembedding", "attention", "mlp", "unembedding"],
 )
-def test_the_config_chooses_the_layers(tiny: BaseModel, config: LoraConfig, modules: set[str]) -> None:
+def test_the_config_chooses_the_layers(tiny: CausalLM, config: LoraConfig, modules: set[str]) -> None:
     names = tiny.lora.new_weights(config).tensors
     assert {name.split(".")[-3] for name in names} == modules
     per_layer = len(modules - {"lm_head"}) * 2  # two layers
@@ -171,7 +171,7 @@ def test_the_config_chooses_the_layers(tiny: BaseModel, config: LoraConfig, modu
 
 
 @pytest.mark.parametrize("rank", [1, 3, 64])
-def test_rank_and_alpha(tiny: BaseModel, rank: int) -> None:
+def test_rank_and_alpha(tiny: CausalLM, rank: int) -> None:
     config = LoraConfig(rank=rank)
     for name, tensor in tiny.lora.new_weights(config).tensors.items():
         assert tensor.shape[0 if "lora_A" in name else 1] == rank
@@ -179,7 +179,7 @@ def test_rank_and_alpha(tiny: BaseModel, rank: int) -> None:
 
 
 @pytest.mark.parametrize("config", [{"rank": 4}, {"rank": 2, "train_unembed": False, "train_mlp": False}], ids=str)
-def test_the_tensors_are_pefts_own(tiny: BaseModel, make_adapter: Any, config: dict[str, Any]) -> None:
+def test_the_tensors_are_pefts_own(tiny: CausalLM, make_adapter: Any, config: dict[str, Any]) -> None:
     """Loaded by name into plain peft they give the same model, scaling included."""
     weights = make_adapter(tiny, **config).weights
     plain = peft.PeftModel(hugging_face(tiny), tiny.lora.peft_config(weights.config))
@@ -192,14 +192,14 @@ def test_the_tensors_are_pefts_own(tiny: BaseModel, make_adapter: Any, config: d
     assert (got - logits(tiny, None)).abs().max() > 1e-3
 
 
-def test_without_an_adapter_it_is_the_untouched_model(tiny: BaseModel, make_adapter: Any) -> None:
+def test_without_an_adapter_it_is_the_untouched_model(tiny: CausalLM, make_adapter: Any) -> None:
     make_adapter(tiny)
     with torch.no_grad():
         expected = hugging_face(tiny)(input_ids=TOKENS, use_cache=False).logits
     assert torch.equal(logits(tiny, None), expected)
 
 
-def test_training_leaves_the_base_as_it_was(tiny: BaseModel, make_adapter: Any) -> None:
+def test_training_leaves_the_base_as_it_was(tiny: CausalLM, make_adapter: Any) -> None:
     train(tiny, make_adapter(tiny), 0)
     expected = hugging_face(tiny).state_dict()
     found = {
@@ -210,13 +210,13 @@ def test_training_leaves_the_base_as_it_was(tiny: BaseModel, make_adapter: Any) 
     assert same(found, expected)
 
 
-def train(base: BaseModel, adapter: Adapter, step: int) -> None:
+def train(base: CausalLM, adapter: LoraAdapter, step: int) -> None:
     data = [Datum.from_tokens(list(range(step, step + 9))), Datum.from_tokens([7, step, 9])]
     run_pass(base, adapter, data, "cross_entropy", {})
     adapter.step(AdamParams(learning_rate=1e-2))
 
 
-def test_interleaved_training_is_separate_training(tiny: BaseModel) -> None:
+def test_interleaved_training_is_separate_training(tiny: CausalLM) -> None:
     configs = [
         LoraConfig(rank=4, seed=1),
         LoraConfig(rank=4, seed=2),  # of the same shape
@@ -225,8 +225,8 @@ def test_interleaved_training_is_separate_training(tiny: BaseModel) -> None:
         LoraConfig(rank=2, seed=1, train_attn=False, train_mlp=False),
     ]
 
-    def fresh() -> list[Adapter]:
-        return [Adapter(tiny.lora.new_weights(config)) for config in configs]
+    def fresh() -> list[LoraAdapter]:
+        return [LoraAdapter(tiny.lora.new_weights(config)) for config in configs]
 
     separate, interleaved = fresh(), fresh()
     for adapter in separate:
@@ -241,7 +241,7 @@ def test_interleaved_training_is_separate_training(tiny: BaseModel) -> None:
     assert not same(separate[0].weights.tensors, separate[1].weights.tensors)
 
 
-def test_the_base_keeps_no_memory_of_an_adapter_after_use(tiny: BaseModel, make_adapter: Any) -> None:
+def test_the_base_keeps_no_memory_of_an_adapter_after_use(tiny: CausalLM, make_adapter: Any) -> None:
     adapter = make_adapter(tiny)
     train(tiny, adapter, 0)
     for name, parameter in tiny.model.named_parameters():
@@ -254,7 +254,7 @@ def test_the_base_keeps_no_memory_of_an_adapter_after_use(tiny: BaseModel, make_
     assert not any(tensor() is not None for tensor in tensors)
 
 
-def test_an_error_inside_does_not_leave_the_adapter_in(tiny: BaseModel, make_adapter: Any) -> None:
+def test_an_error_inside_does_not_leave_the_adapter_in(tiny: CausalLM, make_adapter: Any) -> None:
     expected = logits(tiny, None)
 
     def fail() -> None:
@@ -267,7 +267,7 @@ def test_an_error_inside_does_not_leave_the_adapter_in(tiny: BaseModel, make_ada
     assert all(p.numel() == 0 for name, p in tiny.model.named_parameters() if "lora_" in name)
 
 
-def test_a_copy_has_memory_of_its_own(tiny: BaseModel, make_adapter: Any) -> None:
+def test_a_copy_has_memory_of_its_own(tiny: CausalLM, make_adapter: Any) -> None:
     adapter = make_adapter(tiny)
     copy = adapter.weights.copy()
     before = {name: tensor.clone() for name, tensor in copy.tensors.items()}
@@ -276,13 +276,13 @@ def test_a_copy_has_memory_of_its_own(tiny: BaseModel, make_adapter: Any) -> Non
     assert not same(adapter.weights.tensors, before)
 
 
-def test_a_rank_beyond_the_layers_is_rejected_before_its_memory_is_taken(tiny: BaseModel) -> None:
+def test_a_rank_beyond_the_layers_is_rejected_before_its_memory_is_taken(tiny: CausalLM) -> None:
     with pytest.raises(InvalidInput, match=r"rank of 1000000000 .* the maximum for this model is 128"):
         tiny.lora.new_weights(LoraConfig(rank=10**9))
 
 
 @pytest.mark.parametrize("damage", ["missing", "unknown", "shape"])
-def test_weights_of_another_model_are_rejected(tiny: BaseModel, make_adapter: Any, damage: str) -> None:
+def test_weights_of_another_model_are_rejected(tiny: CausalLM, make_adapter: Any, damage: str) -> None:
     weights = make_adapter(tiny).weights
     tiny.lora.check(weights)
     name = "base_model.model.lm_head.lora_A.weight"
@@ -297,4 +297,4 @@ def test_weights_of_another_model_are_rejected(tiny: BaseModel, make_adapter: An
         tensors[name] = torch.zeros(4, 65)
         message = rf"does not match: {name} has the shape \[4, 65\], not \[4, 64\]"
     with pytest.raises(InvalidInput, match=message):
-        tiny.lora.check(LoraWeights(weights.config, tensors))
+        tiny.lora.check(AdapterWeights(weights.config, tensors))

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, LossNotFinite, OperationFailed, TinkerLightningError
-from tinker_lightning.server.engine.passes import run_pass
+from tinker_lightning.server.engine.datum_pass import run_pass
 from tinker_lightning.types import AdamParams, Datum, ModelInput, TensorData
 from tinker_lightning.types.model_input import ImageChunk
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tinker_lightning.server.engine.adapter import Adapter
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.adapter import LoraAdapter
+    from tinker_lightning.server.engine.causal_lm import CausalLM
 
 GOOD = Datum.from_tokens([1, 2, 3, 4, 5])
 POLICY = {"logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
@@ -27,7 +27,7 @@ def policy_datum(**changes: Any) -> Datum:
     return Datum.from_targets([1, 2], [2, 3], **{**POLICY, **changes})
 
 
-def state(adapter: Adapter) -> dict[str, Tensor]:
+def state(adapter: LoraAdapter) -> dict[str, Tensor]:
     everything = {f"weights/{name}": tensor for name, tensor in adapter.weights.tensors.items()}
     return {name: tensor.clone() for name, tensor in {**everything, **adapter.training_state()}.items()}
 
@@ -37,9 +37,9 @@ def assert_bit_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
-def trained(base: BaseModel, make_adapter: Any) -> Adapter:
+def trained(base: CausalLM, make_adapter: Any) -> LoraAdapter:
     """An adapter with moments, and in the middle of a window."""
-    adapter: Adapter = make_adapter(base)
+    adapter: LoraAdapter = make_adapter(base)
     run_pass(base, adapter, [GOOD], "cross_entropy", {})
     adapter.step(AdamParams())
     run_pass(base, adapter, [Datum.from_tokens([7, 8, 9])], "cross_entropy", {})
@@ -215,7 +215,7 @@ REFUSED: dict[str, tuple[list[Datum], str, dict[str, float | str], type[TinkerLi
 
 @pytest.mark.parametrize(("data", "loss_fn", "config", "error", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_a_failed_pass_changes_nothing(
-    tiny: BaseModel,
+    tiny: CausalLM,
     make_adapter: Any,
     data: list[Datum],
     loss_fn: str,
@@ -238,7 +238,7 @@ def test_a_failed_pass_changes_nothing(
 
 
 def test_a_sum_of_gradients_that_overflows_is_rejected_by_the_call_that_makes_it(
-    tiny: BaseModel, make_adapter: Any
+    tiny: CausalLM, make_adapter: Any
 ) -> None:
     adapter = make_adapter(tiny)
     large = Datum.from_tokens([1, 2], [0.0, 1e17])

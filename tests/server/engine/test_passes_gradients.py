@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.losses.builtin import LOSSES
-from tinker_lightning.server.engine.passes import run_pass
+from tinker_lightning.server.engine.datum_pass import run_pass
 from tinker_lightning.types import Datum, ModelInput, TensorData
 
 if TYPE_CHECKING:
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.causal_lm import CausalLM
 
 LENGTHS = (5, 12, 1, 9, 12)
 Inputs = dict[str, Tensor]
@@ -152,7 +152,7 @@ def test_every_loss_has_a_case() -> None:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_a_pass_is_plain_autograd_of_the_formula(  # R3.3, R1.1
-    tiny64: BaseModel, reference64: Any, make_adapter: Any, assert_same_gradient: Any, case: Case
+    tiny64: CausalLM, reference64: Any, make_adapter: Any, assert_same_gradient: Any, case: Case
 ) -> None:
     adapter = make_adapter(tiny64)
     tensors, rank = adapter.weights.tensors, adapter.weights.config.rank
@@ -180,7 +180,7 @@ def test_a_pass_is_plain_autograd_of_the_formula(  # R3.3, R1.1
     assert_same_gradient(adapter.gradient, gradient)
 
 
-def test_weights_of_zero_give_a_gradient_of_zero(tiny64: BaseModel, make_adapter: Any) -> None:
+def test_weights_of_zero_give_a_gradient_of_zero(tiny64: CausalLM, make_adapter: Any) -> None:
     adapter = make_adapter(tiny64)
     data = [Datum.from_tokens([1, 2, 3, 4], [0.0] * 4), Datum.from_tokens([5, 6], [0.0] * 2)]
     output = run_pass(tiny64, adapter, data, "cross_entropy", {})
@@ -189,7 +189,7 @@ def test_weights_of_zero_give_a_gradient_of_zero(tiny64: BaseModel, make_adapter
     assert not any(grad.any() for grad in adapter.gradient.values())
 
 
-def test_a_forward_gives_the_same_numbers_and_no_gradient(tiny64: BaseModel, make_adapter: Any) -> None:
+def test_a_forward_gives_the_same_numbers_and_no_gradient(tiny64: CausalLM, make_adapter: Any) -> None:
     adapter = make_adapter(tiny64)
     data = [Datum.from_tokens([1, 2, 3, 4], [0.0, -1.0, 2.0, 0.5]), Datum.from_tokens([5, 6])]
     forward = run_pass(tiny64, adapter, data, "cross_entropy", {}, forward_only=True)
@@ -197,7 +197,7 @@ def test_a_forward_gives_the_same_numbers_and_no_gradient(tiny64: BaseModel, mak
     assert forward == run_pass(tiny64, adapter, data, "cross_entropy", {})
 
 
-def test_a_forward_needs_no_weights(tiny64: BaseModel, make_adapter: Any) -> None:
+def test_a_forward_needs_no_weights(tiny64: CausalLM, make_adapter: Any) -> None:
     bare = Datum.from_targets([1, 2, 3], [2, 3, 4])
     ones = Datum.from_targets([1, 2, 3], [2, 3, 4], weights=[1.0, 1.0, 1.0])
     got, expected = (
@@ -207,7 +207,7 @@ def test_a_forward_needs_no_weights(tiny64: BaseModel, make_adapter: Any) -> Non
     assert got == expected
 
 
-def test_metrics_are_sums_over_the_batch(tiny64: BaseModel, reference64: Any, make_adapter: Any) -> None:
+def test_metrics_are_sums_over_the_batch(tiny64: CausalLM, reference64: Any, make_adapter: Any) -> None:
     adapter = make_adapter(tiny64)
     case = CASES["ppo"]
     tensors, rank = adapter.weights.tensors, adapter.weights.config.rank

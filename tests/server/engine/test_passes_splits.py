@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tests.helpers.fuzzing import examples
 from tests.helpers.soaking import first_only
 from tinker_lightning.server.engine import logprobs
-from tinker_lightning.server.engine.adapter import Adapter
-from tinker_lightning.server.engine.passes import run_pass
+from tinker_lightning.server.engine.adapter import LoraAdapter
+from tinker_lightning.server.engine.datum_pass import run_pass
 from tinker_lightning.types import AdamParams, Datum, LoraConfig
 
 if TYPE_CHECKING:
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.causal_lm import CausalLM
 
 
 def make_data(vocab_size: int) -> list[Datum]:
@@ -43,7 +43,7 @@ def make_data(vocab_size: int) -> list[Datum]:
     logits_rows=st.integers(0, 40),
 )
 def test_any_split_gives_the_same_gradient_and_logprobs(  # R4.4, R0.4
-    tiny64: BaseModel,
+    tiny64: CausalLM,
     make_adapter: Any,
     assert_same_gradient: Any,
     calls: list[list[int]],
@@ -70,7 +70,7 @@ def test_any_split_gives_the_same_gradient_and_logprobs(  # R4.4, R0.4
 
 
 def test_an_output_matrix_alone_learns_chunk_by_chunk(
-    tiny64: BaseModel, make_adapter: Any, assert_same_gradient: Any, monkeypatch: pytest.MonkeyPatch
+    tiny64: CausalLM, make_adapter: Any, assert_same_gradient: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Its input needs no gradient, which recomputing functions like to trip over.
     only_head = {"train_attn": False, "train_mlp": False}
@@ -83,12 +83,12 @@ def test_an_output_matrix_alone_learns_chunk_by_chunk(
 
 
 @pytest.mark.parametrize("chunked", first_only([True, False]))
-def test_the_same_requests_give_the_same_bits(tiny: BaseModel, monkeypatch: pytest.MonkeyPatch, chunked: bool) -> None:
+def test_the_same_requests_give_the_same_bits(tiny: CausalLM, monkeypatch: pytest.MonkeyPatch, chunked: bool) -> None:
     if chunked:
         monkeypatch.setattr(logprobs, "LOGITS_BYTES", 5 * tiny.vocab_size * 4)
 
     def train() -> tuple[list[Any], dict[str, torch.Tensor]]:
-        adapter = Adapter(tiny.lora.new_weights(LoraConfig(rank=8, seed=4)))
+        adapter = LoraAdapter(tiny.lora.new_weights(LoraConfig(rank=8, seed=4)))
         answers: list[Any] = []
         for _ in range(4):
             answers.append(run_pass(tiny, adapter, make_data(tiny.vocab_size), "cross_entropy", {}, token_budget=20))

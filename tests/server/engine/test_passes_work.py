@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from tinker_lightning.losses.builtin import LOSSES
-from tinker_lightning.server.engine.base import CallSize
+from tinker_lightning.server.engine.causal_lm import CallSize
+from tinker_lightning.server.engine.datum_pass import run_pass
+from tinker_lightning.server.engine.interface import Activations
 from tinker_lightning.server.engine.lora import Matrices
-from tinker_lightning.server.engine.passes import Activations, run_pass
 from tinker_lightning.types import Datum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.causal_lm import CausalLM
 
 PROMPT, ANSWER = 12, 3
 
@@ -40,7 +41,7 @@ def masked_data(loss: str, generator: torch.Generator) -> list[Datum]:
 class Products:
     """Counts the rows of products with the output matrix, in forwards and in backwards."""
 
-    def __init__(self, base: BaseModel, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, base: CausalLM, patch: pytest.MonkeyPatch) -> None:
         self.forward = self.backward = 0
         project, gradients = Matrices.project, Matrices.gradients
 
@@ -58,7 +59,7 @@ class Products:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_positions_that_a_loss_ignores_cost_no_product_with_the_output_matrix(  # R5.7
-    tiny64: BaseModel, make_adapter: Any, assert_same_gradient: Any, monkeypatch: pytest.MonkeyPatch, loss: str
+    tiny64: CausalLM, make_adapter: Any, assert_same_gradient: Any, monkeypatch: pytest.MonkeyPatch, loss: str
 ) -> None:
     data = masked_data(loss, torch.Generator().manual_seed(0))
     everything = sum(datum.model_input.length for datum in data)
@@ -80,7 +81,7 @@ def test_positions_that_a_loss_ignores_cost_no_product_with_the_output_matrix(  
             assert not got[:-ANSWER].any()
 
 
-def test_a_batch_that_counts_nowhere_gives_a_gradient_of_zero(tiny64: BaseModel, make_adapter: Any) -> None:
+def test_a_batch_that_counts_nowhere_gives_a_gradient_of_zero(tiny64: CausalLM, make_adapter: Any) -> None:
     adapter = make_adapter(tiny64)
     data = [Datum.from_tokens([1, 2, 3, 4], [0.0] * 4)]
     assert run_pass(tiny64, adapter, data, "cross_entropy", {}, counted_only=True).metrics["loss:sum"] == 0
@@ -104,7 +105,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 @pytest.mark.parametrize("kept_tokens", [1, 60])  # none of the two layers are kept, or one
 @pytest.mark.parametrize("retained", [False, True])
 def test_a_recomputed_pass_has_the_same_bits_in_less_memory(  # R5.11
-    tiny: BaseModel, make_adapter: Any, monkeypatch: pytest.MonkeyPatch, kept_tokens: int, retained: bool
+    tiny: CausalLM, make_adapter: Any, monkeypatch: pytest.MonkeyPatch, kept_tokens: int, retained: bool
 ) -> None:
     draw = torch.Generator().manual_seed(1)
     data = [Datum.from_targets(*torch.randint(0, 256, (2, 61), generator=draw), weights=torch.ones(61))]

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.helpers.sampling import sample
-from tinker_lightning.server.engine.adapter import Adapter
+from tinker_lightning.server.engine.adapter import LoraAdapter
 from tinker_lightning.server.engine.catalog import Catalog
-from tinker_lightning.server.engine.passes import run_pass
+from tinker_lightning.server.engine.datum_pass import run_pass
 from tinker_lightning.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams
 
 if TYPE_CHECKING:
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.causal_lm import CausalLM
 
 pytestmark = pytest.mark.soak  # a fresh machine converts the model first, which takes a minute
 
@@ -28,11 +28,11 @@ PAIRS = {
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> BaseModel:
+def smollm2() -> CausalLM:
     return Catalog(["smollm2-135m"]).get("smollm2-135m")
 
 
-def ask(base: BaseModel, question: str, **params: Any) -> str:
+def ask(base: CausalLM, question: str, **params: Any) -> str:
     text = base.tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
     )
@@ -43,18 +43,18 @@ def ask(base: BaseModel, question: str, **params: Any) -> str:
     return answer
 
 
-def test_it_knows_the_capital_of_france(smollm2: BaseModel) -> None:
+def test_it_knows_the_capital_of_france(smollm2: CausalLM) -> None:
     assert "Paris" in ask(smollm2, "What is the capital of France?")
 
 
-def test_a_stop_string_may_end_inside_a_token(smollm2: BaseModel) -> None:
+def test_a_stop_string_may_end_inside_a_token(smollm2: CausalLM) -> None:
     whole = ask(smollm2, "What is the capital of France?", stop=[])
     cut = ask(smollm2, "What is the capital of France?", stop="Pari")
     assert cut == whole[: whole.index("Paris") + len("Paris")]
 
 
-def test_it_learns_a_handful_of_answers(smollm2: BaseModel) -> None:
-    adapter = Adapter(smollm2.lora.new_weights(LoraConfig(rank=8, seed=0)))
+def test_it_learns_a_handful_of_answers(smollm2: CausalLM) -> None:
+    adapter = LoraAdapter(smollm2.lora.new_weights(LoraConfig(rank=8, seed=0)))
     data: list[Datum] = []
     for question, answer in PAIRS.items():
         prompt, reply = smollm2.tokenizer([f"{question}\n", f"{answer}\n"])["input_ids"]

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.fuzzing import examples
 from tinker_lightning.server.engine import logprobs
+from tinker_lightning.server.engine.datum_pass import run_pass
 from tinker_lightning.server.engine.lora import Matrices
-from tinker_lightning.server.engine.passes import run_pass
 from tinker_lightning.types import Datum
 
 if TYPE_CHECKING:
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.causal_lm import CausalLM
 
 V, D, R = 13, 5, 2
 
@@ -82,7 +82,7 @@ class LargestLogits(TorchDispatchMode):
 
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_the_logits_of_a_batch_never_exist_at_once(
-    tiny: BaseModel, make_adapter: Any, monkeypatch: pytest.MonkeyPatch, forward_only: bool
+    tiny: CausalLM, make_adapter: Any, monkeypatch: pytest.MonkeyPatch, forward_only: bool
 ) -> None:
     rows = 70  # more than the 64 rows of the transposed output matrix, which is as wide
     monkeypatch.setattr(logprobs, "LOGITS_BYTES", rows * tiny.vocab_size * 4 + 3)

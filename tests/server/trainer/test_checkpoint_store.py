@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.causal_lm import CausalLM
 
 PATH = TinkerPath("session-1:train:0", "weights", "state")
 CONFIG = LoraConfig(rank=2, seed=1, train_mlp=False, train_unembed=False)
@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 @pytest.fixture
-def save(tiny: BaseModel) -> Callable[..., Any]:
+def save(tiny: CausalLM) -> Callable[..., Any]:
     """Saves weights that all have the same value, so that halves of two checkpoints could be told apart."""
 
     template = tiny.lora.new_weights(CONFIG)

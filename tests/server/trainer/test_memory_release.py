@@ -136,7 +136,7 @@ def test_a_result_counts_as_fetched_once_all_of_it_was_sent(
         return sent
 
     with monkeypatch.context() as full:
-        full.setattr(api.trainer.memory, "_fair", lambda _: 0)
+        full.setattr(api.trainer.memory, "_fair_growth", lambda _: 0)
         assert fetch(1000)[0]["status"] == 429
     assert len(fetch(4)) == 4
     assert job._charge is not None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.server.trainer import registry
 from tinker_lightning.server.trainer import trainer as trainer_module
 from tinker_lightning.types import Datum
@@ -13,6 +14,8 @@ from tinker_lightning.types.requests import ForwardBackwardRequest
 from tinker_lightning.wire import protobuf, tinker_pb2
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.helpers.api import Api
 
 PROTOBUF = "application/x-protobuf"
@@ -238,3 +241,9 @@ def test_a_failed_operation_leaves_the_model_bit_for_bit_and_the_next_works(api:
     assert api.state(model) == before
     assert "metrics" in api.run("optim_step", api.step(model, 8))
     assert api.state(model) != before
+
+
+def test_a_string_is_one_model(tmp_path: Path) -> None:
+    trainer = EmbeddedTrainer("tiny", data_dir=tmp_path)
+    assert trainer.catalog.names == ["tiny"]
+    trainer.close()

@@ -72,8 +72,8 @@ def test_another_session_need_not_wait_for_the_end(scheduler: Scheduler) -> None
     assert not long.future.done()
     long.may_end.set()
     assert [long.future.result(SOON), own.future.result(SOON)] == ["done", "long:2"]
-    assert long.ran > 0
-    assert long.queued >= 0
+    assert long.run_seconds > 0
+    assert long.queue_seconds >= 0
 
 
 def test_what_does_not_fit_next_to_a_paused_job_waits_for_it(caplog: pytest.LogCaptureFixture) -> None:

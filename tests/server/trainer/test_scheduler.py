@@ -86,7 +86,7 @@ def test_any_arrival_order_with_repeats_and_refusals_runs_each_accepted_number_o
         operations: dict[int, Job] = {}
         for number in order:
             if number in refused:
-                scheduler.free("m", number)
+                scheduler.skip("m", number)
             else:
                 operations[number] = submit(scheduler, log, number)
         for number in repeats:
@@ -196,15 +196,15 @@ def test_a_rejected_submission_frees_its_number_at_once(scheduler: Scheduler, re
     log = Log()
     for number in range(1, refused):
         submit(scheduler, log, number)
-    scheduler.free("m", refused)
+    scheduler.skip("m", refused)
     assert submit(scheduler, log, refused + 1).future.result(SOON) == ("m", refused + 1)
 
 
 def test_a_freed_number_may_still_be_used_if_nothing_later_ran(scheduler: Scheduler) -> None:
     log = Log()
-    scheduler.free("m", 1)
+    scheduler.skip("m", 1)
     assert submit(scheduler, log, 1).future.result(SOON) == ("m", 1)
-    scheduler.free("m", 2)
+    scheduler.skip("m", 2)
     submit(scheduler, log, 3).future.result(SOON)
     with pytest.raises(InvalidInput, match="arrived too late"):
         submit(scheduler, log, 2)
@@ -213,10 +213,10 @@ def test_a_freed_number_may_still_be_used_if_nothing_later_ran(scheduler: Schedu
 def test_freeing_a_number_that_waits_or_ran_changes_nothing(scheduler: Scheduler) -> None:
     log = Log()
     second = submit(scheduler, log, 2)
-    scheduler.free("m", 2)  # a repeat of it was damaged on its way
+    scheduler.skip("m", 2)  # a repeat of it was damaged on its way
     submit(scheduler, log, 1)
     assert second.future.result(SOON) == ("m", 2)
-    scheduler.free("m", 1)
+    scheduler.skip("m", 1)
     assert submit(scheduler, log, 3).future.result(SOON) == ("m", 3)
 
 
@@ -299,7 +299,7 @@ def test_closing_finishes_what_runs_fails_what_waits_and_refuses_what_comes() ->
     assert current.future.result(0) == "done"
     with pytest.raises(TrainerClosed, match="has been closed"):
         submit(scheduler, log, 5)
-    scheduler.free("m", 5)
+    scheduler.skip("m", 5)
     scheduler.close()
     assert log.ran == []
 
@@ -373,7 +373,7 @@ def test_threads_that_submit_repeat_free_and_find_at_once_lose_nothing() -> None
         found = []
         for line, number in work:
             if (line, number) in refused:
-                scheduler.free(line, number)
+                scheduler.skip(line, number)
             else:
                 operation = submit(scheduler, log, number, line)
                 assert scheduler.find(operation.request_id) is operation
@@ -408,7 +408,7 @@ def test_a_number_that_a_client_polls_past_is_skipped() -> None:
     scheduler, log = Scheduler(gap_timeout=SOON * 10, polled_gap_timeout=0.05), Log()
     try:
         third = submit(scheduler, log, 3)
-        scheduler.free("m", 1)
+        scheduler.skip("m", 1)
         assert scheduler.missing_before(third, submits_in_turn=True) == 2
         assert not third.future.done()
         time.sleep(0.06)
@@ -472,7 +472,7 @@ def test_finishing_a_session_fails_what_waits_and_drops_results_soon() -> None: 
             blocked.future.result(SOON)
         assert memory.used("messages") < 1 << 20
         deadline = time.monotonic() + 60
-        while scheduler.known("s:m:1") is not None and time.monotonic() < deadline:
+        while scheduler.get("s:m:1") is not None and time.monotonic() < deadline:
             time.sleep(0.01)
         with pytest.raises(NotFound):
             scheduler.find("s:m:1")
@@ -580,4 +580,4 @@ def test_a_job_that_is_submitted_again_is_charged_for_its_result_only(limited: S
     for owner in "bcd":
         memory.charge("a result", 5 << 20, "messages", owner=owner)
     memory.charge("a body", 15 << 20, "messages")
-    assert limited.known("a:1") is None  # it was evicted
+    assert limited.get("a:1") is None  # it was evicted

@@ -11,7 +11,7 @@ from tests.helpers.reference import bits
 from tinker_lightning import AdamParams
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server import EmbeddedTrainer
-from tinker_lightning.server.engine.base import BaseModel
+from tinker_lightning.server.engine.causal_lm import CausalLM
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ def step(client: TrainingClient) -> None:
 
 def test_a_resumed_run_keeps_the_budget_of_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # R5.11
     calls: list[int] = []
-    hidden_states = BaseModel.hidden_states
+    hidden_states = CausalLM.hidden_states
 
-    def counted(base: BaseModel, tokens: Tensor) -> Tensor:
+    def counted(base: CausalLM, tokens: Tensor) -> Tensor:
         calls.append(tokens.numel())
         return hidden_states(base, tokens)
 
-    monkeypatch.setattr(BaseModel, "hidden_states", counted)
+    monkeypatch.setattr(CausalLM, "hidden_states", counted)
     budget = 2 * max(datum.model_input.length for datum in DATA)
     first = EmbeddedTrainer(["tiny"], data_dir=tmp_path, token_budget=budget)
     with embedded_service(first) as service:

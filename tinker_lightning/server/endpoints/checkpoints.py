@@ -1,11 +1,15 @@
-"""Endpoints that list training runs, and list, expire and delete checkpoints."""
+"""Endpoints of training runs and checkpoints: listing, expiry, deletion, and downloads with signed URLs."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import os
 import re
+import secrets
 import tarfile
+import time
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from typing import TYPE_CHECKING, BinaryIO, Literal, TypeVar
@@ -23,7 +27,6 @@ from tinker_lightning.server.http import SIGNED, answer
 from tinker_lightning.server.trainer.checkpoint_store import ADAPTER_FILES, CheckpointSummary, TinkerPath
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
-from tinker_lightning.types.responses import ExternalWeightsUrlsResponse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -31,92 +34,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
-    from tinker_lightning.server.trainer.checkpoint_store import Kind, Signer
+    from tinker_lightning.server.trainer.checkpoint_store import Kind
     from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
-
-_ARCHIVE = "adapter.tar"
-# An empty file that marks the archive as complete for the official SDK.
-_COMPLETE = "checkpoint_complete"
-_PIECE_BYTES = 1 << 20
-
-
-async def external_weights_urls(request: Request) -> Response:
-    path = path_of(request)
-    if path.kind != "external_weights":
-        raise InvalidInput(f"path: {path} cannot be downloaded file by file; save it with save_weights_external")
-    await run_in_threadpool(trainer_of(request).store.summary, path)
-    expires = _signer(request).expiry()
-    urls = {name: _signed_url(request, path, name, expires) for name in ADAPTER_FILES}
-    return answer(ExternalWeightsUrlsResponse(urls, datetime.fromtimestamp(expires, UTC).isoformat()))
-
-
-async def archive(request: Request) -> Response:
-    path = path_of(request)
-    await run_in_threadpool(trainer_of(request).store.summary, path)
-    expires = _signer(request).expiry()
-    until = format_datetime(datetime.fromtimestamp(expires, UTC), usegmt=True)
-    location = _signed_url(request, path, _ARCHIVE, expires)
-    return Response(status_code=302, headers={"Location": location, "Expires": until})
-
-
-async def signed(request: Request) -> Response:
-    name, given = request.path_params["name"], request.query_params
-    if not _signer(request).is_valid(name, given.get("expires", ""), given.get("signature", "")):
-        raise HTTPException(403, "this URL is invalid or has expired; request a new one")
-    path, file = name.rsplit("/", 1)
-    files = await run_in_threadpool(trainer_of(request).store.open_adapter, TinkerPath.parse(f"tinker://{path}"))
-    return _Download(files, _tar(files) if file == _ARCHIVE else [files[file]])
-
-
-class _Download(StreamingResponse):
-    """Streams a sequence of bytes and files, and always closes the files."""
-
-    def __init__(self, files: Mapping[str, BinaryIO], parts: Sequence[bytes | BinaryIO]) -> None:
-        size = sum(len(part) if isinstance(part, bytes) else _size(part) for part in parts)
-        headers = {"Content-Length": str(size)}
-        super().__init__(_pieces(parts), headers=headers, media_type="application/octet-stream")
-        self._files = files
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.ExitStack() as stack:
-            for file in self._files.values():
-                stack.enter_context(file)
-            await super().__call__(scope, receive, send)
-
-
-def _pieces(parts: Sequence[bytes | BinaryIO]) -> Iterator[bytes]:
-    for part in parts:
-        if isinstance(part, bytes):
-            yield part
-        else:
-            while piece := part.read(_PIECE_BYTES):
-                yield piece
-
-
-def _tar(files: Mapping[str, BinaryIO]) -> list[bytes | BinaryIO]:
-    """Returns the parts of a tar archive. File contents are read only when they are sent."""
-    parts: list[bytes | BinaryIO] = []
-    for name, file in files.items():
-        info = tarfile.TarInfo(name)
-        info.size, info.mtime = _size(file), int(os.fstat(file.fileno()).st_mtime)
-        parts += [info.tobuf(), file, bytes(-info.size % tarfile.BLOCKSIZE)]
-    return [*parts, tarfile.TarInfo(_COMPLETE).tobuf(), bytes(2 * tarfile.BLOCKSIZE)]
-
-
-def _size(file: BinaryIO) -> int:
-    return os.fstat(file.fileno()).st_size
-
-
-def _signed_url(request: Request, path: TinkerPath, file: str, expires: int) -> str:
-    name = f"{path.run}/{path.kind}/{path.name}/{file}"
-    query = urlencode({"expires": expires, "signature": _signer(request).sign(name, expires)})
-    return f"{request.url_for('signed', name=name)}?{query}"
-
-
-def _signer(request: Request) -> Signer:
-    signer: Signer = request.app.state.signer
-    return signer
-
 
 T = TypeVar("T")
 
@@ -128,6 +47,12 @@ _TYPES: dict[Kind, Literal["training", "sampler", "external"]] = {
     "sampler_weights": "sampler",
     "external_weights": "external",
 }
+_ARCHIVE = "adapter.tar"
+# An empty file that marks the archive as complete for the official SDK.
+_COMPLETE = "checkpoint_complete"
+_PIECE_BYTES = 1 << 20
+# The validity that clients assume if they do not check the expiry.
+VALID_SECONDS = 900
 
 
 async def weights_info(request: Request) -> Response:
@@ -146,7 +71,7 @@ async def weights_info(request: Request) -> Response:
 
 
 async def checkpoints(request: Request) -> Response:
-    summaries = _known(request, await run_in_threadpool(trainer_of(request).store.listing))
+    summaries = _supported(request, await run_in_threadpool(trainer_of(request).store.listing))
     page, cursor = _page(request, [_checkpoint(summary) for summary in reversed(summaries)])
     return answer(rs.CheckpointsList(page, cursor))
 
@@ -156,7 +81,7 @@ async def run_checkpoints(request: Request) -> Response:
     summaries = await run_in_threadpool(trainer.store.listing, run_id)
     if not summaries and not trainer.registry.has_model(run_id):
         raise NotFound(f"there is no training run {run_id!r}")
-    return answer(rs.CheckpointsList([_checkpoint(summary) for summary in _known(request, summaries)]))
+    return answer(rs.CheckpointsList([_checkpoint(summary) for summary in _supported(request, summaries)]))
 
 
 async def delete(request: Request) -> Response:
@@ -208,7 +133,7 @@ def _runs(trainer: EmbeddedTrainer) -> dict[str, rs.TrainingRun]:
     return runs
 
 
-def _known(request: Request, summaries: list[CheckpointSummary]) -> list[CheckpointSummary]:
+def _supported(request: Request, summaries: list[CheckpointSummary]) -> list[CheckpointSummary]:
     """Leaves out external checkpoints for releases of the official SDK that reject a listing with one, before 0.28."""
     release = _SDK.match(request.headers.get("user-agent", ""))
     if release is None or (int(release[1]), int(release[2])) >= (0, 28):
@@ -246,17 +171,116 @@ def _page(request: Request, items: list[T]) -> tuple[list[T], rs.Cursor]:
     return items[offset : offset + limit], rs.Cursor(offset, limit, len(items))
 
 
+async def external_weights_urls(request: Request) -> Response:
+    path = path_of(request)
+    if path.kind != "external_weights":
+        raise InvalidInput(f"path: {path} cannot be downloaded file by file; save it with save_weights_external")
+    await run_in_threadpool(trainer_of(request).store.summary, path)
+    expires = _signer(request).expiry()
+    urls = {name: _signed_url(request, path, name, expires) for name in ADAPTER_FILES}
+    return answer(rs.ExternalWeightsUrlsResponse(urls, datetime.fromtimestamp(expires, UTC).isoformat()))
+
+
+async def archive(request: Request) -> Response:
+    path = path_of(request)
+    await run_in_threadpool(trainer_of(request).store.summary, path)
+    expires = _signer(request).expiry()
+    until = format_datetime(datetime.fromtimestamp(expires, UTC), usegmt=True)
+    location = _signed_url(request, path, _ARCHIVE, expires)
+    return Response(status_code=302, headers={"Location": location, "Expires": until})
+
+
+async def download(request: Request) -> Response:
+    name, query = request.path_params["name"], request.query_params
+    if not _signer(request).is_valid(name, query.get("expires", ""), query.get("signature", "")):
+        raise HTTPException(403, "this URL is invalid or has expired; request a new one")
+    path, file = name.rsplit("/", 1)
+    files = await run_in_threadpool(trainer_of(request).store.open_adapter, TinkerPath.parse(f"tinker://{path}"))
+    return _Download(files, _tar(files) if file == _ARCHIVE else [files[file]])
+
+
+class _Download(StreamingResponse):
+    """Streams a sequence of bytes and files, and always closes the files."""
+
+    def __init__(self, files: Mapping[str, BinaryIO], parts: Sequence[bytes | BinaryIO]) -> None:
+        size = sum(len(part) if isinstance(part, bytes) else _size(part) for part in parts)
+        headers = {"Content-Length": str(size)}
+        super().__init__(_pieces(parts), headers=headers, media_type="application/octet-stream")
+        self._files = files
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.ExitStack() as stack:
+            for file in self._files.values():
+                stack.enter_context(file)
+            await super().__call__(scope, receive, send)
+
+
+def _pieces(parts: Sequence[bytes | BinaryIO]) -> Iterator[bytes]:
+    for part in parts:
+        if isinstance(part, bytes):
+            yield part
+        else:
+            while piece := part.read(_PIECE_BYTES):
+                yield piece
+
+
+def _tar(files: Mapping[str, BinaryIO]) -> list[bytes | BinaryIO]:
+    """Returns the parts of a tar archive. File contents are read only when they are sent."""
+    parts: list[bytes | BinaryIO] = []
+    for name, file in files.items():
+        info = tarfile.TarInfo(name)
+        info.size, info.mtime = _size(file), int(os.fstat(file.fileno()).st_mtime)
+        parts += [info.tobuf(), file, bytes(-info.size % tarfile.BLOCKSIZE)]
+    return [*parts, tarfile.TarInfo(_COMPLETE).tobuf(), bytes(2 * tarfile.BLOCKSIZE)]
+
+
+def _size(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+def _signed_url(request: Request, path: TinkerPath, file: str, expires: int) -> str:
+    name = f"{path.run}/{path.kind}/{path.name}/{file}"
+    query = urlencode({"expires": expires, "signature": _signer(request).sign(name, expires)})
+    return f"{request.url_for('download', name=name)}?{query}"
+
+
+def _signer(request: Request) -> Signer:
+    signer: Signer = request.app.state.signer
+    return signer
+
+
+class Signer:
+    """Signs names for a limited time. A restart of the server invalidates all signatures."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+
+    def expiry(self) -> int:
+        """Returns the expiry of a signature that is created now, as a Unix timestamp."""
+        return int(time.time()) + VALID_SECONDS
+
+    def sign(self, name: str, expires: int) -> str:
+        """Returns the signature of a name and its expiry."""
+        return hmac.new(self._secret, f"{expires} {name}".encode(), hashlib.sha256).hexdigest()
+
+    def is_valid(self, name: str, expires: str, signature: str) -> bool:
+        """Returns whether the signature is correct and has not expired."""
+        if not (expires.isascii() and expires.isdecimal() and len(expires) < 20):
+            return False
+        right = hmac.compare_digest(signature.encode(), self.sign(name, int(expires)).encode())
+        return right and time.time() < int(expires)
+
+
 routes = [
     # Checkpoint ids contain a slash: weights/<name>.
     Route("/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/external_weights_urls", external_weights_urls),
     Route("/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/archive", archive),
-    Route(f"{SIGNED}/{{name:path}}", signed, name="signed"),
+    Route(f"{SIGNED}/{{name:path}}", download, name="download"),
     Route("/weights_info", weights_info, methods=["POST"]),
     Route("/checkpoints", checkpoints, methods=["GET"]),
     Route("/training_runs", training_runs, methods=["GET"]),
     Route("/training_runs/{run_id}", training_run, methods=["GET"]),
     Route("/training_runs/{run_id}/checkpoints", run_checkpoints, methods=["GET"]),
-    # Checkpoint ids contain a slash: weights/<name>.
     Route("/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/ttl", set_ttl, methods=["PUT"]),
     Route("/training_runs/{run_id}/checkpoints/{checkpoint_id:path}", delete, methods=["DELETE"]),
 ]

@@ -11,10 +11,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
 
 from tinker_lightning.server.bodies import MAX_BODY_BYTES, read
-from tinker_lightning.server.endpoints import losses, sampling, trainer_of, training
-from tinker_lightning.server.endpoints.futures import Submission, answer_result
+from tinker_lightning.server.endpoints import sampling, trainer_of, training
+from tinker_lightning.server.endpoints.futures import Submission, result_endpoint
 from tinker_lightning.server.http import answer
-from tinker_lightning.server.trainer import training_service
 from tinker_lightning.types.requests import ImportAdapterRequest
 from tinker_lightning.types.responses import FutureResponse
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.interface import BaseModel
 
 # The names of the extensions in get_server_capabilities.
 NAMES = (
@@ -49,20 +48,19 @@ def _tokenizer_files(base: BaseModel) -> dict[str, str]:
 
 async def import_adapter(request: Request) -> Submission:
     body = await read(request, ImportAdapterRequest, MAX_BODY_BYTES)
-    job = training_service.import_adapter(trainer_of(request), body)
+    job = trainer_of(request).training.import_adapter(body)
     return Submission(job, FutureResponse(job.request_id))
 
 
 _submissions = {
     **training.submissions,
     **training.extensions,
-    **losses.submissions,
     **sampling.submissions,
     "/import_adapter": import_adapter,
 }
 routes = [
     Route("/tokenizer", tokenizer, methods=["GET"]),
     # Submissions that respond with the result, which takes one round trip instead of two.
-    *(Route(path, answer_result(submit), methods=["POST"]) for path, submit in _submissions.items()),
-    *losses.extensions,
+    *(Route(path, result_endpoint(submit), methods=["POST"]) for path, submit in _submissions.items()),
+    *training.loss_routes,
 ]

@@ -55,7 +55,7 @@ class Submission:
     receipt: FutureResponse
 
 
-def answer_receipt(submit: Submit) -> Endpoint:
+def receipt_endpoint(submit: Submit) -> Endpoint:
     """Creates a protocol endpoint that returns a receipt; clients fetch the result later."""
 
     async def endpoint(request: Request) -> Response:
@@ -64,7 +64,7 @@ def answer_receipt(submit: Submit) -> Endpoint:
     return endpoint
 
 
-def answer_result(submit: Submit) -> Endpoint:
+def result_endpoint(submit: Submit) -> Endpoint:
     """Creates an extension endpoint that waits for the result and returns it, with the request id in a header."""
 
     async def endpoint(request: Request) -> Response:
@@ -85,10 +85,10 @@ async def _result(request: Request, job: Job) -> Response:
     scheduler = trainer_of(request).scheduler
     missing = scheduler.missing_before(job, submits_in_turn=submits_in_turn(request))
     seconds = LONG_POLL_SECONDS if missing is None else min(_BLOCKED_POLL_SECONDS, LONG_POLL_SECONDS)
-    if not await finished(job, trainer_of(request), seconds):
+    if not await wait_until_done(job, trainer_of(request), seconds):
         if missing is not None:  # concurrent submissions may have overtaken each other and arrived by now
             missing = scheduler.missing_before(job, submits_in_turn=False)
-        return pending(job, missing)
+        return try_again(job, missing)
     response = await _outcome(request, job)
     # Only now, because fetched results are evicted first, and one that was not sent to its end is still needed.
     if isinstance(response, _StreamedResponse | _ChargedResponse):
@@ -96,7 +96,9 @@ async def _result(request: Request, job: Job) -> Response:
     else:
         scheduler.mark_fetched(job)
     # The standard header for what a server measures, which clients that look for it read.
-    response.headers["server-timing"] = f"queue;dur={1000 * job.queued:.3f}, run;dur={1000 * job.ran:.3f}"
+    response.headers["server-timing"] = (
+        f"queue;dur={1000 * job.queue_seconds:.3f}, run;dur={1000 * job.run_seconds:.3f}"
+    )
     return response
 
 
@@ -132,7 +134,7 @@ async def _binary(request: Request, job: Job, encode: Callable[[Any], bytes]) ->
 
 
 class _StreamedResponse(StreamingResponse):
-    """A result as JSON, encoded on another thread while it is sent: it blocks nobody and is never encoded as a whole.
+    """A result as JSON, encoded on another thread while it is sent, and never as a whole.
 
     The result stays charged until all of it was sent.
     """
@@ -148,7 +150,7 @@ class _StreamedResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
 
     def _parts(self) -> Iterator[bytes]:
-        yield from _batched(wire_json.pieces(self._job.future.result()))
+        yield from _join_pieces(wire_json.pieces(self._job.future.result()))
         self.on_sent()
 
 
@@ -162,7 +164,7 @@ class _ChargedResponse(Response):
         self._charge = charge
 
     async def __call__(self, _: Scope, __: Receive, send: Send) -> None:
-        """Sends the content in parts: the server waits before each one until most of those before are gone."""
+        """Sends the content in parts: the server waits before each part until most of the earlier ones are gone."""
         with self._charge:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             for start in range(0, len(self.body), _SENT_BYTES):
@@ -172,7 +174,7 @@ class _ChargedResponse(Response):
         self.on_sent()
 
 
-def _batched(pieces: Iterable[bytes]) -> Iterator[bytes]:
+def _join_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """Joins small pieces, because each one is sent by itself."""
     batch: list[bytes] = []
     size = 0
@@ -185,40 +187,41 @@ def _batched(pieces: Iterable[bytes]) -> Iterator[bytes]:
     yield b"".join(batch)
 
 
-def pending(job: Job, missing: int | None = None) -> Response:
+def try_again(job: Job, missing: int | None = None) -> Response:
     """Returns a response that asks the client to retry. The status is 408 because the official SDK warns on 200."""
     body = {"type": "try_again", "request_id": job.request_id, "queue_state": "active"}
     if missing is not None:
-        reason = f"waiting for request {missing} of {job.line}, which has not arrived"
+        reason = f"waiting for request {missing} of {job.queue}, which has not arrived"
         body.update(queue_state="paused_capacity", queue_state_reason=reason)
     return answer(body, 408)
 
 
-async def finished(job: Job, trainer: EmbeddedTrainer, seconds: float | None = None) -> bool:
+async def wait_until_done(job: Job, trainer: EmbeddedTrainer, seconds: float | None = None) -> bool:
     """Waits for a job until the long-poll timeout or the server's shutdown; returns whether the job is finished."""
     if not job.future.done():
-        woken, wake = _alarm()
+        woken, wake = _wake_event()
         job.future.add_done_callback(wake)
-        with trainer.waking(wake), suppress(TimeoutError):
+        with trainer.wake_on_close(wake), suppress(TimeoutError):
             await asyncio.wait_for(woken.wait(), LONG_POLL_SECONDS if seconds is None else seconds)
     return job.future.done()
 
 
 async def retrieve_futures(request: Request) -> Response:
-    """Returns which sampling requests have finished after a cursor; waits if there are none."""
+    """Returns the sampling requests that have finished after a cursor; waits if there are none."""
     body = await read(request, rq.RetrieveFuturesRequest)
     trainer = trainer_of(request)
     completions = trainer.sampling.completions
     target = body.target.sampling_session_id, body.target.cloned_sampler_id
-    woken, wake = _alarm()
-    with completions.waking(target, wake), trainer.waking(wake), suppress(TimeoutError):
-        if not (found := completions.after(target, body.prev_cursor)):
+    woken, wake = _wake_event()
+    with completions.wake_on_finish(target, wake), trainer.wake_on_close(wake), suppress(TimeoutError):
+        if not (completed := completions.after(target, body.prev_cursor)):
             await asyncio.wait_for(woken.wait(), LONG_POLL_SECONDS)
-            found = completions.after(target, body.prev_cursor)
+            completed = completions.after(target, body.prev_cursor)
     listed = [
-        {"state": "finished" if succeeded else "failed", "request_id": request_id} for _, request_id, succeeded in found
+        {"state": "finished" if succeeded else "failed", "request_id": request_id}
+        for _, request_id, succeeded in completed
     ]
-    return answer({"completions": listed, "cursor": found[-1][0] if found else body.prev_cursor})
+    return answer({"completions": listed, "cursor": completed[-1][0] if completed else body.prev_cursor})
 
 
 async def cancel_future(request: Request) -> Response:
@@ -226,7 +229,7 @@ async def cancel_future(request: Request) -> Response:
     return answer({})
 
 
-def _alarm() -> tuple[asyncio.Event, Callable[..., None]]:
+def _wake_event() -> tuple[asyncio.Event, Callable[..., None]]:
     """Returns an event of the running loop, and a function that sets it from any thread."""
     loop, woken = asyncio.get_running_loop(), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Endpoints for client configuration, sessions, telemetry and capabilities."""
+"""Endpoints of sessions, client settings, telemetry and capabilities, and of features that this trainer lacks."""
 
 from __future__ import annotations
 
@@ -20,28 +20,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-_NO_ACCOUNTS = "it has neither users nor projects"
-_CHECKPOINT = "/training_runs/{run_id}/checkpoints/{checkpoint_id:path}"
-_FEATURES = (
-    (_CHECKPOINT + "/publish", ["POST", "DELETE"], "publishing checkpoints", _NO_ACCOUNTS),
-    ("/copy_weights", ["POST"], "copying weights to a project", f"{_NO_ACCOUNTS}; load the checkpoint instead"),
-    ("/sessions/search", ["POST"], "searching sessions", "list them with list_sessions"),
-    ("/sessions/{session_id}/project", ["PUT"], "assigning projects", _NO_ACCOUNTS),
-    ("/sessions/{session_id}/trace_export", ["GET"], "exporting traces", "it keeps none"),
-    ("/audit", ["GET"], "the audit log", _NO_ACCOUNTS),
-    ("/billing/{rest:path}", ["GET", "POST"], "billing", "its use is free"),
-    ("/auth/token", ["POST"], "exchanging tokens", "it takes API keys"),
-    ("/auth/apikey/me", ["GET"], "identification", _NO_ACCOUNTS),
-)
-
-
-def _refuse(feature: str, reason: str) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(_: Request) -> Response:
-        raise Unsupported(f"{feature} is not offered by this trainer, because {reason}")
-
-    return endpoint
-
-
 # Settings for clients. Chunking is meant for servers behind proxies; here a batch is a single request.
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False,
@@ -55,6 +33,21 @@ CLIENT_CONFIG = {
     "custom_loss_server_side": True,
     "create_model_via_load_weights": False,
 }
+
+_NO_ACCOUNTS = "it has neither users nor projects"
+_CHECKPOINT = "/training_runs/{run_id}/checkpoints/{checkpoint_id:path}"
+# Endpoints of the protocol that are not offered: path, methods, feature and reason.
+_LACKING = (
+    (_CHECKPOINT + "/publish", ["POST", "DELETE"], "publishing checkpoints", _NO_ACCOUNTS),
+    ("/copy_weights", ["POST"], "copying weights to a project", f"{_NO_ACCOUNTS}; load the checkpoint instead"),
+    ("/sessions/search", ["POST"], "searching sessions", "list them with list_sessions"),
+    ("/sessions/{session_id}/project", ["PUT"], "assigning projects", _NO_ACCOUNTS),
+    ("/sessions/{session_id}/trace_export", ["GET"], "exporting traces", "it keeps none"),
+    ("/audit", ["GET"], "the audit log", _NO_ACCOUNTS),
+    ("/billing/{rest:path}", ["GET", "POST"], "billing", "its use is free"),
+    ("/auth/token", ["POST"], "exchanging tokens", "it takes API keys"),
+    ("/auth/apikey/me", ["GET"], "identification", _NO_ACCOUNTS),
+)
 
 
 async def client_config(request: Request) -> Response:
@@ -89,18 +82,18 @@ async def finish(request: Request) -> Response:
     return answer({})
 
 
-async def sessions(request: Request) -> Response:
+async def list_sessions(request: Request) -> Response:
     return answer({"sessions": [session.session_id for session in trainer_of(request).registry.sessions()]})
 
 
-async def session(request: Request) -> Response:
-    found = trainer_of(request).registry.session(request.path_params["session_id"])
+async def get_session(request: Request) -> Response:
+    session = trainer_of(request).registry.session(request.path_params["session_id"])
     return answer(
         {
-            "training_run_ids": found.models,
-            "sampler_ids": found.samplers,
-            "user_metadata": found.user_metadata,
-            "display_name": found.display_name,
+            "training_run_ids": session.models,
+            "sampler_ids": session.samplers,
+            "user_metadata": session.user_metadata,
+            "display_name": session.display_name,
         }
     )
 
@@ -124,16 +117,23 @@ async def capabilities(request: Request) -> Response:
     return answer(ServerCapabilities(models, request.app.state.extensions, PRODUCT))
 
 
+def _unsupported(feature: str, reason: str) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(_: Request) -> Response:
+        raise Unsupported(f"{feature} is not offered by this trainer, because {reason}")
+
+    return endpoint
+
+
 routes = [
     Route("/client/config", client_config, methods=["POST"]),
     Route("/client/dynamic_config", dynamic_config, methods=["POST"]),
     Route("/create_session", create_session, methods=["POST"]),
     Route("/session_heartbeat", heartbeat, methods=["POST"]),
     Route("/sessions/{session_id}/finish", finish, methods=["POST"]),
-    Route("/sessions/{session_id}", session, methods=["GET"]),
-    Route("/sessions", sessions, methods=["GET"]),
+    Route("/sessions/{session_id}", get_session, methods=["GET"]),
+    Route("/sessions", list_sessions, methods=["GET"]),
     Route("/telemetry", telemetry, methods=["POST"]),
     Route("/healthz", healthz, methods=["GET"]),
     Route("/get_server_capabilities", capabilities, methods=["GET"]),
-    *(Route(path, _refuse(feature, reason), methods=methods) for path, methods, feature, reason in _FEATURES),
+    *(Route(path, _unsupported(feature, reason), methods=methods) for path, methods, feature, reason in _LACKING),
 ]

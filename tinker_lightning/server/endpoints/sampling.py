@@ -1,4 +1,4 @@
-"""Endpoints for samplers and sampling."""
+"""Endpoints of samplers and sampling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from tinker_lightning.server.bodies import read
 from tinker_lightning.server.endpoints import trainer_of
-from tinker_lightning.server.endpoints.futures import Submission, answer_receipt
+from tinker_lightning.server.endpoints.futures import Submission, receipt_endpoint
 from tinker_lightning.server.http import answer
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
@@ -52,5 +52,5 @@ routes = [
     Route("/create_sampling_session", create_sampling_session, methods=["POST"]),
     Route("/join_sampling_session", join_sampling_session, methods=["POST"]),
     Route("/samplers/{sampler_id}", get_sampler, methods=["GET"]),
-    *(Route(path, answer_receipt(submit), methods=["POST"]) for path, submit in submissions.items()),
+    *(Route(path, receipt_endpoint(submit), methods=["POST"]) for path, submit in submissions.items()),
 ]

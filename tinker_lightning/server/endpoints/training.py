@@ -1,18 +1,20 @@
-"""Endpoints for models and their jobs."""
+"""Endpoints of models, their passes, steps, saved weights and losses."""
 
 from __future__ import annotations
 
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
 
 from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotRetained, TinkerLightningError
-from tinker_lightning.server.bodies import parse_body, read, received
+from tinker_lightning.server.bodies import parse_body, read, receive_body
 from tinker_lightning.server.endpoints import trainer_of
-from tinker_lightning.server.endpoints.futures import Submission, answer_receipt, finished, pending
+from tinker_lightning.server.endpoints.futures import Submission, receipt_endpoint, try_again, wait_until_done
 from tinker_lightning.server.http import JSON, PROTOBUF, answer, content_type
-from tinker_lightning.server.trainer.training_service import Training
+from tinker_lightning.server.trainer.jobs import Job
+from tinker_lightning.server.trainer.operations import Training
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 from tinker_lightning.wire import json as wire_json
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from tinker_lightning.server.trainer.jobs import Job
+
+# The limit for an uploaded loss. Even a graph with the maximum number of nodes is far smaller.
+MAX_LOSS_BYTES = 4 << 20
 
 T = TypeVar("T")
 
@@ -42,8 +46,8 @@ async def unload_model(request: Request) -> Submission:
 async def get_info(request: Request) -> Response:
     body = await read(request, rq.GetInfoRequest)
     model = trainer_of(request).registry.model(body.model_id)
-    if not await finished(model.creation, trainer_of(request)):
-        return pending(model.creation)
+    if not await wait_until_done(model.creation, trainer_of(request)):
+        return try_again(model.creation)
     base, adapter = model.ready()
     data = rs.ModelData(arch=base.arch, model_name=model.base_model, tokenizer_id=base.tokenizer_id)
     return answer(
@@ -113,6 +117,35 @@ async def load_weights(request: Request) -> Submission:
     return await _submit(request, parse, submit)
 
 
+async def create_custom_loss(request: Request) -> Submission:
+    message = await read(request, rq.CreateCustomLossRequest, MAX_LOSS_BYTES)
+    if message.custom_loss_seq_id < 0:
+        raise InvalidInput(f"custom_loss_seq_id must be at least 0, got {message.custom_loss_seq_id}")
+    trainer = trainer_of(request)
+    trainer.registry.session(message.session_id, must_be_open=True)
+    # Not on the trainer's thread, because this needs no model and must not delay training.
+    loss_id = await run_in_threadpool(trainer.losses.create, message)
+    answered = rs.CreateCustomLossResponse(loss_id)
+    job = Job(f"{loss_id}:create", "create_custom_loss", lambda: answered, owner=message.session_id)
+    job.execute()
+    return Submission(trainer.scheduler.submit(job), rs.FutureResponse(job.request_id))
+
+
+async def register_loss(request: Request) -> Response:
+    message = await read(request, rq.RegisterLossRequest, MAX_LOSS_BYTES)
+    trainer = trainer_of(request)
+    trainer.registry.session(message.session_id, must_be_open=True)
+    return answer(rs.CreateCustomLossResponse(await run_in_threadpool(trainer.losses.register, message)))
+
+
+async def list_losses(request: Request) -> Response:
+    trainer, session_id = trainer_of(request), request.query_params.get("session_id")
+    if session_id is not None:
+        trainer.registry.session(session_id)
+    listed = trainer.losses.listing(session_id)
+    return answer(rs.LossListing(list(listed), listed))
+
+
 def _numbered(cls: type[T], submit: Callable[[Training, T], Job]) -> Callable[[Request], Awaitable[Submission]]:
     """Returns the endpoint of a numbered job whose request is JSON."""
 
@@ -132,7 +165,7 @@ async def _submit(
     The number stays open if the client sends it again: a backward whose forward is not retained, with the datums, and a
     request for which there is no memory at the moment.
     """
-    async with received(request, may_be_compressed=may_be_compressed) as body:
+    async with receive_body(request, may_be_compressed=may_be_compressed) as body:
         try:
             message: Any = await parse_body(parse, body)
             job = submit(message)
@@ -168,6 +201,7 @@ submissions = {
     "/save_weights": _numbered(rq.SaveWeightsRequest, Training.save_weights),
     "/load_weights": load_weights,
     "/save_weights_for_sampler": _numbered(rq.SaveWeightsForSamplerRequest, Training.save_weights_for_sampler),
+    "/create_custom_loss": create_custom_loss,
     "/save_weights_external": _numbered(rq.SaveWeightsExternalRequest, Training.save_weights_external),
 }
 # Answered with the result only: a receipt would take a second round trip, which is what they are meant to save.
@@ -176,7 +210,12 @@ extensions = {
     "/retained_forward": retained_forward,
     "/retained_backward": retained_backward,
 }
+# Named batch-level losses.
+loss_routes = [
+    Route("/losses", register_loss, methods=["POST"]),
+    Route("/losses", list_losses, methods=["GET"]),
+]
 routes = [
     Route("/get_info", get_info, methods=["POST"]),
-    *(Route(path, answer_receipt(submit), methods=["POST"]) for path, submit in submissions.items()),
+    *(Route(path, receipt_endpoint(submit), methods=["POST"]) for path, submit in submissions.items()),
 ]

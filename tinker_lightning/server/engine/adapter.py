@@ -13,22 +13,22 @@ from tinker_lightning.errors import InvalidInput, OperationFailed
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tinker_lightning.server.engine.lora import LoraWeights
+    from tinker_lightning.server.engine.interface import AdapterWeights
     from tinker_lightning.types import AdamParams
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Adapter:
+class LoraAdapter:
     """Trainable LoRA weights. Every method either succeeds or leaves the adapter unchanged.
 
     Args:
         weights: The weights.
-        token_budget: The number of positions per model call, which decides how sums are rounded; by default that of the
-            base model. A saved training state restores its own.
+        token_budget: The number of positions per model call, which decides how sums are rounded; None stands for the
+            budget of the base model. A saved training state restores its own.
     """
 
-    def __init__(self, weights: LoraWeights, token_budget: int | None = None) -> None:
+    def __init__(self, weights: AdapterWeights, token_budget: int | None = None) -> None:
         self.weights = weights
         self.token_budget = token_budget
         self.gradient: dict[str, Tensor] = {}
@@ -43,9 +43,9 @@ class Adapter:
 
     def add_gradient(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Adds gradients to the accumulated sum; raises `OperationFailed` if it would not be finite."""
-        found = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        grads = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         total = self.gradient | {
-            name: self.gradient[name] + grad if name in self.gradient else grad for name, grad in found.items()
+            name: self.gradient[name] + grad if name in self.gradient else grad for name, grad in grads.items()
         }
         # Checked here and not in step(), because a non-finite gradient could be neither applied nor removed again.
         if not torch.isfinite(get_total_norm(total.values())):
@@ -91,7 +91,7 @@ class Adapter:
                 state[f"{key}/{name}"] = value
         return state
 
-    def load(self, weights: LoraWeights, training_state: Mapping[str, Tensor] | None) -> None:
+    def load(self, weights: AdapterWeights, training_state: Mapping[str, Tensor] | None) -> None:
         """Loads weights and the training state; without a training state, the optimizer is reset."""
         steps: list[dict[str, Tensor]] = []
         for name, parameter in self._parameters.items():

@@ -18,18 +18,18 @@ from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses.surrogate import check_finite, check_scalar, number, prefix_clashes
 from tinker_lightning.lossgraph.graph_loss import check_batch_inputs, metric_names
 from tinker_lightning.lossgraph.limits import Limits
-from tinker_lightning.server.engine.losses import error_context, loss_gradient
-from tinker_lightning.server.engine.passes import read_targets, read_tokens
+from tinker_lightning.server.engine.datum_losses import error_context, loss_gradient
+from tinker_lightning.server.engine.datum_pass import datum_context, read_targets, read_tokens
+from tinker_lightning.server.engine.interface import RETURNED_BYTES
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 from tinker_lightning.types.datum import PER_TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from tinker_lightning.lossgraph.graph_loss import GraphLoss, Source
-    from tinker_lightning.server.engine.adapter import Adapter
-    from tinker_lightning.server.engine.base import BaseModel
-    from tinker_lightning.server.engine.losses import PythonLoss
+    from tinker_lightning.lossgraph.graph_loss import Source
+    from tinker_lightning.server.engine.causal_lm import CausalLM
+    from tinker_lightning.server.engine.interface import Adapter, BatchLoss
     from tinker_lightning.types import Datum
 
 # A loss on logits gets the logits of the whole batch and keeps several tensors of this size, up to a gigabyte each.
@@ -44,15 +44,16 @@ MAX_WORK = 1 << 32
 # Memory limit for the activations of a batch. The gradient of a batch-level loss is known only after the forward pass
 # of the whole batch, so activations have to be kept until then or recomputed.
 KEPT_BYTES = 2 << 30
-# The most bytes of log-probabilities that a loss may return for each token, in addition to those of its targets.
-RETURNED_BYTES = 256
+# Inputs of the losses in this package with a known layout, in addition to those that every datum is checked for.
+_BY_TOKEN = PER_TOKEN | {"reference_logprobs", "teacher_logprobs"}
+_BY_DATUM = frozenset({"reward"})
 
 
 def run_batch_pass(
-    base: BaseModel,
+    base: CausalLM,
     adapter: Adapter,
     data: Sequence[Datum],
-    loss: GraphLoss | PythonLoss,
+    loss: BatchLoss,
     loss_fn_config: Mapping[str, float | str],
     loss_fn_inputs: Mapping[str, TensorData],
     *,
@@ -96,10 +97,10 @@ def run_batch_pass(
             output = loss(_sources(loss.source, leaf, mask_BT), inputs, settings, limits)
             check_scalar(output.loss)
             check_finite(output.loss, hint=_PADDING[loss.source])
-            own = {"loss:sum": output.loss.item(), "tokens:sum": float(sum(lengths))}
+            totals = {"loss:sum": output.loss.item(), "tokens:sum": float(sum(lengths))}
             names = metric_names(output.diagnostics)
             numbers = {names[name]: number(name, value) for name, value in output.diagnostics.items()}
-            metrics = {**prefix_clashes(numbers, own, "loss"), **own}
+            metrics = {**prefix_clashes(numbers, totals, "loss"), **totals}
             returned = model_output if output.logprobs is None and loss.source == "logprobs" else output.logprobs
             alternatives = math.prod(shape[2:]) if loss.source == "logprobs" else 1
             by_datum = _per_datum(returned, lengths, alternatives)
@@ -118,32 +119,18 @@ def _limits(elements: int, reserve: Callable[[int], None] | None = None) -> Limi
     return Limits(elements=largest, total=total, seconds=60.0, memory=MAX_LOSS_BYTES, reserve=reserve)
 
 
-def batch_pass_bytes(
-    base: BaseModel, lengths: Sequence[int], source: Source, *, backward: bool, token_budget: int | None
-) -> int:
-    """Estimates the memory that a pass takes at its peak, without its inputs and what the loss itself computes."""
-    size = base.pass_bytes(lengths, backward=backward, token_budget=token_budget)
-    if backward:
-        size = max(size, min(base.kept_bytes(lengths, token_budget), KEPT_BYTES + size))
-    # The outputs of the model, a copy for the loss, and in a backward pass their gradient.
-    width = base.vocab_size if source == "logits" else 1
-    return size + 4 * len(lengths) * max(lengths, default=0) * width * base.head_itemsize
-
-
 def _sources(source: Source, model_output: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
     if source == "logits":
         return {"model_outputs": model_output, "attention_mask": mask_BT}
     return {"logprobs": model_output}
 
 
-def _read(index: int, datum: Datum, base: BaseModel) -> Tensor:
-    try:
+def _read(index: int, datum: Datum, base: CausalLM) -> Tensor:
+    with datum_context(index):
         return read_tokens("model_input", datum.model_input, base)
-    except InvalidInput as error:
-        raise InvalidDatum(f"datum {index}: {error}") from error
 
 
-def _hidden_states(base: BaseModel, tokens_B: Sequence[Tensor], token_budget: int | None) -> list[Tensor]:
+def _hidden_states(base: CausalLM, tokens_B: Sequence[Tensor], token_budget: int | None) -> list[Tensor]:
     """Returns the hidden states of each datum, `[T, D]`.
 
     Activations that would take too much memory are recomputed in the backward pass.
@@ -163,7 +150,7 @@ def _hidden_states(base: BaseModel, tokens_B: Sequence[Tensor], token_budget: in
     return hidden_B
 
 
-def _target_logprobs(base: BaseModel, hidden_B: Sequence[Tensor], targets_B: Sequence[Tensor]) -> Tensor:
+def _target_logprobs(base: CausalLM, hidden_B: Sequence[Tensor], targets_B: Sequence[Tensor]) -> Tensor:
     """Returns log-probabilities as `[B, T]` or `[B, T, K]`, padded with zeros."""
     targets_NK = torch.cat([targets.reshape(len(targets), -1) for targets in targets_B])
     parts = base.target_logprobs(torch.cat(list(hidden_B)), targets_NK).split([len(targets) for targets in targets_B])
@@ -197,11 +184,6 @@ def _per_datum(logprobs: Any, lengths: Sequence[int], width: int = 1) -> list[di
     ]
 
 
-# Inputs of the losses in this package with a known layout, in addition to those that every datum is checked for.
-_BY_TOKEN = PER_TOKEN | {"reference_logprobs", "teacher_logprobs"}
-_BY_DATUM = frozenset({"reward"})
-
-
 def stack_inputs(
     data: Sequence[Datum],
     once: Mapping[str, TensorData],
@@ -226,13 +208,13 @@ def stack_inputs(
             inputs[name] = _tensor(once[name], dtype).clone()  # the loss may write to it
             continue
         if len(holders) < len(data):
-            lacking = next(i for i in range(len(data)) if i not in holders)
-            raise InvalidDatum(f"datum {lacking}: {name}: missing; datum {holders[0]} has it, and the loss reads it")
-        inputs[name] = _stacked(name, [datum.loss_fn_inputs[name] for datum in data], lengths, dtype, max_elements)
+            index = next(i for i in range(len(data)) if i not in holders)
+            raise InvalidDatum(f"datum {index}: {name}: missing; datum {holders[0]} has it, and the loss reads it")
+        inputs[name] = _stack(name, [datum.loss_fn_inputs[name] for datum in data], lengths, dtype, max_elements)
     return inputs
 
 
-def _stacked(
+def _stack(
     name: str, tensors: Sequence[TensorData], lengths: Sequence[int], dtype: torch.dtype, max_elements: int
 ) -> Tensor:
     shapes = [tensor.shape for tensor in tensors]

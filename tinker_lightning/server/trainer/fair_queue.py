@@ -1,4 +1,4 @@
-"""A queue in which the sessions of a trainer share its time equally, and the jobs of each run in their order."""
+"""A queue that divides the time of a trainer equally among its sessions; the jobs of a session run in order."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MAX_IDLE = 1024
 class FairQueue:
     """The jobs that can run, by session. Not thread-safe.
 
-    The session that has run least is next. A new or returning one starts at the fair share of a session, so that nobody
-    can save up time. A paused job stays the first of its session.
+    The session that has run least is next. A new or returning session starts at the fair share of a session, so that no
+    session can save up time. A paused job stays the first of its session.
 
-    A job that is blocked, because paused ones hold the memory that it needs, is tried again when one of them has ended.
-    Until then no further job starts that could pause, so that those of other sessions cannot take turns holding it.
+    A job that is blocked, because paused jobs hold the memory that it needs, is tried again when one of them has ended.
+    Until then no further job starts that could pause, so that other sessions cannot take turns holding the memory.
 
     Args:
         clock: Returns the time in seconds.
@@ -34,7 +34,7 @@ class FairQueue:
         self._clock = clock
         self._queues: dict[str | None, deque[Job]] = {}
         self._spent: dict[str | None, float] = {}  # seconds by session
-        self._share = 0.0  # what a session with jobs from the beginning would have had
+        self._share = 0.0  # the time of a session that has had jobs from the beginning
         self._running: Job | None = None
         self._is_resumed = False
         self._since = self._counted = 0.0
@@ -42,7 +42,7 @@ class FairQueue:
         self._blocked: set[str | None] = set()
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Adds jobs behind those of their sessions."""
+        """Adds jobs at the end of their sessions."""
         for job in jobs:
             if job.owner not in self._active():
                 self._join(job.owner)
@@ -82,11 +82,11 @@ class FairQueue:
             self._blocked.add(job.owner)
 
     def has_paused_jobs(self) -> bool:
-        """Returns whether a job is paused, which keeps its memory; the running one does not count."""
+        """Returns whether a job other than the running one is paused and keeps its memory."""
         return bool(self._paused)
 
     def should_pause(self) -> bool:
-        """Returns whether the running job has had its share of the time, and one of another session can start."""
+        """Returns whether the running job has had its share of the time and a job of another session can start."""
         if self._running is None or self._clock() - self._since < MIN_SLICE:
             return False
         owner = self._running.owner

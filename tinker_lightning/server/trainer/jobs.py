@@ -1,4 +1,4 @@
-"""Jobs, and the lines in which the numbered jobs of a model wait for their turn."""
+"""Jobs, the queues in which numbered jobs wait for their turn, and the submission of the jobs of a model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from tinker_lightning.server.trainer.sizes import result_bytes as measure_result
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tinker_lightning.server.engine.adapter import Adapter
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.interface import Adapter, BaseModel
     from tinker_lightning.server.trainer.memory import Charge, MemoryBudget
     from tinker_lightning.server.trainer.registry import Registry
     from tinker_lightning.server.trainer.scheduler import Scheduler
@@ -28,7 +27,7 @@ logger = logging.getLogger("tinker_lightning.server")
 
 Progress: TypeAlias = Literal["ended", "paused", "blocked"]
 
-# What a job takes in addition to its request and its result.
+# The memory of a job in addition to its request and its result.
 JOB_BYTES = 2048
 
 
@@ -70,8 +69,8 @@ class Job:
         self.kept_since: float | None = None  # when it finished, or was last fetched
         self.fetched = False
         self.cancelled = False
-        self.line: str | None = None  # where it is numbered
-        self.queued = self.ran = 0.0  # how many seconds it waited, including pauses, and ran
+        self.queue: str | None = None  # the name of the queue in which it is numbered
+        self.queue_seconds = self.run_seconds = 0.0  # pauses count as waiting
         self._created = time.perf_counter()
         self._run: Callable[[], Any] | None = run
         self._slices: Generator[None, None, Any] | None = None
@@ -94,8 +93,8 @@ class Job:
         Args:
             memory: The budget.
             evict: Forgets the finished job, if its memory is needed.
-            spare: How many bytes must be left for other requests of the owner.
-            reason: What they are left for, as a sentence for the error message.
+            spare: The number of bytes that must be left for other requests of the owner.
+            reason: The reason why they are left, as a sentence for the error message.
         """
         if self._charge is not None:
             if self.kept_since is not None:
@@ -138,7 +137,7 @@ class Job:
                 except StopIteration as ended:
                     result = ended.value
                 else:
-                    self.ran += time.perf_counter() - started
+                    self.run_seconds += time.perf_counter() - started
                     return "paused"
         except MemoryLimitExceeded as error:
             if may_block and error.fits_without_work:
@@ -149,8 +148,8 @@ class Job:
         except BaseException as error:
             failure = error
         now = time.perf_counter()
-        self.ran += now - started
-        self.queued = now - self._created - self.ran
+        self.run_seconds += now - started
+        self.queue_seconds = now - self._created - self.run_seconds
         if failure is None:
             self._end(min(self._result_bytes, self._measure(result)) if self._measure else self._result_bytes)
             self.future.set_result(result)
@@ -160,8 +159,10 @@ class Job:
         outcome = "ok" if failure is None else "failed: " + str(failure).partition("\n")[0]
         defect = None if isinstance(failure, TinkerLightningError) else failure
         level = logging.INFO if defect is None else logging.ERROR
-        logger.log(level, "op=%s %sms=%.1f %s", self.kind, self.labels, 1000 * self.ran, outcome, exc_info=defect)
-        _forget_frames(failure)
+        logger.log(
+            level, "op=%s %sms=%.1f %s", self.kind, self.labels, 1000 * self.run_seconds, outcome, exc_info=defect
+        )
+        _clear_frames(failure)
         return "ended"
 
     def fail(self, error: TinkerLightningError) -> None:
@@ -236,7 +237,7 @@ class Job:
             self._charge.expendable = True
 
 
-def _forget_frames(error: BaseException | None) -> None:
+def _clear_frames(error: BaseException | None) -> None:
     """Frees the local variables of the calls that failed, such as tensors, which an error keeps with its traceback."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -246,12 +247,12 @@ def _forget_frames(error: BaseException | None) -> None:
 
 
 @dataclass(slots=True)
-class Line:
-    """The numbered jobs of a model."""
+class JobQueue:
+    """Numbered jobs that run in the order of their numbers, from 1."""
 
     last: int = 0  # the highest number that was released
     waiting: dict[int, Job] = field(default_factory=dict)
-    freed: set[int] = field(default_factory=set)  # numbers of rejected submissions
+    skipped: set[int] = field(default_factory=set)  # numbers of rejected submissions
     blocked_since: float | None = None
     polled_since: float | None = None  # when a client first asked for a result beyond the missing number
 
@@ -259,7 +260,7 @@ class Line:
     def missing(self) -> int:
         """The lowest number that has neither arrived nor been rejected."""
         number = self.last + 1
-        while number in self.freed:
+        while number in self.skipped:
             number += 1
         return number
 
@@ -271,7 +272,7 @@ class Line:
             if number not in self.waiting:
                 break
             ready.append(self.waiting.pop(number))
-            self._pass(number)
+            self._advance(number)
         if not self.waiting:
             self.blocked_since = self.polled_since = None
         elif ready or self.blocked_since is None:
@@ -281,17 +282,17 @@ class Line:
 
     def skip(self) -> list[Job]:
         """Stops waiting for missing numbers and returns the jobs after them."""
-        self._pass(min(self.waiting) - 1)
+        self._advance(min(self.waiting) - 1)
         self.blocked_since = None
         return self.release()
 
-    def _pass(self, number: int) -> None:
+    def _advance(self, number: int) -> None:
         self.last = number
-        self.freed = {n for n in self.freed if n > number}
+        self.skipped = {n for n in self.skipped if n > number}
 
 
 class ModelJobs:
-    """Submits jobs that run in the order of their numbers, one line per model."""
+    """Submits the numbered jobs of models. Each model has its own queue."""
 
     def __init__(self, registry: Registry, scheduler: Scheduler) -> None:
         self._registry = registry
@@ -332,13 +333,13 @@ class ModelJobs:
             seq=request.seq_id,
             **labels,
         )
-        return self._scheduler.submit(job, line=model.model_id, number=request.seq_id)
+        return self._scheduler.submit(job, queue=model.model_id, number=request.seq_id)
 
-    def known(self, model_id: str, number: int) -> Job | None:
+    def get(self, model_id: str, number: int) -> Job | None:
         """Returns the job that was submitted with this number, if its result is still kept."""
-        return self._scheduler.known(f"{model_id}:{number}")
+        return self._scheduler.get(f"{model_id}:{number}")
 
     def skip(self, model_id: str, number: int) -> None:
         """Marks the number of a rejected request as skipped, because the client continues with the next one."""
         if self._registry.has_model(model_id):
-            self._scheduler.free(model_id, number)
+            self._scheduler.skip(model_id, number)

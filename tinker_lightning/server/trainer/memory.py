@@ -1,4 +1,4 @@
-"""The memory of a trainer: one limit, which is charged before work starts and not after the memory is gone.
+"""The memory budget of a trainer, charged before work starts, and the memory of this process and machine.
 
 The limit is divided so that no kind of use can starve another one:
 
@@ -6,13 +6,13 @@ The limit is divided so that no kind of use can starve another one:
     weights     adapters and samplers; at most a quarter of the limit
     messages    request bodies, waiting requests, results, metadata, uploaded losses; a quarter of the limit is set
                 aside for them, so that a pass neither depends on them nor stops them
-    work        passes, sampling and retained forwards: what the others leave
+    work        passes, sampling and retained forwards; the rest of the limit
 
 Some charges can be evicted. Retained forwards yield to any work, the oldest first. Messages yield to other messages:
 first results that were fetched and bodies that arrive slowly, then unread results of the owner that holds most.
 Requests are never evicted: a client that sends several at once would lose those that overtake another one. Instead, an
-owner gets at most half of what the others leave, so that a few cannot take all, and requests that arrive early leave as
-much as they take for the one that they wait for.
+owner gets at most half of the memory that other owners leave, so that a few cannot take all, and requests that arrive
+early leave as much as they take for the request that they wait for.
 """
 
 from __future__ import annotations
@@ -38,19 +38,21 @@ DEFAULT_SHARE = 0.6
 # The parts of the limit for weights, and for messages; and of the latter for one owner, and for bodies, whose owner is
 # not known before they are parsed.
 _WEIGHTS, _MESSAGES, _OWNER, _NO_OWNER = 1 / 4, 1 / 4, 1 / 3, 1 / 2
+# Parameters of mallopt(3).
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class Charge:
     """Memory in use until `release`, which may be called several times. Also a context manager."""
 
-    __slots__ = ("_budget", "evict", "expendable", "owner", "pool", "size", "what")
+    __slots__ = ("_budget", "evict", "expendable", "owner", "pool", "purpose", "size")
 
     def __init__(
-        self, budget: MemoryBudget, what: str, pool: Pool, owner: str | None, evict: Callable[[], object] | None
+        self, budget: MemoryBudget, purpose: str, pool: Pool, owner: str | None, evict: Callable[[], object] | None
     ) -> None:
         self._budget = budget
-        self.what = what
+        self.purpose = purpose
         self.pool: Pool = pool
         self.owner = owner
         self.evict = evict
@@ -59,7 +61,7 @@ class Charge:
 
     @property
     def limit(self) -> int:
-        """The memory limit that this is part of."""
+        """The memory limit of the budget."""
         return self._budget.limit
 
     def resize(self, size: int, *, spares_bodies: bool = False) -> None:
@@ -97,16 +99,16 @@ class MemoryBudget:
         if limit is not None and limit <= 0:
             raise InvalidInput(f"memory_limit must be a positive number of bytes, got {limit}")
         self.limit = int(DEFAULT_SHARE * machine_memory()) if limit is None else limit
-        self.is_of_process = False  # whether the limit holds for the whole process, as it does for a server
+        self.covers_process = False  # whether the limit holds for the whole process, as it does for a server
         self._lock = threading.Lock()
         self._used: Counter[Pool] = Counter()
         self._owners: Counter[str] = Counter()  # messages by owner
-        self._kept: Counter[str] = Counter()  # those of them that cannot be evicted
+        self._protected: Counter[str] = Counter()  # messages by owner that cannot be evicted
         self._evictable: dict[Charge, None] = {}  # oldest first
 
     def charge(
         self,
-        what: str,
+        purpose: str,
         size: int,
         pool: Pool = "work",
         *,
@@ -119,16 +121,16 @@ class MemoryBudget:
         """Takes memory before it is used; raises `MemoryLimitExceeded` if it does not fit.
 
         Args:
-            what: The use of the memory, for error messages.
+            purpose: The use of the memory, for error messages.
             size: The number of bytes.
             pool: The kind of use.
-            owner: The session whose message it is. Those of one session take at most a part of the messages' memory.
+            owner: The session whose message it is. A session takes at most a part of the memory for messages.
             evict: Frees the memory when something else needs it. The charge is released before this is called.
             expendable: Whether it is evicted before others.
-            spare: How many bytes must be left for another charge like this one.
-            fix: What the caller can do about the error.
+            spare: The number of bytes that must be left for another charge like this one.
+            fix: A sentence about what the caller can do, for error messages.
         """
-        charge = Charge(self, what, pool, owner, evict)
+        charge = Charge(self, purpose, pool, owner, evict)
         charge.expendable = expendable
         self.resize(charge, size, fix, spare=spare)
         return charge
@@ -139,14 +141,14 @@ class MemoryBudget:
         evicted = 0
         # The C library keeps freed memory, in pieces that may not fit. It is asked to return them only when the process
         # comes near its limit, because memory that is taken again has to be cleared first.
-        if self.is_of_process and grown > self.limit >> 7 and resident_memory() + grown > self.limit * 7 // 8:
+        if self.covers_process and grown > self.limit >> 7 and resident_memory() + grown > self.limit * 7 // 8:
             trim_heap()
         while True:
             with self._lock:
-                if grown <= 0 or grown + spare <= self._free(charge):
+                if grown <= 0 or grown + spare <= self._available(charge):
                     self._add(charge, grown)
                     break
-                may_fit = size + spare <= self._most(charge) and grown + spare <= self._fair(charge)
+                may_fit = size + spare <= self._max_size(charge) and grown + spare <= self._fair_growth(charge)
                 victim = self._victim(charge, grown + spare, spares_bodies=spares_bodies) if may_fit else None
                 if victim is None:
                     raise self._error(charge, grown, fix)
@@ -163,7 +165,7 @@ class MemoryBudget:
         """Makes a charge evictable. None protects it again; raises if that exceeds the fair share of its owner."""
         with self._lock:
             size = charge.size
-            if evict is None and charge.evict is not None and size > self._fair(charge):
+            if evict is None and charge.evict is not None and size > self._fair_growth(charge):
                 raise self._error(charge, 0, "Try again later.")
             self._remove(charge)
             charge.evict, charge.expendable = evict, expendable
@@ -182,46 +184,46 @@ class MemoryBudget:
 
     @property
     def work_limit(self) -> int:
-        """The memory that work has at least, which follows from the limit and the models, not from the load."""
+        """The memory that is always left for work. Depends on the limit and the models, not on the load."""
         with self._lock:
-            return max(0, self.limit - self._used["models"] - self._part(_WEIGHTS) - self._part(_MESSAGES))
+            return max(0, self.limit - self._used["models"] - self._portion(_WEIGHTS) - self._portion(_MESSAGES))
 
-    def _part(self, share: float) -> int:
+    def _portion(self, share: float) -> int:
         return int(share * self.limit)
 
-    def _free(self, charge: Charge) -> int:
+    def _available(self, charge: Charge) -> int:
         """Returns how much a charge may grow now."""
         if charge.pool == "messages":
-            owned = self._part(_MESSAGES * _share(charge.owner)) - self._owners[charge.owner or ""]
-            return min(owned, self._fair(charge), self._part(_MESSAGES) - self._used["messages"])
-        rest = self.limit - self._part(_MESSAGES)
+            owned = self._portion(_MESSAGES * _share(charge.owner)) - self._owners[charge.owner or ""]
+            return min(owned, self._fair_growth(charge), self._portion(_MESSAGES) - self._used["messages"])
+        rest = self.limit - self._portion(_MESSAGES)
         rest -= self._used["models"] + self._used["weights"] + self._used["work"]
-        return min(rest, self._part(_WEIGHTS) - self._used["weights"]) if charge.pool == "weights" else rest
+        return min(rest, self._portion(_WEIGHTS) - self._used["weights"]) if charge.pool == "weights" else rest
 
-    def _fair(self, charge: Charge) -> int:
-        """Returns how much a message may grow at most: its owner may keep half of what others leave.
+    def _fair_growth(self, charge: Charge) -> int:
+        """Returns how much a message may grow at most: its owner may keep half of the memory that others leave.
 
-        Only memory that cannot be evicted counts, and no bodies, because that of the request itself is one of them.
+        Only memory that cannot be evicted counts, and no bodies, because the body of the request itself is one of them.
         """
         if charge.owner is None or charge.pool != "messages":
             return self.limit
-        own = self._kept[charge.owner]
-        others = self._kept.total() - own - self._kept[""]
-        return (self._part(_MESSAGES) - others) // 2 - own
+        own = self._protected[charge.owner]
+        others = self._protected.total() - own - self._protected[""]
+        return (self._portion(_MESSAGES) - others) // 2 - own
 
-    def _most(self, charge: Charge) -> int:
+    def _max_size(self, charge: Charge) -> int:
         """Returns the largest size that such a charge could have if nothing else were in use but models."""
         if charge.pool == "messages":
-            return self._part(_MESSAGES * _share(charge.owner))
-        rest = self.limit - self._part(_MESSAGES) - self._used["models"]
-        return min(rest, self._part(_WEIGHTS)) if charge.pool == "weights" else rest
+            return self._portion(_MESSAGES * _share(charge.owner))
+        rest = self.limit - self._portion(_MESSAGES) - self._used["models"]
+        return min(rest, self._portion(_WEIGHTS)) if charge.pool == "weights" else rest
 
     def _victim(self, charge: Charge, grown: int, *, spares_bodies: bool) -> Charge | None:
-        """Returns what to evict next, or None if nothing may be."""
+        """Returns the charge to evict next, or None if none may be."""
         if charge.pool != "messages":
             return next((each for each in self._evictable if each.pool == "work"), None)
         own = charge.owner or ""
-        own_only = self._owners[own] + grown > self._part(_MESSAGES * _share(charge.owner))
+        own_only = self._owners[own] + grown > self._portion(_MESSAGES * _share(charge.owner))
 
         def messages() -> Iterator[Charge]:
             for each in self._evictable:
@@ -230,17 +232,17 @@ class MemoryBudget:
                 if each.owner is not None or not spares_bodies:
                     yield each
 
-        found = next((each for each in messages() if each.expendable), None)
-        if found is None:
+        victim = next((each for each in messages() if each.expendable), None)
+        if victim is None:
             others = (each for each in messages() if self._owners[each.owner or ""] > self._owners[own] + grown)
-            found = max(others, key=lambda each: self._owners[each.owner or ""], default=None)
-        return found
+            victim = max(others, key=lambda each: self._owners[each.owner or ""], default=None)
+        return victim
 
     def _add(self, charge: Charge, size: int) -> None:
         charge.size += size
         self._used[charge.pool] += size
         if charge.pool == "messages":
-            for count in (self._owners, self._kept) if charge.evict is None else (self._owners,):
+            for count in (self._owners, self._protected) if charge.evict is None else (self._owners,):
                 count[charge.owner or ""] += size
                 if not count[charge.owner or ""]:
                     del count[charge.owner or ""]
@@ -253,24 +255,24 @@ class MemoryBudget:
         self._add(charge, -charge.size)
 
     def _error(self, charge: Charge, size: int, fix: str) -> MemoryLimitExceeded:
-        most = self._most(charge)
+        most = self._max_size(charge)
         total = charge.size + size
         temporary = total <= most
-        share = f"{format_size(max(0, self._free(charge)))} of {format_size(most)} are free at the moment"
+        share = f"{format_size(max(0, self._available(charge)))} of {format_size(most)} are free at the moment"
         if not temporary:
             share = f"at most {format_size(most)} are available"
         fix = fix or ("Try again later." if temporary else "Send less at once.")
         error = MemoryLimitExceeded(
-            f"{charge.what} would take {format_size(total)} of memory, but {share} for it within the memory limit of "
-            f"{format_size(self.limit)}. {fix} The limit is set by serve --memory-limit, or "
+            f"{charge.purpose} would take {format_size(total)} of memory, but {share} for it within the memory limit "
+            f"of {format_size(self.limit)}. {fix} The limit is set by serve --memory-limit, or "
             "EmbeddedTrainer(memory_limit=)."
         )
         error.is_temporary = temporary
         if charge.pool != "messages":
             by_others = self._used["models"] + self._used["weights"]
-            rest = self.limit - self._part(_MESSAGES) - by_others
-            of_weights = self._part(_WEIGHTS) - self._used["weights"]
-            error.fits_without_work = total <= rest if charge.pool == "work" else size <= min(rest, of_weights)
+            rest = self.limit - self._portion(_MESSAGES) - by_others
+            weights_rest = self._portion(_WEIGHTS) - self._used["weights"]
+            error.fits_without_work = total <= rest if charge.pool == "work" else size <= min(rest, weights_rest)
         return error
 
 
@@ -302,10 +304,6 @@ def parse_size(text: str) -> int:
     if size <= 0:
         raise InvalidInput(f"{text!r} is not a size; write it as 6G, 512M or a number of bytes")
     return size
-
-
-# Of mallopt(3).
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def machine_memory() -> int:

@@ -1,51 +1,142 @@
-"""The passes of a model: built-in, uploaded and retained, each charged before it starts."""
+"""The passes of a model, with built-in and uploaded losses, each charged before it starts.
+
+A forward pass may be retained: its activations are kept until its gradient arrives, so that no second forward is
+needed.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import threading
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tinker_lightning.errors import InvalidDatum, InvalidInput, MemoryLimitExceeded
-from tinker_lightning.server.engine.batch_pass import RETURNED_BYTES, batch_pass_bytes, run_batch_pass
-from tinker_lightning.server.engine.losses import BoundGraph, PythonLoss
-from tinker_lightning.server.engine.passes import Activations, run_pass
-from tinker_lightning.server.trainer.loss_registry import CUSTOM, LossRegistry
-from tinker_lightning.server.trainer.retained import RetainedForward, RetainedForwards
+from tinker_lightning.errors import InvalidDatum, InvalidInput, MemoryLimitExceeded, NotRetained
+from tinker_lightning.server.engine.interface import RETURNED_BYTES, Activations
+from tinker_lightning.server.trainer.jobs import ModelJobs
+from tinker_lightning.server.trainer.loss_registry import CUSTOM, LossRegistry, PythonLoss
+from tinker_lightning.server.trainer.memory import Charge, MemoryBudget
+from tinker_lightning.server.trainer.registry import Registry
 from tinker_lightning.server.trainer.sizes import data_bytes, dense_bytes, pass_result_bytes
-from tinker_lightning.types import ForwardBackwardOutput, TensorData
+from tinker_lightning.types import Datum, ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tinker_lightning.lossgraph.graph_loss import GraphLoss
-    from tinker_lightning.server.engine.adapter import Adapter
-    from tinker_lightning.server.engine.base import BaseModel
-    from tinker_lightning.server.trainer.jobs import Job, ModelJobs
-    from tinker_lightning.server.trainer.memory import Charge, MemoryBudget
-    from tinker_lightning.server.trainer.registry import Registry
-    from tinker_lightning.types import Datum
+    from tinker_lightning.server.engine.interface import Adapter, BaseModel, BatchLoss
+    from tinker_lightning.server.trainer.jobs import Job
     from tinker_lightning.types import requests as rq
 
+# Forwards of one model without a step between them. Their datums are small, but their number must be bounded.
+MAX_FORWARDS = 256
 
+
+@dataclass(eq=False, slots=True)
+class RetainedForward:
+    """The datums of a forward pass and, unless they were evicted, its activations."""
+
+    data: list[Datum]
+    activations: Activations | None
+    charge: Charge | None = None  # for the activations
+    data_charge: Charge | None = None
+
+    def take(self) -> Activations | None:
+        """Returns the activations, which can be used once; without them the forward has to run again."""
+        activations, self.activations = self.activations, None
+        if self.charge is not None:
+            self.charge.release()
+        return activations
+
+    def release(self) -> None:
+        """Frees a forward that is no longer kept."""
+        self.take()
+        if self.data_charge is not None:
+            self.data_charge.release()
+
+
+class RetainedForwards:
+    """The retained forwards of all models. All methods are thread-safe.
+
+    Activations are evicted, the oldest first, beyond the limit and when other work needs their memory. The datums are
+    kept, so a backward still needs no tokens, and it gives the same bits because the forward runs again on them.
+
+    Args:
+        memory: The memory of the trainer, a quarter of which they may take.
+    """
+
+    def __init__(self, memory: MemoryBudget) -> None:
+        self.limit = memory.limit // 4
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._forwards: dict[tuple[str, int], RetainedForward] = {}
+
+    def add(self, model_id: str, number: int, forward: RetainedForward) -> None:
+        """Keeps the forward with this number of a model, if there is memory for its datums."""
+        key = (model_id, number)
+        try:
+            forward.data_charge = self._memory.charge(
+                "the datums of a retained forward",
+                data_bytes(forward.data),
+                "messages",
+                owner=model_id.partition(":")[0],
+                evict=lambda: self._forget(key),
+                expendable=True,
+            )
+        except MemoryLimitExceeded:
+            return  # the client sends the datums with the gradient
+        if forward.activations is not None:
+            size = forward.activations.size
+            try:
+                forward.charge = self._memory.charge("a retained forward", size, evict=forward.take)
+            except MemoryLimitExceeded:
+                forward.activations = None
+        with self._lock:
+            self._forwards[key] = forward
+            own = [key for key in self._forwards if key[0] == model_id]
+            for old in own[:-MAX_FORWARDS]:
+                self._forwards.pop(old).release()
+            self._make_room()
+
+    def find(self, model_id: str, number: int) -> RetainedForward:
+        """Returns a forward; raises `NotRetained` if it is unknown or no longer kept."""
+        with self._lock:
+            forward = self._forwards.get((model_id, number))
+        if forward is None:
+            raise NotRetained(f"forward {number} of {model_id} is not retained; send its datums with the gradient")
+        return forward
+
+    def drop(self, model_id: str) -> None:
+        """Frees the forwards of a model, whose weights have changed."""
+        with self._lock:
+            for key in [key for key in self._forwards if key[0] == model_id]:
+                self._forwards.pop(key).release()
+
+    def _forget(self, key: tuple[str, int]) -> None:
+        with self._lock:
+            forward = self._forwards.pop(key, None)
+        if forward is not None:
+            forward.release()
+
+    def _make_room(self) -> None:
+        total = 0
+        for forward in reversed(self._forwards.values()):
+            if forward.activations is not None:
+                total += forward.activations.size
+                if total > self.limit:
+                    forward.take()
+
+
+@dataclass(frozen=True, slots=True)
 class Passes:
     """Turns requests for passes into jobs. Each method returns immediately; the job provides the result."""
 
-    def __init__(
-        self,
-        jobs: ModelJobs,
-        registry: Registry,
-        losses: LossRegistry,
-        retained: RetainedForwards,
-        memory: MemoryBudget,
-    ) -> None:
-        self._jobs = jobs
-        self._registry = registry
-        self._losses = losses
-        self._retained = retained
-        self._memory = memory
+    _jobs: ModelJobs
+    _registry: Registry
+    _losses: LossRegistry
+    _retained: RetainedForwards
+    _memory: MemoryBudget
 
     def forward_backward(self, request: rq.ForwardBackwardRequest, *, counted_only: bool = False) -> Job:
         """Runs a forward pass, and a backward pass unless the request is `forward_only`.
@@ -56,21 +147,20 @@ class Passes:
         loss_id = config.pop("loss_id", None) if request.loss_fn == CUSTOM else None
         session_id = self._registry.model(request.model_id).session_id
         # Looked up now and not when the job runs: by then the name may refer to another loss.
-        found = self._losses.find(session_id, request.loss_fn, loss_id)
+        resolve = self._losses.find(session_id, request.loss_fn, loss_id)
 
         def run(base: BaseModel, adapter: Adapter) -> ForwardBackwardOutput:
-            loss = found()
+            loss = resolve()
             options: Any = {"forward_only": request.forward_only, "scale": request.scale}
             if isinstance(loss, PythonLoss) or (loss is not None and loss.source != "datum"):
                 with self._batch_work(base, adapter, request, loss) as work:
-                    return run_batch_pass(
-                        base,
+                    return base.run_batch_pass(
                         adapter,
                         request.data,
                         loss,
                         config,
                         request.loss_fn_inputs,
-                        reserve=_addition(work),
+                        reserve=_extra_charge(work),
                         **options,
                     )
             if request.loss_fn_inputs:
@@ -81,8 +171,15 @@ class Passes:
             if loss is not None and config:
                 raise InvalidInput(f"loss_fn_config: unknown setting {next(iter(config))!r}; use only loss_id")
             with self._work(base, adapter, request.data, backward=not request.forward_only) as work:
-                bound = request.loss_fn if loss is None else BoundGraph(loss, _addition(work))
-                return run_pass(base, adapter, request.data, bound, config, counted_only=counted_only, **options)
+                return base.run_pass(
+                    adapter,
+                    request.data,
+                    loss or request.loss_fn,
+                    config,
+                    counted_only=counted_only,
+                    reserve=_extra_charge(work),
+                    **options,
+                )
 
         kind = "forward" if request.forward_only else "forward_backward"
         tokens = sum(datum.model_input.length for datum in request.data if datum.model_input.is_text)
@@ -109,7 +206,7 @@ class Passes:
                         work.resize(work.size + size)
                     except MemoryLimitExceeded:
                         activations = None
-                output = run_pass(base, adapter, data, request.loss_fn, {}, forward_only=True, activations=activations)
+                output = base.run_pass(adapter, data, request.loss_fn, {}, forward_only=True, activations=activations)
             self._retained.add(request.model_id, request.seq_id, RetainedForward(data, activations))
             return output
 
@@ -130,9 +227,9 @@ class Passes:
         Raises:
             NotRetained: If the forward is no longer kept. The number is not used up then.
         """
-        known = self._jobs.known(request.model_id, request.seq_id)
-        if known is not None:
-            return known
+        earlier = self._jobs.get(request.model_id, request.seq_id)
+        if earlier is not None:
+            return earlier
         number = request.loss_fn_config.get("forward")
         if not isinstance(number, float | int) or not float(number).is_integer():
             raise InvalidInput(f"loss_fn_config: forward must be the number of a retained forward, got {number!r:.80}")
@@ -153,7 +250,7 @@ class Passes:
                         work.resize(work.size + activations.size)
                     except MemoryLimitExceeded:
                         activations = None  # the forward runs again, in parts
-                output = run_pass(base, adapter, data, "cross_entropy", {}, activations=activations)
+                output = base.run_pass(adapter, data, "cross_entropy", {}, activations=activations)
             return replace(output, loss_fn_outputs=[{} for _ in data])
 
         tokens = sum(datum.model_input.length for datum in kept)
@@ -168,13 +265,13 @@ class Passes:
         return self._charge_pass(adapter, size, data, backward=backward)
 
     def _batch_work(
-        self, base: BaseModel, adapter: Adapter, request: rq.ForwardBackwardRequest, loss: GraphLoss | PythonLoss
+        self, base: BaseModel, adapter: Adapter, request: rq.ForwardBackwardRequest, loss: BatchLoss
     ) -> Charge:
-        """Charges a pass with a loss of the whole batch, without what the loss itself computes."""
+        """Charges a pass with a loss of the whole batch, without the tensors that the loss computes."""
         backward = not request.forward_only
         lengths = _lengths(base, request.data)
         budget = adapter.token_budget
-        size = batch_pass_bytes(base, lengths, loss.source, backward=backward, token_budget=budget)
+        size = base.pass_bytes(lengths, backward=backward, token_budget=budget, source=loss.source)
         size += dense_bytes(request.data) + 8 * sum(math.prod(each.shape) for each in request.loss_fn_inputs.values())
         return self._charge_pass(adapter, size, request.data, backward=backward)
 
@@ -190,10 +287,10 @@ def _lengths(base: BaseModel, data: Sequence[Datum]) -> list[int]:
     return [min(each.length, base.max_context_length) if each.is_text else 0 for each in inputs]
 
 
-def _addition(work: Charge) -> Callable[[int], None]:
-    """Returns a function that charges this much in addition to the work itself."""
+def _extra_charge(work: Charge) -> Callable[[int], None]:
+    """Returns a function that charges memory in addition to the work itself."""
     size = work.size
-    return lambda addition: work.resize(max(work.size, size + addition))
+    return lambda extra: work.resize(max(work.size, size + extra))
 
 
 def _with_weights(datum: Datum) -> Datum:
@@ -203,8 +300,8 @@ def _with_weights(datum: Datum) -> Datum:
     return datum.with_inputs(weights=TensorData.wrap(np.zeros(targets.shape, np.float32)))
 
 
-def _gradient(index: int, given: Datum, retained: Datum) -> TensorData:
-    gradient = given.loss_fn_inputs.get("gradient")
+def _gradient(index: int, datum: Datum, retained: Datum) -> TensorData:
+    gradient = datum.loss_fn_inputs.get("gradient")
     if gradient is None:
         raise InvalidDatum(f"datum {index}: gradient: missing")
     entries, targets = (math.prod(each.shape) for each in (gradient, retained.loss_fn_inputs["target_tokens"]))

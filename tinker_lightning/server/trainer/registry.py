@@ -1,4 +1,4 @@
-"""Sessions, and the models and samplers created in them."""
+"""The registry of sessions, and of the models and samplers created in them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotFound
-from tinker_lightning.server.engine.adapter import Adapter
-from tinker_lightning.server.engine.base import BaseModel
-from tinker_lightning.server.engine.lora import LoraWeights
+from tinker_lightning.server.engine.interface import Adapter, AdapterWeights, BaseModel
 from tinker_lightning.server.trainer.jobs import Job
 from tinker_lightning.server.trainer.memory import Charge, MemoryBudget, format_size
 from tinker_lightning.types import LoraConfig
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 # Memory limit for sampler weights. Each sampler can be as large as an adapter, and an RL run creates one per step.
 SAMPLER_BYTES = 2 << 30
-# Limits for what a session or a model is described by, and for the number of sessions that are remembered.
+# Limits for the metadata of a session or a model, and for the number of sessions that are remembered.
 MAX_METADATA_BYTES = 64 << 10
 MAX_SESSIONS = 10_000
 _METADATA = "metadata"  # the owner of all metadata, of which the oldest is dropped
@@ -106,7 +104,7 @@ class Sampler:
 
     sampler_id: str
     base_model: str
-    weights: LoraWeights | None = None
+    weights: AdapterWeights | None = None
     model_path: str | None = None
 
     @property
@@ -140,9 +138,9 @@ class Registry:
                 self._forget_session()
         return session
 
-    def _charge_metadata(self, of: str, size: int, evict: Callable[[], object]) -> Charge:
+    def _charge_metadata(self, kind: str, size: int, evict: Callable[[], object]) -> Charge:
         return self._memory.charge(
-            f"the metadata of a {of}", size, "messages", owner=_METADATA, evict=evict, expendable=True
+            f"the metadata of a {kind}", size, "messages", owner=_METADATA, evict=evict, expendable=True
         )
 
     def _forget_session(self) -> None:
@@ -215,7 +213,7 @@ class Registry:
                 raise
             return kept
 
-    def keep_weights(self, sampler_id: str, weights: LoraWeights) -> None:
+    def keep_weights(self, sampler_id: str, weights: AdapterWeights) -> None:
         """Restores the weights of a sampler after they were evicted and loaded again."""
         with self._lock:
             if sampler_id in self._samplers:
@@ -230,7 +228,7 @@ class Registry:
         """Evicts the least recently used weights, but never the most recent ones. Unsaved weights are lost."""
         total = 0
         for name, sampler in reversed(list(self._samplers.items())):
-            if total and sampler.size and total + sampler.size > self._most:
+            if total and sampler.size and total + sampler.size > self._samplers_limit:
                 if sampler.model_path is None:
                     del self._samplers[name]
                 else:
@@ -240,7 +238,7 @@ class Registry:
         self._charge.resize(total)
 
     @property
-    def _most(self) -> int:
+    def _samplers_limit(self) -> int:
         return min(SAMPLER_BYTES, self._memory.limit // 8)
 
     def sampler(self, sampler_id: str) -> Sampler:
@@ -252,7 +250,8 @@ class Registry:
         if sampler is None:
             raise NotFound(
                 f"sampling_session_id: there is no sampler {sampler_id!r}, or it was evicted, because only the last "
-                f"{format_size(self._most)} of unsaved weights are kept. Save weights under a name to keep them."
+                f"{format_size(self._samplers_limit)} of unsaved weights are kept. Save weights under a name to keep "
+                "them."
             )
         return sampler
 

@@ -1,6 +1,6 @@
 """Runs jobs one at a time. The jobs of a model run in the order of their numbers, and each number runs exactly once.
 
-Sessions take turns, and a job that pauses lets those of other sessions run meanwhile.
+Sessions take turns: while a job pauses, jobs of other sessions run.
 
 A job may be submitted before one with a lower number (then it waits), or twice (the second submission returns the
 first job). If a number is missing for `gap_timeout` seconds, the jobs after it run without it, and submitting it
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, TrainerClosed
 from tinker_lightning.server.trainer.fair_queue import FairQueue
-from tinker_lightning.server.trainer.jobs import Job, Line
+from tinker_lightning.server.trainer.jobs import Job, JobQueue
 
 if TYPE_CHECKING:
     from tinker_lightning.server.trainer.memory import MemoryBudget
@@ -62,27 +62,26 @@ class Scheduler:
         self._fetched_retention = fetched_retention
         self._next_cleaning = 0.0
         self._jobs: dict[str, Job] = {}
-        self._lines: dict[str, Line] = {}
+        self._queues: dict[str, JobQueue] = {}
         self._ready = FairQueue()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def submit(self, job: Job, line: str | None = None, number: int = 0, *, frees_memory: bool = False) -> Job:
+    def submit(self, job: Job, queue: str | None = None, number: int = 0, *, frees_memory: bool = False) -> Job:
         """Queues a job, or returns the job that was submitted earlier with the same request id.
 
-        The jobs of a line run in the order of their numbers, from 1. A job without a line may run at any time. One that
-        frees memory is not charged, because it must run also when there is none left.
+        The jobs of a queue run in the order of their numbers, from 1. A job without a queue may run at any time. A job
+        that frees memory is not charged, because it must run even if none is left.
 
         Raises:
             MemoryLimitExceeded: If the request or its result do not fit into memory.
         """
-        known = self.known(job.request_id)
-        if known is None and self._memory is not None and not frees_memory:
-            spare, reason = self._spare(job, line, number)
+        if self.get(job.request_id) is None and self._memory is not None and not frees_memory:
+            spare, reason = self._spare(job, queue, number)
             job.admit(self._memory, self._forget, spare=spare, reason=reason)
         try:
-            submitted = self._submit(job, line, number)
+            submitted = self._submit(job, queue, number)
         except BaseException:
             job.release()
             raise
@@ -90,69 +89,69 @@ class Scheduler:
             job.release()
         return submitted
 
-    def _spare(self, job: Job, line: str | None, number: int) -> tuple[int, str]:
+    def _spare(self, job: Job, queue: str | None, number: int) -> tuple[int, str]:
         """Returns the memory to leave for the number that a job waits for, and the reason.
 
         It is as much as the waiting jobs take. Otherwise they could take all that their session may have: the number
         that they wait for would be rejected until it is skipped. After that time, nothing is left for it.
         """
         with self._changed:
-            entry = Line() if line is None else self._lines.setdefault(line, Line())
-            if line is None or number <= entry.missing:
+            entry = JobQueue() if queue is None else self._queues.setdefault(queue, JobQueue())
+            if queue is None or number <= entry.missing:
                 return 0, ""
             now = time.monotonic()
             entry.blocked_since = entry.blocked_since or now
             if now - entry.blocked_since >= self._gap_timeout:
                 return 0, ""
-            reason = f"Number {entry.missing} of {line} has to arrive first, and memory is left for it. "
+            reason = f"Number {entry.missing} of {queue} has to arrive first, and memory is left for it. "
             return job.size + sum(each.size for each in entry.waiting.values()), reason
 
-    def _submit(self, job: Job, line: str | None, number: int) -> Job:
+    def _submit(self, job: Job, queue: str | None, number: int) -> Job:
         with self._changed:
             if self._closed:
                 raise TrainerClosed("the trainer has been closed; connect to a running one")
-            known = self._jobs.get(job.request_id)
-            if known is not None:
-                if known.kind != job.kind:
-                    raise InvalidInput(f"number {number} of {line} was already used for {known.kind}")
-                return known
+            earlier = self._jobs.get(job.request_id)
+            if earlier is not None:
+                if earlier.kind != job.kind:
+                    raise InvalidInput(f"number {number} of {queue} was already used for {earlier.kind}")
+                return earlier
             if job.kept_since is not None:
                 job.mark_fetched()  # its result was dropped, but its owner still has the job
-            elif line is None:
+            elif queue is None:
                 self._ready.add([job])
             else:
-                entry = self._lines.setdefault(line, Line())
+                entry = self._queues.setdefault(queue, JobQueue())
                 if number <= entry.last:
                     raise InvalidInput(
-                        f"number {number} of {line} arrived too late: {entry.last} has already run. Either its result "
+                        f"number {number} of {queue} arrived too late: {entry.last} has already run. Either its result "
                         "has expired, or it was missing for so long that later numbers ran without it."
                     )
-                entry.freed.discard(number)
+                entry.skipped.discard(number)
                 entry.waiting[number] = job
-                job.line = line
+                job.queue = queue
                 self._ready.add(entry.release())
             self._jobs[job.request_id] = job
             self._drop_old()
             if self._thread is None:
-                # The thread cleans up as well, so that results expire also while nobody submits anything.
+                # The thread cleans up as well, so that results expire even if nothing is submitted.
                 self._thread = threading.Thread(target=self._work, name="tinker-lightning-trainer", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
         return job
 
-    def known(self, request_id: str) -> Job | None:
+    def get(self, request_id: str) -> Job | None:
         """Returns the job that was submitted with this id, if its result is still kept."""
         with self._changed:
             return self._jobs.get(request_id)
 
-    def free(self, line: str, number: int) -> None:
+    def skip(self, queue: str, number: int) -> None:
         """Marks the number of a rejected submission, so that the jobs after it do not wait for it."""
         with self._changed:
             if self._closed:
                 return
-            entry = self._lines.setdefault(line, Line())
+            entry = self._queues.setdefault(queue, JobQueue())
             if number > entry.last and number not in entry.waiting:
-                entry.freed.add(number)
+                entry.skipped.add(number)
                 self._ready.add(entry.release())
                 self._changed.notify_all()
 
@@ -179,10 +178,12 @@ class Scheduler:
         """Fails the waiting jobs of a finished session, and drops its results after a moment."""
         with self._changed:
             waiting: list[Job] = []
-            for line in self._lines.values():
-                for number in [number for number, job in line.waiting.items() if job.owner == owner]:
-                    waiting.append(line.waiting.pop(number))
-            self._lines = {name: line for name, line in self._lines.items() if line.waiting or not _is_of(name, owner)}
+            for queue in self._queues.values():
+                for number in [number for number, job in queue.waiting.items() if job.owner == owner]:
+                    waiting.append(queue.waiting.pop(number))
+            self._queues = {
+                name: queue for name, queue in self._queues.items() if queue.waiting or not name.startswith(f"{owner}:")
+            }
             until = time.monotonic() - self._fetched_retention + self._finished_retention
             for job in self._jobs.values():
                 if job.owner == owner and job.kept_since is not None:
@@ -198,23 +199,23 @@ class Scheduler:
         """Returns the number that a job waits for because it has not arrived, or None.
 
         Args:
-            job: The job for whose result a client asks.
+            job: The job whose result a client asks for.
             submits_in_turn: Whether the client sends a request only after the one before was accepted or given up. The
                 missing number will then never arrive. If the client keeps asking, it is skipped.
         """
         with self._changed:
-            line = self._lines.get(job.line or "")
-            if line is None or job not in line.waiting.values():
+            queue = self._queues.get(job.queue or "")
+            if queue is None or job not in queue.waiting.values():
                 return None
             if submits_in_turn:
                 now = time.monotonic()
-                line.polled_since = line.polled_since or now
-                if now - line.polled_since >= self._polled_gap_timeout:
-                    logger.warning("%s: continuing without number %d, which was never sent", job.line, line.missing)
-                    self._ready.add(line.skip())
+                queue.polled_since = queue.polled_since or now
+                if now - queue.polled_since >= self._polled_gap_timeout:
+                    logger.warning("%s: continuing without number %d, which was never sent", job.queue, queue.missing)
+                    self._ready.add(queue.skip())
                     self._changed.notify_all()
                     return None
-            return line.missing
+            return queue.missing
 
     def should_pause(self) -> bool:
         """Returns whether the running job should pause, because it is the turn of another session."""
@@ -225,8 +226,11 @@ class Scheduler:
         """Fails waiting jobs and stops the thread; a job that still runs after `timeout` seconds is interrupted."""
         with self._changed:
             self._closed = True
-            waiting = [*self._ready.clear(), *(job for line in self._lines.values() for job in line.waiting.values())]
-            self._lines.clear()
+            waiting = [
+                *self._ready.clear(),
+                *(job for queue in self._queues.values() for job in queue.waiting.values()),
+            ]
+            self._queues.clear()
             self._changed.notify_all()
         for job in waiting:
             job.fail(TrainerClosed(_CLOSED))
@@ -270,18 +274,18 @@ class Scheduler:
         """Releases jobs that have waited too long; returns the seconds until the next ones will have."""
         now = time.monotonic()
         soonest: float | None = None
-        for name, line in self._lines.items():
-            if line.blocked_since is None or not line.waiting:
+        for name, queue in self._queues.items():
+            if queue.blocked_since is None or not queue.waiting:
                 continue
-            left = line.blocked_since + self._gap_timeout - now
+            left = queue.blocked_since + self._gap_timeout - now
             if left <= 0:
                 logger.warning(
                     "%s: continuing with number %d because an earlier one did not arrive within %.0f s",
                     name,
-                    min(line.waiting),
+                    min(queue.waiting),
                     self._gap_timeout,
                 )
-                self._ready.add(line.skip())
+                self._ready.add(queue.skip())
                 left = self._gap_timeout
             soonest = left if soonest is None else min(soonest, left)
         return soonest
@@ -308,7 +312,3 @@ class Scheduler:
             if not fetched:
                 self._fetched.pop(job.owner, None)
         job.release()
-
-
-def _is_of(line: str, owner: str) -> bool:
-    return line.startswith(f"{owner}:")

@@ -1,11 +1,11 @@
-"""Estimates of the memory that requests and results take, known before the work that they ask for starts."""
+"""Estimates of the memory of requests and results, before the work starts."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Any
 
-from tinker_lightning.server.engine.prompt_scores import MAX_SCORES
+from tinker_lightning.server.engine.interface import MAX_SCORES
 from tinker_lightning.types import Datum, ForwardBackwardOutput, SampleResponse
 
 if TYPE_CHECKING:

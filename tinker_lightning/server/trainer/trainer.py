@@ -1,4 +1,4 @@
-"""The embedded trainer, which the HTTP app exposes."""
+"""The embedded trainer: its parts, its sessions, and its shutdown."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.server.engine.catalog import Catalog
+from tinker_lightning.server.engine import DEFAULT_ENGINE
 from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore
 from tinker_lightning.server.trainer.jobs import Job, ModelJobs
 from tinker_lightning.server.trainer.loss_registry import LossRegistry
 from tinker_lightning.server.trainer.memory import MemoryBudget, resident_memory
-from tinker_lightning.server.trainer.passes import Passes
+from tinker_lightning.server.trainer.operations import Training
+from tinker_lightning.server.trainer.passes import Passes, RetainedForwards
 from tinker_lightning.server.trainer.registry import ClientSession, Registry
-from tinker_lightning.server.trainer.retained import RetainedForwards
 from tinker_lightning.server.trainer.samplers import Sampling
 from tinker_lightning.server.trainer.scheduler import GAP_TIMEOUT, Scheduler
-from tinker_lightning.server.trainer.training_service import Training
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.interface import BaseModel, Engine
 
 logger = logging.getLogger("tinker_lightning.server")
 
@@ -47,22 +46,23 @@ class EmbeddedTrainer:
     """Trains and samples models on this machine, on a single worker thread.
 
     Args:
-        models: The base models that clients may use, or None for all that can be found on this machine.
+        models: The base model or models that clients may use, or None for all that can be found on this machine.
         data_dir: The folder for checkpoints.
         dtype: The dtype of the models; float64 is meant for numerical tests.
-        gap_timeout: How many seconds the requests of a model wait for one with a lower number.
+        gap_timeout: Seconds that the requests of a model wait for one with a lower number.
         allow_pickled_losses: Whether to accept pickled loss functions, which lets clients execute arbitrary code.
-        sampling_seed: Makes sampling requests without a seed reproducible: what they draw depends on this number, on
-            the numbers of the sampler and the request in their session, and on the index of the sample.
+        sampling_seed: Makes sampling requests without a seed reproducible: their tokens depend on this number, on the
+            numbers of the sampler and the request in their session, and on the index of the sample.
         memory_limit: The most memory in bytes that models, passes, sampling and messages take together; by default 60 %
             of the machine's memory. A request that does not fit fails with `MemoryLimitExceeded`.
-        token_budget: The number of positions per model call, which decides memory and rounding; by default, that of a
-            table by model. A run that is resumed keeps the one that it was started with.
+        token_budget: The number of positions per model call, which decides memory and rounding; by default, it depends
+            on the model. A resumed run keeps the budget that it was started with.
+        engine: Creates the base models; by default, models of transformers with adapters of peft.
     """
 
     def __init__(
         self,
-        models: Sequence[str] | None = None,
+        models: str | Sequence[str] | None = None,
         *,
         data_dir: Path | str | None = None,
         dtype: torch.dtype = torch.float32,
@@ -71,15 +71,17 @@ class EmbeddedTrainer:
         sampling_seed: int | None = None,
         memory_limit: int | None = None,
         token_budget: int | None = None,
+        engine: Engine = DEFAULT_ENGINE,
     ) -> None:
         if token_budget is not None and token_budget < 1:
             raise InvalidInput(f"token_budget must be at least 1, got {token_budget}")
+        models = [models] if isinstance(models, str) else models
         self.memory = memory = MemoryBudget(memory_limit)
 
         def charge_model(base: BaseModel) -> None:
             memory.charge(f"the model {base.name}", base.nbytes, "models", fix="Serve fewer or smaller models.")
 
-        self.catalog = Catalog(models, dtype=dtype, on_load=charge_model, token_budget=token_budget)
+        self.catalog = engine(models, dtype=dtype, on_load=charge_model, token_budget=token_budget)
         self.store = CheckpointStore(Path(data_dir or default_data_dir()).expanduser().absolute() / "checkpoints")
         self.registry = Registry(memory)
         self.scheduler = Scheduler(gap_timeout, memory=memory)
@@ -97,8 +99,8 @@ class EmbeddedTrainer:
         weakref.finalize(self, self.scheduler.close, _EXIT_GRACE)
 
     def charge_process(self) -> None:
-        """Charges what this process takes in addition to its models, for a process that does nothing but serve."""
-        self.memory.is_of_process = True
+        """Charges the memory of this process in addition to its models, for a process that does nothing but serve."""
+        self.memory.covers_process = True
         rest = resident_memory() - self.memory.used("models")
         self.memory.charge("this process", max(0, rest), "models", fix="Serve fewer or smaller models.")
 
@@ -129,7 +131,7 @@ class EmbeddedTrainer:
         self.scheduler.submit(job, frees_memory=True)
 
     @contextmanager
-    def waking(self, wake: Callable[[], object]) -> Iterator[None]:
+    def wake_on_close(self, wake: Callable[[], object]) -> Iterator[None]:
         """Calls `wake`, from any thread, if the trainer closes during the `with` block or is already closed."""
         self._waiters.add(wake)
         try:

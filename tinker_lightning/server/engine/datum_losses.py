@@ -1,11 +1,9 @@
-"""Per-datum losses: reads their inputs from a datum and evaluates them, for built-in losses and uploaded graphs."""
+"""Per-datum losses, built-in and uploaded, bound to a request: they read their inputs from a datum and evaluate it."""
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
-from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,25 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss, TinkerLightningError
+from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES, threshold_fault
 from tinker_lightning.losses.surrogate import check_differentiable, check_finite, check_gradient, check_scalar
 from tinker_lightning.lossgraph.graph_loss import (
-    BATCH_SOURCES,
-    LossFnOutput,
-    Source,
-    check_name,
     dense_tensors,
     meta_tensors,
     select_inputs,
 )
 from tinker_lightning.lossgraph.limits import Limits
-from tinker_lightning.lossgraph.settings import Hyperparameter, Setting, check_settings
-from tinker_lightning.lossgraph.trace import accepts_any_setting, read_hyperparameters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from tinker_lightning.lossgraph.graph_loss import GraphLoss
     from tinker_lightning.types import Datum, TensorData
@@ -42,7 +34,7 @@ REQUEST_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class DatumLoss:
     """The loss of one datum, and the tensor to call backward on. Metrics are sums, to be added up over datums."""
 
     value: float
@@ -60,8 +52,8 @@ class BoundLoss:
         self.spec = LOSSES[name]
         for key, value in config.items():
             if key not in self.spec.settings:
-                known = ", ".join(self.spec.settings) or "no settings"
-                raise InvalidInput(f"loss_fn_config: {name} has no setting {key!r}; it takes {known}")
+                settings = ", ".join(self.spec.settings) or "no settings"
+                raise InvalidInput(f"loss_fn_config: {name} has no setting {key!r}; it takes {settings}")
             if not isinstance(value, float | int) or not math.isfinite(value):
                 raise InvalidInput(f"loss_fn_config: {key} must be a finite number, got {value!r}")
         self.config: dict[str, Any] = {**self.spec.settings, **config}
@@ -103,8 +95,8 @@ class BoundLoss:
             raise InvalidDatum(f"{name}: the entry at {at} is {tensor.values[tuple(at)]}; it must be finite")
         return tensor.to_torch().to(dtype)
 
-    def counted(self, arguments: Any) -> tuple[Tensor, Tensor] | None:
-        """Returns where the loss and its metrics depend on the log-probabilities, and values for the others.
+    def counted_positions(self, arguments: Any) -> tuple[Tensor, Tensor] | None:
+        """Returns a mask of the positions that the loss and its metrics depend on, and values for the others.
 
         None if they depend on all.
         """
@@ -116,12 +108,12 @@ class BoundLoss:
         fill = inputs.get("logprobs", torch.zeros_like(masks[0], dtype=arguments[0].dtype))
         return torch.stack(masks).any(0), fill
 
-    def evaluate(self, logprobs: Tensor, arguments: list[Any]) -> Evaluated:
+    def evaluate(self, logprobs: Tensor, arguments: list[Any]) -> DatumLoss:
         """Computes the loss of a datum; raises `LossNotFinite` if it is NaN or infinite."""
         value = self.spec.formula(logprobs, *arguments).sum()
         check_finite(value, fix=self.spec.overflow)
         metrics = self.spec.metrics(logprobs.detach(), *arguments)
-        return Evaluated(value.item(), value, {name: float(number) for name, number in metrics.items()})
+        return DatumLoss(value.item(), value, {name: float(number) for name, number in metrics.items()})
 
 
 class BoundGraph:
@@ -142,10 +134,10 @@ class BoundGraph:
             self._loss.check(outputs, meta_tensors(selected, dtype), limits=limits)
         return selected
 
-    def counted(self, _: Any) -> None:
+    def counted_positions(self, _: Any) -> None:
         """Returns None: the loss may depend on the log-probabilities of all positions."""
 
-    def evaluate(self, logprobs: Tensor, inputs: dict[str, TensorData]) -> Evaluated:
+    def evaluate(self, logprobs: Tensor, inputs: dict[str, TensorData]) -> DatumLoss:
         """Computes the loss of a datum and frees its autograd graph; the returned term is linear in the logprobs."""
         leaf = logprobs.detach().requires_grad_(torch.is_grad_enabled())
         with self._clock() as limits:
@@ -154,10 +146,10 @@ class BoundGraph:
             check_finite(output.loss)
             value, numbers = output.loss.item(), surrogate.numbers(output.diagnostics)
             if not torch.is_grad_enabled():
-                return Evaluated(value, output.loss, numbers)
+                return DatumLoss(value, output.loss, numbers)
             gradient = loss_gradient(output.loss, leaf)
         # A linear loss with the same gradient, as for custom losses that run on the client.
-        return Evaluated(value, (gradient * logprobs).sum(), numbers)
+        return DatumLoss(value, (gradient * logprobs).sum(), numbers)
 
     @contextmanager
     def _clock(self) -> Iterator[Limits]:
@@ -194,83 +186,3 @@ def loss_gradient(loss: Tensor, leaf: Tensor) -> Tensor:
         return torch.zeros_like(leaf)
     check_gradient(loss, gradient)
     return gradient
-
-
-@dataclass(frozen=True, slots=True)
-class PythonLoss:
-    """A named Python function with the signature that its source requires."""
-
-    name: str
-    source: Source
-    function: Callable[..., Any]
-    defaults: Mapping[str, Setting]
-    description: str
-
-    @classmethod
-    def of(cls, name: str, source: Source, function: Any) -> PythonLoss:
-        """Creates a loss; raises `InvalidLoss` if the function does not have the parameters of a loss."""
-        check_name(name)
-        if source not in BATCH_SOURCES:
-            raise InvalidLoss(f"source must be one of {', '.join(BATCH_SOURCES)}, got {source!r:.40}")
-        if not callable(function):
-            raise InvalidLoss(f"{name} must be a function, got {type(function).__name__}")
-        description = (inspect.getdoc(function) or "").partition("\n")[0]
-        return cls(name, source, function, read_hyperparameters(function, source), description[:200])
-
-    def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
-        """Returns all settings: the defaults, overridden by `given`; raises `InvalidInput` if one is invalid."""
-        known = {name: Hyperparameter(default) for name, default in self.defaults.items()}
-        return check_settings(self.name, known, given, accepts_any_setting=accepts_any_setting(self.function))
-
-    @property
-    def reads(self) -> None:
-        """Always None, because only the function itself determines its inputs."""
-
-    def select(self, present: Iterable[str]) -> tuple[str, ...]:
-        """Returns all inputs, because any of them could be read."""
-        return tuple(present)
-
-    def check(self, *_: Any) -> None:
-        """Does nothing, because a Python function can only be checked by running it."""
-
-    def __call__(
-        self,
-        outputs: Mapping[str, Tensor],
-        inputs: Mapping[str, Tensor],
-        settings: Mapping[str, Setting],
-        limits: Limits,
-    ) -> LossFnOutput:
-        """Calls the function; raises `InvalidLoss` if it fails, and `InvalidInput` if an input is missing."""
-        del limits
-        # Copied because the function may modify its arguments, and the model's backward needs the originals.
-        outputs = {name: tensor.clone() for name, tensor in outputs.items()}
-        try:
-            if self.source == "logits":
-                given = (outputs["model_outputs"], dict(inputs), outputs["attention_mask"])
-                returned = self.function(*given, **settings)
-            else:
-                returned = self.function(dict(inputs), outputs["logprobs"], **settings)
-        except KeyError as error:
-            raise InvalidInput(f"loss_fn_inputs: {error.args[0]}: missing; {self.name} reads it") from error
-        except TinkerLightningError:
-            raise
-        except Exception as error:
-            raise InvalidLoss(f"it raised {type(error).__name__}: {error}") from error
-        if self.source == "logprobs" and isinstance(returned, Tensor):
-            return LossFnOutput(returned)
-        diagnostics: Any
-        if isinstance(returned, LossFnOutput):
-            loss, logprobs = returned.loss, returned.logprobs
-            diagnostics = {} if returned.diagnostics is None else returned.diagnostics
-        elif self.source == "logprobs" and isinstance(returned, tuple) and len(returned) == 2:
-            loss, logprobs, diagnostics = returned[0], None, returned[1]
-        else:
-            wanted = "a LossFnOutput" if self.source == "logits" else "(loss, metrics)"
-            raise InvalidLoss(f"it must return {wanted}, but returned {type(returned).__name__}")
-        if not isinstance(diagnostics, Mapping):
-            what = "diagnostics" if self.source == "logits" else "metrics"
-            raise InvalidLoss(
-                f"it must return its {what} as a dict, but returned {type(diagnostics).__name__}; return {{}} if there "
-                "are none"
-            )
-        return LossFnOutput(loss, logprobs, diagnostics)

@@ -1,18 +1,22 @@
-"""Models: creating and unloading them, optimizer steps, saving and loading."""
+"""The operations on a model, as jobs: create and unload it, take optimizer steps, save and load weights."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.server.engine.adapter import Adapter
+from tinker_lightning.server.engine.interface import ModelCatalog
 from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore, CheckpointSummary, TinkerPath
-from tinker_lightning.server.trainer.jobs import Job
+from tinker_lightning.server.trainer.jobs import Job, ModelJobs
+from tinker_lightning.server.trainer.memory import MemoryBudget
+from tinker_lightning.server.trainer.passes import RetainedForwards
 from tinker_lightning.server.trainer.registry import Model, Registry, Sampler
+from tinker_lightning.server.trainer.scheduler import Scheduler
 from tinker_lightning.types import AdamParams, LoraConfig, OptimStepResponse, SaveWeightsResponse
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
@@ -22,37 +26,24 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinker_lightning.server.engine.base import BaseModel
-    from tinker_lightning.server.engine.catalog import Catalog
-    from tinker_lightning.server.engine.lora import LoraWeights
-    from tinker_lightning.server.trainer.jobs import ModelJobs
-    from tinker_lightning.server.trainer.memory import MemoryBudget
-    from tinker_lightning.server.trainer.retained import RetainedForwards
-    from tinker_lightning.server.trainer.scheduler import Scheduler
-    from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
-    from tinker_lightning.types.requests import ImportAdapterRequest
+    from tinker_lightning.server.engine.interface import Adapter, BaseModel
 
 
+# Seconds for which an imported adapter is kept, until a model is created from it.
+_IMPORT_SECONDS = 86400
+
+
+@dataclass(frozen=True, slots=True)
 class Training:
     """Turns requests into jobs. Each method returns immediately; the job provides the result."""
 
-    def __init__(
-        self,
-        jobs: ModelJobs,
-        registry: Registry,
-        catalog: Catalog,
-        store: CheckpointStore,
-        scheduler: Scheduler,
-        retained: RetainedForwards,
-        memory: MemoryBudget,
-    ) -> None:
-        self._jobs = jobs
-        self._registry = registry
-        self._catalog = catalog
-        self._store = store
-        self._scheduler = scheduler
-        self._retained = retained
-        self._memory = memory
+    _jobs: ModelJobs
+    _registry: Registry
+    _catalog: ModelCatalog
+    _store: CheckpointStore
+    _scheduler: Scheduler
+    _retained: RetainedForwards
+    _memory: MemoryBudget
 
     def create_model(self, request: rq.CreateModelRequest) -> Job:
         """Creates an adapter on a base model."""
@@ -81,7 +72,7 @@ class Training:
         fill: Callable[[BaseModel, Adapter], rs.LoadWeightsResponse | None],
         **labels: Any,
     ) -> Job:
-        """Creates an adapter; `fill` may change it, and return the result. The labels tell two creations apart."""
+        """Creates an adapter; `fill` may change it, and return the result. The labels distinguish two creations."""
         if request.model_seq_id < 0:
             raise InvalidInput(f"model_seq_id must be at least 0, got {request.model_seq_id}")
         optimizer = (request.optimizer_config or {}).get("type", "adamw")
@@ -98,7 +89,7 @@ class Training:
             fix = "Use a smaller rank, or unload models that are no longer needed."
             charge = self._memory.charge(f"an adapter of rank {config.rank}", size, "weights", fix=fix)
             try:
-                adapter = Adapter(base.lora.new_weights(config), base.token_budget)
+                adapter = base.new_adapter(config)
                 result = fill(base, adapter)
             except BaseException:
                 charge.release()
@@ -117,16 +108,16 @@ class Training:
             **labels,
         )
         model = Model(model_id, session.session_id, base_model, config, request.user_metadata, creation)
-        known = self._registry.add_model(model).creation
-        if (known.kind, known.labels) != (kind, creation.labels):
+        first = self._registry.add_model(model).creation
+        if (first.kind, first.labels) != (kind, creation.labels):
             raise InvalidInput(
-                f"model_seq_id: {request.model_seq_id} of this session was already used for {known.kind} "
-                f"({known.labels.strip()}). Use the next number for another model."
+                f"model_seq_id: {request.model_seq_id} of this session was already used for {first.kind} "
+                f"({first.labels.strip()}). Use the next number for another model."
             )
-        return self._scheduler.submit(known)
+        return self._scheduler.submit(first)
 
     def unload_model(self, request: rq.UnloadModelRequest) -> Job:
-        """Frees the memory of a model after the jobs that were submitted before."""
+        """Frees the memory of a model after all jobs that were submitted earlier."""
         model = self._registry.model(request.model_id)
 
         def run() -> rs.UnloadModelResponse:
@@ -180,11 +171,11 @@ class Training:
             saved = self._store.load(path, training_state=optimizer)
         if saved.base_model != base.name:
             raise InvalidInput(f"path: {path} was trained on {saved.base_model}, but this model is {base.name}")
-        loaded, own = saved.weights.config, adapter.weights.config
+        loaded, current = saved.weights.config, adapter.weights.config
         for name in ("rank", "train_unembed", "train_mlp", "train_attn"):
-            if getattr(loaded, name) != getattr(own, name):
+            if getattr(loaded, name) != getattr(current, name):
                 raise InvalidInput(
-                    f"path: {path} has {name}={getattr(loaded, name)}, but this model has {getattr(own, name)}. "
+                    f"path: {path} has {name}={getattr(loaded, name)}, but this model has {getattr(current, name)}. "
                     "Create a model from the state instead."
                 )
         base.lora.check(saved.weights)
@@ -221,6 +212,43 @@ class Training:
 
         return self._jobs.submit(request, "save_weights_external", run)
 
+    def import_adapter(self, request: rq.ImportAdapterRequest) -> Job:
+        """Saves an uploaded adapter for a day. The same adapter has the same path."""
+        self._registry.session(request.session_id, must_be_open=True)
+        self._catalog.check(request.base_model)
+        about = f"{request.base_model}/{request.scaling!r}/".encode()
+        digest = hashlib.blake2b(about + request.weights, digest_size=8).hexdigest()
+        path = TinkerPath(f"import-{digest}", "sampler_weights", "adapter")
+
+        def run() -> SaveWeightsResponse:
+            base = self._catalog.get(request.base_model)
+            # The tensors as they are loaded, and in the dtype and shape of an adapter.
+            with self._memory.charge("an uploaded adapter", 3 * len(request.weights), fix="Use a smaller rank."):
+                try:
+                    tensors = load(request.weights)
+                except SafetensorError as error:
+                    raise InvalidInput(f"weights: not a safetensors file: {error}") from error
+                weights = base.lora.import_weights(tensors, request.scaling)
+                self._store.save(
+                    path,
+                    base_model=base.name,
+                    weights=weights,
+                    peft_config=base.lora.peft_config(weights.config),
+                    steps=0,
+                    ttl_seconds=_IMPORT_SECONDS,
+                    overwrite=True,
+                )
+            return SaveWeightsResponse(str(path))
+
+        job = Job(
+            f"{request.session_id}:{path.run}",
+            "import_adapter",
+            run,
+            owner=request.session_id,
+            request_bytes=len(request.weights),
+        )
+        return self._scheduler.submit(job)
+
     def _save(
         self,
         path: TinkerPath,
@@ -241,47 +269,3 @@ class Training:
             overwrite=isinstance(request, rq.SaveWeightsRequest) and request.overwrite,
             user_metadata=None if isinstance(request, rq.SaveWeightsExternalRequest) else request.user_metadata,
         )
-
-
-# The copy is needed until a model was created from it.
-_KEPT_SECONDS = 86400
-
-
-def import_adapter(trainer: EmbeddedTrainer, request: ImportAdapterRequest) -> Job:
-    """Submits a job that saves an adapter for a day. The same adapter has the same path."""
-    trainer.registry.session(request.session_id, must_be_open=True)
-    trainer.catalog.check(request.base_model)
-    about = f"{request.base_model}/{request.scaling!r}/".encode()
-    digest = hashlib.blake2b(about + request.weights, digest_size=8).hexdigest()
-    path = TinkerPath(f"import-{digest}", "sampler_weights", "adapter")
-
-    def run() -> SaveWeightsResponse:
-        base = trainer.catalog.get(request.base_model)
-        # The tensors as they are loaded, and in the dtype and shape of an adapter.
-        with trainer.memory.charge("an uploaded adapter", 3 * len(request.weights), fix="Use a smaller rank."):
-            try:
-                tensors = load(request.weights)
-            except SafetensorError as error:
-                raise InvalidInput(f"weights: not a safetensors file: {error}") from error
-            return save(base.lora.import_weights(tensors, request.scaling), base)
-
-    def save(weights: LoraWeights, base: BaseModel) -> SaveWeightsResponse:
-        trainer.store.save(
-            path,
-            base_model=base.name,
-            weights=weights,
-            peft_config=base.lora.peft_config(weights.config),
-            steps=0,
-            ttl_seconds=_KEPT_SECONDS,
-            overwrite=True,
-        )
-        return SaveWeightsResponse(str(path))
-
-    job = Job(
-        f"{request.session_id}:{path.run}",
-        "import_adapter",
-        run,
-        owner=request.session_id,
-        request_bytes=len(request.weights),
-    )
-    return trainer.scheduler.submit(job)

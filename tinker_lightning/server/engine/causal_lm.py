@@ -13,16 +13,42 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.server.engine import batch_pass, datum_pass
+from tinker_lightning.server.engine.adapter import LoraAdapter
 from tinker_lightning.server.engine.logprobs import chunk_rows, target_logprobs
 from tinker_lightning.server.engine.lora import LoraHost, Matrices
 from tinker_lightning.server.engine.pretrained import load_model
+from tinker_lightning.server.engine.sampler import CachedSampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from tinker_lightning.lossgraph.graph_loss import Source
+    from tinker_lightning.types import LoraConfig
 
-class BaseModel:
+
+@dataclass(frozen=True, slots=True)
+class CallSize:
+    """The size of the calls of a model on a CPU. Other numbers give other bits.
+
+    Args:
+        tokens: The token budget: the number of positions per call, including padding. Activations take about 2 MB per
+            position for a model with 135M parameters, and matrix products get no faster beyond 512. Checkpoints record
+            it.
+        overhead: The cost of a call apart from its positions, in positions: reading the weights, and Python between
+            kernels.
+    """
+
+    tokens: int = 512
+    overhead: int = 16
+
+
+# By base model; others have the default.
+CALL_SIZES: Mapping[str, CallSize] = {"tiny": CallSize(overhead=512), "smollm2-135m": CallSize()}
+
+
+class CausalLM:
     """A frozen model with its tokenizer and LoRA layers, from a folder or a hub id. Not thread-safe."""
 
     def __init__(self, name: str, path: Path | str, dtype: torch.dtype = torch.float32) -> None:
@@ -38,9 +64,21 @@ class BaseModel:
         self.max_context_length = int(getattr(config, "max_position_embeddings", 2048))
         self.eos_token_ids = _eos_token_ids(self.model, self.tokenizer)
         self._call_size = CALL_SIZES.get(name, CallSize())
-        self._layers = layers_of(self.model.get_decoder())
+        self._layers = decoder_layers(self.model.get_decoder())
         self.lora = LoraHost(self.model, str(path))
         self._check_head()
+
+    # Functions in modules of their own, with the model as their first argument.
+    run_pass = datum_pass.run_pass
+    run_batch_pass = batch_pass.run_batch_pass
+
+    def new_adapter(self, config: LoraConfig) -> LoraAdapter:
+        """Creates an adapter with initial weights, which has no effect yet."""
+        return LoraAdapter(self.lora.new_weights(config), self.token_budget)
+
+    def new_sampler(self) -> CachedSampler:
+        """Creates a sampler."""
+        return CachedSampler(self)
 
     @property
     def token_budget(self) -> int:
@@ -65,7 +103,7 @@ class BaseModel:
         single long sequence, keeps the activations of as many layers as fit into the memory of a full call, and
         computes the others again in the backward pass. This gives the same bits.
         """
-        with recomputed(self._layers[: self._recomputed_layers(tokens_BT.numel())]):
+        with recompute(self._layers[: self._recomputed_layers(tokens_BT.numel())]):
             hidden_BTD: Tensor = self.model.get_decoder()(input_ids=tokens_BT, use_cache=False).last_hidden_state
         return hidden_BTD
 
@@ -87,18 +125,32 @@ class BaseModel:
         return positions * per_position * int(self.model.dtype.itemsize) + logits
 
     def forward_bytes(self, positions: int) -> int:
-        """Estimates the memory of a forward pass without gradients: that of one layer and of its input."""
+        """Estimates the memory of a forward pass without gradients: one layer and its input."""
         width, inner, _ = self._sizes()
         return positions * (8 * width + 4 * inner) * int(self.model.dtype.itemsize)
 
-    def pass_bytes(self, lengths: Sequence[int], *, backward: bool, token_budget: int | None = None) -> int:
-        """Estimates the memory that a pass over datums of these lengths takes at its peak, without its inputs.
+    def pass_bytes(
+        self, lengths: Sequence[int], *, backward: bool, token_budget: int | None = None, source: Source = "datum"
+    ) -> int:
+        """Estimates the memory that a pass takes at its peak, without its inputs and the tensors of the loss.
 
         Args:
             lengths: The number of tokens of each datum.
             backward: Whether it has a backward pass.
             token_budget: The adapter's token budget, if it is not the model's.
+            source: The model output that the loss is computed from.
         """
+        size = self._call_bytes(lengths, token_budget, backward=backward)
+        if source == "datum":
+            return size
+        if backward:
+            size = max(size, min(self.kept_bytes(lengths, token_budget), batch_pass.KEPT_BYTES + size))
+        # The outputs of the model, a copy for the loss, and in a backward pass their gradient.
+        width = self.vocab_size if source == "logits" else 1
+        return size + 4 * len(lengths) * max(lengths, default=0) * width * self.head_itemsize
+
+    def _call_bytes(self, lengths: Sequence[int], token_budget: int | None, *, backward: bool) -> int:
+        """Estimates the memory of the largest model call of a pass."""
         positions = max(self._positions(lengths, token_budget), default=0)
         width, inner, _ = self._sizes()
         # A chunk of logits and a copy of it. A backward pass computes a layer again, and its gradients.
@@ -132,7 +184,7 @@ class BaseModel:
         return positions * layers * 2 * kept * width * int(self.model.dtype.itemsize)
 
     def _sizes(self) -> tuple[int, int, int]:
-        """Returns the width of the model, that of its MLP, and the number of its layers."""
+        """Returns the width of the model, the width of its MLP, and the number of its layers."""
         config = self.model.config
         width = int(getattr(config, "hidden_size", 1024))
         inner = int(getattr(config, "intermediate_size", None) or 4 * width)
@@ -152,7 +204,7 @@ class BaseModel:
 
     @property
     def _head(self) -> Matrices:
-        return Matrices.of(self.model.get_output_embeddings())
+        return Matrices.from_layer(self.model.get_output_embeddings())
 
     @property
     def _logits_rows(self) -> int:
@@ -170,16 +222,16 @@ class BaseModel:
             kind = type(self.model.get_output_embeddings()).__name__
             raise InvalidInput(f"{self.name}: the output matrix of {self.arch} models is a {kind}, not a linear layer")
         tokens_BT = torch.arange(4).remainder(self.vocab_size)[None]
-        given: list[Tensor] = []
+        inputs: list[Tensor] = []
 
         def answer(_: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
-            given.append(args[0])
+            inputs.append(args[0])
             return torch.linspace(-100, 100, output.numel(), dtype=output.dtype).view_as(output)
 
         with self.model.get_output_embeddings().register_forward_hook(answer):
             logits_BTV = self.model(input_ids=tokens_BT, use_cache=False).logits
         expected_BTV = torch.linspace(-100, 100, logits_BTV.numel(), dtype=logits_BTV.dtype).view_as(logits_BTV)
-        same_input = torch.allclose(given[0], self.hidden_states(tokens_BT), rtol=1e-3, atol=1e-5)
+        same_input = torch.allclose(inputs[0], self.hidden_states(tokens_BT), rtol=1e-3, atol=1e-5)
         if not (same_input and torch.equal(logits_BTV, expected_BTV)):
             raise InvalidInput(
                 f"{self.name}: {self.arch} models scale or cap their logits, which is not supported. Use another "
@@ -192,26 +244,6 @@ def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     if ids is None:
         ids = tokenizer.eos_token_id
     return frozenset([ids] if isinstance(ids, int) else ids or [])
-
-
-@dataclass(frozen=True, slots=True)
-class CallSize:
-    """How large the calls of a model are on a CPU. Other numbers give other bits.
-
-    Args:
-        tokens: The token budget: the number of positions per call, including padding. Activations take about 2 MB per
-            position for a model with 135M parameters, and matrix products get no faster beyond 512. Checkpoints record
-            it.
-        overhead: What a call costs apart from its positions, in positions: reading the weights, and Python between
-            kernels.
-    """
-
-    tokens: int = 512
-    overhead: int = 16
-
-
-# By base model; others have the default.
-CALL_SIZES: Mapping[str, CallSize] = {"tiny": CallSize(overhead=512), "smollm2-135m": CallSize()}
 
 
 def group_by_length(lengths: Sequence[int], size: CallSize) -> list[list[int]]:
@@ -242,13 +274,13 @@ def group_by_length(lengths: Sequence[int], size: CallSize) -> list[list[int]]:
     return batches
 
 
-def layers_of(decoder: nn.Module) -> list[nn.Module]:
+def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
     """Returns the layers that transformers can recompute, in the order in which they run."""
     return [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 @contextmanager
-def recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
+def recompute(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Makes these layers keep only their inputs in a forward pass with gradients.
 
     transformers does this for models in training mode only, in which dropout is active too.

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-Normalisation: TypeAlias = Literal["sum", "weighted_sum", "length", "mean", "masked_mean", "sequence_mean"]
+Normalization: TypeAlias = Literal["sum", "weighted_sum", "length", "mean", "masked_mean", "sequence_mean"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Behaviour:
+class Behavior:
     """What a kind of server does. The defaults are those of a lenient server that speaks JSON.
 
     Where a server crashes, the answer is a plain-text 500, and the connection is closed.
@@ -55,7 +55,7 @@ class Behaviour:
         unknown_loss: Whether other names are rejected with 422 or computed as `cross_entropy`.
         rejects_loss_config: Whether unknown settings of a loss are rejected with 422.
         clip: The default thresholds of ppo and cispo.
-        cross_entropy: How `cross_entropy` is normalised: a plain sum; for each sequence divided by its length; a mean
+        cross_entropy: How `cross_entropy` is normalized: a plain sum; for each sequence divided by its length; a mean
             over the tokens of the call; a mean over the tokens of the call whose weight is not 0, where all weights
             count as 1; or for each sequence divided by `max(sum of its weights, 1e-9)`.
         importance_sampling: The same for losses with advantages, where `weights` may be given, too.
@@ -145,8 +145,8 @@ class Behaviour:
     unknown_loss: Literal["rejected", "cross_entropy"] = "rejected"
     rejects_loss_config: bool = False
     clip: tuple[float, float] = (0.8, 1.2)
-    cross_entropy: Normalisation = "sum"
-    importance_sampling: Normalisation = "sum"
+    cross_entropy: Normalization = "sum"
+    importance_sampling: Normalization = "sum"
     importance_sampling_is_clipped: bool = False
     even_batches: bool = False
     window_mean: bool = False

@@ -23,9 +23,9 @@ from transformers import (
 from tests.helpers.sampling import sample
 from tests.helpers.soaking import first_only
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.server.engine.adapter import Adapter
+from tinker_lightning.server.engine.adapter import LoraAdapter
 from tinker_lightning.server.engine.catalog import Catalog
-from tinker_lightning.server.engine.passes import run_pass
+from tinker_lightning.server.engine.datum_pass import run_pass
 from tinker_lightning.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.server.engine.causal_lm import CausalLM
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,
@@ -77,7 +77,7 @@ def save(folder: Path, config: Any, tokenizer: Any) -> str:
     ids=lambda config: config.model_type,
 )
 def test_logits_that_are_rescaled_behind_the_output_matrix_are_rejected(
-    tiny: BaseModel, tmp_path: Path, config: Any
+    tiny: CausalLM, tmp_path: Path, config: Any
 ) -> None:
     path = save(tmp_path, config, tiny.tokenizer)
     with pytest.raises(InvalidInput, match=f"{config.model_type} models scale or cap their logits"):
@@ -101,7 +101,7 @@ def test_logits_that_are_rescaled_behind_the_output_matrix_are_rejected(
     ids=lambda config: f"{config.model_type}{'-tied' if config.tie_word_embeddings else ''}",
 )
 def test_other_architectures_train_exactly(  # R5.5
-    tiny: BaseModel,
+    tiny: CausalLM,
     tmp_path: Path,
     make_adapter: Any,
     make_reference: Callable[[str, torch.dtype], Any],
@@ -149,7 +149,7 @@ def part_of(tensor_name: str) -> str:
     ids=["attention", "mlp", "both"],
 )
 def test_layers_of_one_name_in_two_places_are_distinguished(
-    tiny: BaseModel, tmp_path: Path, config: LoraConfig, modules: set[str]
+    tiny: CausalLM, tmp_path: Path, config: LoraConfig, modules: set[str]
 ) -> None:
     base = Catalog().get(save(tmp_path, GPT2, tiny.tokenizer))
     names = base.lora.new_weights(config).tensors
@@ -158,7 +158,7 @@ def test_layers_of_one_name_in_two_places_are_distinguished(
 
 
 def test_loading_draws_no_bar_and_leaves_those_of_others(
-    tiny: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tiny: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = save(tmp_path, GPT2, tiny.tokenizer)
     load = AutoModelForCausalLM.from_pretrained
@@ -177,12 +177,12 @@ def test_loading_draws_no_bar_and_leaves_those_of_others(
     assert "Loading weights" in capfd.readouterr().err
 
 
-def test_a_folder_is_sampled_like_any_model(tiny: BaseModel, tmp_path: Path) -> None:
+def test_a_folder_is_sampled_like_any_model(tiny: CausalLM, tmp_path: Path) -> None:
     path = save(tmp_path, GPT2, tiny.tokenizer)
     base = Catalog([path]).get(path)
     assert (base.name, base.arch, base.vocab_size, base.max_context_length) == (path, "gpt2", 67, 64)
     assert base.eos_token_ids == {2}
-    Adapter(base.lora.new_weights(LoraConfig(rank=2)))
+    LoraAdapter(base.lora.new_weights(LoraConfig(rank=2)))
     model = AutoModelForCausalLM.from_pretrained(path).eval()
     prompt = torch.tensor([[3, 1, 4]])
     expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=8)

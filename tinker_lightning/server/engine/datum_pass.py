@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,32 +19,16 @@ from torch.nn.utils.rnn import pad_sequence
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses.surrogate import prefix_clashes
 from tinker_lightning.lossgraph.graph_loss import combine_metrics
-from tinker_lightning.server.engine.losses import BoundGraph, BoundLoss, error_context
+from tinker_lightning.server.engine.datum_losses import BoundGraph, BoundLoss, error_context
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from tinker_lightning.server.engine.adapter import Adapter
-    from tinker_lightning.server.engine.base import BaseModel
+    from tinker_lightning.lossgraph.graph_loss import GraphLoss
+    from tinker_lightning.server.engine.causal_lm import CausalLM
+    from tinker_lightning.server.engine.interface import Activations, Adapter
     from tinker_lightning.types import Datum, ModelInput
-
-
-class Activations:
-    """The autograd graph of a forward pass: a later backward pass takes it instead of running the forward again."""
-
-    def __init__(self) -> None:
-        self.size = 0  # an estimate of the memory in bytes
-        self._logprobs: dict[tuple[int, ...], list[Tensor]] = {}  # by group of datums
-
-    def keep(self, group: Sequence[int], logprobs: list[Tensor], size: int) -> None:
-        """Keeps the log-probabilities of a group of datums, with their graph."""
-        self._logprobs[tuple(group)] = logprobs
-        self.size += size
-
-    def take(self, group: Sequence[int]) -> list[Tensor] | None:
-        """Returns the log-probabilities of a group, whose graph can be used once."""
-        return self._logprobs.pop(tuple(group), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +40,14 @@ class _Example:
     shape: list[int]
     arguments: Any  # as `read` of the loss returns them
     counted_T: Tensor | None = None  # positions whose log-probabilities matter, unless all do
-    fill_TK: Tensor | None = None  # what the loss gets at the others
+    fill_TK: Tensor | None = None  # the values that the loss gets at the others
 
 
 def run_pass(
-    base: BaseModel,
+    base: CausalLM,
     adapter: Adapter,
     data: Sequence[Datum],
-    loss_fn: str | BoundGraph,
+    loss_fn: str | GraphLoss,
     loss_fn_config: Mapping[str, float | str],
     *,
     forward_only: bool = False,
@@ -71,6 +55,7 @@ def run_pass(
     activations: Activations | None = None,
     counted_only: bool = False,
     token_budget: int | None = None,
+    reserve: Callable[[int], None] | None = None,
 ) -> ForwardBackwardOutput:
     """Returns the log-probabilities of all targets and the summed loss; adds the gradient unless `forward_only`.
 
@@ -87,11 +72,12 @@ def run_pass(
         activations: Filled by a `forward_only` pass; a backward pass over the same data and weights takes them, which
             gives the same bits as a pass without them.
         counted_only: Whether log-probabilities are computed only where a built-in loss depends on them; elsewhere, 0 or
-            those of the sampling policy are returned. Values and gradients are the same up to rounding, because a
-            product of fewer rows may be rounded differently.
+            the log-probabilities of the sampling policy are returned. Values and gradients are the same up to rounding,
+            because a product of fewer rows may be rounded differently.
         token_budget: The number of positions per model call; by default the adapter's, which its checkpoints record.
+        reserve: Takes memory for the tensors of an uploaded loss.
     """
-    loss = BoundLoss(loss_fn, loss_fn_config) if isinstance(loss_fn, str) else loss_fn
+    loss = BoundLoss(loss_fn, loss_fn_config) if isinstance(loss_fn, str) else BoundGraph(loss_fn, reserve)
     dtype = next(iter(adapter.weights.tensors.values())).dtype
     if not data:
         raise InvalidInput("data: the batch is empty; send at least one datum")
@@ -121,9 +107,9 @@ def run_pass(
                 torch.autograd.backward(terms)
         if not forward_only:
             adapter.add_gradient(parameters)
-    own = {"loss:sum": total, "tokens:sum": sum(lengths)}
+    totals = {"loss:sum": total, "tokens:sum": sum(lengths)}
     combined = combine_metrics(metrics, len(examples))
-    return ForwardBackwardOutput(outputs, {**prefix_clashes(combined, own, "loss"), **own})
+    return ForwardBackwardOutput(outputs, {**prefix_clashes(combined, totals, "loss"), **totals})
 
 
 def _compact(logprobs: Tensor, datums: int) -> Tensor:
@@ -131,7 +117,7 @@ def _compact(logprobs: Tensor, datums: int) -> Tensor:
     return logprobs.clone() if logprobs.untyped_storage().nbytes() > 4 * datums * logprobs.nbytes else logprobs
 
 
-def _logprobs(base: BaseModel, examples: Sequence[_Example]) -> list[Tensor]:
+def _logprobs(base: CausalLM, examples: Sequence[_Example]) -> list[Tensor]:
     """Returns the log-probabilities of each example, in the shape of its targets."""
     tokens_BT = pad_sequence([example.tokens_T for example in examples], batch_first=True)
     lengths = [len(example.tokens_T) for example in examples]
@@ -149,7 +135,7 @@ def _logprobs(base: BaseModel, examples: Sequence[_Example]) -> list[Tensor]:
     ]
 
 
-def _counted_logprobs(base: BaseModel, hidden_ND: Tensor, targets_NK: Tensor, examples: Sequence[_Example]) -> Tensor:
+def _counted_logprobs(base: CausalLM, hidden_ND: Tensor, targets_NK: Tensor, examples: Sequence[_Example]) -> Tensor:
     """Returns log-probabilities, computed only at positions that count."""
     masks = [example.counted_T for example in examples]
     if any(mask is None or example.fill_TK is None for mask, example in zip(masks, examples, strict=True)):
@@ -163,43 +149,48 @@ def _counted_logprobs(base: BaseModel, hidden_ND: Tensor, targets_NK: Tensor, ex
 
 
 def _read(
-    index: int, datum: Datum, base: BaseModel, loss: BoundLoss | BoundGraph, dtype: torch.dtype, *, counted_only: bool
+    index: int, datum: Datum, base: CausalLM, loss: BoundLoss | BoundGraph, dtype: torch.dtype, *, counted_only: bool
 ) -> _Example:
-    try:
+    with datum_context(index):
         tokens = read_tokens("model_input", datum.model_input, base)
         targets = _read_targets(datum, base)
         with error_context(f"datum {index}: {loss.name}"):
             arguments = loss.read(datum, dtype=dtype)
-    except InvalidLoss:
-        raise
-    except InvalidInput as error:
-        raise InvalidDatum(f"datum {index}: {error}") from error
     example = _Example(tokens, targets.reshape(len(tokens), -1), list(targets.shape), arguments)
-    counted = loss.counted(arguments) if counted_only else None
+    counted = loss.counted_positions(arguments) if counted_only else None
     if counted is None:
         return example
     mask, fill = (each.reshape(len(tokens), -1) for each in counted)
     return replace(example, counted_T=mask.any(-1), fill_TK=fill)
 
 
-def read_targets(data: Sequence[Datum], lengths: Sequence[int], base: BaseModel) -> list[Tensor]:
+@contextmanager
+def datum_context(index: int) -> Iterator[None]:
+    """Prefixes the message of an error about the inputs of a datum with its index."""
+    try:
+        yield
+    except InvalidLoss:
+        raise
+    except InvalidInput as error:
+        raise InvalidDatum(f"datum {index}: {error}") from error
+
+
+def read_targets(data: Sequence[Datum], lengths: Sequence[int], base: CausalLM) -> list[Tensor]:
     """Returns the targets of all datums, which must have the same number of alternatives."""
-    found: list[Tensor] = []
+    targets_B: list[Tensor] = []
     for i, (datum, length) in enumerate(zip(data, lengths, strict=True)):
-        try:
+        with datum_context(i):
             targets = _read_targets(datum, base)
-        except InvalidInput as error:
-            raise InvalidDatum(f"datum {i}: {error}") from error
-        if len(targets) != length or (found and targets.shape[1:] != found[0].shape[1:]):
+        if len(targets) != length or (targets_B and targets.shape[1:] != targets_B[0].shape[1:]):
             raise InvalidDatum(
                 f"datum {i}: target_tokens has the shape {list(targets.shape)}; give as many alternatives for each of "
                 f"its {length} tokens as datum 0 has"
             )
-        found.append(targets)
-    return found
+        targets_B.append(targets)
+    return targets_B
 
 
-def _read_targets(datum: Datum, base: BaseModel) -> Tensor:
+def _read_targets(datum: Datum, base: CausalLM) -> Tensor:
     targets = datum.loss_fn_inputs.get("target_tokens")
     if targets is None:
         raise InvalidDatum("target_tokens: missing; every loss needs the tokens to predict")
@@ -213,7 +204,7 @@ def _read_targets(datum: Datum, base: BaseModel) -> Tensor:
     return dense
 
 
-def read_tokens(name: str, model_input: ModelInput, base: BaseModel) -> Tensor:
+def read_tokens(name: str, model_input: ModelInput, base: CausalLM) -> Tensor:
     """Returns the token ids of an input; `name` is used in error messages."""
     if not model_input.is_text:
         raise InvalidDatum(f"{name}: {base.name} takes text only, but the input has other chunks")
