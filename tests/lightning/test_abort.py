@@ -188,9 +188,7 @@ def test_ctrl_c_between_the_requests_of_a_step_waits_for_the_last_of_them(
     client: Any = module.lm.backend
     send, sent = client.send, []
 
-    def send_backward(request: Any, *, forward_only: bool = False, retain: bool = False) -> Any:
-        if forward_only:
-            return send(request, forward_only=True, retain=retain)
+    def send_backward(request: Any) -> Any:
         sent.append(send(request))
         if len(sent) == N + 2:
             ctrl_c()
@@ -398,8 +396,6 @@ def test_a_request_that_fails_between_windows_is_not_lost(
     send, sent = getattr(client, method), []
 
     def fails_once(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("forward_only"):
-            return send(*args, **kwargs)
         sent.append(args)
         if len(sent) == 1:
             unknown = {"type": "no such optimizer"}

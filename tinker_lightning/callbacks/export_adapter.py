@@ -212,7 +212,9 @@ def _merge(adapter: Path, base: str, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    with _without_bars(), warnings.catch_warnings():
+    from tinker_lightning.wire.hub import without_progress_bars
+
+    with without_progress_bars(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # advice on tied weights, which are untied here
         model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
         head = model.get_output_embeddings()
@@ -221,20 +223,6 @@ def _merge(adapter: Path, base: str, folder: Path) -> None:
             head.weight = torch.nn.Parameter(head.weight.detach().clone())
             model.config.tie_word_embeddings = False
         peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(folder)
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Hides the progress bars of transformers in a `with` block."""
-    from transformers.utils import logging as bars
-
-    was_enabled = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            bars.enable_progress_bar()
 
 
 def _check_merged(folder: Path, overwrite: bool) -> None:

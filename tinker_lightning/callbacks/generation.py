@@ -17,7 +17,7 @@ from tinker_lightning.lightning.checkpoint import rng
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.rows.formats import is_chat, is_row
 from tinker_lightning.types import SamplingParams
-from tinker_lightning.types.chat import to_answer
+from tinker_lightning.types.chat import messages_to_answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -130,7 +130,7 @@ def prompt_text(row: Any) -> str:
     '2 + 2?'
     """
     value = row.get("prompt", row.get("messages", row)) if isinstance(row, Mapping) else row
-    return str(to_answer(value)[-1]["content"]) if is_chat(value) else str(value)
+    return str(messages_to_answer(value)[-1]["content"]) if is_chat(value) else str(value)
 
 
 class GenerationEval(GeneratingCallback):

@@ -81,7 +81,7 @@ class RemoteMonitor(pl.Callback):
         for each in group.remotes_of(module):
             each.backend.record(self._recording)
             self._active.callback(each.backend.record, None)
-        self._active.enter_context(self._recording.of_waits())
+        self._active.enter_context(self._recording.record_waits())
         self._step, self._start, self._tokens = trainer.global_step, time.perf_counter(), _trained(module)
         self._validations = []
 

@@ -20,11 +20,11 @@ from tinker_lightning.lightning import _compat
 from tinker_lightning.lightning.session import LAST_WAIT, SessionModule
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
-from tinker_lightning.losses.library import known_settings
+from tinker_lightning.losses.library import supported_settings
 from tinker_lightning.losses.likelihood import likelihood_scores
-from tinker_lightning.losses.reduction import weights_of
-from tinker_lightning.losses.surrogate import OF_PASSES, set_apart
-from tinker_lightning.lossgraph.graph_loss import OF_LIBRARY, OF_OWN
+from tinker_lightning.losses.reduction import target_weights
+from tinker_lightning.losses.surrogate import PASS_METRICS, prefix_clashes
+from tinker_lightning.lossgraph.graph_loss import CUSTOM_PREFIX, LIBRARY_PREFIX
 from tinker_lightning.lossgraph.server_loss import ServerLoss
 from tinker_lightning.remote import group
 from tinker_lightning.remote.calls import PendingBackward, Step
@@ -47,11 +47,11 @@ TOTAL = "loss_total"
 SCORES = frozenset({"nll", "perplexity"})
 COUNTS = frozenset({"tokens", "action_tokens"})
 # Logged by the module, the server or Lightning in some stage; "step" would even set the step of a logger's row.
-_RESERVED = OF_PASSES | SCORES | {LOSS, "loss", "grad_norm", "learning_rate", "epoch", "step"}
+_RESERVED = PASS_METRICS | SCORES | {LOSS, "loss", "grad_norm", "learning_rate", "epoch", "step"}
 
 _SUM = "loss:sum"
 # Metrics of a loss that the server has renamed to avoid clashes.
-_SET_APART = frozenset(f"loss/{name}" for name in OF_PASSES)
+_SET_APART = frozenset(f"loss/{name}" for name in PASS_METRICS)
 
 
 class LoggingModule(SessionModule):
@@ -172,7 +172,7 @@ class DeferredMetrics:
             metrics = self._metrics(entry.requests, entry.share)
             if metrics.get("grad_norm") == 0:
                 for _, call in entry.requests.losses:
-                    surrogate.warn_of_zero(call.name.removeprefix(OF_LIBRARY).removeprefix(OF_OWN))
+                    surrogate.warn_of_zero(call.name.removeprefix(LIBRARY_PREFIX).removeprefix(CUSTOM_PREFIX))
             self._names.update(metrics)
             if entry.has_monitor:
                 metrics.pop("learning_rate", None)  # which that callback logs
@@ -254,16 +254,16 @@ def pass_metrics(
     Servers report different metrics for built-in losses, so those are computed here from the log-probabilities.
     """
     if not isinstance(loss, str) or loss not in BUILT_IN:
-        metrics = {name: float(number) for name, number in output.metrics.items() if name not in OF_PASSES}
+        metrics = {name: float(number) for name, number in output.metrics.items() if name not in PASS_METRICS}
         return {name.removeprefix("loss/") if name in _SET_APART else name: each for name, each in metrics.items()}
     if loss == surrogate.SURROGATE and _SUM in output.metrics:  # which may come without log-probabilities
-        weights = torch.cat([weights_of(datum).flatten() for datum in data]).double()
+        weights = torch.cat([target_weights(datum).flatten() for datum in data]).double()
         return surrogate.numbers(likelihood_scores(weights.new_tensor(output.metrics[_SUM]), weights))
     function = getattr(losses, loss)
     with torch.no_grad():
         try:
-            logprobs = surrogate.leaves(output, data)
-            return surrogate.numbers(function(data, logprobs, **known_settings(function, config or {}))[1])
+            logprobs = surrogate.logprob_leaves(output, data)
+            return surrogate.numbers(function(data, logprobs, **supported_settings(function, config or {}))[1])
         except (InvalidInput, OperationFailed):
             return {}  # the server takes other inputs than the library, or returns no log-probabilities
 
@@ -291,12 +291,12 @@ def loss_metrics(metrics: Mapping[str, float], *, is_of_library: bool) -> dict[s
 
     `nll` and `perplexity` of a library loss keep their names, because they are what the module logs itself.
     """
-    return set_apart(metrics, _RESERVED - SCORES if is_of_library else _RESERVED, "loss")
+    return prefix_clashes(metrics, _RESERVED - SCORES if is_of_library else _RESERVED, "loss")
 
 
 def prefixed_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
     """Returns the metrics of one of several losses with its prefix; `value` is reserved for the value of the loss."""
-    return {prefix + name: number for name, number in set_apart(metrics, {VALUE}, "custom").items()}
+    return {prefix + name: number for name, number in prefix_clashes(metrics, {VALUE}, "custom").items()}
 
 
 def reduction(name: str) -> Literal["sum", "min", "max", "mean"]:

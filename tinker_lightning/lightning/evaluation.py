@@ -13,7 +13,7 @@ from tinker_lightning.errors import InvalidInput, InvalidLoss, MissingInput, Ope
 from tinker_lightning.lightning import _compat, deferred_metrics
 from tinker_lightning.lightning.checkpoint import rng
 from tinker_lightning.lightning.deferred_metrics import TOTAL, VALUE
-from tinker_lightning.losses.reduction import weights_of
+from tinker_lightning.losses.reduction import target_weights
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.rows.batches import as_list
 from tinker_lightning.rows.formats import DatumLike
@@ -41,7 +41,7 @@ class Evaluation:
         module = self._module
         data = as_list(module.datums(batch))
         logprobs = module.lm(data)
-        scores = module._scores.updated(stage, loader, zip(logprobs, map(weights_of, data), strict=True))
+        scores = module._scores.updated(stage, loader, zip(logprobs, map(target_weights, data), strict=True))
         _compat.METRIC_ATTRIBUTES.set(module, None)  # makes Lightning look up the names of new metrics
         for name, metric in scores.items():
             module.log(f"{stage}_{name}", metric, batch_size=len(data))
@@ -125,8 +125,8 @@ def _value_on_server(
     """Evaluates a loss that only the server can evaluate, in a second forward pass."""
     backend = module.lm.backend
     try:
-        request = backend.prepare(to_datums(data), route.loss, route.config, loss_fn_inputs=inputs)
-        output = module.lm.handle.remote.wait(backend.send(request, forward_only=True))
+        forward = backend.forward(to_datums(data), route.loss, route.config, loss_fn_inputs=inputs)
+        output = module.lm.handle.remote.wait(forward)
     except InvalidLoss:
         raise
     except (InvalidInput, OperationFailed) as error:

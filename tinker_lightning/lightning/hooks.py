@@ -144,7 +144,7 @@ class RemoteHooks(pl.Callback):
         received, self._received = self._received, module.lm.handle.remote.received
         if module.automatic_optimization and module.lm.handle.requires_grad and received == self._received:
             with module._dropping():
-                raise LossWithoutGradient(surrogate.without_gradient())
+                raise LossWithoutGradient(surrogate.no_gradient_message())
         module._window_metrics.append(module._batch_metrics)
 
     @override

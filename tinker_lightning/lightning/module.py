@@ -23,12 +23,12 @@ from tinker_lightning.lightning.deferred_metrics import LOSS, TOTAL, LoggingModu
 from tinker_lightning.lightning.evaluation import Evaluation
 from tinker_lightning.lightning.hyperparameters import Secret
 from tinker_lightning.losses.likelihood import likelihood_metrics
-from tinker_lightning.losses.reduction import total_weight, weights_of
+from tinker_lightning.losses.reduction import target_weights, total_weight
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.metrics.scores import Scores
 from tinker_lightning.remote import group
-from tinker_lightning.remote.adamw import RemoteAdamW
 from tinker_lightning.remote.handle import RemoteHandle
+from tinker_lightning.remote.optimizers import RemoteAdamW
 from tinker_lightning.rows.batches import as_list, datums_of
 from tinker_lightning.rows.formats import RowFormat
 from tinker_lightning.types import SamplingParams
@@ -161,7 +161,7 @@ class RemoteModule(LoggingModule):
         `custom_loss`, or a function of the library (`loss = losses.dpo`), with its settings in `loss_config`. A loss
         that runs on the server takes one pass instead of two; its value is logged when it arrives.
         """
-        weights = torch.cat([weights_of(datum).flatten() for datum in data])
+        weights = torch.cat([target_weights(datum).flatten() for datum in data])
         logp = torch.cat([each.flatten() for each in logprobs])
         total = 1.0 if self.reduction == "sum" else total_weight(data)
         return -(logp * weights).sum() / total, likelihood_metrics(logp, weights)

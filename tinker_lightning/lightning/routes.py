@@ -18,10 +18,16 @@ from tinker_lightning.client.server_losses import LossHandle
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
-from tinker_lightning.losses.library import TOKEN_COUNTS, check_settings, is_of_library, known_settings, unwrapped
+from tinker_lightning.losses.library import (
+    TOKEN_COUNTS,
+    check_settings,
+    is_of_library,
+    supported_settings,
+    unwrap_partial,
+)
 from tinker_lightning.losses.reduction import action_tokens, action_weight, weighted_tokens
 from tinker_lightning.losses.surrogate import LossFn, function_name
-from tinker_lightning.lossgraph.graph_loss import OF_LIBRARY, OF_OWN
+from tinker_lightning.lossgraph.graph_loss import CUSTOM_PREFIX, LIBRARY_PREFIX
 from tinker_lightning.lossgraph.server_loss import ServerLoss
 
 if TYPE_CHECKING:
@@ -150,12 +156,12 @@ def _with_reduction(choice: Route, loss: Any, reduction: Reduction) -> Route:
     """Adds how a loss of the library is divided, and how much a batch counts in a mean over batches."""
     if isinstance(loss, ServerLoss):
         loss = loss.function if loss.is_of_library else None
-    function, bound = unwrapped(getattr(losses, loss) if isinstance(loss, str) and loss in BUILT_IN else loss)
+    function, bound = unwrap_partial(getattr(losses, loss) if isinstance(loss, str) and loss in BUILT_IN else loss)
     if not is_of_library(function):
         return choice
     count = TOKEN_COUNTS.get(function.__name__)
     if count is None:
-        own = {**bound, **choice.config, **unwrapped(choice.local)[1]}.get("reduction")  # a setting of `grpo`
+        own = {**bound, **choice.config, **unwrap_partial(choice.local)[1]}.get("reduction")  # a setting of `grpo`
         weight = {"token": weighted_tokens, "sum": one_per_batch}.get(str(own), len)
         return replace(choice, weight=weight, is_of_library=True)
     if reduction == "sum":
@@ -167,7 +173,7 @@ def _with_reduction(choice: Route, loss: Any, reduction: Reduction) -> Route:
 
 
 def _mean(loss: Any, count: Callable[[Sequence[Any]], float]) -> LossFn:
-    @functools.wraps(unwrapped(loss)[0], updated=())
+    @functools.wraps(unwrap_partial(loss)[0], updated=())
     def mean(data: list[Any], logprobs: list[Tensor]) -> Any:
         total, metrics = loss(data, logprobs)
         return total / count(data), metrics
@@ -190,8 +196,8 @@ def _choose(
         if not because and route == "auto" and not backend().computes(loss):
             because = "the server is not known to train with it as the protocol defines it"
         function, runs_locally = getattr(losses, loss), bool(because) or route == "two-pass"
-        check_settings(function, config, may_have_others=not runs_locally)
-        local = functools.partial(function, **known_settings(function, config))
+        check_settings(function, config, allow_unknown=not runs_locally)
+        local = functools.partial(function, **supported_settings(function, config))
         if runs_locally:
             return Route("two-pass", local, {}, local), requested or because
         if route == "server":
@@ -227,7 +233,7 @@ def _choose(
 
 def _builtin_equivalent(loss: Any) -> str | None:
     """Returns the built-in loss that a function of the library equals up to a factor."""
-    function, _ = unwrapped(loss)
+    function, _ = unwrap_partial(loss)
     return function.__name__ if is_of_library(loss) and function.__name__ in BUILT_IN else None
 
 
@@ -240,7 +246,7 @@ def _choose_builtin(
     if is_of_library(loss):
         check_settings(loss, config)
     local = functools.partial(loss, **config) if config else loss
-    settings = {**unwrapped(loss)[1], **config}
+    settings = {**unwrap_partial(loss)[1], **config}
     return Route("builtin", name, settings, local), "requested" if route == "builtin" else f"it equals {name}"
 
 
@@ -253,12 +259,12 @@ def _registered_loss(loss: Any, backend: Callable[[], TrainingBackend]) -> Serve
 
 
 def _upload(loss: Any, config: Mapping[str, Any], backend: TrainingBackend) -> ServerLoss:
-    function, settings = unwrapped(loss)
+    function, settings = unwrap_partial(loss)
     if backend.losses is None:
         raise InvalidInput(f"{type(backend).__name__} does not take custom losses; use route='two-pass'")
     # The name is internal and must not clash with the names of built-in and registered losses.
-    name = f"{OF_LIBRARY if is_of_library(loss) else OF_OWN}{_NOT_IN_NAMES.sub('', loss_name(loss))[:50]}"
-    return ServerLoss(backend.losses, name, function, "logprobs", {**settings, **config}, trace=True, of_lists=True)
+    name = f"{LIBRARY_PREFIX if is_of_library(loss) else CUSTOM_PREFIX}{_NOT_IN_NAMES.sub('', loss_name(loss))[:50]}"
+    return ServerLoss(backend.losses, name, function, "logprobs", {**settings, **config}, trace=True, takes_lists=True)
 
 
 def _takes_losses(backend: TrainingBackend) -> bool:

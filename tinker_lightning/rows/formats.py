@@ -16,7 +16,7 @@ from tinker_lightning.types import Datum, ModelInput, chat
 from tinker_lightning.types.chat import Truncate
 
 if TYPE_CHECKING:
-    from tinker_lightning.types.chat import Message, Rendered
+    from tinker_lightning.types.chat import Message, TokensAndWeights
 
 # The columns by which a dict is recognized as a row.
 COLUMNS = ("messages", "prompt", "completion", "text", "chosen", "rejected")
@@ -145,7 +145,7 @@ class RowFormat:
         if isinstance(value, str):
             ids: list[int] = self.tokenizer(value)["input_ids"]
         else:
-            messages = self._with_system(chat.to_answer(value))
+            messages = self._with_system(chat.messages_to_answer(value))
             if self.renderer is not None:
                 ids = self.renderer.build_generation_prompt(messages).to_ints()
             else:
@@ -185,7 +185,7 @@ class RowFormat:
     def _chat_datum(self, messages: Any, first: int, tools: Any) -> Datum:
         return self._token_datum(*self._chat(messages, first, tools))
 
-    def _chat(self, messages: Any, first: int, tools: Any) -> Rendered:
+    def _chat(self, messages: Any, first: int, tools: Any) -> TokensAndWeights:
         checked = chat.check_messages(messages)
         messages = self._with_system(checked)
         first += len(messages) - len(checked)
@@ -219,7 +219,7 @@ class RowFormat:
             raise _no_weight(within, cut_right=bool(within) and self.truncate == "right")
         return Datum.from_tokens(short, weights)
 
-    def _truncated(self, ids: list[int], weights: Any) -> Rendered:
+    def _truncated(self, ids: list[int], weights: Any) -> TokensAndWeights:
         if self.truncate == "error" and self.max_length is not None and len(ids) > self.max_length:
             raise TooLong(
                 f"it has {len(ids)} tokens, but max_length is {self.max_length}. Pass truncate='left' or 'right' to "

@@ -238,13 +238,13 @@ def test_sparse_tensors_are_charged_before_they_are_made_dense(
         client.model_id, 1, [Datum(ModelInput.from_ints([1]), {"target_tokens": targets})], "cross_entropy"
     )
     dense: list[int] = []
-    of_array = TensorData.of_array
+    wrap = TensorData.wrap
 
     def counted(values: Any) -> TensorData:
         dense.append(values.size)
-        return of_array(values)
+        return wrap(values)
 
-    monkeypatch.setattr(TensorData, "of_array", counted)
+    monkeypatch.setattr(TensorData, "wrap", counted)
     monkeypatch.setattr(trainer.memory, "limit", 1 << 30)
     with pytest.raises(MemoryLimitExceeded, match="the request and its result would take 1 GiB of memory"):
         trainer.passes.retained_forward(request)

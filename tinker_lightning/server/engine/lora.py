@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.server.engine.pretrained import PATCH_LOCK
 from tinker_lightning.types import LoraConfig
+from tinker_lightning.wire.hub import PATCH_LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -27,9 +27,9 @@ from tinker_lightning.lossgraph.graph_loss import (
     meta_tensors,
     select_inputs,
 )
-from tinker_lightning.lossgraph.graphs.limits import Limits
+from tinker_lightning.lossgraph.limits import Limits
 from tinker_lightning.lossgraph.settings import Hyperparameter, Setting, check_settings
-from tinker_lightning.lossgraph.tracing.trace import accepts_any_setting, read_hyperparameters
+from tinker_lightning.lossgraph.trace import accepts_any_setting, read_hyperparameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -71,7 +71,7 @@ class BoundLoss:
     def read(self, datum: Datum, *, dtype: torch.dtype) -> list[Any]:
         """Returns the arguments of the formula that follow the log-probabilities."""
         shape = datum.loss_fn_inputs["target_tokens"].shape
-        if self.spec.is_of_sequence and len(shape) != 1:
+        if self.spec.is_sequence_level and len(shape) != 1:
             raise InvalidDatum(
                 f"target_tokens: has the shape {shape}, but {self.name} has one ratio per sequence and takes one "
                 "target per position, [T]. Use ppo for alternatives."

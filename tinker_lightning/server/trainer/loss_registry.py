@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.losses.builtin import LOSSES
-from tinker_lightning.lossgraph.graph_loss import UNLISTED, GraphLoss
+from tinker_lightning.lossgraph.graph_loss import UNLISTED_PREFIXES, GraphLoss
 from tinker_lightning.server.engine.losses import PythonLoss
 from tinker_lightning.server.trainer.memory import Charge, MemoryBudget
 
@@ -137,7 +137,7 @@ class LossRegistry:
             listed |= {name: function.description for name, function in self._functions.items()}
             session = self._sessions.get(session_id or "", _SessionLosses())
             for name, loss_id in session.latest.items():
-                if not name.startswith(UNLISTED):
+                if not name.startswith(UNLISTED_PREFIXES):
                     listed[name] = session.entries[loss_id].loss.description
         return listed
 
