@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from tests.helpers.soaking import first_only, mostly_soak
-from tinker_lightning import Datum, RemoteAdamW, RemoteModule
+from tinker_lightning import Datum, RemoteAdamW, RemoteDiMuon, RemoteModule
 from tinker_lightning.errors import InvalidDatum, InvalidInput, LossWithoutGradient
 from tinker_lightning.testing import embedded_service
 
@@ -464,3 +464,19 @@ def test_a_state_that_was_resumed_from_stays_with_its_file(service: ServiceClien
 def test_a_number_of_steps_is_at_least_one() -> None:
     with pytest.raises(InvalidInput, match="max_steps_in_flight must be at least 1, got 0"):
         RemoteModule("tiny", max_steps_in_flight=0)
+
+
+def test_a_module_creates_its_model_for_its_optimizer(service: ServiceClient) -> None:
+    """The embedded trainer has AdamW only, and refuses other optimizers by name."""
+    with RemoteModule("tiny", rank=4, optimizer="dimuon") as module:
+        assert isinstance(module.configure_optimizers(), RemoteDiMuon)
+        with pytest.raises(InvalidInput, match="only adamw is supported, not 'dimuon'"):
+            quiet().fit(module, loader())
+    with RemoteModule("tiny", rank=4) as module:
+        assert isinstance(module.configure_optimizers(), RemoteAdamW)
+        assert module.lm.backend.optimizer_kind == "adamw"
+        with pytest.raises(InvalidInput, match="the optimizer is dimuon, but the model was created for adamw"):
+            RemoteDiMuon(module.parameters())
+    module = RemoteModule(service.create_lora_training_client("tiny", rank=4), optimizer="dimuon")
+    with pytest.raises(InvalidInput, match="the optimizer is dimuon, but the model was created for adamw"):
+        quiet().fit(module, loader())

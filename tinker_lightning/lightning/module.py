@@ -7,7 +7,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -28,7 +28,7 @@ from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.metrics.scores import Scores
 from tinker_lightning.remote import group
 from tinker_lightning.remote.handle import RemoteHandle
-from tinker_lightning.remote.optimizers import RemoteAdamW
+from tinker_lightning.remote.optimizers import RemoteAdamW, RemoteDiMuon
 from tinker_lightning.rows.batches import as_list, datums_of
 from tinker_lightning.rows.formats import RowFormat
 from tinker_lightning.types import SamplingParams
@@ -95,6 +95,7 @@ class RemoteModule(LoggingModule):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-12,
         weight_decay: float = 0.0,
+        optimizer: Literal["adamw", "dimuon"] = "adamw",
         seed: int | None = None,
         train_mlp: bool = True,
         train_attn: bool = True,
@@ -112,6 +113,7 @@ class RemoteModule(LoggingModule):
             betas: The betas of the default optimizer.
             eps: The epsilon of the default optimizer.
             weight_decay: The weight decay of the default optimizer.
+            optimizer: The default optimizer, for which the model is created; `dimuon` where the server offers it.
             seed: The seed of the LoRA weights.
             train_mlp: Whether the MLP layers get an adapter.
             train_attn: Whether the attention layers get an adapter.
@@ -129,11 +131,13 @@ class RemoteModule(LoggingModule):
             "train_mlp": train_mlp,
             "train_attn": train_attn,
             "train_unembed": train_unembed,
+            "optimizer": optimizer,
         }
         super().__init__(model, adapter, base_url, api_key)
         self.save_hyperparameters()
         self._fixed_arguments = hyperparameters.fixed_arguments(self)
         self.learning_rate = learning_rate  # set by Lightning's LearningRateFinder
+        self._optimizer = optimizer
         self._adam: dict[str, Any] = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         self.lm.handle.remote.max_steps_in_flight = max_steps_in_flight
         self._scores = Scores()
@@ -190,7 +194,9 @@ class RemoteModule(LoggingModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        """Returns `RemoteAdamW` with the settings of the constructor. Override it to add a scheduler."""
+        """Returns the optimizer of the constructor with its settings. Override it to add a scheduler."""
+        if self._optimizer == "dimuon":
+            return RemoteDiMuon(self.parameters(), lr=self.learning_rate, beta1=self._adam["betas"][0])
         return RemoteAdamW(self.parameters(), lr=self.learning_rate, **self._adam)
 
     # Steps.

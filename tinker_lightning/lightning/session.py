@@ -55,6 +55,7 @@ class SessionModule(pl.LightningModule):
         self.lm = RemoteLM(self._session.client if model is None or isinstance(model, str) else model)
         remote = self.lm.handle.remote
         remote.load_state = functools.partial(self._session.load, remote)
+        self._session.remote = remote
         self._tokenizer: Any = None
         self._prompt_sampler = PromptSampler(self.lm, lambda: RowFormat(self.tokenizer))
 
@@ -126,6 +127,7 @@ class Session:
         self.base_model = base_model if isinstance(base_model, str) else ""
         self.is_external = not isinstance(base_model, str)  # the user has passed the client
         self.resumes_from: str | None = None
+        self.remote: RemoteModel | None = None  # the model of the client, whose optimizer is fixed at its creation
         self._settings = settings
         self._base_url = base_url
         self._api_key = api_key
@@ -139,12 +141,14 @@ class Session:
             raise InvalidInput("there is no base model: pass one, for example SFT('tiny'), or set TINKER_BASE_MODEL")
         if self._service is None:
             self._service = connect(self._base_url, api_key=self._api_key)
-        path = self.resumes_from
+        path, settings = self.resumes_from, dict(self._settings)
+        if self.remote is not None and self.remote.optimizer_kind is not None:
+            settings["optimizer"] = self.remote.optimizer_kind
         if path is None:
-            return self._service.create_lora_training_client(self.base_model, **self._settings)
+            return self._service.create_lora_training_client(self.base_model, **settings)
         with _explaining_missing(path, self._service):
-            _check_adapter(path, self._service.weights_info(path), self._settings)
-            client = self._service.create_lora_training_client(self.base_model, **self._settings)
+            _check_saved(path, self._service.weights_info(path), settings)
+            client = self._service.create_lora_training_client(self.base_model, **settings)
             client.load_state_with_optimizer(path).result()
             return client
 
@@ -233,10 +237,11 @@ class PromptSampler:
         return self._client[1]
 
 
-def _check_adapter(path: str, info: WeightsInfoResponse, settings: dict[str, Any]) -> None:
-    """Raises `InvalidInput` if the adapter of a state has other settings, as far as the server reports them."""
+def _check_saved(path: str, info: WeightsInfoResponse, settings: dict[str, Any]) -> None:
+    """Raises `InvalidInput` if a state has another adapter or optimizer, as far as the server reports them."""
     saved = {"rank": info.lora_rank, **{name: getattr(info, name) for name in _LAYERS}}
-    if differ := {name: value for name, value in saved.items() if value is not None and value != settings[name]}:
+    saved["optimizer"] = (info.optimizer_config or {}).get("type")
+    if differ := {name: value for name, value in saved.items() if value not in (None, settings[name])}:
         theirs = ", ".join(f"{name}={value}" for name, value in differ.items())
         own = ", ".join(f"{name}={settings[name]}" for name in differ)
         raise InvalidInput(
