@@ -1,7 +1,7 @@
 """LoRA adapters with peft: any number of them share a base model, and each takes only the memory of its own tensors.
 
-peft's adapters are slots here, one for each shape, and their parameters are empty. `LoraHost.use` puts the tensors of an
-adapter into the slot of its shape for the length of a pass:
+peft's adapters are slots here, one for each shape, and their parameters are empty. `LoraHost.use` puts the tensors of
+an adapter into the slot of its shape for the length of a pass:
 
     adapters, with tensors                          slots of the base model
     a   rank 8,  attn + mlp   [A B] [A B] …   ┌──►  slot0   rank 8,  attn + mlp   [A B] [A B] …   active
