@@ -35,7 +35,7 @@ from tinker_cookbook.tokenizer_utils import register_tokenizer, unregister_token
 from benchmarks import report
 from benchmarks.processes import process, serve_model
 from tinker_lightning.client import connect
-from tinker_lightning.rl.units import derive
+from tinker_lightning.rl.rollout_jobs import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -177,7 +177,7 @@ def official(own: Settings, tokenizer: Any) -> Iterator[None]:
         for i, builder in enumerate(dataset.get_batch(step)):
             prompt, _ = asyncio.run(builder.env_thunk().initial_observation())
             number = step * own.groups + i
-            seeds[tuple(prompt.to_ints())] += [derive(0, number, sample, 0) for sample in range(own.group_size)]
+            seeds[tuple(prompt.to_ints())] += [derive_seed(0, number, sample, 0) for sample in range(own.group_size)]
     sample_async = tinker.SamplingClient.sample_async
 
     async def seeded(self: Any, prompt: Any, num_samples: int, sampling_params: Any, **options: Any) -> Any:

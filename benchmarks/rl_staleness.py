@@ -110,6 +110,7 @@ class Simulated:
     """A training backend of two queues."""
 
     losses = None
+    optimizer_kind = "adamw"
     retains = True
     can_expire = False
     server = "simulated"
@@ -129,10 +130,15 @@ class Simulated:
     def computes(self, loss: str) -> bool:
         return bool(loss)
 
-    def send(self, request: list[Datum], **_: Any) -> TinkerFuture[ForwardBackwardOutput]:
+    def logprobs(self, data: list[Datum], *, retain: bool = False) -> TinkerFuture[ForwardBackwardOutput]:
+        del retain
+        return self.send(data)
+
+    def send(self, request: list[Datum]) -> TinkerFuture[ForwardBackwardOutput]:
         seconds = self._times.passes / (2 * GROUPS)
         outputs = [
-            {"logprobs": TensorData.of(-np.ones(len(each.model_input.to_ints()), np.float32))} for each in request
+            {"logprobs": TensorData.from_data(-np.ones(len(each.model_input.to_ints()), np.float32))}
+            for each in request
         ]
         return self._trainer.submit(seconds, lambda: ForwardBackwardOutput(outputs, {}), "pass")
 
@@ -190,11 +196,11 @@ class Task(Environment):
 class WithoutStreaming(GRPO):
     """Sends the forward passes of a batch when all its groups have arrived."""
 
-    def _receive(self, batch: Any, unit: Any, orders: Any) -> Any:
-        orders = list(orders)
-        for _ in unit.arriving(orders, None):
+    def _receive(self, batch: Any, job: Any, slots: Any) -> Any:
+        slots = list(slots)
+        for _ in job.receive(slots, None):
             pass
-        return super()._receive(batch, unit, orders)
+        return super()._receive(batch, job, slots)
 
 
 def steps_per_second(times: Times, *, straggler: bool, staleness: int, streaming: bool, steps: int) -> float:

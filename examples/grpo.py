@@ -2,7 +2,7 @@
 
 "Ivy has 3 keys and 7 hats. Number of keys:" is answered rightly by a 3 and nothing else. Half of the prompts ask for
 the first thing, half for the second, and each number is right equally often, so neither a constant answer nor a fixed
-place helps. The names in the 32 held-out prompts are not among those of the 128 to train on. Run it with
+place helps. The names in the 32 held-out prompts do not occur in the 128 prompts to train on. Run it with
 `tox -e grpo`, or `python examples/grpo.py [FOLDER [MODEL [SEED]]]`.
 """
 

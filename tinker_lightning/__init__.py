@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from tinker_lightning.lightning.strategy import TinkerStrategy
     from tinker_lightning.losses.regularizers import Regularizer
     from tinker_lightning.lossgraph.server_loss import LossFnOutput, custom_loss
-    from tinker_lightning.remote.adamw import RemoteAdamW
     from tinker_lightning.remote.lm import RemoteLM
+    from tinker_lightning.remote.optimizers import RemoteAdamW, RemoteDiMuon
 
     __version__: str
 
@@ -25,6 +25,7 @@ __all__ = [
     "ModelInput",
     "Regularizer",
     "RemoteAdamW",
+    "RemoteDiMuon",
     "RemoteLM",
     "RemoteModule",
     "SamplingClient",
@@ -45,7 +46,8 @@ __all__ = [
 _LAZY = {
     "LossFnOutput": "lossgraph.server_loss",
     "Regularizer": "losses.regularizers",
-    "RemoteAdamW": "remote.adamw",
+    "RemoteAdamW": "remote.optimizers",
+    "RemoteDiMuon": "remote.optimizers",
     "RemoteLM": "remote.lm",
     "RemoteModule": "lightning.module",
     "SamplingClient": "client",
@@ -61,7 +63,7 @@ _PACKAGES = ("callbacks", "data", "doctor", "lightning", "losses", "metrics", "r
 
 # These register `Trainer(strategy="tinker")`; the others do so only where Lightning is imported already.
 _LIGHTNING = {"RemoteModule", "TinkerStrategy"}
-_TRAINED = {"RemoteAdamW", "RemoteLM"}
+_TRAINED = {"RemoteAdamW", "RemoteDiMuon", "RemoteLM"}
 
 
 def __getattr__(name: str) -> Any:

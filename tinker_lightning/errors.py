@@ -41,6 +41,12 @@ Each class also derives from the matching builtin, so that `except ValueError` w
 
 from __future__ import annotations
 
+import difflib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 
 class TinkerLightningError(Exception):
     """Base class of all exceptions of this library.
@@ -193,7 +199,7 @@ class IncompatibleLightning(TinkerLightningError, RuntimeError):
 
 
 class Unsupported(TinkerLightningError, NotImplementedError):
-    """The server does not offer what was asked for."""
+    """The server has no such function."""
 
 
 class RolloutFailed(TinkerLightningError, RuntimeError):
@@ -213,7 +219,7 @@ class ResultExpired(OperationFailed):
 
 
 class AnswerLost(OperationFailed):
-    """It is unknown whether the server has executed the operation, and it cannot be sent again safely."""
+    """An operation that may or may not have been executed, and that cannot be sent again safely."""
 
 
 class TrainerClosed(OperationFailed):
@@ -221,3 +227,20 @@ class TrainerClosed(OperationFailed):
 
     def __init__(self, message: str = "the trainer was closed while this operation ran") -> None:
         super().__init__(message)
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Returns a question that suggests the most similar of the valid names; empty if none is similar.
+
+    >>> did_you_mean("wieght", ["name", "weight"])
+    "Did you mean 'weight'?"
+    """
+    similar = difflib.get_close_matches(name, list(names), 1)
+    return f"Did you mean {similar[0]!r}?" if similar else ""
+
+
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Raises `InvalidInput` if the value of an option is not one of its choices."""
+    choices = list(choices)
+    if value not in choices:
+        raise InvalidInput(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -61,13 +61,13 @@ def test_the_best_is_exported_and_the_last_weights_stay(service: ServiceClient, 
 
     scores, trained = iter([1.0, 2.0, 0.0, 0.0]), Trained()
     best = ModelCheckpoint(tmp_path / "files", "{step}", monitor="score", mode="max")
-    export = ExportAdapter(tmp_path / "adapter", "best", base_model="organisation/model")
+    export = ExportAdapter(tmp_path / "adapter", "best", base_model="organization/model")
     callbacks = [export, trained, GenerationEval(lambda *_: next(scores), "text"), best]
     module = new(service, RemoteModule)
     trainer = quiet(max_epochs=3, callbacks=callbacks, enable_checkpointing=True)
     trainer.fit(module, loader(8))
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "organisation/model"
+    assert config["base_model_name_or_path"] == "organization/model"
     last = logprobs_of(module)
     assert torch.equal(last, trained.logprobs)
     assert module.lm.handle.remote.steps == 3

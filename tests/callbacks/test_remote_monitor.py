@@ -108,7 +108,7 @@ def test_the_network_is_what_neither_queues_nor_runs(extended: bool) -> None:
         record = recording.Recording()
         client.record(record)
         before = len(transport.requests)
-        with record.of_waits():
+        with record.record_waits():
             client.forward(DATA[:2], "cross_entropy")
             client.optim_step().result()
         sent = transport.requests[before:]

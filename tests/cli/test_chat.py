@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning import cli, connect
-from tinker_lightning.cli.chat import sampled
+from tinker_lightning.cli.chat import stream_answer
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.errors import ServerUnreachable
 from tinker_lightning.types import ModelInput, SamplingParams
@@ -107,18 +107,18 @@ def test_chunks_are_the_answer(service: ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model="tiny")
     prompt = ModelInput.from_ints(list(b"Once"))
     for params in (SamplingParams(max_tokens=13, temperature=0), SamplingParams(max_tokens=13, seed=3)):
-        chunks = list(sampled(sampler, prompt, params, [2, 4]))
+        chunks = list(stream_answer(sampler, prompt, params, [2, 4]))
         assert [len(chunk) for chunk in chunks] == [2, 4, 4, 3]
-        assert list(sampled(sampler, prompt, params, [2, 4])) == chunks
+        assert list(stream_answer(sampler, prompt, params, [2, 4])) == chunks
         if params.temperature == 0:
             assert joined(chunks) == sampler.sample(prompt, 1, params).result().sequences[0].tokens
     # Each chunk has a seed of its own: with one seed for all, each would begin with the same draw.
     hot = SamplingParams(max_tokens=8, seed=3)
-    (whole,) = sampled(sampler, prompt, hot, [8])
-    assert joined(sampled(sampler, prompt, hot, [1])) != whole[:1] * 8
+    (whole,) = stream_answer(sampler, prompt, hot, [8])
+    assert joined(stream_answer(sampler, prompt, hot, [1])) != whole[:1] * 8
     # An answer ends with its stop.
     stop = replace(params, temperature=0, stop=[whole_greedy(sampler, prompt)[3]])
-    ended = joined(sampled(sampler, prompt, stop, [2, 4]))
+    ended = joined(stream_answer(sampler, prompt, stop, [2, 4]))
     assert ended == whole_greedy(sampler, prompt)[: len(ended)]
     assert len(ended) <= 4
 

@@ -147,7 +147,7 @@ def test_environments_in_a_file(
         own["data"]["init_args"]["train"] = mistake
         assert run("fit", own) == 2
         said = capsys.readouterr().err
-        assert "tinker-lightning: train: GuessTheNumber " in said
+        assert "tinker-lightning: data.train: GuessTheNumber " in said
         assert "Traceback" not in said
 
 

@@ -149,7 +149,7 @@ def test_terms_never_run_on_the_loop_of_the_network(backend: Backend) -> None:
         DATA, nll, regularizers=[Regularizer(uses_the_client, 1e-3, "x")], regularizer_timeout=LONG
     )
     model.optim_step(FAST).result()
-    assert names == ["tinker-lightning-regularizers"]
+    assert names == ["tinker-lightning-background"]
 
 
 def test_it_works_inside_a_running_event_loop(backend: Backend) -> None:  # as in Jupyter

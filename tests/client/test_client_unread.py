@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.client_data import DATA
 from tinker_lightning import AdamParams, ModelInput, SamplingParams
-from tinker_lightning.client import ServiceClient
+from tinker_lightning.client import ServiceClient, TrainingClient
 from tinker_lightning.errors import ClientClosed, InvalidInput, LossWithoutGradient, NotFound, TinkerLightningError
 from tinker_lightning.server import create_app
 from tinker_lightning.testing import embedded_service
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
-    from tinker_lightning.client import TinkerFuture, TrainingClient
+    from tinker_lightning.client import TinkerFuture
     from tinker_lightning.server import EmbeddedTrainer
 
 FAILING: dict[str, Callable[[TrainingClient], TinkerFuture[Any]]] = {
@@ -70,8 +70,7 @@ def test_every_call_raises_it(model: TrainingClient, call: str) -> None:
 
 
 def test_a_step_that_fails_unread_is_raised_too(model: TrainingClient, service: ServiceClient) -> None:
-    other = service.create_lora_training_client("tiny", rank=4)
-    other.model_id = "nobody"
+    other = TrainingClient(service._channel, service.losses, "nobody")
     future = other.optim_step()
     future.wait()
     with pytest.raises(NotFound, match=r"optim_step: .*there is no model 'nobody'.*optim_step 1 of nobody") as caught:

@@ -14,7 +14,8 @@ from tinker import types as sdk
 
 from tests.helpers.backends import SDK_KEY
 from tests.helpers.client_data import TEXTS
-from tinker_lightning.client import ServiceClient, as_backend
+from tinker_lightning.client import ServiceClient, TrainingClient, as_backend
+from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server import create_app
 from tinker_lightning.testing import RecordedRequest
 
@@ -222,3 +223,29 @@ def test_the_adapter_sends_what_the_sdk_sends(shared: EmbeddedTrainer, running: 
         said.append(recorder.messages())
     for endpoint in ("create_model", "forward_backward", "optim_step", "save_weights"):
         assert said[0][endpoint] == said[1][endpoint]
+
+
+def test_another_optimizer_is_named_as_the_sdk_names_it(shared: EmbeddedTrainer, running: Running) -> None:
+    said: list[dict[str, list[bytes]]] = []
+    for kind in ("ours", "theirs"):
+        recorder = Recorder(create_app(shared, extended=False))
+        with running(recorder) as url:
+            client: Any = tinker.ServiceClient(base_url=url, api_key=SDK_KEY)
+            with client if kind == "theirs" else ServiceClient(base_url=url) as service:
+                params = sdk.DimuonParams(learning_rate=0.02, grad_clip_norm=1.5, beta1=0.8)
+                with pytest.raises((InvalidInput, tinker.TinkerError), match="only adamw is supported, not 'dimuon'"):
+                    service.create_lora_training_client("tiny", rank=4, optimizer=sdk.DimuonOptimizerConfig())
+                model = service.create_lora_training_client("tiny", rank=4)
+                if kind == "ours":
+                    with pytest.raises(InvalidInput, match="the settings are for dimuon, but this model was"):
+                        model.optim_step(params)
+                    model = TrainingClient(service._channel, service.losses, model.model_id, "dimuon")
+                with pytest.raises((InvalidInput, tinker.TinkerError), match="only adamw is supported, not 'dimuon'"):
+                    model.optim_step(params).result()
+        created, *_ = [each for each in recorder.requests if each.path.endswith("create_model")]
+        (stepped,) = (each for each in recorder.requests if each.path.endswith("optim_step"))
+        parts = {"optimizer_config": created.body, "optimizer_params": stepped.body}
+        said.append({name: re.findall(rb'"%b":\s*(\{.*?\})' % name.encode(), body) for name, body in parts.items()})
+    ours, theirs = said
+    assert ours == theirs
+    assert all(theirs.values())

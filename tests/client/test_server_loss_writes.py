@@ -1,4 +1,4 @@
-"""A loss may change what it is given in place, traced or not: it trains as one that first copies it."""
+"""A loss may change what it is given in place, or a copy of it if it is traced: both train the same."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tinker_lightning import AdamParams, Datum, LossFnOutput, custom_loss
+from tinker_lightning.errors import LossNotTraceable
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
@@ -61,12 +62,14 @@ def writes_without_a_gradient(x: Tensor, mask: Tensor) -> Tensor:
     return x
 
 
-TRACEABLE = (sets_items, fills, divides, writes_to_a_view)
-ALL = (*TRACEABLE, writes_without_a_gradient)  # of the last a graph has no form: tests/lossgraph/tracing/test_writes.py
+TRACEABLE = (sets_items, fills, divides)
+ALL = (*TRACEABLE, writes_to_a_view, writes_without_a_gradient)  # the last two: tests/lossgraph/test_writes.py
+OF_INPUT = r"modifies an input.*x = x\.clone\(\)"
 
 
-@pytest.mark.parametrize(("write", "trace"), [*((each, True) for each in TRACEABLE), *((each, False) for each in ALL)])
-def test_logits_can_be_written_to(service: ServiceClient, write: Callable[..., Tensor], trace: bool) -> None:
+def logits_loss(write: Callable[..., Tensor]) -> tuple[Callable[..., LossFnOutput], Callable[..., LossFnOutput]]:
+    """A loss that writes to its logits, and one that writes to a copy."""
+
     def loss(model_outputs: Tensor, loss_fn_inputs: Any, attention_mask: Tensor) -> LossFnOutput:
         logprobs = write(model_outputs, attention_mask.unsqueeze(-1)).log_softmax(-1)
         picked = logprobs.gather(-1, loss_fn_inputs["target_tokens"].unsqueeze(-1)).squeeze(-1)
@@ -75,34 +78,60 @@ def test_logits_can_be_written_to(service: ServiceClient, write: Callable[..., T
     def copies(model_outputs: Tensor, loss_fn_inputs: Any, attention_mask: Tensor) -> LossFnOutput:
         return loss(model_outputs.clone(), loss_fn_inputs, attention_mask)
 
-    writing, copying = (custom_loss(service, name=each.__name__, trace=trace)(each) for each in (loss, copies))
-    assert trained(service, writing) == trained(service, copying)
+    return loss, copies
 
 
-@pytest.mark.parametrize(("write", "trace"), [*((each, True) for each in TRACEABLE), *((each, False) for each in ALL)])
-def test_log_probabilities_can_be_written_to(service: ServiceClient, write: Callable[..., Tensor], trace: bool) -> None:
+def logprobs_loss(write: Callable[..., Tensor]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A loss that writes to its log-probabilities, and one that writes to a copy."""
+
     def loss(data: Any, logprobs: Tensor) -> Any:
         return -(write(logprobs, data["weights"]) * data["weights"]).square().sum(), {}
 
     def copies(data: Any, logprobs: Tensor) -> Any:
         return loss(data, logprobs.clone())
 
-    decorators = (custom_loss(service, name=each, on="logprobs", trace=trace) for each in ("loss", "copies"))
-    writing, copying = (decorate(each) for decorate, each in zip(decorators, (loss, copies), strict=True))
+    return loss, copies
+
+
+@pytest.mark.parametrize("write", ALL)
+@pytest.mark.parametrize(("losses", "on"), [(logits_loss, "logits"), (logprobs_loss, "logprobs")])
+def test_what_a_loss_gets_can_be_written_to(service: ServiceClient, write: Any, losses: Any, on: Any) -> None:
+    names = f"{on}_writing", f"{on}_copying"
+    writing, copying = (
+        custom_loss(service, name=name, on=on, trace=False)(each)
+        for name, each in zip(names, losses(write), strict=True)
+    )
     assert trained(service, writing) == trained(service, copying)
 
 
 @pytest.mark.parametrize("write", TRACEABLE)
-def test_log_probabilities_of_one_datum_can_be_written_to(service: ServiceClient, write: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize(("losses", "on"), [(logits_loss, "logits"), (logprobs_loss, "logprobs")])
+def test_a_traced_loss_writes_to_a_copy(service: ServiceClient, write: Any, losses: Any, on: Any) -> None:
+    loss, copies = losses(write)
+    with pytest.raises(LossNotTraceable, match=OF_INPUT):
+        custom_loss(service, name=f"{on}_traced", on=on)(loss)
+    traced = custom_loss(service, name=f"{on}_traced", on=on)(copies)
+    plain = custom_loss(service, name=f"{on}_plain", on=on, trace=False)(loss)
+    assert trained(service, traced) == pytest.approx(trained(service, plain), rel=1e-6)
+
+
+@pytest.mark.parametrize("write", TRACEABLE)
+def test_a_traced_loss_of_one_datum_writes_to_a_copy(service: ServiceClient, write: Callable[..., Tensor]) -> None:
     def loss(logprobs: Tensor, weights: Tensor) -> Any:
         return -(write(logprobs, weights) * weights).square().sum(), {}
 
     def copies(logprobs: Tensor, weights: Tensor) -> Any:
         return loss(logprobs.clone(), weights)
 
+    def of_batch(data: list[Any], logprobs: list[Tensor]) -> Any:
+        weights = [datum.loss_fn_inputs["weights"].to_torch() for datum in data]
+        return sum(copies(*each)[0] for each in zip(logprobs, weights, strict=True)), {}
+
     ranks = {"logprobs": 1, "weights": 1}
-    writing, copying = (service.create_custom_loss(each, ranks).result() for each in (loss, copies))
-    assert trained(service, writing) == trained(service, copying)
+    with pytest.raises(LossNotTraceable, match=OF_INPUT):
+        service.create_custom_loss(loss, ranks)
+    copying = service.create_custom_loss(copies, ranks).result()
     model = service.create_lora_training_client("tiny", rank=4, seed=1)
-    here = [model.forward_backward_custom(DATA, each).result().metrics["loss:sum"] for each in (writing, copying)]
-    assert here[0] == here[1]
+    expected = model.forward_backward_custom(DATA, of_batch).result().metrics["loss:sum"]
+    assert model.forward_backward_custom(DATA, copying).result().metrics["loss:sum"] == pytest.approx(expected)
+    assert trained(service, copying)[0] == pytest.approx(expected, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Prompts and rewards of files and import paths, as loaders of rollouts."""
+"""Prompts, rewards and environments of files, objects and configuration files, as loaders of rollouts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from jsonargparse import ArgumentError, ArgumentParser
 from torch.utils.data import DataLoader
 
 from examples.grpo import digits, right
 from examples.multi_turn import GuessTheNumber
 from tests.helpers.trainers import SMALL, quiet
+from tinker_lightning.cli import lightning_cli  # noqa: F401 which sets how options are parsed
+from tinker_lightning.cli.mistakes import explain
 from tinker_lightning.data import RolloutData
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.recipes import GRPO
@@ -25,13 +28,24 @@ pytestmark = SMALL
 ROWS = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(6)]
 
 
+def configured(**options: Any) -> RolloutData:
+    """Creates a data module from the options of a configuration file, as the command line does."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(RolloutData, "data", fail_untyped=False)
+    try:
+        data: RolloutData = parser.instantiate(parser.parse_object({"data": options})).data
+    except (ArgumentError, ValueError) as error:
+        raise InvalidInput(explain(str(error))) from error
+    return data
+
+
 def test_loaders_of_files_and_rewards_by_import_path(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    data = RolloutData(
-        file,
-        ROWS[:2],
-        rewards=["examples.grpo.right", digits],
+    data = configured(
+        train=str(file),
+        validation=ROWS[:2],
+        rewards=["examples.grpo.right", "examples.grpo.digits"],
         weights=[1, 0.5],
         batch_size=3,
         max_tokens=5,
@@ -48,10 +62,10 @@ def test_loaders_of_files_and_rewards_by_import_path(tmp_path: Path) -> None:
 
 
 def test_mistakes(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="wrong' cannot be imported"):
-        RolloutData(ROWS, rewards="examples.grpo.wrong")
-    with pytest.raises(InvalidInput, match="rewards: 'right' cannot be imported"):
-        RolloutData(ROWS, rewards="right")
+    with pytest.raises(InvalidInput, match=r"data\.rewards: the module examples\.grpo has no 'wrong'"):
+        configured(train=ROWS, rewards="examples.grpo.wrong")
+    with pytest.raises(InvalidInput, match=r"data\.rewards: 'right' is not an import path"):
+        configured(train=ROWS, rewards="right")
     with pytest.raises(InvalidInput, match=r"train: there is no file no\.jsonl"):
         RolloutData("no.jsonl", rewards=right).train_dataloader()
     broken = tmp_path / "broken.jsonl"
@@ -79,9 +93,6 @@ class Unfinished(Environment):
     pass
 
 
-GAMES = games()
-
-
 def guess(*secrets: int) -> list[dict[str, Any]]:
     return [{"class_path": GUESS, "init_args": {"secret": secret}} for secret in secrets]
 
@@ -95,61 +106,79 @@ def secrets(data: RolloutData) -> list[int]:
     ("source", "settings"),
     [
         (guess(1, 2, 3), {}),
-        ([*guess(1, 2), GuessTheNumber(3)], {}),
         (f"{__name__}.games", {}),
-        (f"{__name__}.GAMES", {}),
+        ([f"{__name__}.games"], {}),
+        ({"class_path": f"{__name__}.games"}, {}),
         ({"class_path": f"{__name__}.games", "init_args": {"count": 3}}, {}),
         ([{"class_path": f"{__name__}.games", "init_args": {"count": 2}}, *guess(3)], {}),
         ([{"secret": 1}, {"secret": 2}, {"secret": 3}], {"environment": GUESS}),
-        (({"secret": 1}, {"secret": 2}, {"secret": 3}), {"environment": GuessTheNumber}),
+        ([{"secret": 1}, {"secret": 2}, {"secret": 3}], {"environment": f"{__name__}.GuessTheNumber"}),
     ],
 )
 def test_environments_by_import_path(source: Any, settings: dict[str, Any]) -> None:
+    assert secrets(configured(train=source, **settings)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("source", "settings"),
+    [
+        (games(), {}),
+        (games, {}),
+        ([games(2), GuessTheNumber(3)], {}),
+        (({"secret": 1}, {"secret": 2}, {"secret": 3}), {"environment": GuessTheNumber}),
+    ],
+)
+def test_environments_as_objects(source: Any, settings: dict[str, Any]) -> None:
     assert secrets(RolloutData(source, **settings)) == [1, 2, 3]
+
+
+def test_strings_of_a_configuration_file_stay_strings() -> None:
+    rows: list[Any] = [{"prompt": "1", "answer": "2", "level": 3}, "true", [{"role": "user", "content": "4"}]]
+    assert configured(train=rows)._sources["train"] == rows
 
 
 def test_environments_of_a_file_alone_and_without_end(tmp_path: Path) -> None:
     file = tmp_path / "games.jsonl"
     file.write_text('{"secret": 3}\n{"secret": 4}\n{"secret": 5}\n')
-    assert secrets(RolloutData(file, environment=GUESS)) == [3, 4, 5]
-    assert secrets(RolloutData(guess(7)[0])) == secrets(RolloutData(GuessTheNumber(7))) == [7, 7, 7]
-    assert secrets(RolloutData(f"{__name__}.endless")) == [0, 1, 2]
+    assert secrets(configured(train=str(file), environment=GUESS)) == [3, 4, 5]
+    assert secrets(configured(train=guess(7)[0])) == secrets(RolloutData(GuessTheNumber(7))) == [7, 7, 7]
+    assert secrets(configured(train=f"{__name__}.endless")) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
     ("source", "settings", "message"),
     [
-        (
-            [{"class_path": f"{GUESS}s"}],
-            {},
-            "train: 'examples.multi_turn.GuessTheNumbers' cannot be imported: the ",
-        ),
+        ([{"class_path": f"{GUESS}s"}], {}, "data.train: the module examples.multi_turn has no 'GuessTheNumbers'"),
         ([{"class_path": f"{GUESS}s"}], {}, "Did you mean 'GuessTheNumber'?"),
-        ("no_package.games", {}, "train: 'no_package.games' cannot be imported: No module named 'no_package'"),
-        ([{"secret": 1}], {"environment": f"{GUESS}s"}, "environment: 'examples.multi_turn.GuessTheNumbers' cannot be"),
+        ({"class_path": "no_package.games"}, {}, "data.train: No module named 'no_package'"),
+        ("no_package.games", {}, "train: there is no file no_package.games, and no such function"),
+        ([{"secret": 1}], {"environment": f"{GUESS}s"}, "data.environment: the module examples.multi_turn has no"),
         (
             [{"class_path": GUESS, "init_args": {"secrt": 1}}],
             {},
-            "GuessTheNumber has no argument 'secrt'. Did you mean",
+            "data.train: GuessTheNumber has no option 'secrt'. Did you mean 'secret'?",
         ),
-        ([{"class_path": GUESS}], {}, "train: GuessTheNumber is missing a required argument: 'secret'"),
-        (
-            [{"class_path": GUESS, "args": {}}],
-            {},
-            "train: expected class_path and init_args, and no other keys, got 'arg",
-        ),
-        ({"class_path": f"{__name__}.Unfinished"}, {}, "train: the class Unfinished has no method rollout"),
-        ({"class_path": f"{__name__}.GUESS"}, {}, "train: expected a class or a function, got a str"),
-        ({"class_path": "fractions.Fraction"}, {}, "train: fractions.Fraction returned a Fraction, not an Environment"),
+        ([{"class_path": GUESS}], {}, "data.train: GuessTheNumber is missing a required argument: 'secret'"),
+        ([{"class_path": GUESS, "args": {}}], {}, "train: expected class_path and init_args, and no other keys, got"),
+        ({"class_path": f"{__name__}.games", "init_args": {"cuont": 1}}, {}, "games has no argument 'cuont'. Did you"),
+        ({"class_path": f"{__name__}.Unfinished"}, {}, "the class Unfinished has no method rollout"),
+        ({"class_path": f"{__name__}.GUESS"}, {}, f"data.train: Import path {__name__}.GUESS does not correspond to"),
+        ({"class_path": "fractions.Fraction"}, {}, "train must be a JSON Lines file, a dataset or a list of rows, got"),
+        ([{"class_path": "fractions.Fraction"}], {}, "or instances of subclasses of Environment, got Fraction"),
         ([{"secret": 1}, {"secrt": 2}], {"environment": GUESS}, "train: row 1: GuessTheNumber has no argument 'secrt'"),
         (["3"], {"environment": GUESS}, "train: row 0 must be a dict with the arguments of an environment, got a str"),
-        ([{"secret": 1}], {"environment": other}, "environment must be a subclass of Environment, or a function that"),
+        ([{"secret": 1}], {"environment": f"{__name__}.other"}, "environment must be a subclass of Environment, or a"),
+        (
+            [{"secret": 1}],
+            {"environment": f"{__name__}.Unfinished"},
+            "row 0: the class Unfinished has no method rollou",
+        ),
         (f"{__name__}.endless", {"environment": GUESS}, "train has no length"),
     ],
 )
 def test_mistakes_in_environments(source: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput) as raised:
-        RolloutData(source, **settings).train_dataloader()
+        configured(train=source, **settings).train_dataloader()
     assert message in str(raised.value)
 
 
@@ -161,6 +190,6 @@ def test_what_is_neither_a_prompt_nor_an_environment() -> None:
 
 def test_a_mistake_in_the_data_leaves_torch_as_it_was() -> None:
     before = DataLoader.__init__
-    with GRPO("tiny", rank=4) as module, pytest.raises(InvalidInput, match="cannot be imported"):
+    with GRPO("tiny", rank=4) as module, pytest.raises(InvalidInput, match="there is no file"):
         quiet(max_steps=1).fit(module, RolloutData("no_package.games", rewards=right))
     assert DataLoader.__init__ is before

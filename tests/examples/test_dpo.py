@@ -33,7 +33,7 @@ pytestmark = [
 
 
 class Run(NamedTuple):
-    """What the example returns, and what it has written."""
+    """The results of the example, and the files that it has written."""
 
     before: dict[str, float]
     after: dict[str, float]

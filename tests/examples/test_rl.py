@@ -6,13 +6,16 @@ import ast
 import csv
 import json
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
-from examples import distill, grpo, judge, multi_turn
+from examples import distill, grpo, grpo_by_hand, judge, multi_turn
 from tests.helpers.trainers import SMALL
+from tinker_lightning import Datum, ModelInput, losses
+from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,6 +61,20 @@ def test_the_right_answers_differ_and_none_that_is_held_out_is_in_the_lessons() 
     assert not names[0] & names[1]
 
 
+def test_grpo_by_hand() -> None:
+    with embedded_service() as service:
+        rewards = grpo_by_hand.train(service.create_lora_training_client("tiny", rank=8, seed=0))
+    assert sum(rewards[-3:]) > 2 * sum(rewards[:3])
+
+
+def test_the_loss_by_hand_is_the_librarys() -> None:
+    logprobs, sampler = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.9, -0.5])
+    for advantage in (torch.tensor(0.7), torch.tensor(-0.7)):
+        inputs: Any = {"logprobs": sampler, "advantages": advantage.expand(3), "target_tokens": [1, 2, 3]}
+        expected, _ = losses.ppo([Datum(ModelInput.from_ints([0, 1, 2]), inputs)], [logprobs])
+        assert grpo_by_hand.clipped_loss(logprobs, sampler, advantage).sum() == pytest.approx(expected)
+
+
 def test_multi_turn(tmp_path: Path) -> None:  # R5.9
     before, after = multi_turn.main(tmp_path, "tiny", steps=1, group_size=2, batch_size=2)
     for scores in (before, after):
@@ -92,3 +109,7 @@ def test_the_script_is_short() -> None:
             for each in node.body[1:]:
                 lines |= set(range(each.lineno, (each.end_lineno or 0) + 1))
     assert len(lines) <= 15
+
+
+def test_the_loop_by_hand_is_on_one_page() -> None:
+    assert len((grpo.DATA.parent / "grpo_by_hand.py").read_text().splitlines()) <= 80

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,17 +16,24 @@ CONVERTER = ("tinker_lightning.remote.lm", "tinker_lightning.client.sdk.inputs")
 def count_passes(client: Any) -> Counter[str]:
     """Counts the passes and steps that a client sends from now on, by name."""
     counts: Counter[str] = Counter()
+    forwards = {name: getattr(client, name) for name in ("logprobs", "forward")}
     send, optim_step = client.send, client.optim_step
 
-    def counted_send(request: Any, *, forward_only: bool = False, retain: bool = False) -> Any:
-        counts["forward" if forward_only else "forward_backward"] += 1
-        return send(request, forward_only=forward_only, retain=retain)
+    def counted_send(request: Any) -> Any:
+        counts["forward_backward"] += 1
+        return send(request)
+
+    def counted_forward(name: str, *args: Any, **options: Any) -> Any:
+        counts["forward"] += 1
+        return forwards[name](*args, **options)
 
     def counted_step(*args: Any) -> Any:
         counts["optim_step"] += 1
         return optim_step(*args)
 
     client.send, client.optim_step = counted_send, counted_step
+    for name in forwards:
+        setattr(client, name, partial(counted_forward, name))
     return counts
 
 

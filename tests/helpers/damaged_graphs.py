@@ -16,8 +16,8 @@ import torch
 
 from tests.helpers.traced_losses import optional
 from tinker_lightning import losses
-from tinker_lightning.lossgraph.graphs.functions import FUNCTIONS, METHODS
-from tinker_lightning.lossgraph.tracing.trace import trace_batch_loss, trace_datum_loss
+from tinker_lightning.lossgraph.functions import FUNCTIONS, METHODS
+from tinker_lightning.lossgraph.trace import trace_batch_loss, trace_datum_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from tinker_lightning.lossgraph.graphs.graph import Graph, Node, Ref
-from tinker_lightning.lossgraph.graphs.run import Program
+from tinker_lightning.lossgraph.graph import Graph, Node, Ref
+from tinker_lightning.lossgraph.program import Program
 
 X = Ref(0)
 

@@ -32,12 +32,12 @@ class Noting(GRPO):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        unit = batch.loader.unit(batch.unit)
-        groups = [unit.groups[order] for order in sorted(unit.groups)]
+        job = batch.loader.job(batch.job)
+        groups = [job.groups[slot] for slot in sorted(job.groups)]
         tokens = [each.turns[0].completion.tokens for group in groups for each in group.trajectories]
         with (self.folder / "trained.jsonl").open("a") as file:
             numbers = [group.task.number for group in groups]
-            file.write(json.dumps([batch.ticket, {"prompts": numbers, "tokens": tokens}]) + "\n")
+            file.write(json.dumps([batch.id, {"prompts": numbers, "tokens": tokens}]) + "\n")
         return loss
 
 

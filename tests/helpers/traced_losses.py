@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tinker_lightning import LossFnOutput
 from tinker_lightning.lossgraph.graph_loss import GraphLoss
-from tinker_lightning.lossgraph.tracing.trace import trace_datum_loss
+from tinker_lightning.lossgraph.trace import trace_datum_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What the tests of routes and losses share."""
+"""Fixtures of the tests of routes and losses."""
 
 from __future__ import annotations
 

@@ -188,9 +188,7 @@ def test_ctrl_c_between_the_requests_of_a_step_waits_for_the_last_of_them(
     client: Any = module.lm.backend
     send, sent = client.send, []
 
-    def send_backward(request: Any, *, forward_only: bool = False, retain: bool = False) -> Any:
-        if forward_only:
-            return send(request, forward_only=True, retain=retain)
+    def send_backward(request: Any) -> Any:
         sent.append(send(request))
         if len(sent) == N + 2:
             ctrl_c()
@@ -234,12 +232,12 @@ def test_a_server_that_does_not_answer_does_not_keep_a_run_alive(
     way: str, strategy: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither at a forward pass, nor at the end of a step whose metrics a callback looks at."""
-    for file in ("base", "hooks", "strategy"):
+    for file in ("deferred_metrics", "hooks", "strategy"):
         monkeypatch.setattr(f"tinker_lightning.lightning.{file}.LAST_WAIT", 0.3)
     trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
     transport = Stalling(httpx.ASGITransport(create_app(trainer)))
     service = ServiceClient(base_url="http://embedded", transport=transport)
-    monkeypatch.setattr("tinker_lightning.lightning.lazy_client.connect", lambda *_, **__: service)
+    monkeypatch.setattr("tinker_lightning.lightning.session.connect", lambda *_, **__: service)
     action, raised, _ = WAYS[way]
     signals = threading.Timer(0.5, action)
 
@@ -398,8 +396,6 @@ def test_a_request_that_fails_between_windows_is_not_lost(
     send, sent = getattr(client, method), []
 
     def fails_once(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("forward_only"):
-            return send(*args, **kwargs)
         sent.append(args)
         if len(sent) == 1:
             unknown = {"type": "no such optimizer"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tinker_lightning import Datum
-from tinker_lightning.lightning.deferred_metrics import of_losses
+from tinker_lightning.lightning.deferred_metrics import window_metrics
 from tinker_lightning.remote.calls import PendingBackward
 from tinker_lightning.types import ForwardBackwardOutput
 
@@ -39,41 +39,41 @@ def test_counts_are_summed_and_others_are_combined_as_their_suffixes_say_or_aver
     name: str, expected: dict[str, float]
 ) -> None:
     window = [ran({"loss:sum": 10.0, name: 2.0}, 1), ran({"loss:sum": 20.0, name: 6.0}, 3)]
-    assert of_losses(window) == {"train_loss": 15.0, **expected}
+    assert window_metrics(window) == {"train_loss": 15.0, **expected}
 
 
 def test_a_short_window_is_a_mean_too() -> None:
     window = [ran({"loss:sum": 10.0}, 1), ran({"loss:sum": 20.0}, 1)]
-    assert of_losses(window, share=4 / 2)["train_loss"] == 30.0
+    assert window_metrics(window, share=4 / 2)["train_loss"] == 30.0
 
 
 @pytest.mark.parametrize("name", ["weights:sum", "lag:slack", "clock:unique", "kl"])
 def test_the_metrics_of_one_pass_are_left_as_they_are(name: str) -> None:
-    assert of_losses([ran({"loss:sum": 10.0, name: 2.0}, 3)]) == {"train_loss": 5.0, name: 2.0}
+    assert window_metrics([ran({"loss:sum": 10.0, name: 2.0}, 3)]) == {"train_loss": 5.0, name: 2.0}
     window = [ran({"loss:sum": 10.0}, 1), ran({"loss:sum": 10.0, name: 2.0}, 3)]
-    assert of_losses(window) == {"train_loss": 10.0, name: 2.0}
+    assert window_metrics(window) == {"train_loss": 10.0, name: 2.0}
 
 
 def test_what_the_protocol_counts_is_not_logged() -> None:
-    assert of_losses([ran({"loss:sum": 10.0, "tokens:sum": 7.0}, 3)]) == {"train_loss": 5.0}
+    assert window_metrics([ran({"loss:sum": 10.0, "tokens:sum": 7.0}, 3)]) == {"train_loss": 5.0}
 
 
 @pytest.mark.parametrize("name", ["train_loss", "grad_norm", "learning_rate", "epoch", "step"])
 def test_a_metric_with_a_name_that_every_step_has_is_logged_under_the_loss(name: str) -> None:
     told = {"loss:sum": 10.0, name: 2.0}
-    assert of_losses([ran(told, 3)]) == {"train_loss": 5.0, f"loss/{name}": 2.0}
-    assert of_losses([ran(told, 3, added=1.0)])[f"base_loss/{name}"] == 2.0
+    assert window_metrics([ran(told, 3)]) == {"train_loss": 5.0, f"loss/{name}": 2.0}
+    assert window_metrics([ran(told, 3, added=1.0)])[f"base_loss/{name}"] == 2.0
 
 
 def test_a_metric_called_value_is_logged_next_to_the_value() -> None:
-    found = of_losses([ran({"loss:sum": 10.0, "value": 2.0}, 3, added=1.0)])
+    found = window_metrics([ran({"loss:sum": 10.0, "value": 2.0}, 3, added=1.0)])
     assert (found["base_loss/value"], found["base_loss/custom/value"]) == (5.0, 2.0)
 
 
 @pytest.mark.parametrize("added", [None, 1.0])
 def test_a_loss_without_a_value_is_absent(added: float | None) -> None:
     window = [ran({"value": 2.0}, 3, added=added), ran({"loss:sum": 10.0}, 1, added=added)]
-    assert not {"train_loss", "loss_total"} & of_losses(window).keys()
+    assert not {"train_loss", "loss_total"} & window_metrics(window).keys()
 
 
 TOLD: dict[str, Any] = {"loss:sum": 10.0, "kl": 2.0}
@@ -81,7 +81,12 @@ TOLD: dict[str, Any] = {"loss:sum": 10.0, "kl": 2.0}
 
 def test_what_is_added_here_is_part_of_the_total_and_the_loss_its_base() -> None:
     window = [ran(TOLD, 1, added=4.0), ran(TOLD, 1, added=6.0)]
-    assert of_losses(window) == {"train_loss": 15.0, "loss_total": 15.0, "base_loss/value": 10.0, "base_loss/kl": 2.0}
+    assert window_metrics(window) == {
+        "train_loss": 15.0,
+        "loss_total": 15.0,
+        "base_loss/value": 10.0,
+        "base_loss/kl": 2.0,
+    }
 
 
 def test_different_losses_are_distinguished_in_any_order() -> None:
@@ -96,4 +101,4 @@ def test_different_losses_are_distinguished_in_any_order() -> None:
         "mine_2/value": 5.0,
         "mine_2/kl": 2.0,
     }
-    assert of_losses(window) == of_losses(window[::-1]) == expected
+    assert window_metrics(window) == window_metrics(window[::-1]) == expected

@@ -184,12 +184,12 @@ def test_a_server_that_returns_no_value_has_no_val_loss(
         return LossFnOutput(-(logprobs * attention_mask).sum(), logprobs, {})
 
     module = made(service, loss=valueless)
-    send = type(module.lm.backend).send
+    forward = type(module.lm.backend).forward
 
     def without_value(*args: Any, **kwargs: Any) -> Any:
-        return send(*args, **kwargs).then(lambda output: replace(output, metrics={}))
+        return forward(*args, **kwargs).then(lambda output: replace(output, metrics={}))
 
-    monkeypatch.setattr(type(module.lm.backend), "send", without_value)
+    monkeypatch.setattr(type(module.lm.backend), "forward", without_value)
     loader: Any = DataLoader(TEXTS, batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="val_loss is not logged, because .*: .* does not return its value") as caught:
         (scores,) = quiet().validate(module, loader, verbose=False)

@@ -1,4 +1,4 @@
-"""What users write themselves around a remote model, and that every row of docs/lightning-features.md has its test."""
+"""Features of Lightning around a remote model. Every row of docs/lightning-features.md has its test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of a module's arguments its checkpoint files keep."""
+"""Arguments of a module in its checkpoint files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `RemoteModule` can train on: a custom loss, a server-side loss, and regularizers with either."""
+"""Losses of a `RemoteModule`: a custom loss, a server-side loss, and regularizers with either."""
 
 from __future__ import annotations
 

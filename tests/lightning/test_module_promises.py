@@ -1,4 +1,4 @@
-"""What a `RemoteModule` promises whatever a user overrides, loads or resumes."""
+"""Promises of a `RemoteModule` that hold for everything that a user overrides, loads or resumes."""
 
 from __future__ import annotations
 
@@ -67,13 +67,18 @@ def made(service: ServiceClient, kind: type[RemoteModule] = Mean, **kwargs: Any)
 def counted(module: RemoteModule) -> Counter[str]:
     """How many forward passes and backward passes are sent."""
     calls: Counter[str] = Counter()
-    send = module.lm.backend.send
+    backend: Any = module.lm.backend
+    logprobs, send = backend.logprobs, backend.send
 
-    def call(request: Any, *, forward_only: bool = False, retain: bool = False) -> Any:
-        calls["forward" if forward_only else "backward"] += 1
-        return send(request, forward_only=forward_only, retain=retain)
+    def forward(data: Any, *, retain: bool = False) -> Any:
+        calls["forward"] += 1
+        return logprobs(data, retain=retain)
 
-    module.lm.backend.send = call  # type: ignore[method-assign]
+    def backward(request: Any) -> Any:
+        calls["backward"] += 1
+        return send(request)
+
+    backend.logprobs, backend.send = forward, backward
     return calls
 
 

@@ -1,4 +1,4 @@
-"""What a fit sends, and in which order: what the client's own calls send, whatever the data and the trainer."""
+"""Requests of a fit and their order, equal to the client's own calls for any data and trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a loss runs: the same numbers on every route, the best one unless another is asked for."""
+"""Routes of a loss: the same numbers on every route, the best one unless another is requested."""
 
 from __future__ import annotations
 

@@ -166,10 +166,10 @@ class Shows(Greedy):
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         super().validation_step(batch, batch_idx, dataloader_idx)
-        before = self._samples._made
+        before = self._prompt_sampler._client
         first, again = (self.predict_step([PROMPT], 0)[0]["tokens"] for _ in range(2))
         self.seen.append((first, again, freshly_sampled(self)))
-        self.made.append(self._samples._made is not before)
+        self.made.append(self._prompt_sampler._client is not before)
 
 
 def test_samples_of_a_validation_come_from_the_weights_of_its_step(url: str) -> None:

@@ -1,4 +1,4 @@
-"""What the flags of a Trainer mean for a remote model. The rows of docs/lightning-features.md name these tests."""
+"""Flags of a Trainer with a remote model. The rows of docs/lightning-features.md name these tests."""
 
 from __future__ import annotations
 

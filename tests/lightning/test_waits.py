@@ -1,4 +1,4 @@
-"""How often a step waits: once for a custom loss, for any number of micro-batches; never for a server-side loss."""
+"""Waits of a step: once for a custom loss, for any number of micro-batches; never for a server-side loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a W&B run has of a fit: settings, metrics at their steps, tables and files; a resumed fit continues it."""
+"""W&B runs of a fit: settings, metrics at their steps, tables and files; a resumed fit continues it."""
 
 from __future__ import annotations
 

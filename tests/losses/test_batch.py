@@ -1,4 +1,4 @@
-"""What losses read of a batch, and what they say of one that they cannot read."""
+"""Batches as losses read them, and the errors for those that they cannot read."""
 
 from __future__ import annotations
 

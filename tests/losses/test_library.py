@@ -1,4 +1,4 @@
-"""What holds for every loss of the library: it trains a model, and its formula is a graph."""
+"""Properties of every loss of the library: it trains a model, and its formula is a graph."""
 
 from __future__ import annotations
 

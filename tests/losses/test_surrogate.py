@@ -73,7 +73,7 @@ def test_local_parameters_get_their_gradients() -> None:  # R5.2
 def test_the_callers_grad_mode_does_not_matter(mode: Any) -> None:
     output = ForwardBackwardOutput([{"logprobs": TensorData(np.full(n, -1.0))} for n in LENGTHS])
     with mode():
-        leaves = surrogate.leaves(output, datums())
+        leaves = surrogate.logprob_leaves(output, datums())
         evaluation = surrogate.evaluate(lambda _, lp: ((lp[0] ** 2).sum(), {}), datums(), leaves)
     assert evaluation.gradients[0].tolist() == [-2.0] * 3
 
@@ -180,7 +180,7 @@ def test_the_forward_needs_targets_only() -> None:  # R1.1
 def test_leaves_have_the_shape_of_the_targets() -> None:  # R1.1, R1.2
     data = [Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [[1, 2], [3, 4]]})]
     flat = ForwardBackwardOutput([{"logprobs": TensorData([-1.0, -2.0, -3.0, -4.0])}])
-    (leaf,) = surrogate.leaves(flat, data)
+    (leaf,) = surrogate.logprob_leaves(flat, data)
     assert leaf.tolist() == [[-1.0, -2.0], [-3.0, -4.0]]
     assert leaf.is_leaf
     assert leaf.requires_grad
@@ -191,11 +191,11 @@ def test_an_answer_that_does_not_fit_is_the_servers_fault() -> None:
     data = datums()
     fitting: list[dict[str, TensorData]] = [{"logprobs": TensorData(np.zeros(n))} for n in LENGTHS]
     with pytest.raises(OperationFailed, match="answered for 2 datums, but 3 were sent"):
-        surrogate.leaves(ForwardBackwardOutput(fitting[:2]), data)
+        surrogate.logprob_leaves(ForwardBackwardOutput(fitting[:2]), data)
     with pytest.raises(OperationFailed, match="datum 1: the server sent no logprobs, only loss"):
-        surrogate.leaves(ForwardBackwardOutput([fitting[0], {"loss": TensorData([1.0])}, fitting[2]]), data)
+        surrogate.logprob_leaves(ForwardBackwardOutput([fitting[0], {"loss": TensorData([1.0])}, fitting[2]]), data)
     with pytest.raises(OperationFailed, match=r"datum 0: the server sent logprobs of shape \[1\] for targets of \[3\]"):
-        surrogate.leaves(ForwardBackwardOutput([fitting[1], fitting[1], fitting[2]]), data)
+        surrogate.logprob_leaves(ForwardBackwardOutput([fitting[1], fitting[1], fitting[2]]), data)
 
 
 async def _async_loss(_: list[Any], lp: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
@@ -232,7 +232,7 @@ def test_a_gradient_of_zero_everywhere_warns_once_with_the_name_of_the_loss() ->
 def test_a_metric_with_a_name_of_the_protocol_is_returned_next_to_it() -> None:
     backward = ForwardBackwardOutput([{}], {"loss:sum": 4.0, "tokens:sum": 9.0}, "kind")
     evaluation = surrogate.Evaluation(1.5, {"loss:sum": 3.0, "tokens:sum": 7.0}, [])
-    metrics = surrogate.with_metrics(backward, evaluation).metrics
+    metrics = surrogate.add_loss_metrics(backward, evaluation).metrics
     server = {"loss:sum": 1.5, "tokens:sum": 9.0, "surrogate_loss:sum": 4.0}
     assert metrics == server | {"loss/loss:sum": 3.0, "loss/tokens:sum": 7.0}
 
@@ -240,10 +240,10 @@ def test_a_metric_with_a_name_of_the_protocol_is_returned_next_to_it() -> None:
 def test_the_result_has_the_losss_value_and_metrics() -> None:  # R1.6, R1.7
     backward = ForwardBackwardOutput([{}], {"loss:sum": 4.0, "tokens:sum": 9.0}, "kind")
     evaluation = surrogate.Evaluation(1.5, {"mine": 2.0, "tokens:sum": 7.0}, [])
-    result = surrogate.with_metrics(backward, evaluation)
+    result = surrogate.add_loss_metrics(backward, evaluation)
     expected = {"loss:sum": 1.5, "loss/tokens:sum": 7.0, "mine": 2.0}
     assert result.metrics == expected | {"surrogate_loss:sum": 4.0, "tokens:sum": 9.0}
     assert result.loss_fn_output_type == "kind"
     assert backward.metrics == {"loss:sum": 4.0, "tokens:sum": 9.0}
-    bare = surrogate.with_metrics(ForwardBackwardOutput([{}]), evaluation)  # servers may give no metrics at all
+    bare = surrogate.add_loss_metrics(ForwardBackwardOutput([{}]), evaluation)  # servers may give no metrics at all
     assert bare.metrics == expected

@@ -1,4 +1,4 @@
-"""The library's losses on a server take the batches that they take here, and refuse the others in the same words."""
+"""Library losses accept the same batches on a server as locally, and raise the same errors for others."""
 
 from __future__ import annotations
 
@@ -52,8 +52,10 @@ def submitted(client: TrainingClient, route: routes.RouteName, loss: Any, data: 
     return client.forward_backward(data, chosen.loss, chosen.config).result()
 
 
-def said(client: TrainingClient, route: routes.RouteName, loss: Any, data: list[Datum]) -> tuple[type[Exception], str]:
-    """What is said of a batch that is refused."""
+def raised_error(
+    client: TrainingClient, route: routes.RouteName, loss: Any, data: list[Datum]
+) -> tuple[type[Exception], str]:
+    """The error for an invalid batch."""
     with pytest.raises(TinkerLightningError) as caught:
         submitted(client, route, loss, data)
     return type(caught.value), str(caught.value)
@@ -91,23 +93,27 @@ def test_an_input_that_does_not_fit_raises_alike_on_every_route(
         right = datum.loss_fn_inputs[name].to_torch()
         value = right.new_zeros(2) if name == "reward" and wrong != "NaN" else WRONG[wrong](right)
         data[i] = with_input(datum, name, value)
-    here = said(client, "two-pass", LIBRARY[loss][0], data)
+    here = raised_error(client, "two-pass", LIBRARY[loss][0], data)
     assert here[0] is InvalidDatum
     assert here[1].startswith(f"datum 0: {name} has ")
-    assert said(client, "auto", LIBRARY[loss][0], data) == said(client, "server", LIBRARY[loss][0], data) == here
+    assert (
+        raised_error(client, "auto", LIBRARY[loss][0], data)
+        == raised_error(client, "server", LIBRARY[loss][0], data)
+        == here
+    )
 
 
 @pytest.mark.parametrize("mistake", [mistake for mistake, (_, data, _) in MISTAKES.items() if data])
 def test_a_mistake_is_named_alike_on_every_route(client: TrainingClient, mistake: str) -> None:  # R1.9, R5.7
     loss, data, message = MISTAKES[mistake]
-    here = said(client, "two-pass", loss, data)
+    here = raised_error(client, "two-pass", loss, data)
     assert message in here[1]
-    assert said(client, "auto", loss, data) == here
+    assert raised_error(client, "auto", loss, data) == here
 
 
 def test_nothing_is_sent_of_a_batch_that_is_rejected(trainer: EmbeddedTrainer, service: ServiceClient) -> None:
     client = service.create_lora_training_client("tiny", rank=4, seed=1)
-    said(client, "auto", losses.dpo, batch()[0][:3])
+    raised_error(client, "auto", losses.dpo, batch()[0][:3])
     _, adapter = trainer.registry.model(client.model_id).ready()
     assert adapter.gradient == {}
     submitted(client, "auto", losses.dpo, batch()[0][:4])  # and the next batch is taken

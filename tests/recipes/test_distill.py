@@ -17,7 +17,7 @@ from tests.helpers.trainers import SMALL, new, quiet
 from tinker_lightning import AdamParams, Datum, SamplingParams, collate, losses
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.recipes import Distill
-from tinker_lightning.recipes.distill import _means_of_others
+from tinker_lightning.recipes.distill import _leave_one_out_means
 from tinker_lightning.rl import RolloutLoader, no_reward
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
@@ -266,5 +266,5 @@ def test_mistakes(service: ServiceClient, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_baseline_leaves_out_all_tokens_of_an_answer() -> None:
     gaps = [np.array([1.0, 2.0]), np.array([3.0]), np.array([0.0, 6.0, 0.0])]  # an answer of two datums, and another
-    assert _means_of_others([0, 0, 1], gaps, [2, 1, 1]) == [6.0, 6.0, 2.0]
-    assert _means_of_others([0, 0], gaps[:2], [2, 1]) == [0.0, 0.0]  # a group of one
+    assert _leave_one_out_means([0, 0, 1], gaps, [2, 1, 1]) == [6.0, 6.0, 2.0]
+    assert _leave_one_out_means([0, 0], gaps[:2], [2, 1]) == [0.0, 0.0]  # a group of one

@@ -14,7 +14,7 @@ from tinker_lightning import ModelInput, losses
 from tinker_lightning.errors import InvalidInput, RolloutFailed
 from tinker_lightning.recipes import GRPO
 from tinker_lightning.recipes.group_loss import TrainedGroup
-from tinker_lightning.recipes.rollout_metrics import Scored
+from tinker_lightning.recipes.rollout_metrics import ScoredGroup
 
 if TYPE_CHECKING:
     from tinker_lightning.client import ServiceClient
@@ -40,7 +40,11 @@ def loss_of(module: GRPO, group: Group, seed: int = 1) -> tuple[float, list[torc
     loss, metrics = module.group_loss(trained, data, logprobs)
     gradients = torch.autograd.grad(loss, logprobs)
     found = {name: float(value) for name, value in metrics.items()}
-    return loss.item(), list(gradients), found | module.policy_metrics([Scored.of(data, logprobs, 0, 0)])
+    return (
+        loss.item(),
+        list(gradients),
+        found | module.policy_metrics([ScoredGroup.from_logprobs(data, logprobs, 0, 0)]),
+    )
 
 
 def mean_of(group: Group, terms: list[torch.Tensor], normalize: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What training on rollouts logs, on every route, and what it samples to be looked at."""  # R5.9
+"""Metrics of training on rollouts, on every route, and the sampled texts that are kept for callbacks."""  # R5.9
 
 from __future__ import annotations
 

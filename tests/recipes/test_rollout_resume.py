@@ -31,11 +31,9 @@ class Noting(GRPO):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        unit = batch.loader.unit(batch.unit)
-        groups = [unit.groups[order] for order in sorted(unit.groups)]
-        self.trained[batch.ticket] = [
-            (group.task.number, [each.text for each in group.trajectories]) for group in groups
-        ]
+        job = batch.loader.job(batch.job)
+        groups = [job.groups[slot] for slot in sorted(job.groups)]
+        self.trained[batch.id] = [(group.task.number, [each.text for each in group.trajectories]) for group in groups]
         return loss
 
 
@@ -77,7 +75,7 @@ def test_a_resumed_run_ends_in_the_same_bits(case: str, service: ServiceClient, 
         resumed = new(service, Noting)
         resumed_loader = rollouts(**settings)
         quiet(**options).fit(resumed, resumed_loader, ckpt_path=str(tmp_path / f"{batch}.ckpt"))
-        assert resumed.trained == {ticket: whole.trained[ticket] for ticket in resumed.trained}
+        assert resumed.trained == {rollout_id: whole.trained[rollout_id] for rollout_id in resumed.trained}
         assert list(resumed.trained) == list(range(batch + 1, len(whole.trained)))
         assert torch.equal(logprobs_of(resumed), logprobs_of(whole))
 
@@ -93,8 +91,8 @@ def test_sampling_ahead_neither_repeats_nor_skips(strategy: str, service: Servic
     resumed = new(service, Noting)
     options["strategy"] = "auto" if strategy == "tinker" else "tinker"
     quiet(**options).fit(resumed, rollouts(**settings), ckpt_path=str(tmp_path / "1.ckpt"))
-    numbers = [[number for number, _ in whole.trained[ticket]] for ticket in range(5)]
+    numbers = [[number for number, _ in whole.trained[rollout_id]] for rollout_id in range(5)]
     assert numbers == [[number] for number in range(5)]
-    assert {ticket: [number for number, _ in groups] for ticket, groups in resumed.trained.items()} == {
-        ticket: numbers[ticket] for ticket in range(2, 5)
+    assert {rollout_id: [number for number, _ in groups] for rollout_id, groups in resumed.trained.items()} == {
+        rollout_id: numbers[rollout_id] for rollout_id in range(2, 5)
     }

@@ -16,7 +16,7 @@ from tinker_lightning import ServiceClient
 from tinker_lightning.errors import InvalidInput, Unsupported
 from tinker_lightning.recipes import GRPO
 from tinker_lightning.recipes.group_loss import TrainedGroup
-from tinker_lightning.recipes.rollout_metrics import Scored
+from tinker_lightning.recipes.rollout_metrics import ScoredGroup
 from tinker_lightning.recipes.rollout_module import SamplerCheck
 from tinker_lightning.server import EmbeddedTrainer
 
@@ -89,10 +89,10 @@ def test_a_difference_that_is_not_the_base_model(service: ServiceClient) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for version, age in ((0, 0), (1, 1), (3, 1), (7, 2)):
-            SamplerCheck(module.lm, "GRPO").observe([Scored.of(data, logprobs, version, age)])
+            SamplerCheck(module.lm, "GRPO").observe([ScoredGroup.from_logprobs(data, logprobs, version, age)])
     check = SamplerCheck(module.lm, "GRPO")
     with pytest.warns(UserWarning, match="differ by 1 on average, after 2 optimizer steps, though") as found:
-        check.observe([Scored.of(data, logprobs, 2, 0)] * 2)
+        check.observe([ScoredGroup.from_logprobs(data, logprobs, 2, 0)] * 2)
     assert len(found) == 1
 
 

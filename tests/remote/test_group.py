@@ -271,11 +271,14 @@ def test_what_a_nested_module_would_log_does_not_pile_up(server: Server) -> None
 
 def test_a_wait_with_a_limit_is_one_for_all(server: Server) -> None:
     module = server.module(Second)
-    for remote in remotes_of(module):
-        remote.unread.add(TinkerFuture(concurrent.futures.Future(), "never"))
+    sources: list[concurrent.futures.Future[None]] = [concurrent.futures.Future() for _ in remotes_of(module)]
+    for remote, source in zip(remotes_of(module), sources, strict=True):
+        remote.backend.unread.add(TinkerFuture(source, "never"))
     began = time.monotonic()
     wait_for_all(module, 0.5)
     assert 0.5 <= time.monotonic() - began < 0.9
+    for source in sources:
+        source.set_result(None)
 
 
 def test_a_state_is_deleted_where_it_is(server: Server, tmp_path: Path) -> None:

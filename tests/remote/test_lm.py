@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.helpers.reference import autograd, gathered
 from tinker_lightning import AdamParams, Datum
 from tinker_lightning.errors import InvalidInput, LossNotFinite
-from tinker_lightning.remote.adamw import RemoteAdamW
 from tinker_lightning.remote.lm import RemoteLM
+from tinker_lightning.remote.optimizers import RemoteAdamW
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import RecordingTransport, embedded_service
 

@@ -14,7 +14,7 @@ from tests.helpers.soaking import mostly_soak
 from tinker_lightning import AdamParams, Datum, RemoteAdamW, RemoteLM
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.errors import InvalidInput, InvalidLoss, OperationFailed
-from tinker_lightning.losses.scaling import scaled
+from tinker_lightning.losses.builtin import scale_loss
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
 
@@ -71,7 +71,7 @@ def test_a_scaled_loss_is_the_loss_times_a_number(
     trainer, service = double
     plain, times = (service.create_lora_training_client("tiny", rank=4, seed=1) for _ in range(2))
     value = plain.forward_backward(DATA[name], name).result().metrics["loss:sum"]
-    datums, config = scaled(DATA[name], name, {}, factor)
+    datums, config = scale_loss(DATA[name], name, {}, factor)
     scaled_value = times.forward_backward(datums, name, config).result().metrics["loss:sum"]
     assert scaled_value == pytest.approx(factor * value, rel=1e-5, abs=1e-4)
     expected = gradient(trainer, plain) * factor
@@ -119,6 +119,8 @@ MISUSES: dict[str, Any] = {
     "a number in place of NaN": torch.nan_to_num,
     "the greater of two": lambda loss: torch.stack([loss, 3 * loss]).max(),
     "an absolute value": lambda loss: (loss - 2).abs(),
+    "a rounded quotient": lambda loss: torch.div(loss, 2, rounding_mode="floor"),
+    "a comparison with itself": lambda loss: loss == loss,
     "an order": lambda loss: torch.stack([loss, 2 * loss]).argsort(),
 }
 
@@ -153,6 +155,9 @@ LINEAR: dict[str, tuple[Any, float]] = {
     "in place": (lambda loss: torch.zeros(()).add_(loss).mul_(3.0), 3.0),
     "a difference": (lambda loss: 1 - (2 - loss * 0.5).reshape(1)[0].double(), 0.5),
     "weighed": (lambda loss: (loss.unsqueeze(0) * torch.tensor([0.25, 0.5])).sum(), 0.75),
+    "weighed by a product": (lambda loss: loss.expand(2) @ torch.tensor([0.25, 0.5]), 0.75),
+    "one of two": (lambda loss: torch.where(torch.tensor([True, False]), 2 * loss, 1.0).sum(), 2.0),
+    "a quotient by name": (lambda loss: torch.div(input=loss, other=4), 0.25),
 }
 
 
@@ -201,12 +206,12 @@ def test_no_more_steps_are_in_flight_than_allowed(double: tuple[EmbeddedTrainer,
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
 def test_losses_that_clip_have_no_negative(name: str) -> None:
     with pytest.raises(InvalidLoss, match="its negative is another loss"):
-        scaled(DATA[name], name, {}, -1.0)
+        scale_loss(DATA[name], name, {}, -1.0)
 
 
 def test_an_unknown_loss_cannot_be_scaled_by_its_inputs() -> None:
     with pytest.raises(InvalidLoss, match=r"'mine' cannot be scaled by 0\.5"):
-        scaled(DATA["ppo"], "mine", {}, 0.5)
+        scale_loss(DATA["ppo"], "mine", {}, 0.5)
 
 
 class Failing:

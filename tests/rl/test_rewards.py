@@ -152,7 +152,7 @@ def test_failures_can_be_skipped_and_are_counted(caplog: pytest.LogCaptureFixtur
         (([length], {"lenght": 1}), "weights names 'lenght', but the rewards are length"),
         (([length], [math.nan]), "the weight of reward 'length' is nan"),
         (([length], None, 0), "timeout must be a positive number"),
-        (([length], None, None, "ignore"), "on_error must be 'raise' or 'skip'"),
+        (([length], None, None, "ignore"), "on_error must be one of raise, skip"),
     ],
 )
 def test_mistakes(arguments: tuple[Any, ...], message: str) -> None:

@@ -1,4 +1,4 @@
-"""The loader of rollouts: order, seeds, admission, state, and what it refuses."""  # R5.9
+"""The loader of rollouts: order, seeds, admission, state, and the errors that it raises."""  # R5.9
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from tests.helpers.soaking import first_only
 from tinker_lightning import SamplingParams
 from tinker_lightning.errors import InvalidInput, RolloutFailed
 from tinker_lightning.rl import Completion, Environment, RolloutLoader, Trajectory, Turn
-from tinker_lightning.rl.admission import Window
-from tinker_lightning.rl.units import PolicySource
-from tinker_lightning.threads.background import on_loop
+from tinker_lightning.rl.rollout_jobs import PolicySource, TrainingProgress
+from tinker_lightning.threads.background import run_on_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,10 +41,10 @@ def source_of(service: ServiceClient, version: int = 0) -> PolicySource:
     return PolicySource(version, Ready(), sampler.get_tokenizer())
 
 
-def arrived(loader: RolloutLoader, unit: int) -> list[Group]:
-    """The groups of a unit, in order."""
-    rollouts = loader.unit(unit)
-    return [group for _, group in sorted(rollouts.arriving(range(rollouts.planned), None))]
+def arrived(loader: RolloutLoader, job: int) -> list[Group]:
+    """The groups of a job, in order."""
+    rollouts = loader.job(job)
+    return [group for _, group in sorted(rollouts.receive(range(rollouts.planned), None))]
 
 
 def tokens_of(groups: Sequence[Group]) -> list[list[int]]:
@@ -55,8 +54,8 @@ def tokens_of(groups: Sequence[Group]) -> list[list[int]]:
 def test_samples_depend_on_seed_prompt_and_number_only(service: ServiceClient) -> None:
     source = source_of(service)
     alone, crowded, other = rollouts(), rollouts(), rollouts(seed=1)
-    for loader, units in ((alone, 1), (crowded, 4), (other, 1)):
-        loader.admit(units, lambda: source)
+    for loader, jobs in ((alone, 1), (crowded, 4), (other, 1)):
+        loader.admit(jobs, lambda: source)
     first = tokens_of(arrived(alone, 0))
     assert tokens_of(arrived(crowded, 0)) == first
     assert tokens_of(arrived(other, 0)) != first
@@ -66,7 +65,7 @@ def test_samples_depend_on_seed_prompt_and_number_only(service: ServiceClient) -
 def test_each_pass_has_a_new_order_and_new_seeds(service: ServiceClient) -> None:
     loader = rollouts(PROMPTS[:4], batch_size=3)
     loader.admit(4, lambda: source_of(service))
-    tasks = [task for unit in range(4) for task in loader.unit(unit).tasks]
+    tasks = [task for job in range(4) for task in loader.job(job).tasks]
     assert [task.number for task in tasks] == list(range(12))
     laps = [[task.index for task in tasks[i : i + 4]] for i in (0, 4, 8)]
     assert all(sorted(lap) == [0, 1, 2, 3] for lap in laps)
@@ -77,15 +76,15 @@ def test_each_pass_has_a_new_order_and_new_seeds(service: ServiceClient) -> None
 def test_lengths() -> None:
     assert len(rollouts(PROMPTS[:5])) == 3
     assert len(rollouts(PROMPTS[:5], epochs=2)) == 6
-    assert [batch.ticket for batch in rollouts(PROMPTS[:5])] == [0, 1, 2]
+    assert [batch.id for batch in rollouts(PROMPTS[:5])] == [0, 1, 2]
     with pytest.raises(TypeError):
         len(rollouts(Stream(PROMPTS)))
-    assert [batch.ticket for batch in rollouts(Stream(PROMPTS[:5]))] == [0, 1, 2]
+    assert [batch.id for batch in rollouts(Stream(PROMPTS[:5]))] == [0, 1, 2]
 
 
 @examples(20, 500)
 @given(
-    unit=st.integers(0, 30),
+    job=st.integers(0, 30),
     accumulate=st.integers(1, 5),
     length=st.none() | st.integers(1, 12),
     staleness=st.integers(0, 4),
@@ -94,12 +93,12 @@ def test_lengths() -> None:
     data=st.data(),
 )
 def test_the_limit_is_the_end_of_a_window(
-    unit: int, accumulate: int, length: int | None, staleness: int, epochs: int | None, steps: int | None, data: Any
+    job: int, accumulate: int, length: int | None, staleness: int, epochs: int | None, steps: int | None, data: Any
 ) -> None:
-    """Against a simulation of Lightning's loops, unit by unit."""
+    """Against a simulation of Lightning's loops, job by job."""
     position = data.draw(st.integers(0, (length or 20) - 1))
-    limit = Window(unit, position, accumulate, length, epochs, steps).limit(staleness)
-    number, place, left, windows = unit, position, epochs, 0
+    limit = TrainingProgress(job, position, accumulate, length, epochs, steps).limit(staleness)
+    number, place, left, windows = job, position, epochs, 0
     allowed = staleness + 1 if steps is None else min(staleness + 1, steps)
     while windows < allowed and left != 0:
         number, place = number + 1, place + 1
@@ -146,16 +145,16 @@ def test_admission_is_bounded_and_nothing_is_lost(
     loader = RolloutLoader(environments, group_size=1, batch_size=batch_size, staleness=staleness, shuffle=False)
     trained, started = [], 0
     for step in range(steps):
-        limit = Window(step, steps=steps - step).limit(staleness)
+        limit = TrainingProgress(step, steps=steps - step).limit(staleness)
         source = PolicySource(step, Sampler(), tokenizer=object())
         loader.follow(step, lambda step=step: step)  # type: ignore[misc]
         loader.admit(limit, lambda source=source: source)  # type: ignore[misc]
-        unit = loader.unit(step)
-        for _, group in unit.arriving(range(unit.planned), None):
+        job = loader.job(step)
+        for _, group in job.receive(range(job.planned), None):
             done, running = loader.counts
             assert step * batch_size + done + running <= (staleness + step + 1) * batch_size
             assert step - staleness <= group.version <= step
-        trained += [task.number for task in unit.tasks]
+        trained += [task.number for task in job.tasks]
         started = max(started, limit)
     assert trained == list(range(steps * batch_size))
     assert started == steps  # nothing was sampled that is not trained
@@ -190,8 +189,8 @@ class Blocking(Environment):
 
 
 def test_an_environment_that_blocks_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinker_lightning.rl.units._BLOCKED_SECONDS", 0.1)
-    monkeypatch.setattr("tinker_lightning.rl.units._CALLBACK_SECONDS", 0.05)
+    monkeypatch.setattr("tinker_lightning.rl.rollout_jobs._BLOCKED_SECONDS", 0.1)
+    monkeypatch.setattr("tinker_lightning.rl.rollout_jobs._CALLBACK_SECONDS", 0.05)
     loader = RolloutLoader([Blocking(1.5)], group_size=1, batch_size=1, timeout=0.1)
     loader.admit(1, lambda: PolicySource(0, _nothing(), object()))
     with pytest.raises(RolloutFailed, match="a rollout of Blocking has blocked the event loop"):
@@ -270,14 +269,14 @@ def test_an_episode_that_fails_ends_the_others_of_its_group() -> None:
     loader.admit(1, lambda: PolicySource(0, _nothing(), object()))
     with pytest.raises(RolloutFailed, match="ValueError: no dice"):
         arrived(loader, 0)
-    on_loop(asyncio.sleep(0)).result()  # behind the cancellations
+    run_on_loop(asyncio.sleep(0)).result()  # behind the cancellations
     assert ended == ["ended"] * 2
 
 
 def test_prompts_that_end() -> None:
     """Lightning would start one empty epoch after the other."""
     once = rollouts(iter(PROMPTS[:2]))
-    assert [batch.ticket for batch in once] == [0]
+    assert [batch.id for batch in once] == [0]
     for ended in (rollouts(Stream([])), rollouts(iter(()))):
         with pytest.raises(InvalidInput, match="there are no more prompts; a generator can be read only once"):
             next(iter(ended))
@@ -307,19 +306,19 @@ def test_a_state_neither_repeats_nor_skips(stream: bool, service: ServiceClient)
     loader = rollouts(Stream(PROMPTS) if stream else PROMPTS, staleness=1)
     loader.admit(2, lambda: source)
     loader.follow(0, lambda: 0)
-    assert loader.state_dict()["tickets"] == 0
+    assert loader.state_dict()["rollout_id"] == 0
     done = [0]
     loader.follow(0, lambda: done[0])
     done[0] = 1  # the first batch was trained
     state = loader.state_dict()
     resumed = rollouts(Stream(PROMPTS) if stream else PROMPTS, staleness=1)
     resumed.load_state_dict(state)
-    assert next(batch.ticket for batch in resumed) == 1
+    assert next(batch.id for batch in resumed) == 1
     resumed.admit(4, lambda: source)
     loader.admit(4, lambda: source)
-    for unit in (1, 2, 3):
-        assert [task.place for task in resumed.unit(unit).tasks] == [task.place for task in loader.unit(unit).tasks]
-        assert tokens_of(arrived(resumed, unit)) == tokens_of(arrived(loader, unit))
+    for job in (1, 2, 3):
+        assert [task.position for task in resumed.job(job).tasks] == [task.position for task in loader.job(job).tasks]
+        assert tokens_of(arrived(resumed, job)) == tokens_of(arrived(loader, job))
 
 
 def test_a_state_of_other_prompts_or_settings_raises() -> None:

@@ -30,7 +30,8 @@ def ended(folder: Path) -> tuple[dict[str, Any], dict[int, Any], dict[str, torch
     """What a fit has counted, what each batch was trained on where it counted, and weights and Adam's state."""
     done = json.loads((folder / "done.json").read_text())
     trained = {
-        int(ticket): batch for ticket, batch in map(json.loads, (folder / "trained.jsonl").read_text().splitlines())
+        int(rollout_id): batch
+        for rollout_id, batch in map(json.loads, (folder / "trained.jsonl").read_text().splitlines())
     }
     (saved,) = (folder / "data").rglob(done["state"].rsplit("/", 1)[-1])
     files = saved.glob("*.safetensors")
@@ -51,8 +52,8 @@ def test_many_kills(fits: Fits, kind: str, tmp_path: Path) -> None:
                 break
         own, own_trained, own_tensors = ended(folder)
         assert own["steps"] == done["steps"]
-        prompts = {ticket: batch["prompts"] for ticket, batch in trained.items()}
-        assert {ticket: batch["prompts"] for ticket, batch in own_trained.items()} == prompts
+        prompts = {rollout_id: batch["prompts"] for rollout_id, batch in trained.items()}
+        assert {rollout_id: batch["prompts"] for rollout_id, batch in own_trained.items()} == prompts
         if kind != "ahead":
             assert own_trained == trained
             assert all(torch.equal(own_tensors[name], value) for name, value in tensors.items())

@@ -1,4 +1,4 @@
-"""What runs on another thread sees the torch modes of its caller, and never those of a neighbour."""
+"""Functions and coroutines on background threads see the torch modes of their caller, and never a neighbor's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tinker_lightning.threads import background
-from tinker_lightning.threads.background import Modes, on_loop, on_thread
+from tinker_lightning.threads.background import Modes, run_on_loop, run_on_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,8 +43,8 @@ async def seen_later() -> list[tuple[Modes, torch.dtype, bool]]:
 def test_the_callers_modes_come_along(name: str) -> None:
     with MODES[name]():
         here = seen()
-        assert on_thread(seen, "x").result(LONG) == here
-        assert on_loop(seen_later()).result(LONG) == [here, here]
+        assert run_on_thread(seen, "x").result(LONG) == here
+        assert run_on_loop(seen_later()).result(LONG) == [here, here]
     assert (here[1] == torch.float32, here[2]) == ("autocast" not in name, name not in ("no_grad", "inference"))
 
 
@@ -70,7 +70,7 @@ def test_modes_stay_with_their_own_coroutine() -> None:
 
     with around:
         plain = seen()
-        futures: list[Future[Any]] = [on_loop(blind()), on_loop(looker())]
+        futures: list[Future[Any]] = [run_on_loop(blind()), run_on_loop(looker())]
         before, within, after = futures[0].result(LONG)
         assert (within[1], within[2]) == (torch.bfloat16, False)
         assert before == after == futures[1].result(LONG) == plain
@@ -78,7 +78,7 @@ def test_modes_stay_with_their_own_coroutine() -> None:
 
 def test_the_loops_own_thread_is_left_as_it_was() -> None:
     with torch.inference_mode():
-        on_loop(seen_later()).result(LONG)
+        run_on_loop(seen_later()).result(LONG)
     left: Future[bool] = Future()
     background._Loop.shared().loop.call_soon_threadsafe(
         lambda: left.set_result(torch.is_grad_enabled() and not torch.is_inference_mode_enabled())
@@ -99,7 +99,7 @@ def test_a_cancelled_coroutine_may_clean_up_in_its_modes() -> None:
             cleaned.set_result(torch.is_grad_enabled())
 
     with torch.no_grad():
-        future = on_loop(waits())
+        future = run_on_loop(waits())
     begun.result(LONG)
     future.cancel()
     assert cleaned.result(LONG) is False
@@ -109,7 +109,7 @@ def test_a_fork_gets_a_loop_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = background._Loop.shared()
     monkeypatch.setattr(shared, "pid", -1)  # made by another process, whose threads are not here
     assert background._Loop.shared() is not shared
-    assert on_loop(seen_later()).result(LONG)
+    assert run_on_loop(seen_later()).result(LONG)
     shared.loop.call_soon_threadsafe(shared.loop.stop)
     shared.thread.join(LONG)
     shared.loop.close()

@@ -180,7 +180,7 @@ def test_compares_by_value() -> None:
 
 
 def test_data_loaders_and_devices_leave_datums_alone() -> None:
-    """What Lightning would take apart (dataclasses, mappings, sequences) a datum is not."""
+    """A datum is none of the types that Lightning rebuilds: dataclasses, mappings, sequences."""
     batch = [Datum.from_tokens([1, 2, 3]), Datum.from_tokens([1, 2])]
     parts = [batch[0], batch[0].model_input, batch[0].loss_fn_inputs["weights"]]
     for part in parts:

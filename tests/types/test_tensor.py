@@ -43,7 +43,7 @@ CSR: dict[str, Any] = {"shape": [2, 3], "sparse_crow_indices": [0, 1, 2], "spars
     ],
 )
 def test_takes_what_users_hold(value: Any, dtype: str, dense: Any) -> None:  # R4.2
-    tensor = TensorData.of(value)
+    tensor = TensorData.from_data(value)
     assert tensor.dtype == dtype
     assert tensor.tolist() == dense
     assert tensor.shape == list(np.shape(dense))
@@ -66,7 +66,12 @@ def test_memory_of_the_right_dtype_is_shared_on_request_only(dtype: type, shape:
     assert np.shares_memory(TensorData(array, copy=False).values, array)
     assert np.shares_memory(TensorData(array, shape=[array.size], copy=False).values, array)
     assert TensorData(tensor, copy=False).to_torch().data_ptr() == tensor.data_ptr()
-    copies = [TensorData(array), TensorData.from_numpy(array), TensorData.from_torch(tensor), TensorData.of(array)]
+    copies = [
+        TensorData(array),
+        TensorData.from_numpy(array),
+        TensorData.from_torch(tensor),
+        TensorData.from_data(array),
+    ]
     assert not any(np.shares_memory(made.values, array) for made in copies)
 
 

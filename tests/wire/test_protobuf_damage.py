@@ -25,7 +25,7 @@ from tinker_lightning.wire.protobuf import (
     decode_output,
     decode_sample,
     encode_forward_backward,
-    number_of,
+    read_sequence_number,
 )
 
 
@@ -135,8 +135,8 @@ def test_bytes_that_are_not_a_request_raise(body: bytes, message: str) -> None:
 
 
 def test_the_number_of_a_pass_is_known_even_if_its_datums_are_unusable() -> None:
-    assert number_of(broken(dense=bytes(7))) == ("m", 1)
-    assert number_of(b"hello") == ("", 0)
+    assert read_sequence_number(broken(dense=bytes(7))) == ("m", 1)
+    assert read_sequence_number(b"hello") == ("", 0)
 
 
 def test_malformed_samples_raise() -> None:

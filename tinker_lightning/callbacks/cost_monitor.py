@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import CombinedLoader
+from typing_extensions import override
 
-from tinker_lightning.callbacks.generation import remote
+from tinker_lightning.callbacks.generation import require_remote
 from tinker_lightning.client.sdk.inputs import to_datums
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.checkpoint import rng
@@ -26,12 +27,12 @@ from tinker_lightning.rows.batches import as_list
 if TYPE_CHECKING:
     from os import PathLike
 
-    from tinker_lightning.lightning.base import RemoteBase
+    from tinker_lightning.lightning.module import RemoteModule
 
 logger = logging.getLogger("tinker_lightning")
 
 _KEYS = ("train", "prefill", "sample")
-# How many rows of the training data the estimate looks at.
+# The number of rows of the training data that the estimate looks at.
 _ROWS = 32
 
 
@@ -57,7 +58,7 @@ class CostMonitor(pl.Callback):
     ) -> None:
         if max_usd is not None and not (math.isfinite(max_usd) and max_usd > 0):
             raise InvalidInput(f"CostMonitor: max_usd must be above 0, got {max_usd}")
-        self._table = _checked(prices, "prices") if isinstance(prices, Mapping) else _read(Path(prices))
+        self._table = _check_table(prices, "prices") if isinstance(prices, Mapping) else _read_table(Path(prices))
         self.max_usd = max_usd
         self.path = path
         self.tokens = TokenCount()
@@ -70,20 +71,22 @@ class CostMonitor(pl.Callback):
 
     @property
     def usd(self) -> float:
-        """What the run has cost so far."""
+        """The cost of the run so far."""
         return self._usd(self.tokens)
 
+    @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Looks up the prices of the model."""
         del trainer
-        module = remote(self, pl_module)
-        self._prices = self._prices_of(module.lm.backend.get_info().model_data.model_name or "")
-        self._seen = _count(module)
+        module = require_remote(self, pl_module)
+        self._prices = self._look_up(module.lm.backend.get_info().model_data.model_name or "")
+        self._seen = _count_tokens(module)
 
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Logs what the training passes that are left will cost."""
         self._step, self._largest_step, self.saved = trainer.global_step, 0.0, None
-        per_batch = _tokens_per_batch(trainer, remote(self, pl_module))
+        per_batch = _tokens_per_batch(trainer, require_remote(self, pl_module))
         total = trainer.estimated_stepping_batches
         if per_batch is None or not math.isfinite(total):
             logger.info("CostMonitor: no estimate, because the length of the data or of the training is not known")
@@ -98,13 +101,14 @@ class CostMonitor(pl.Callback):
                 self.max_usd,
             )
 
+    @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Logs tokens and dollars; stops and saves if the next step could exceed the limit."""
         if trainer.global_step == self._step:
             return  # in the middle of an accumulation window
         self._step = trainer.global_step
         before = self.usd
-        self._update(remote(self, pl_module))
+        self._update(require_remote(self, pl_module))
         names = {f"cost/tokens_{name}": float(number) for name, number in asdict(self.tokens).items()}
         pl_module.log_dict(names, batch_size=1)
         pl_module.log("usd", self.usd, prog_bar=True, batch_size=1)
@@ -123,55 +127,58 @@ class CostMonitor(pl.Callback):
                 self.saved,
             )
 
+    @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Counts what was sent after the last step."""
         del trainer
-        self._update(remote(self, pl_module))
+        self._update(require_remote(self, pl_module))
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Returns the tokens counted so far."""
         return asdict(self.tokens)
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the tokens counted before the checkpoint was saved."""
         self.tokens = TokenCount(**state_dict)
 
-    def _update(self, module: RemoteBase) -> None:
-        now = _count(module)
+    def _update(self, module: RemoteModule) -> None:
+        now = _count_tokens(module)
         self.tokens, self._seen = self.tokens + (now - self._seen), now
 
     def _usd(self, tokens: TokenCount) -> float:
         numbers = (tokens.trained, tokens.prefilled, tokens.sampled)
         return sum(number * self._prices.get(key, 0.0) for key, number in zip(_KEYS, numbers, strict=True)) / 1e6
 
-    def _prices_of(self, model: str) -> Mapping[str, float]:
-        found = self._table.get(model, self._table.get("*"))
-        if found is None:
+    def _look_up(self, model: str) -> Mapping[str, float]:
+        prices = self._table.get(model, self._table.get("*"))
+        if prices is None:
             near = difflib.get_close_matches(model, self._table, 1)
             hint = f"did you mean {near[0]!r}? It" if near else "it"
             raise InvalidInput(
                 f"CostMonitor: the price table has no model {model!r}; {hint} has {', '.join(self._table)}. Add the "
                 "model, or prices for all other models under '*'."
             )
-        return found
+        return prices
 
 
-def _count(module: RemoteBase) -> TokenCount:
+def _count_tokens(module: RemoteModule) -> TokenCount:
     return sum((each.tokens for each in group.remotes_of(module)), start=TokenCount())
 
 
-def _tokens_per_batch(trainer: pl.Trainer, module: RemoteBase) -> TokenCount | None:
+def _tokens_per_batch(trainer: pl.Trainer, module: RemoteModule) -> TokenCount | None:
     """Returns the mean tokens of a batch by some rows of the data; None for data that cannot be looked at."""
     total = 0.0
     for loader in CombinedLoader(trainer.train_dataloader).flattened:
         try:
             rows, collate, size = loader.dataset, loader.collate_fn, min(loader.batch_size or 1, len(loader.dataset))
-            # Whole batches, because rows may belong together, such as those of a pair.
+            # Whole batches, because rows may belong together, such as the two of a pair.
             starts = range(0, len(rows) - size + 1, size * max(1, len(rows) // max(_ROWS, size)))
-            with rng.kept():
+            with rng.isolate():
                 batches = [collate([rows[i] for i in range(start, start + size)]) for start in starts]
                 counts = [tokens_of(to_datums(as_list(module.datums(batch)))) for batch in batches]
-        except (AttributeError, TypeError, NotImplementedError, InvalidInput):  # of streams and loaders of other kinds
+        except (AttributeError, TypeError, NotImplementedError, InvalidInput):  # streams and loaders of other kinds
             return None
         total += sum(counts) / len(counts)
     tokens = TokenCount(trained=round(total))
@@ -179,7 +186,7 @@ def _tokens_per_batch(trainer: pl.Trainer, module: RemoteBase) -> TokenCount | N
     return replace(tokens, prefilled=tokens.trained) if module.chosen_route().needs_logprobs else tokens
 
 
-def _read(path: Path) -> Mapping[str, Mapping[str, float]]:
+def _read_table(path: Path) -> Mapping[str, Mapping[str, float]]:
     try:
         text = path.read_text(encoding="utf-8")
         table = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
@@ -187,10 +194,10 @@ def _read(path: Path) -> Mapping[str, Mapping[str, float]]:
         raise InvalidInput(f"CostMonitor: the price table {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise InvalidInput(f"CostMonitor: the price table {path} is not valid: {error}") from error
-    return _checked(table, str(path))
+    return _check_table(table, str(path))
 
 
-def _checked(table: Any, where: str) -> Mapping[str, Mapping[str, float]]:
+def _check_table(table: Any, where: str) -> Mapping[str, Mapping[str, float]]:
     if not isinstance(table, Mapping) or not table:
         raise InvalidInput(f"CostMonitor: {where} must map names of models to prices, got {table!r}")
     for model, prices in table.items():

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
+from typing_extensions import override
 
-from tinker_lightning.callbacks.generation import remote
+from tinker_lightning.callbacks.generation import require_remote
 from tinker_lightning.client.files.export import CONFIG, check_target, export_adapter
 from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError
 from tinker_lightning.lightning.checkpoint import contents
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from os import PathLike
 
-    from tinker_lightning.lightning.base import RemoteBase
+    from tinker_lightning.lightning.module import RemoteModule
     from tinker_lightning.remote.saved_state import SavedState
 
 logger = logging.getLogger("tinker_lightning")
@@ -71,9 +72,10 @@ class ExportAdapter(pl.Callback):
         self.overwrite = overwrite
         self.folder: Path | None = None
 
+    @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Raises `InvalidInput` before anything is trained if the export would fail."""
-        remote(self, pl_module)
+        require_remote(self, pl_module)
         self._check_folders()
         if self.which == "best" and not _monitoring(trainer):
             raise InvalidInput(
@@ -81,23 +83,24 @@ class ExportAdapter(pl.Callback):
                 "ModelCheckpoint(monitor='val_loss')"
             )
 
+    @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Exports the adapter."""
-        module = remote(self, pl_module)
+        module = require_remote(self, pl_module)
         if self.which == "last":
             self.export(module)
             return
         file = _monitoring(trainer)[0].best_model_path
         if not file:
             raise InvalidInput("there is no best checkpoint to export, because no checkpoint was saved in this fit")
-        with _loaded(module, contents.state_in(trainer.strategy.checkpoint_io.load_checkpoint(file), file)):
+        with _temporarily_loaded(module, contents.state_in(trainer.strategy.checkpoint_io.load_checkpoint(file), file)):
             self.export(module)
 
     @property
     def _overwrites(self) -> bool:
         return self.overwrite or self.folder is not None  # a second fit replaces the export of the first
 
-    def export(self, module: RemoteBase) -> Path:
+    def export(self, module: RemoteModule) -> Path:
         """Exports the current adapter of a module, and returns its folder."""
         self._check_folders()
         module.drain()
@@ -123,22 +126,22 @@ class ExportAdapter(pl.Callback):
         if self.merged is not None:
             _check_merged(Path(self.merged).expanduser(), self._overwrites)
 
-    def _name_base(self, module: RemoteBase, folder: Path) -> str:
+    def _name_base(self, module: RemoteModule, folder: Path) -> str:
         """Writes a portable name of the base model; returns what it is loaded from on this machine."""
         file = folder / CONFIG
         config = json.loads(file.read_text(encoding="utf-8"))
-        given = str(config.get("base_model_name_or_path") or "")
+        source = str(config.get("base_model_name_or_path") or "")
         name = module.lm.backend.get_info().model_data.model_name or ""
         hub_id = _HUB_IDS.get(name, name if name.count("/") == 1 and not Path(name).exists() else "")
-        config["base_model_name_or_path"] = self.base_model or hub_id or given
+        config["base_model_name_or_path"] = self.base_model or hub_id or source
         if not self.base_model and not hub_id:
             warnings.warn(
-                f"{CONFIG} names the base model {given!r}, which other machines may not have. Pass its hub id: "
-                "ExportAdapter(base_model='organisation/model').",
+                f"{CONFIG} names the base model {source!r}, which other machines may not have. Pass its hub id: "
+                "ExportAdapter(base_model='organization/model').",
                 stacklevel=2,
             )
         file.write_text(json.dumps(config, indent=2), encoding="utf-8")
-        return given if Path(given).is_dir() else config["base_model_name_or_path"]
+        return source if Path(source).is_dir() else config["base_model_name_or_path"]
 
 
 def _monitoring(trainer: pl.Trainer) -> list[Any]:
@@ -147,7 +150,7 @@ def _monitoring(trainer: pl.Trainer) -> list[Any]:
 
 
 @contextmanager
-def _loaded(module: RemoteBase, state: SavedState) -> Iterator[None]:
+def _temporarily_loaded(module: RemoteModule, state: SavedState) -> Iterator[None]:
     """Loads a state into the model for the length of a `with` block."""
     handle = module.lm.handle.remote
     saved = handle.saved
@@ -165,7 +168,7 @@ def _loaded(module: RemoteBase, state: SavedState) -> Iterator[None]:
                 logger.warning("%s could not be deleted and stays on the server: %s", current.path, error)
 
 
-def _save_tokenizer(module: RemoteBase, folder: Path) -> None:
+def _save_tokenizer(module: RemoteModule, folder: Path) -> None:
     try:
         module.tokenizer.save_pretrained(folder)
     except TinkerLightningError as error:
@@ -193,13 +196,14 @@ def _check_loads(folder: Path, base: str) -> None:
         model = peft.get_peft_model(
             AutoModelForCausalLM.from_config(config), peft.PeftConfig.from_pretrained(str(folder))
         )
-        wanted = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    found = {name: list(tensor.shape) for name, tensor in peft.load_peft_weights(str(folder), device="cpu").items()}
-    expected = {name: list(tensor.shape) for name, tensor in wanted.items()}
-    if wrong := sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
+        weights = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    exported = {name: list(tensor.shape) for name, tensor in peft.load_peft_weights(str(folder), device="cpu").items()}
+    expected = {name: list(tensor.shape) for name, tensor in weights.items()}
+    if wrong := sorted(name for name in exported.keys() | expected.keys() if exported.get(name) != expected.get(name)):
         raise OperationFailed(
             f"the adapter does not fit {base!r}: peft expects {wrong[0]} with shape {expected.get(wrong[0])}, the "
-            f"server sent {found.get(wrong[0])}. Pass the base model that was trained as base_model=, or check=False."
+            f"server sent {exported.get(wrong[0])}. Pass the base model that was trained as base_model=, or "
+            "check=False."
         )
 
 
@@ -208,7 +212,9 @@ def _merge(adapter: Path, base: str, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    with _without_bars(), warnings.catch_warnings():
+    from tinker_lightning.wire.hub import without_progress_bars
+
+    with without_progress_bars(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # advice on tied weights, which are untied here
         model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
         head = model.get_output_embeddings()
@@ -217,20 +223,6 @@ def _merge(adapter: Path, base: str, folder: Path) -> None:
             head.weight = torch.nn.Parameter(head.weight.detach().clone())
             model.config.tie_word_embeddings = False
         peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(folder)
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Hides the progress bars of transformers in a `with` block."""
-    from transformers.utils import logging as bars
-
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            bars.enable_progress_bar()
 
 
 def _check_merged(folder: Path, overwrite: bool) -> None:

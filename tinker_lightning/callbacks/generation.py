@@ -1,4 +1,4 @@
-"""What callbacks that sample from the model have in common: prompts, and when to sample."""
+"""Callbacks that sample from the model while it is trained: their base class, and scores of the completions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning.base import RemoteBase
 from tinker_lightning.lightning.checkpoint import rng
+from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.rows.formats import is_chat, is_row
 from tinker_lightning.types import SamplingParams
-from tinker_lightning.types.chat import to_answer
+from tinker_lightning.types.chat import messages_to_answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -27,10 +28,10 @@ class GeneratingCallback(pl.Callback, ABC):
 
     Args:
         prompts: Texts, chats, dicts with `prompt` or `messages`, model inputs or lists of tokens.
-        every_n_steps: How many optimizer steps lie between two samplings; None samples after each validation, or after
+        every_n_steps: The number of optimizer steps between two samplings; None samples after each validation, or after
             each epoch of training if there is no validation.
         sampling_params: How tokens are chosen; by default greedily, up to 64.
-        num_samples: How many continuations of each prompt to sample, in one request.
+        num_samples: The number of continuations of each prompt, sampled in one request.
     """
 
     def __init__(
@@ -56,18 +57,20 @@ class GeneratingCallback(pl.Callback, ABC):
 
     @abstractmethod
     def on_samples(
-        self, trainer: pl.Trainer, module: RemoteBase, samples: list[list[dict[str, Any]]], *, in_epoch: bool
+        self, trainer: pl.Trainer, module: RemoteModule, samples: list[list[dict[str, Any]]], *, in_epoch: bool
     ) -> None:
         """Handles the samples of each prompt: dicts with `tokens`, `logprobs`, `stop_reason` and usually `text`.
 
         `in_epoch` is true between the batches of an epoch, where `module.log` would repeat a value at later steps.
         """
 
+    @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raises `InvalidInput` if the module is not a remote one."""
         del trainer, stage
-        remote(self, pl_module)
+        require_remote(self, pl_module)
 
+    @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Samples if enough steps were taken."""
         step = trainer.global_step
@@ -75,34 +78,38 @@ class GeneratingCallback(pl.Callback, ABC):
         if self.every_n_steps and step and step % self.every_n_steps == 0 and step != self._last_step:
             self._sample(trainer, pl_module, in_epoch=True)
 
+    @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Samples, unless an interval is set; `Trainer.validate` always samples."""
         if not trainer.sanity_checking and (self.every_n_steps is None or trainer.state.fn == TrainerFn.VALIDATING):
             self._sample(trainer, pl_module, in_epoch=False)
 
+    @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Samples if there is no validation and no interval."""
         if self.every_n_steps is None and not trainer.enable_validation:
             self._sample(trainer, pl_module, in_epoch=False)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Returns the last step that was sampled at, so that a resumed run does not sample there again."""
         return {"last_step": self._last_step}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the last step that was sampled at."""
         self._last_step = state_dict["last_step"]
 
     def _sample(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, in_epoch: bool) -> None:
-        module = remote(self, pl_module)
-        found = module._samples.of(self.rows, self.sampling_params, self.num_samples)
-        self.on_samples(trainer, module, [one.get("samples", [one]) for one in found], in_epoch=in_epoch)
+        module = require_remote(self, pl_module)
+        predictions = module._prompt_sampler.sample(self.rows, self.sampling_params, self.num_samples)
+        self.on_samples(trainer, module, [one.get("samples", [one]) for one in predictions], in_epoch=in_epoch)
         self._last_step = trainer.global_step
 
 
-def remote(callback: pl.Callback, module: pl.LightningModule) -> RemoteBase:
+def require_remote(callback: pl.Callback, module: pl.LightningModule) -> RemoteModule:
     """Returns a remote module; raises `InvalidInput` for any other."""
-    if not isinstance(module, RemoteBase):
+    if not isinstance(module, RemoteModule):
         raise InvalidInput(
             f"{type(callback).__name__} needs a RemoteModule, but the trainer runs a {type(module).__name__}"
         )
@@ -114,16 +121,16 @@ def logged_step(trainer: pl.Trainer) -> int:
     return max(trainer.global_step - 1, 0)
 
 
-def shown(row: Any) -> str:
+def prompt_text(row: Any) -> str:
     """Returns the text of a prompt as a reader would like to see it: of a chat, the message that is answered.
 
-    >>> shown({"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]})
+    >>> prompt_text({"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]})
     '2 + 2?'
-    >>> shown([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}])
+    >>> prompt_text([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}])
     '2 + 2?'
     """
     value = row.get("prompt", row.get("messages", row)) if isinstance(row, Mapping) else row
-    return str(to_answer(value)[-1]["content"]) if is_chat(value) else str(value)
+    return str(messages_to_answer(value)[-1]["content"]) if is_chat(value) else str(value)
 
 
 class GenerationEval(GeneratingCallback):
@@ -134,10 +141,10 @@ class GenerationEval(GeneratingCallback):
             numbers, which are logged as `<name>/<key>`.
         prompts: Texts, chats, or dicts with `prompt` or `messages` and any columns that the score needs.
         name: The name of the metric.
-        every_n_steps: How many optimizer steps lie between two evaluations; None evaluates in each validation, or after
-            each epoch of training if there is no validation.
+        every_n_steps: The number of optimizer steps between two evaluations; None evaluates in each validation, or
+            after each epoch of training if there is no validation.
         sampling_params: How tokens are chosen; by default greedily, up to 64.
-        num_samples: How many continuations of each prompt to score.
+        num_samples: The number of continuations of each prompt to score.
     """
 
     def __init__(
@@ -157,21 +164,23 @@ class GenerationEval(GeneratingCallback):
         self.name = name
 
     @property
+    @override
     def state_key(self) -> str:
         """Distinguishes evaluations by name in checkpoints."""
         return f"{type(self).__qualname__}({self.name!r})"
 
+    @override
     def on_samples(
-        self, trainer: pl.Trainer, module: RemoteBase, samples: list[list[dict[str, Any]]], *, in_epoch: bool
+        self, trainer: pl.Trainer, module: RemoteModule, samples: list[list[dict[str, Any]]], *, in_epoch: bool
     ) -> None:
         """Scores the samples and logs the means."""
-        found: dict[str, list[float]] = {}
-        with rng.kept():  # a score that draws random numbers must not change what training draws
-            for i, (row, given) in enumerate(zip(self.rows, samples, strict=True)):
-                for one in given:
+        scores: dict[str, list[float]] = {}
+        with rng.isolate():  # a score that draws random numbers must not change what training draws
+            for i, (row, completions) in enumerate(zip(self.rows, samples, strict=True)):
+                for one in completions:
                     for name, value in self._scores(i, row, one).items():
-                        found.setdefault(name, []).append(value)
-        metrics = {name: math.fsum(values) / len(values) for name, values in found.items()}
+                        scores.setdefault(name, []).append(value)
+        metrics = {name: math.fsum(values) / len(values) for name, values in scores.items()}
         if not in_epoch:
             for name, value in metrics.items():
                 module.log(name, value, batch_size=len(self.rows), prog_bar=True)
@@ -187,15 +196,15 @@ class GenerationEval(GeneratingCallback):
                 "GenerationEval scores texts, but the server names no tokenizer to decode with. Override the module's "
                 "`tokenizer` property."
             )
-        given = self.score(sample["text"], row)
-        named: dict[str, Any] = {self.name: given}
-        if isinstance(given, Mapping):
-            named = {f"{self.name}/{key}": value for key, value in given.items()}
+        result = self.score(sample["text"], row)
+        by_name: dict[str, Any] = {self.name: result}
+        if isinstance(result, Mapping):
+            by_name = {f"{self.name}/{key}": value for key, value in result.items()}
         try:
-            scores = {name: float(value) for name, value in named.items()}
+            scores = {name: float(value) for name, value in by_name.items()}
         except (TypeError, ValueError) as error:
             raise InvalidInput(
-                f"prompt {index}: the score of {self.name!r} must be a number or a dict of numbers, got {given!r}"
+                f"prompt {index}: the score of {self.name!r} must be a number or a dict of numbers, got {result!r}"
             ) from error
         if bad := [name for name, value in scores.items() if not math.isfinite(value)]:
             raise InvalidInput(f"prompt {index}: the score {bad[0]!r} of {sample['text']!r} is {scores[bad[0]]}")

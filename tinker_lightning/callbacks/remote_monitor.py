@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from typing_extensions import override
 
 from tinker_lightning.callbacks import timeline
-from tinker_lightning.callbacks.generation import remote
+from tinker_lightning.callbacks.generation import require_remote
 from tinker_lightning.callbacks.timeline import StepRecord
 from tinker_lightning.client.transport.recording import OperationRecord, Recording
 from tinker_lightning.errors import InvalidInput
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from os import PathLike
 
-    from tinker_lightning.lightning.base import RemoteBase
+    from tinker_lightning.lightning.module import RemoteModule
 
 logger = logging.getLogger("tinker_lightning")
 
@@ -37,7 +38,7 @@ class RemoteMonitor(pl.Callback):
 
     Args:
         trace_steps: Steps of which to save a timeline, from the first to the last, for example `range(10, 20)`; counted
-            from 0, like those of loggers. It is saved as JSON for https://ui.perfetto.dev or `chrome://tracing`, and,
+            from 0, as in loggers. It is saved as JSON for https://ui.perfetto.dev or `chrome://tracing`, and,
             if matplotlib is installed, as a picture.
         path: The JSON file; the picture has the same name and ends in `.png`. By default `timeline-<first>-<last>.json`
             in the trainer's `log_dir`, or in its `default_root_dir` if no logger writes files.
@@ -60,42 +61,47 @@ class RemoteMonitor(pl.Callback):
         self._validations: list[tuple[float, float]] = []
         self._step, self._start, self._tokens = 0, 0.0, 0
 
+    @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Warns before training if matplotlib is missing."""
         del trainer
-        remote(self, pl_module)
+        require_remote(self, pl_module)
         if self.trace_steps is not None and importlib.util.find_spec("matplotlib") is None:
             logger.warning(
                 "RemoteMonitor: the timeline is saved as JSON but not drawn, because matplotlib is not installed. "
                 "Install it with: python -m pip install 'tinker-lightning[examples]'"
             )
 
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Starts to measure."""
-        module = remote(self, pl_module)
+        module = require_remote(self, pl_module)
         self._stop()
         self._recording, self._pending, self._in_flight, self._traced = Recording(), deque(), [], []
         for each in group.remotes_of(module):
             each.backend.record(self._recording)
             self._active.callback(each.backend.record, None)
-        self._active.enter_context(self._recording.of_waits())
+        self._active.enter_context(self._recording.record_waits())
         self._step, self._start, self._tokens = trainer.global_step, time.perf_counter(), _trained(module)
         self._validations = []
 
+    @override
     def on_validation_start(self, *_: Any) -> None:
         """Leaves out validation, whose passes belong to no step."""
         self._validations.append((time.perf_counter(), float("inf")))
 
+    @override
     def on_validation_end(self, *_: Any) -> None:
         """Continues to measure."""
         start = self._validations.pop()[0]
         self._validations.append((start, time.perf_counter()))
 
+    @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Ends the step, and logs those whose results have all arrived."""
         if trainer.global_step == self._step:
             return  # in the middle of an accumulation window
-        now, tokens = time.perf_counter(), _trained(remote(self, pl_module))
+        now, tokens = time.perf_counter(), _trained(require_remote(self, pl_module))
         step, every = _compat.BATCHES_THAT_STEPPED.get(trainer), _compat.LOG_EVERY_N_STEPS.get(trainer)
         record = StepRecord(
             step,
@@ -111,12 +117,14 @@ class RemoteMonitor(pl.Callback):
         self._log(trainer)
         self._start = time.perf_counter()  # to draw a timeline takes seconds, which belong to no step
 
+    @override
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Logs the last steps and saves a timeline that has not been saved."""
         self._log(trainer)
         self._save(trainer)
         self._stop()
 
+    @override
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
         """Logs what is known of the steps before an error."""
         self._log(trainer)
@@ -156,5 +164,5 @@ class RemoteMonitor(pl.Callback):
         self._active.close()
 
 
-def _trained(module: RemoteBase) -> int:
+def _trained(module: RemoteModule) -> int:
     return sum(each.tokens.trained for each in group.remotes_of(module))

@@ -1,4 +1,4 @@
-"""Shows what the model says to given prompts while it is trained."""
+"""Shows completions of prompts while the model is trained."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from typing_extensions import override
 
-from tinker_lightning.callbacks.generation import GeneratingCallback, logged_step, remote, shown
+from tinker_lightning.callbacks.generation import GeneratingCallback, logged_step, prompt_text, require_remote
 from tinker_lightning.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     import lightning.pytorch as pl
 
-    from tinker_lightning.lightning.base import RemoteBase
+    from tinker_lightning.lightning.module import RemoteModule
     from tinker_lightning.types import SamplingParams
 
 _COLUMNS = ["step", "prompt", "completion", "stop_reason"]
@@ -28,13 +29,13 @@ class SampleTable(GeneratingCallback):
     """Writes completions to the console, to tables of W&B, to texts of TensorBoard and to a CSV file.
 
     Args:
-        prompts: Texts, chats, dicts with `prompt` or `messages`, model inputs or lists of tokens. None for what was
-            sampled for the last training batch, with rewards, if the module trains on rollouts.
+        prompts: Texts, chats, dicts with `prompt` or `messages`, model inputs or lists of tokens. None for the samples
+            of the last training batch, with rewards, if the module trains on rollouts.
         name: The name of the table in loggers, and of the file.
-        every_n_steps: How many optimizer steps lie between two tables; None writes one after each validation, or after
+        every_n_steps: The number of optimizer steps between two tables; None writes one after each validation, or after
             each epoch of training if there is no validation.
         sampling_params: How tokens are chosen; by default greedily, up to 64.
-        num_samples: How many continuations of each prompt to sample.
+        num_samples: The number of continuations of each prompt to sample.
         path: The CSV file; by default `<name>.csv` in the folder of the `CSVLogger`, if there is one. A resumed run
             removes the rows of steps that it takes again.
         console: Whether to print the completions.
@@ -61,32 +62,36 @@ class SampleTable(GeneratingCallback):
         self._started: set[Path] = set()
 
     @property
+    @override
     def state_key(self) -> str:
         """Distinguishes tables by name in checkpoints."""
         return f"{type(self).__qualname__}({self.name!r})"
 
+    @override
     def on_fit_start(self, *_: Any) -> None:
         """Makes the first write of a fit remove the rows of steps that are taken again."""
         self._started.clear()
 
+    @override
     def on_samples(
-        self, trainer: pl.Trainer, module: RemoteBase, samples: list[list[dict[str, Any]]], *, in_epoch: bool
+        self, trainer: pl.Trainer, module: RemoteModule, samples: list[list[dict[str, Any]]], *, in_epoch: bool
     ) -> None:
         """Writes a table."""
         del in_epoch
         step = trainer.global_step
         rows = [
-            [step, shown(row), one.get("text", str(one["tokens"])), one["stop_reason"]]
-            for row, given in zip(self.rows, samples, strict=True)
-            for one in given
+            [step, prompt_text(row), one.get("text", str(one["tokens"])), one["stop_reason"]]
+            for row, completions in zip(self.rows, samples, strict=True)
+            for one in completions
         ]
         self._write(trainer, module, rows)
 
+    @override
     def _sample(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, in_epoch: bool) -> None:
         if not self.shows_rollouts:
             super()._sample(trainer, pl_module, in_epoch=in_epoch)
             return
-        module, step = remote(self, pl_module), trainer.global_step
+        module, step = require_remote(self, pl_module), trainer.global_step
         names = ("prompt", "text", "stop_reason", _REWARD)
         rows = [[step, *(one[name] for name in names)] for one in module.trained_samples]
         if not rows:
@@ -97,7 +102,7 @@ class SampleTable(GeneratingCallback):
         self._write(trainer, module, rows)
         self._last_step = step
 
-    def _write(self, trainer: pl.Trainer, module: RemoteBase, rows: list[list[Any]]) -> None:
+    def _write(self, trainer: pl.Trainer, module: RemoteModule, rows: list[list[Any]]) -> None:
         step = trainer.global_step
         if self.console:
             lines = [f"  {row[1]!r} → {row[2]!r}" + "".join(f"  {reward:g}" for reward in row[4:]) for row in rows]

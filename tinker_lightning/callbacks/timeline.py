@@ -23,6 +23,9 @@ KINDS = {
     "compute_logprobs": "sample",
 }
 OTHER = "other"
+LANES = (*dict.fromkeys(KINDS.values()), OTHER)
+_COLORS = {"forward": "#3b75af", "backward": "#d1702a", "optim": "#3f8f4f", "sample": "#8a5fb0", OTHER: "#6f6f6f"}
+_TRAINING, _SERVER = 1, 2  # the processes of the trace
 
 
 @dataclass(slots=True)
@@ -66,21 +69,21 @@ class StepRecord:
         seconds = max(self.end - self.start - _length(self.validations), 1e-9)
         own = [each for each in self.operations if not _within(each.begun, self.validations)]
         queues = queue_times([*self.earlier, *self.operations])
-        found = {"step_s": seconds, "tokens_per_s": self.tokens / seconds}
+        metrics = {"step_s": seconds, "tokens_per_s": self.tokens / seconds}
         for kind in dict.fromkeys(KINDS.values()):
-            found |= _mean(f"{kind}_s", [_latency(each) for each in own if kind_of(each) == kind])
-        found |= _mean("queue_s", [queues[id(each)] for each in own])
+            metrics |= _mean(f"{kind}_s", [_latency(each) for each in own if kind_of(each) == kind])
+        metrics |= _mean("queue_s", [queues[id(each)] for each in own])
         waited = _length(wait for wait in self.waits if not _within(wait[0], self.validations))
-        found["wait_share"] = waited / seconds
+        metrics["wait_share"] = waited / seconds
         measured = [each for each in own if each.ran is not None]
         if total := math.fsum(map(_latency, measured)):
             network = math.fsum(_latency(each) - queues[id(each)] - (each.ran or 0.0) for each in measured)
-            found["network_share"] = found["wait_share"] * max(network, 0.0) / total
+            metrics["network_share"] = metrics["wait_share"] * max(network, 0.0) / total
         spans = [(max(each.begun, self.start), min(_end(each), self.end)) for each in (*self.earlier, *own)]
-        found["in_flight"] = _length(span for span in spans if span[0] < span[1]) / seconds
-        found["bytes_sent"] = float(sum(each.bytes_sent for each in own))
-        found["bytes_received"] = float(sum(each.bytes_received for each in own))
-        return {f"remote/{name}": value for name, value in found.items()}
+        metrics["in_flight"] = _length(span for span in spans if span[0] < span[1]) / seconds
+        metrics["bytes_sent"] = float(sum(each.bytes_sent for each in own))
+        metrics["bytes_received"] = float(sum(each.bytes_received for each in own))
+        return {f"remote/{name}": value for name, value in metrics.items()}
 
 
 def kind_of(operation: OperationRecord) -> str:
@@ -126,18 +129,13 @@ def _within(time: float, spans: Iterable[Span]) -> bool:
     return any(start <= time < end for start, end in spans)
 
 
-LANES = (*dict.fromkeys(KINDS.values()), OTHER)
-_COLOURS = {"forward": "#3b75af", "backward": "#d1702a", "optim": "#3f8f4f", "sample": "#8a5fb0", OTHER: "#6f6f6f"}
-_TRAINING, _SERVER = 1, 2  # the processes of the trace
-
-
 def operations_of(steps: Sequence[StepRecord]) -> list[OperationRecord]:
     """Returns the operations that were in flight during steps, in the order of their submission."""
     return [*steps[0].earlier, *(one for each in steps for one in each.operations)]
 
 
 def rows_of(operations: Sequence[OperationRecord]) -> dict[str, list[list[OperationRecord]]]:
-    """Returns the operations of each lane in rows, so that those of a row do not overlap."""
+    """Returns the operations of each lane in rows, so that operations of one row do not overlap."""
     lanes: dict[str, list[list[OperationRecord]]] = {}
     for each in sorted(operations, key=lambda one: one.begun):
         rows = lanes.setdefault(kind_of(each), [])
@@ -239,17 +237,17 @@ def draw(steps: Sequence[StepRecord], path: Path) -> None:
         axes.annotate(label, (middle, top - 0.45), ha="center", va="bottom", fontsize=8, color="#444444")
     y = top + 0.5
     for kind, lane in rows.items():
-        colour, thickness = _COLOURS[kind], 0.8 * height[kind] / len(lane)
+        color, thickness = _COLORS[kind], 0.8 * height[kind] / len(lane)
         for i, row in enumerate(lane):
             middle = y + 0.1 * height[kind] + thickness * (i + 0.5)
             for one in row:
-                shown = phases(one, queues[id(one)])
+                parts = phases(one, queues[id(one)])
                 whole = (one.begun, one.ended or one.begun)
-                bar(whole, middle, 0.88 * thickness, color=colour, alpha=0.28 if shown else 0.6, linewidth=0)
-                if shown:
-                    style = {"facecolor": "white", "edgecolor": colour, "hatch": "/////", "linewidth": 0}
-                    bar(shown["queued"], middle, 0.88 * thickness, **style)
-                    bar(shown["running"], middle, 0.88 * thickness, color=colour, linewidth=0)
+                bar(whole, middle, 0.88 * thickness, color=color, alpha=0.28 if parts else 0.6, linewidth=0)
+                if parts:
+                    style = {"facecolor": "white", "edgecolor": color, "hatch": "/////", "linewidth": 0}
+                    bar(parts["queued"], middle, 0.88 * thickness, **style)
+                    bar(parts["running"], middle, 0.88 * thickness, color=color, linewidth=0)
         ticks.append(y + height[kind] / 2)
         labels.append(kind)
         y += height[kind]

@@ -18,10 +18,10 @@ _DEBUG = "--debug"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a sub-command and returns the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = _DEBUG in given  # which may stand anywhere
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = _DEBUG in arguments  # which may stand anywhere
     parser = _parser()
-    options, rest = parser.parse_known_args([argument for argument in given if argument != _DEBUG])
+    options, rest = parser.parse_known_args([argument for argument in arguments if argument != _DEBUG])
     if options.takes_rest:
         options.rest = rest
     elif rest:
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (TinkerLightningError, OSError) as error:
         if debug:
             raise
-        print(f"tinker-lightning: {wording.reworded(str(error), options.advice)}", file=sys.stderr)
+        print(f"tinker-lightning: {wording.reword(str(error), options.advice)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

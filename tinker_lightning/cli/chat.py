@@ -108,7 +108,7 @@ class _Chat:
         try:
             prompt, params = self._within_context()
             chunks = _CHUNKS if sys.stdout.isatty() else [params.max_tokens or 0]
-            for chunk in sampled(self._sampler, prompt, params, chunks):
+            for chunk in stream_answer(self._sampler, prompt, params, chunks):
                 tokens += chunk
                 # A character of several tokens is shown when it is complete.
                 answer = self._decode(tokens).removesuffix("\N{REPLACEMENT CHARACTER}").lstrip()
@@ -155,7 +155,7 @@ class _Chat:
         return str(self._rows.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def sampled(
+def stream_answer(
     sampler: SamplingClient, prompt: ModelInput, params: SamplingParams, lengths: Iterable[int]
 ) -> Iterator[list[int]]:
     """Yields an answer in chunks, each of which continues the prompt and the chunks before it.
@@ -166,13 +166,13 @@ def sampled(
     Args:
         sampler: The model.
         prompt: The prompt.
-        params: How tokens are chosen; `max_tokens` is the length of the whole answer.
+        params: The sampling parameters; `max_tokens` is the length of the whole answer.
         lengths: The maximum number of tokens of each chunk; the last one is repeated.
     """
-    given, tokens, length = list(lengths), prompt.to_ints(), 0
+    chunks, tokens = list(lengths), prompt.to_ints()
     left = params.max_tokens or 0
     for i in itertools.count():
-        length = min(given[min(i, len(given) - 1)], left)
+        length = min(chunks[min(i, len(chunks) - 1)], left)
         # Another seed for each chunk, which would otherwise draw the same numbers.
         seed = None if params.seed is None else params.seed + i
         step = replace(params, max_tokens=length, seed=seed)
@@ -185,7 +185,7 @@ def sampled(
 
 
 def _context_length(service: ServiceClient, sampler: SamplingClient) -> int | None:
-    """Returns how many tokens the model takes, prompt and answer together; None if the server does not report it."""
+    """Returns the context length of the model, prompt and answer together; None if the server does not report it."""
     name = sampler.get_base_model()
     models = service.get_server_capabilities().supported_models
     return next((model.max_context_length for model in models if model.model_name == name), None)

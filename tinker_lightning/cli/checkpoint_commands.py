@@ -1,4 +1,4 @@
-"""`tinker-lightning checkpoints`: lists and deletes what a server keeps, or the trainer of this machine."""
+"""`tinker-lightning checkpoints`: lists and deletes checkpoints of a server, or of the trainer of this machine."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 def add_to(commands: Any) -> None:
     """Adds the sub-command to the parser."""
     description = (
-        "Lists and deletes the checkpoints of a server. Without a server, these are what trainers in other processes "
-        "have left in the user's data folder, which the list names."
+        "Lists and deletes the checkpoints of a server. Without a server, these are the checkpoints that trainers in "
+        "other processes have left in the user's data folder, which the list names."
     )
     parser = commands.add_parser("checkpoints", help="list and delete checkpoints", description=description)
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     listing = actions.add_parser("list", help="list checkpoints, the newest first", description=description)
-    listing.add_argument("--run", dest="run_id", metavar="RUN", help="only those of this training run")
+    listing.add_argument("--run", dest="run_id", metavar="RUN", help="only checkpoints of this training run")
     listing.add_argument("--json", action="store_true", help="print the list as JSON")
     listing.set_defaults(run=run_list)
     deletion = actions.add_parser("delete", help="delete checkpoints", description=description)
@@ -42,14 +42,14 @@ def add_to(commands: Any) -> None:
 def run_list(options: argparse.Namespace) -> int:
     """Prints the checkpoints of a server; returns the exit code."""
     with _connect(options) as service:
-        found = _found(service, options.run_id)
-        place = _place(service)
+        checkpoints = _checkpoints(service, options.run_id)
+        location = _location(service)
     if options.json:
-        print(json.dumps([dataclasses.asdict(checkpoint) for checkpoint in found], indent=2))
+        print(json.dumps([dataclasses.asdict(checkpoint) for checkpoint in checkpoints], indent=2))
         return 0
-    for each in found:
+    for each in checkpoints:
         print(f"{each.tinker_path}  {each.checkpoint_type}  {_size([each])}  {each.time[:16].replace('T', ' ')}")
-    print(f"{len(found)} checkpoints, {_size(found)}, in {place}")
+    print(f"{len(checkpoints)} checkpoints, {_size(checkpoints)}, in {location}")
     return 0
 
 
@@ -60,13 +60,13 @@ def run_delete(options: argparse.Namespace) -> int:
     with _connect(options) as service:
         paths = options.paths
         if not paths:
-            found = _found(service, options.run_id)
+            checkpoints = _checkpoints(service, options.run_id)
             if not options.yes:
                 raise InvalidInput(
-                    f"this would delete {len(found)} checkpoints, {_size(found)}, in {_place(service)}. Runs cannot "
-                    "resume from files that name them. Pass --yes to delete them."
+                    f"this would delete {len(checkpoints)} checkpoints, {_size(checkpoints)}, in {_location(service)}. "
+                    "Runs cannot resume from files that name them. Pass --yes to delete them."
                 )
-            paths = [checkpoint.tinker_path for checkpoint in found]
+            paths = [checkpoint.tinker_path for checkpoint in checkpoints]
         for path in paths:
             service.delete_checkpoint(path)
             print(f"deleted {path}")
@@ -79,21 +79,22 @@ def _connect(options: argparse.Namespace) -> ServiceClient:
     return connect(options.base_url, api_key=options.api_key)
 
 
-def _found(service: ServiceClient, run_id: str | None) -> list[Checkpoint]:
-    rest, found = service.create_rest_client(), list[Any]()
+def _checkpoints(service: ServiceClient, run_id: str | None) -> list[Checkpoint]:
+    rest, checkpoints = service.create_rest_client(), list[Any]()
     if run_id is not None:
         page = rest.list_checkpoints(run_id).result()
         if page.cursor is None or len(page.checkpoints) >= page.cursor.total_count:
             return page.checkpoints
     while True:  # page by page
-        page = rest.list_user_checkpoints(offset=len(found)).result()
-        found += page.checkpoints
-        if not page.checkpoints or page.cursor is None or len(found) >= page.cursor.total_count:
-            return [each for each in found if run_id is None or each.tinker_path.startswith(f"tinker://{run_id}/")]
+        page = rest.list_user_checkpoints(offset=len(checkpoints)).result()
+        checkpoints += page.checkpoints
+        if not page.checkpoints or page.cursor is None or len(checkpoints) >= page.cursor.total_count:
+            prefix = "" if run_id is None else f"tinker://{run_id}/"
+            return [each for each in checkpoints if each.tinker_path.startswith(prefix)]
 
 
-def _place(service: ServiceClient) -> str:
-    """Returns where the checkpoints are: a server, or the folder of the trainer in this process."""
+def _location(service: ServiceClient) -> str:
+    """Returns the location of the checkpoints: a server, or the folder of the trainer in this process."""
     if service.url != "http://embedded":
         return service.url
     from tinker_lightning.server.trainer.trainer import default_data_dir

@@ -1,4 +1,4 @@
-"""`tinker-lightning doctor`: checks what a server does."""
+"""`tinker-lightning doctor`: checks the behavior of a server."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def add_to(commands: Any) -> None:
     """Adds the sub-command to the parser."""
     parser = commands.add_parser(
         "doctor",
-        help="check what a server does",
-        description="Checks on scratch models what a server does, and removes them. Exits with 0 if no check fails, "
-        "with 1 if one does, and with 2 if the server cannot be checked.",
+        help="check the behavior of a server",
+        description="Checks the behavior of a server on scratch models, and removes them. Exits with 0 if no check "
+        "fails, with 1 if one does, and with 2 if the server cannot be checked.",
     )
     parser.add_argument("url", nargs="?", metavar="URL", help="the server; by default, a trainer in this process")
     parser.add_argument(

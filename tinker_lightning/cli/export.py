@@ -61,6 +61,6 @@ def run(options: argparse.Namespace) -> int:
             warnings.simplefilter("always", UserWarning)
             folder = export.export(RemoteModule(source.training_client(service)))
         for each in warned:
-            print(f"tinker-lightning: {wording.reworded(str(each.message), wording.EXPORT)}", file=sys.stderr)
+            print(f"tinker-lightning: {wording.reword(str(each.message), wording.EXPORT)}", file=sys.stderr)
         print(folder)
     return 0

@@ -1,4 +1,4 @@
-"""`LightningCLI` with the recipes, data modules and callbacks of this library by their short names."""
+"""`LightningCLI` that takes the recipes, data modules and callbacks of this library by their short names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from jsonargparse import set_parsing_settings
 from jsonargparse.typing import ClosedUnitInterval  # noqa: TC002 read by jsonargparse
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from typing_extensions import override
 
 import tinker_lightning.data
 import tinker_lightning.recipes  # noqa: F401
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
     import contextlib
 
 
-# Classes that are imported can be given by their names alone.
+# A mistake in a class of a dataset, whose rows may be anything else, is reported by the parser.
+set_parsing_settings(validate_subclass_spec_in_any=True)
+
+# Importing a class makes its short name known to the parser.
 for _name in callbacks.__all__:
     getattr(callbacks, _name)
 
@@ -57,6 +62,7 @@ class LimitedTrainer(pl.Trainer):
 class SaveConfig(SaveConfigCallback):
     """Saves the configuration next to the logs of a run, but never over a file that is there."""
 
+    @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Writes `config.yaml` without API keys, unless there is no logger: it would go to the working directory."""
         folder = trainer.log_dir
@@ -71,12 +77,14 @@ class PredictionWriter(pl.Callback):
         self._file = file
         self._lines: list[str] = []
 
+    @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Creates the folder of the file, so that no sample is lost because it is missing."""
         del trainer, pl_module, stage
         if self._file is not None:
             Path(self._file).parent.mkdir(parents=True, exist_ok=True)
 
+    @override
     def on_predict_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
         """Keeps the text of each prediction."""
         del trainer, pl_module, args
@@ -88,6 +96,7 @@ class PredictionWriter(pl.Callback):
                     row["samples"] = [sample.get("text", sample["tokens"]) for sample in output["samples"]]
             self._lines.append(json.dumps(row, default=str, ensure_ascii=False))
 
+    @override
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes all predictions."""
         del trainer, pl_module
@@ -102,21 +111,26 @@ class _CommandLine(LightningCLI):
         self._stack = stack
         super().__init__(pl.LightningModule, pl.LightningDataModule, **options)
 
+    @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--output", type=str | None, help="predict: the file for the predictions")
 
+    @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)  # without Lightning's warning that there is a command line, too
 
+    @override
     def _parse_ckpt_path(self) -> None:
-        """Leaves the options as they are given: Lightning would take those of the model from the checkpoint file."""
+        """Keeps the options of the command line: Lightning would read the model's from the checkpoint file."""
 
+    @override
     def instantiate_trainer(self, **options: Any) -> pl.Trainer:
         trainer = super().instantiate_trainer(**options)
         if self.subcommand == "predict":
             trainer.callbacks.append(PredictionWriter(self.config[self.subcommand].output))  # type: ignore[attr-defined]
         return trainer
 
+    @override
     def instantiate_classes(self) -> None:
         super().instantiate_classes()
         if isinstance(self.model, RemoteModule):

@@ -1,4 +1,4 @@
-"""What `export` and `chat` start from: a checkpoint file, a run, a `tinker://` path, a PEFT folder or a base model."""
+"""Models that `export` and `chat` start from: checkpoint files, runs, `tinker://` paths, PEFT folders, base models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Source:
     """A model to start from: exactly one of a `tinker://` path, a PEFT folder and a base model.
 
     Attributes:
-        path: Where the weights are on the server.
+        path: The path of the weights on the server.
         adapter: A PEFT folder.
         base_model: The name of a base model.
         base_url: The server of the run that wrote a checkpoint file, if the file names it.
@@ -43,7 +43,7 @@ class Source:
         if (file / "adapter_config.json").is_file():
             return cls(adapter=file)
         if file.is_file():
-            return cls._of_file(file)
+            return cls._from_file(file)
         if file.is_dir() and not (file / "config.json").is_file():
             files = sorted(file.rglob("*.ckpt"), key=lambda each: each.stat().st_mtime)
             if not files:
@@ -52,13 +52,13 @@ class Source:
                     "nor a model (config.json)"
                 )
             print(f"using {files[-1]}, the newest checkpoint file", file=sys.stderr)
-            return cls._of_file(files[-1])
+            return cls._from_file(files[-1])
         if file.suffix == ".ckpt":
             raise InvalidInput(f"there is no checkpoint file {text}")
         return cls(base_model=text)
 
     @classmethod
-    def _of_file(cls, file: Path) -> Source:
+    def _from_file(cls, file: Path) -> Source:
         import torch
 
         from tinker_lightning.lightning.checkpoint import contents
@@ -92,6 +92,6 @@ def add_server_options(parser: Any) -> None:
     parser.add_argument(
         "--base-url",
         metavar="URL",
-        help="the server; by default that of the checkpoint file, TINKER_BASE_URL, or a trainer in this process",
+        help="the server; by default the one of the checkpoint file, TINKER_BASE_URL, or a trainer in this process",
     )
     parser.add_argument("--api-key", metavar="KEY", help="API key; by default, TINKER_API_KEY")

@@ -91,9 +91,9 @@ def run(options: argparse.Namespace) -> int:
             reason = str(error).partition("\n")[0]
             raise InvalidInput(f"ckpt_path is not a checkpoint file of Lightning: {reason}") from error
         except (ValueError, RuntimeError, TypeError, MisconfigurationException) as error:
-            if own := mistakes.of_library(error):
+            if own := mistakes.library_error(error):
                 raise own from error
-            if isinstance(error, MisconfigurationException) or mistakes.is_of_lightning(error):
+            if isinstance(error, MisconfigurationException) or mistakes.is_lightning_error(error):
                 raise InvalidInput(mistakes.explain(str(error))) from error
             raise
     return 0

@@ -1,4 +1,4 @@
-"""Words messages of the Python API for the command line: options in place of arguments, no endpoints in front."""
+"""Rewords messages of the Python API for the command line: options in place of arguments, no endpoints in front."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _ENDPOINT = re.compile(r"^(?:GET|POST|PUT|DELETE) (?:https?://[^/\s]+)?/\S+: (?:path: )?")
-# What torch puts in front of an error of a process that loads data.
+# The prefix that torch adds to the error of a process that loads data.
 _WORKER = re.compile(r"\ACaught \w+ in DataLoader worker process.*\n[\w.]+: ", re.DOTALL)
 _SOURCES = "`tinker-lightning checkpoints list` lists the paths"
 _EVERYWHERE = {
@@ -27,7 +27,7 @@ EXPORT: Mapping[str, str] = {
     r"set check=False and merged=None": "pass --no-check and leave out --merged",
     r"^ExportAdapter needs": "export needs",
 }
-"""What messages about an export advise."""
+"""Advice in messages about an export."""
 
 STAGES: Mapping[str, str] = {
     r"or pass api_key=\.": "or pass --model.api_key KEY.",
@@ -43,10 +43,10 @@ STAGES: Mapping[str, str] = {
     r"pass bad_rows='skip' to a data module": "pass --data.bad_rows skip",
     r"Pass (\w+)='?(\w+)'? to (?:the )?RolloutLoader": r"Pass --data.\1 \2",
 }
-"""What messages about a stage advise."""
+"""Advice in messages about a stage."""
 
 
-def reworded(text: str, advice: Mapping[str, str]) -> str:
+def reword(text: str, advice: Mapping[str, str]) -> str:
     """Returns a message with each pattern of `advice` replaced."""
     text = _ENDPOINT.sub("", _WORKER.sub("", text).strip())
     for pattern, replacement in {**advice, **_EVERYWHERE}.items():

@@ -2,7 +2,6 @@
 
 from tinker_lightning.client.backend import TrainingBackend
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.client.passes.custom import CustomLossFuture
 from tinker_lightning.client.rest import RestClient
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.sdk.adapters import as_backend, as_sampler
@@ -11,7 +10,6 @@ from tinker_lightning.client.service import ServiceClient, connect
 from tinker_lightning.client.training import TrainingClient
 
 __all__ = [
-    "CustomLossFuture",
     "LossHandle",
     "RestClient",
     "SamplingClient",

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
     from tinker_lightning.client.server_losses import Losses
     from tinker_lightning.client.transport.recording import Recording
-    from tinker_lightning.types import AdamParams, Datum, ForwardBackwardOutput, GetInfoResponse
+    from tinker_lightning.types import Datum, ForwardBackwardOutput, GetInfoResponse
+    from tinker_lightning.types.params import OptimParams
 
 
 @runtime_checkable
@@ -39,7 +40,11 @@ class TrainingBackend(Protocol):
 
     @property
     def dialect(self) -> Dialect:
-        """What the server speaks."""
+        """The dialect of the server."""
+
+    @property
+    def optimizer_kind(self) -> str | None:
+        """The optimizer that the model was created for, by the protocol's name; None if it is not known."""
 
     @property
     def retains(self) -> bool:
@@ -72,12 +77,20 @@ class TrainingBackend(Protocol):
     def computes(self, loss: str) -> bool:
         """Returns whether the server is known to train with a built-in loss as the protocol defines it."""
 
-    def send(
-        self, request: Any, *, forward_only: bool = False, retain: bool = False
-    ) -> TinkerFuture[ForwardBackwardOutput]:
-        """Sends a request that `prepare` returned; `retain` keeps a forward for its gradient where possible."""
+    def logprobs(self, data: list[Datum], *, retain: bool = False) -> TinkerFuture[ForwardBackwardOutput]:
+        """Sends a forward for the log-probabilities of datums; `retain` keeps it for its gradient where possible."""
 
-    def forward(self, data: list[Any], loss_fn: Any, loss_fn_config: Mapping[str, Any] | None = None) -> Any:
+    def send(self, request: Any) -> TinkerFuture[ForwardBackwardOutput]:
+        """Sends a request that `prepare` or `prepare_gradient` returned, and accumulates its gradient."""
+
+    def forward(
+        self,
+        data: list[Any],
+        loss_fn: Any,
+        loss_fn_config: Mapping[str, Any] | None = None,
+        *,
+        loss_fn_inputs: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Runs a pass without a gradient; the result is a `ForwardBackwardOutput`."""
 
     def forward_backward(self, data: list[Any], loss_fn: Any, loss_fn_config: Mapping[str, Any] | None = None) -> Any:
@@ -86,7 +99,7 @@ class TrainingBackend(Protocol):
     def forward_backward_custom(self, data: list[Any], loss_fn: Any = None) -> Any:
         """Runs a pass with a custom loss; the result is a `ForwardBackwardOutput`."""
 
-    def prepare_step(self, params: AdamParams) -> None:
+    def prepare_step(self, params: OptimParams) -> None:
         """Checks the settings of a step and waits for what must precede it, before anything of the step is sent."""
 
     def drop_unsent(self, reason: str) -> int:
@@ -126,7 +139,7 @@ class TrainingBackend(Protocol):
         """Returns a client that samples from saved weights."""
 
     def create_base_sampling_client(self, base_model: str | None = None) -> Any:
-        """Returns a client that samples from a base model; by default that of the trained one."""
+        """Returns a client that samples from a base model; by default the one that is trained."""
 
     def record(self, recording: Recording | None) -> None:
         """Adds all operations of this client's session to a recording; None stops that."""

@@ -34,7 +34,7 @@ class TinkerFuture(Generic[T]):
         self._pid = os.getpid()
 
     @classmethod
-    def of(cls, result: T, operation: str) -> TinkerFuture[T]:
+    def from_result(cls, result: T, operation: str) -> TinkerFuture[T]:
         """Returns a future of a result that is known."""
         source: concurrent.futures.Future[T] = concurrent.futures.Future()
         source.set_result(result)
@@ -160,28 +160,23 @@ class TinkerFuture(Generic[T]):
 
 
 class UnreadFailures:
-    """The futures of a client with unhandled failures, which are raised at the client's next use.
+    """The futures of a client with unhandled failures, which are raised at the client's next use."""
 
-    Args:
-        settle_seconds: How long to wait for other requests before a failure is raised: more may have failed with it.
-    """
-
-    def __init__(self, settle_seconds: float = 0.0) -> None:
-        self._settle_seconds = settle_seconds
-        self._futures: list[TinkerFuture[Any]] = []
+    def __init__(self) -> None:
+        self._futures: dict[int, TinkerFuture[Any]] = {}
         self._lock = threading.Lock()
         self._held = 0
 
     def add(self, future: F) -> F:
-        """Tracks a future, and returns it."""
+        """Tracks a future, unless it is tracked already, and returns it."""
         with self._lock:
-            self._futures.append(future)
+            self._futures[id(future)] = future
         return future
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for everything that was sent, at most `timeout` seconds; returns whether it is done."""
         with self._lock:
-            sources = [future._source for future in self._futures if future.is_sent]
+            sources = [future._source for future in self._futures.values() if future.is_sent]
         return not recording.wait(sources, timeout).not_done
 
     def finish(self) -> None:
@@ -199,14 +194,14 @@ class UnreadFailures:
 
     def _unfinished(self) -> list[TinkerFuture[Any]]:
         with self._lock:
-            return [future for future in self._futures if not future.done() or future.is_held]
+            return [future for future in self._futures.values() if not future.done() or future.is_held]
 
     def log_failures(self, timeout: float) -> None:
         """Waits for requests in flight, and logs the unhandled failures of a client that ends without `close()`."""
         self.wait(timeout)
         with self._lock:
-            futures, self._futures = self._futures, []
-        for future in futures:
+            futures, self._futures = self._futures, {}
+        for future in futures.values():
             if future.is_held:
                 logger.error("%s was dropped, because no optim_step was called after it", future.operation)
             elif not future.done():
@@ -229,14 +224,19 @@ class UnreadFailures:
         finally:
             self._held -= 1
 
-    def raise_first(self) -> None:
-        """Raises the first unhandled failure, with the others as its notes."""
+    def raise_first(self, settle_seconds: float = 0.0) -> None:
+        """Raises the first unhandled failure, with the others as its notes.
+
+        Args:
+            settle_seconds: How long to wait for other requests before a failure is raised: more may have failed with
+                it.
+        """
         if self._held:
             return
         with self._lock:
             failed = self._forget_settled()
         if failed:
-            self.wait(self._settle_seconds)
+            self.wait(settle_seconds)
             raise_together(self.take_failures())
 
     def take_failures(self) -> list[BaseException]:
@@ -253,8 +253,12 @@ class UnreadFailures:
 
     def _forget_settled(self) -> list[TinkerFuture[Any]]:
         """Drops futures that succeeded or were read, unless they are held back; returns the failed ones."""
-        self._futures = [f for f in self._futures if not f.done() or f.is_held or (f.failed and not f.was_read)]
-        return [future for future in self._futures if future.failed]
+        self._futures = {
+            key: future
+            for key, future in self._futures.items()
+            if not future.done() or future.is_held or (future.failed and not future.was_read)
+        }
+        return [future for future in self._futures.values() if future.failed]
 
 
 def raise_together(failures: Sequence[BaseException]) -> None:

@@ -33,7 +33,7 @@ class RestClient:
     def get_training_run(
         self, training_run_id: str, access_scope: AccessScope = "owned"
     ) -> TinkerFuture[rs.TrainingRun]:
-        """Returns a model and its latest checkpoints; `access_scope` includes those of other users."""
+        """Returns a model and its latest checkpoints; `access_scope` can include checkpoints of other users."""
         path = f"training_runs/{quote(training_run_id, safe=':')}"
         return self._get("get_training_run", path, rs.TrainingRun, access_scope=access_scope)
 

@@ -83,7 +83,7 @@ class BaseSamplingClient(ABC):
     def _sample(
         self, prompt: Any, num_samples: int, params: SamplingParams, options: dict[str, Any]
     ) -> TinkerFuture[SampleResponse]:
-        """Sends a request; the names of the options are those of `SampleRequest`."""
+        """Sends a request; options have the names of `SampleRequest`."""
 
 
 # How often a sample is requested again whose result the server no longer has.

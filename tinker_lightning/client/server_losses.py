@@ -16,6 +16,7 @@ from tinker_lightning.client.transport.operations import encode, perform
 from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES
+from tinker_lightning.lossgraph.graph import find_lines
 from tinker_lightning.lossgraph.graph_loss import (
     GraphLoss,
     combine_metrics,
@@ -23,8 +24,7 @@ from tinker_lightning.lossgraph.graph_loss import (
     scale_by_input,
     select_inputs,
 )
-from tinker_lightning.lossgraph.graphs.graph import places_of
-from tinker_lightning.lossgraph.tracing.trace import trace_datum_loss
+from tinker_lightning.lossgraph.trace import trace_datum_loss
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from tinker_lightning.client.transport.channel import Channel
+    from tinker_lightning.lossgraph.graph import Graph
     from tinker_lightning.lossgraph.graph_loss import Source
-    from tinker_lightning.lossgraph.graphs.graph import Graph
     from tinker_lightning.lossgraph.server_loss import ServerLoss
     from tinker_lightning.types import Datum, ForwardBackwardOutput
 
@@ -71,10 +71,10 @@ class LossHandle:
 
 def located(error: BaseException, graphs: Sequence[Graph]) -> BaseException:
     """Adds the line of the user's function to an error that names a node of a graph."""
-    places = places_of(str(error), graphs) if isinstance(error, InvalidInput) else []
-    if not places:
+    lines = find_lines(str(error), graphs) if isinstance(error, InvalidInput) else []
+    if not lines:
         return error
-    explained = type(error)(f"{error}\n    at {' or '.join(places)}")
+    explained = type(error)(f"{error}\n    at {' or '.join(lines)}")
     explained.__dict__.update(error.__dict__)  # the operation and request id
     explained.__cause__ = error.__cause__
     return explained
@@ -83,9 +83,9 @@ def located(error: BaseException, graphs: Sequence[Graph]) -> BaseException:
 def with_loss(output: ForwardBackwardOutput, data: list[Datum], handle: LossHandle) -> ForwardBackwardOutput:
     """Adds the locally computed loss to the result of a forward pass."""
     with torch.no_grad():
-        loss, metrics = handle(data, [leaf.detach() for leaf in surrogate.leaves(output, data)])
+        loss, metrics = handle(data, [leaf.detach() for leaf in surrogate.logprob_leaves(output, data)])
     own = {**output.metrics, "loss:sum": float(loss)}
-    metrics = {**surrogate.set_apart(metrics, own, "loss"), **own}
+    metrics = {**surrogate.prefix_clashes(metrics, own, "loss"), **own}
     return replace(output, metrics=metrics)
 
 

@@ -115,15 +115,15 @@ class ServiceClient:
             train_attn: Whether the attention layers get one.
             train_unembed: Whether the output layer gets one.
             user_metadata: What the server records about the model.
-            optimizer: The SDK's `AdamOptimizerConfig`, or None; other optimizers are not supported.
+            optimizer: The optimizer of the model: `"adamw"` (default), `"dimuon"`, or the SDK's configuration of one.
         """
         self._channel.raise_left_over()
-        inputs.check_optimizer(optimizer)
+        kind = inputs.optimizer_kind(optimizer)
         base_model = base_model or os.environ.get("TINKER_BASE_MODEL")
         if not base_model:
             raise InvalidInput("there is no base model: pass base_model='tiny', or set TINKER_BASE_MODEL")
         lora = LoraConfig(rank, seed, train_unembed, train_mlp, train_attn)
-        return TrainingClient.create(self._channel, self.losses, base_model, lora, user_metadata)
+        return TrainingClient.create(self._channel, self.losses, base_model, lora, user_metadata, kind)
 
     create_lora_training_client_async = in_thread(create_lora_training_client)
 
@@ -144,8 +144,7 @@ class ServiceClient:
             weights_access_token: Grants access to weights of another account.
             optimizer: As in `create_lora_training_client`.
         """
-        inputs.check_optimizer(optimizer)
-        client = self._client_for(path, base_model, user_metadata)
+        client = self._client_for(path, base_model, user_metadata, optimizer)
         client.load_state(path, weights_access_token).result()
         return client
 
@@ -265,7 +264,7 @@ class ServiceClient:
             detail: What the server records about it.
         """
         self._channel.close(status, read_failures=True, detail=detail)
-        return TinkerFuture.of(None, "close")
+        return TinkerFuture.from_result(None, "close")
 
     def __enter__(self) -> Self:
         return self
@@ -279,7 +278,9 @@ class ServiceClient:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "errored"
             self._channel.close(status, read_failures=False)
 
-    def _client_for(self, path: str, base_model: str | None, user_metadata: dict[str, str] | None) -> TrainingClient:
+    def _client_for(
+        self, path: str, base_model: str | None, user_metadata: dict[str, str] | None, optimizer: Any = None
+    ) -> TrainingClient:
         info = self.weights_info(path)
         if info.lora_rank is None:
             raise InvalidInput(f"{path}: the server does not report its LoRA rank, so no model can be created for it")
@@ -290,6 +291,7 @@ class ServiceClient:
             train_attn=info.train_attn is not False,
             train_unembed=info.train_unembed is not False,
             user_metadata=user_metadata,
+            optimizer=optimizer or info.optimizer_config,
         )
 
 

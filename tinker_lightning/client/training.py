@@ -3,51 +3,41 @@
 from __future__ import annotations
 
 import logging
-import threading
 import uuid
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tinker_lightning.client.async_names import in_thread, submitted
 from tinker_lightning.client.dialects import measure
-from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.client.files import checkpoints, download, tokenizer
 from tinker_lightning.client.files.checkpoints import remove
-from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.client.passes import encoding
-from tinker_lightning.client.passes import request as pass_request
+from tinker_lightning.client.passes.sender import ProtocolSender
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.sdk import inputs
 from tinker_lightning.client.training_base import BaseTrainingClient
-from tinker_lightning.client.transport.operations import Operation, encode, perform, recorded
-from tinker_lightning.client.transport.order import SubmitOrder, perform_all
+from tinker_lightning.client.transport.operations import encode, perform
 from tinker_lightning.client.transport.session import fetch_capabilities
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, Unsupported
 from tinker_lightning.types import (
     AdamParams,
-    Datum,
-    ForwardBackwardOutput,
     GetInfoResponse,
-    LoadWeightsResponse,
     LoraConfig,
     OptimStepResponse,
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
 )
 from tinker_lightning.types import requests as rq
+from tinker_lightning.types.params import OPTIMIZERS
 from tinker_lightning.types.responses import CreateModelResponse, SaveWeightsExternalResponse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from tinker_lightning.client.dialects.dialect import Dialect
-    from tinker_lightning.client.passes.encoding import Parts
-    from tinker_lightning.client.passes.live_weights import LiveWeights
-    from tinker_lightning.client.passes.request import ServerPass
-    from tinker_lightning.client.server_losses import Losses, LossHandle
+    from tinker_lightning.client.futures import TinkerFuture
+    from tinker_lightning.client.server_losses import Losses
     from tinker_lightning.client.transport.channel import Channel
     from tinker_lightning.client.transport.recording import Recording
-    from tinker_lightning.lossgraph.server_loss import ServerLoss
 
 T = TypeVar("T")
 
@@ -57,61 +47,51 @@ logger = logging.getLogger("tinker_lightning.client")
 class TrainingClient(BaseTrainingClient):
     """Trains one model on a server. Created by a `ServiceClient`."""
 
-    def __init__(self, channel: Channel, losses: Losses, model_id: str) -> None:
-        super().__init__(model_id)
+    def __init__(self, channel: Channel, losses: Losses, model_id: str, optimizer_kind: str = AdamParams.kind) -> None:
+        sender = ProtocolSender(channel, losses, model_id, partial(_cross_entropy_fault, channel, losses, model_id))
+        super().__init__(model_id, sender)
         self.losses = losses
+        self.optimizer_kind = optimizer_kind
         self._channel = channel
-        self._lock = threading.Lock()
-        self._last_number = 0
-        self._order = SubmitOrder()
+        self.sender = sender
 
     @classmethod
     def create(
-        cls, channel: Channel, losses: Losses, base_model: str, lora: LoraConfig, user_metadata: dict[str, str] | None
+        cls,
+        channel: Channel,
+        losses: Losses,
+        base_model: str,
+        lora: LoraConfig,
+        user_metadata: dict[str, str] | None,
+        optimizer: str = AdamParams.kind,
     ) -> Self:
         """Creates a model on the server and waits until it exists."""
         session = channel.session
-        optimizer = {"type": AdamParams.kind} if session.dialect.knows("create_model", "optimizer_config") else None
+        is_known = session.dialect.knows("create_model", "optimizer_config")
+        config = dict(OPTIMIZERS[optimizer].config) if is_known or optimizer != AdamParams.kind else None
         request = rq.CreateModelRequest(
-            session.session_id, channel.count("model"), base_model, lora, user_metadata, optimizer
+            session.session_id, channel.count("model"), base_model, lora, user_metadata, config
         )
         operation = encode(session.dialect, "create_model", "create_model", request, CreateModelResponse)
         created = channel.wait(perform(session, operation))
-        return channel.watch(cls(channel, losses, created.model_id))
-
-    def prepare(
-        self,
-        data: list[Datum],
-        loss_fn: str | LossHandle | ServerLoss,
-        loss_fn_config: Mapping[str, float | str] | None = None,
-        *,
-        loss_fn_inputs: Mapping[str, Any] | None = None,
-        scale: float = 1.0,
-    ) -> ServerPass:
-        """Checks a pass and converts it into the request that `send` takes; raises `InvalidInput` if it is invalid."""
-        session = self._channel.session
-        request = pass_request.prepare(session, self.losses, data, loss_fn, loss_fn_config, loss_fn_inputs, scale)
-        if request.whole and len(encoding.chunks_for(session, request.data)) > 1:
-            raise InvalidInput(
-                f"data: {len(request.data)} datums do not fit into one request, and {request.loss} is computed from "
-                "the whole batch at once. Send a smaller batch."
-            )
-        return request
+        return channel.watch(cls(channel, losses, created.model_id, optimizer))
 
     def optim_step(self, optim_params: Any = None, *, adam_params: Any = None) -> TinkerFuture[OptimStepResponse]:
-        """Takes an AdamW step on the accumulated gradient.
+        """Takes an optimizer step on the accumulated gradient.
 
         Pending custom losses are evaluated first. If one fails, no backward is sent, the step is not taken, and the
         error is raised here; all of them have to be called again.
 
         Args:
-            optim_params: The hyperparameters of this step, an `AdamParams`.
+            optim_params: The hyperparameters of this step: `AdamParams`, or `DimuonParams` for its models.
             adam_params: Their name in older versions of the official SDK.
         """
-        params = inputs.to_adam_params(adam_params if optim_params is None else optim_params)
+        params = inputs.to_optim_params(adam_params if optim_params is None else optim_params, self.optimizer_kind)
+        is_adam = isinstance(params, AdamParams)
+        settings = {"adam_params": params} if is_adam else {"optimizer_params": {"type": params.kind, **asdict(params)}}
         with self._step(params) as samples:
             request = rq.OptimStepRequest
-            return self._submit("optim_step", "optim_step", OptimStepResponse, request, params, after=samples)
+            return self._submit("optim_step", "optim_step", OptimStepResponse, request, after=samples, **settings)
 
     optim_step_async = submitted(optim_step, before=BaseTrainingClient.forwards_async)
 
@@ -177,7 +157,7 @@ class TrainingClient(BaseTrainingClient):
     create_sampling_client_async = in_thread(create_sampling_client)
 
     def create_base_sampling_client(self, base_model: str | None = None) -> SamplingClient:
-        """Returns a client that samples from a base model; by default that of the trained one."""
+        """Returns a client that samples from a base model; by default the one that is trained."""
         return SamplingClient.create(self._channel, None, base_model or self.get_info().model_data.model_name)
 
     def max_context_length(self) -> int | None:
@@ -247,18 +227,6 @@ class TrainingClient(BaseTrainingClient):
         """Adds all operations of this client's session to a recording; None stops that."""
         self._channel.session.recording = recording
 
-    def _check(self) -> None:
-        self._channel.check_usable()
-        super()._check()
-
-    def _load(self, name: str, path: str, token: str | None) -> TinkerFuture[LoadWeightsResponse]:
-        self._before_load(name)
-        with_optimizer = name == "load_state_with_optimizer"
-        settings = path, with_optimizer, token
-        with self._changing() as samples:
-            request = rq.LoadWeightsRequest
-            return self._submit(name, "load_weights", LoadWeightsResponse, request, *settings, after=samples)
-
     def _save_unnamed(self) -> TinkerFuture[SaveWeightsForSamplerResponse]:
         self._flush()
         return self._save_for_sampler(sampling_session_seq_id=self._channel.count("sampler"))
@@ -268,104 +236,32 @@ class TrainingClient(BaseTrainingClient):
 
     def _save_for_sampler(self, **settings: Any) -> TinkerFuture[SaveWeightsForSamplerResponse]:
         endpoint, request = "save_weights_for_sampler", rq.SaveWeightsForSamplerRequest
-        version = None if self.dialect.samples_old_weights else self._live.version(self.model_id)
+        version = None if self.dialect.samples_old_weights else self._sender.live.version(self.model_id)
         future = self._submit(endpoint, endpoint, SaveWeightsForSamplerResponse, request, **settings)
         if version is not None:
-            self._live.saving(version, future._source)
+            self._sender.live.saving(version, future._source)
         return future
 
-    @property
-    def retains(self) -> bool:
-        """Whether the server can keep a forward pass until its gradient arrives."""
-        return self._channel.session.extensions.retained_forwards
+    def _submit(self, *args: Any, **kw: Any) -> TinkerFuture[Any]:
+        """Sends one request and tracks its future; see `ProtocolSender.submit`."""
+        return self.unread.add(self.sender.submit(*args, **kw))
 
-    @property
-    def server(self) -> str:
-        """The server's URL, or the embedded trainer."""
-        return "the embedded trainer" if self._channel.target.in_process is not None else self._channel.url
 
-    @property
-    def dialect(self) -> Dialect:
-        """What the server speaks."""
-        return self._channel.session.dialect
-
-    @property
-    def _live(self) -> LiveWeights:
-        return self._channel.live
-
-    def _measured(self) -> Surrogate:
-        session = self._channel.session
-        if session.dialect.surrogate is None:
-            if (fault := self._cross_entropy_fault()) is not None:
-                raise Unsupported(
-                    f"custom losses would train wrong on {self._channel.url}: {fault}. Run `tinker-lightning doctor "
-                    f"{self._channel.url}` for the details, and pass what it saves to connect(dialect=...)."
-                )
-            session.dialect = session.dialect.but(surrogate=Surrogate())
-        return session.dialect.surrogate or Surrogate()
-
-    def _cross_entropy_fault(self) -> str | None:
-        """Returns why `cross_entropy` is not a plain sum, measured on a second model, which is removed afterwards."""
-        channel, name = self._channel, self.get_info().model_data.model_name or ""
-        logger.info("measuring on a second model whether %s computes cross_entropy as a plain sum", channel.url)
-        models: list[TrainingClient] = []
-        paths: list[str] = []
-        try:
-            models.append(self.create(channel, self.losses, name, LoraConfig(rank=8, seed=0), None))
-            paths.append(models[0].save_state(f"measured-{uuid.uuid4().hex[:8]}").result().path)
-            return measure.cross_entropy_fault(measure.Scratch(models[0], paths[0]))
-        except (InvalidInput, OperationFailed, NotFound) as error:
-            return f"it could not be measured: {error}"
-        finally:
-            for path in remove(channel, models, paths):
-                logger.warning(
-                    "%s was saved to measure gradients, and stays on %s, which did not delete it", path, channel.url
-                )
-
-    def _post_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
-        (future,) = self._start([self._encoded(request, forward_only=forward_only)])
-        return future
-
-    def _post_passes(self, requests: list[ServerPass]) -> list[TinkerFuture[ForwardBackwardOutput]]:
-        """Sends the backward passes of a step: all of them, or none if one cannot be encoded."""
-        return self._start([self._encoded(request, forward_only=False) for request in requests])
-
-    def _encoded(self, request: ServerPass, *, forward_only: bool) -> Parts[ForwardBackwardOutput]:
-        return encoding.parts(self._channel.session, self.model_id, request, forward_only=forward_only)
-
-    def _submit(
-        self,
-        name: str,
-        endpoint: str,
-        result: type[T],
-        request: Callable[..., rq.ModelRequest],
-        *args: Any,
-        after: Sequence[TinkerFuture[Any]] = (),
-        **kw: Any,
-    ) -> TinkerFuture[T]:
-        """Sends one request and tracks its future; the arguments are those of the request, after its number."""
-        dialect = self._channel.session.dialect
-
-        def operations(number: int) -> list[Operation[T]]:
-            return [encode(dialect, name, endpoint, request(self.model_id, number, *args, **kw), result)]
-
-        (future,) = self._start([(operations, lambda results: results[0])], after)
-        return self.unread.add(future)
-
-    def _start(self, requests: list[Parts[T]], after: Sequence[TinkerFuture[Any]] = ()) -> list[TinkerFuture[T]]:
-        """Numbers, encodes and starts requests under the lock, so that none is lost or overtaken.
-
-        Nothing is sent if one of them cannot be encoded. They are posted when the futures in `after` are done.
-        """
-        session = self._channel.session  # not looked up later: what was submitted before close() is still sent
-        with self._lock:
-            encoded: list[list[Operation[T]]] = []
-            last = self._last_number
-            for operations, _ in requests:
-                encoded.append([recorded(session, each) for each in operations(last + 1)])
-                last += len(encoded[-1])
-            self._last_number = last
-            return [
-                TinkerFuture(self._channel.run(perform_all(session, self._order, each, combine, after)), str(each[0]))
-                for each, (_, combine) in zip(encoded, requests, strict=True)
-            ]
+def _cross_entropy_fault(channel: Channel, losses: Losses, model_id: str) -> str | None:
+    """Returns why `cross_entropy` is not a plain sum, measured on a second model, which is removed afterwards."""
+    info = channel.call("/api/v1/get_info", rq.GetInfoRequest(model_id), GetInfoResponse)
+    logger.info("measuring on a second model whether %s computes cross_entropy as a plain sum", channel.url)
+    models: list[TrainingClient] = []
+    paths: list[str] = []
+    try:
+        name = info.model_data.model_name or ""
+        models.append(TrainingClient.create(channel, losses, name, LoraConfig(rank=8, seed=0), None))
+        paths.append(models[0].save_state(f"measured-{uuid.uuid4().hex[:8]}").result().path)
+        return measure.cross_entropy_fault(measure.Scratch(models[0], paths[0]))
+    except (InvalidInput, OperationFailed, NotFound) as error:
+        return f"it could not be measured: {error}"
+    finally:
+        for path in remove(channel, models, paths):
+            logger.warning(
+                "%s was saved to measure gradients, and stays on %s, which did not delete it", path, channel.url
+            )

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from abc import ABC, abstractmethod
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinker_lightning.client import server_losses
 from tinker_lightning.client.async_names import submitted
 from tinker_lightning.client.files.export import export_adapter
 from tinker_lightning.client.futures import UnreadFailures
-from tinker_lightning.client.passes import request as pass_request
-from tinker_lightning.client.passes.custom import CustomLosses, evaluation_of
-from tinker_lightning.client.passes.held import HeldPasses
-from tinker_lightning.client.passes.request import ServerPass
+from tinker_lightning.client.passes.pending import CustomLoss, evaluation
+from tinker_lightning.client.passes.queue import PassQueue
+from tinker_lightning.client.passes.request import gap
 from tinker_lightning.client.sdk import inputs
-from tinker_lightning.client.server_losses import LossHandle
+from tinker_lightning.client.server_losses import LossHandle, times, with_loss
 from tinker_lightning.errors import InvalidInput, Unsupported
 from tinker_lightning.losses import surrogate
 
@@ -30,14 +27,16 @@ if TYPE_CHECKING:
 
     from tinker_lightning.client.backend import TrainingBackend
     from tinker_lightning.client.dialects.dialect import Dialect
-    from tinker_lightning.client.dialects.surrogate import Surrogate
     from tinker_lightning.client.futures import TinkerFuture
-    from tinker_lightning.client.passes.live_weights import LiveWeights
+    from tinker_lightning.client.passes.pending import Evaluate
+    from tinker_lightning.client.passes.request import ServerPass
+    from tinker_lightning.client.passes.sender import Sender
     from tinker_lightning.client.transport.recording import Recording
     from tinker_lightning.losses.regularizers.composition import Regularizer
     from tinker_lightning.losses.surrogate import LossFn
     from tinker_lightning.lossgraph.server_loss import ServerLoss
-    from tinker_lightning.types import AdamParams, Datum, ForwardBackwardOutput, LoadWeightsResponse
+    from tinker_lightning.types import Datum, ForwardBackwardOutput, LoadWeightsResponse
+    from tinker_lightning.types.params import OptimParams
 
 logger = logging.getLogger(__name__)
 
@@ -45,18 +44,22 @@ logger = logging.getLogger(__name__)
 _NO_CLIPPING = 1e9
 
 
-class BaseTrainingClient(ABC):
+class BaseTrainingClient:
     """Trains one model. Methods that reach the model return a future at once.
 
     Requests are numbered in the order of the calls and run in that order. A failure that nobody reads is raised at the
     next call.
+
+    Args:
+        model_id: The model.
+        sender: Sends its requests.
     """
 
-    def __init__(self, model_id: str) -> None:
+    def __init__(self, model_id: str, sender: Sender) -> None:
         self.model_id = model_id
         self.unread = UnreadFailures()
-        self._custom = CustomLosses(model_id, self._forward, self._backward)
-        self._held = HeldPasses(self._post_forward, self._post_backwards, self.unread)
+        self._sender = sender
+        self._queue = PassQueue(sender, self.unread)
         self._warned_of_optimizer = False
         self._warned_of_gradient = False
 
@@ -71,7 +74,11 @@ class BaseTrainingClient(ABC):
         """Computes the log-probabilities of every target and the loss, without a gradient; see `forward_backward`."""
         self._check()
         request = self.prepare(inputs.to_datums(data), loss_fn, loss_fn_config, loss_fn_inputs=loss_fn_inputs)
-        return self.send(request, forward_only=True)
+        handle = request.local
+        if handle is None:
+            return self.unread.add(self._queue.forward(request))
+        forward = self._queue.logprobs(request.data)
+        return self.unread.add(forward.then(lambda output: with_loss(output, request.data, handle)))
 
     forward_async = submitted(forward)
 
@@ -91,7 +98,7 @@ class BaseTrainingClient(ABC):
             loss_fn: A server-side loss: its name, or what `custom_loss` or `create_custom_loss` returned.
             loss_fn_config: Its settings.
             loss_fn_inputs: Inputs of the loss given once for the batch instead of with each datum.
-            scale: The factor by which the gradient is multiplied; the metrics are those of the unscaled loss.
+            scale: The factor by which the gradient is multiplied; metrics belong to the unscaled loss.
         """
         self._check()
         datums = inputs.to_datums(data)
@@ -99,7 +106,6 @@ class BaseTrainingClient(ABC):
 
     forward_backward_async = submitted(forward_backward)
 
-    @abstractmethod
     def prepare(
         self,
         data: list[Datum],
@@ -110,20 +116,41 @@ class BaseTrainingClient(ABC):
         scale: float = 1.0,
     ) -> ServerPass:
         """Checks a pass and converts it into the request that `send` takes; raises `InvalidInput` if it is invalid."""
+        return self._sender.prepare(data, loss_fn, loss_fn_config, loss_fn_inputs, scale)
 
-    def send(
-        self, request: ServerPass, *, forward_only: bool = False, retain: bool = False
-    ) -> TinkerFuture[ForwardBackwardOutput]:
-        """Sends a pass that `prepare` has returned; `retain` keeps a forward for its gradient if the server can."""
+    def prepare_gradient(
+        self,
+        data: list[Datum],
+        gradients: Sequence[Tensor],
+        logprobs: Sequence[Tensor] | None = None,
+        retained: tuple[tuple[int, int], ...] | None = None,
+    ) -> ServerPass:
+        """Converts the gradient of a custom loss into the request that `send` takes.
+
+        Args:
+            data: The datums.
+            gradients: The gradient with respect to the log-probabilities of each datum.
+            logprobs: These log-probabilities; requested again if the server needs them and they are not given.
+            retained: What the result of their forward says about being retained.
+
+        Raises:
+            Unsupported: If no surrogate is known to be exact on this server.
+        """
+        return self._queue.prepare_gradient(data, gradients, logprobs, retained)
+
+    def logprobs(self, data: list[Datum], *, retain: bool = False) -> TinkerFuture[ForwardBackwardOutput]:
+        """Sends a forward for the log-probabilities of datums; `retain` keeps it for its gradient if possible."""
+        self._check()
+        return self.unread.add(self._queue.logprobs(data, retain=retain))
+
+    def send(self, request: ServerPass) -> TinkerFuture[ForwardBackwardOutput]:
+        """Sends a pass that `prepare` or `prepare_gradient` has returned."""
         self._check()
         handle = request.local
         if handle is None:
-            request = replace(request, retain=True) if retain else request
-            return self.unread.add(self._submit_pass(request, forward_only=forward_only))
-        if not forward_only:
-            return self.unread.add(self._custom.add(request.data, server_losses.times(handle, request.scale)))
-        forward = self._forward(request.data)
-        return self.unread.add(forward.then(lambda output: server_losses.with_loss(output, request.data, handle)))
+            return self.unread.add(self._queue.send(request))
+        evaluate = partial(surrogate.evaluate, times(handle, request.scale))
+        return self._submit_custom(request.data, request.data, evaluate)
 
     def forward_backward_custom(
         self,
@@ -159,15 +186,15 @@ class BaseTrainingClient(ABC):
         loss_fn = base_loss_fn if loss_fn is None else loss_fn
         if isinstance(loss_fn, LossHandle) and not regularizers:
             return self.forward_backward(data, loss_fn)
-        evaluate = evaluation_of(loss_fn, regularizers, self._custom.steps, grad_norms, regularizer_timeout)
-        given = inputs.batch(data)
-        return self.unread.add(self._custom.submit(given, inputs.to_datums(given), evaluate))
+        evaluate = evaluation(loss_fn, regularizers, self._queue.steps, grad_norms, regularizer_timeout)
+        batch = inputs.batch(data)
+        return self._submit_custom(batch, inputs.to_datums(batch), evaluate)
 
     forward_backward_custom_async = submitted(forward_backward_custom)
 
     async def forwards_async(self) -> None:
         """Waits for the log-probabilities of pending custom losses, which a step or a save evaluates."""
-        await self._custom.forwards_async()
+        await self._queue.forwards_async()
 
     def load_state(self, path: str, weights_access_token: str | None = None) -> TinkerFuture[LoadWeightsResponse]:
         """Loads saved weights into this model and resets the optimizer state.
@@ -190,7 +217,7 @@ class BaseTrainingClient(ABC):
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
     ) -> TinkerFuture[LoadWeightsResponse]:
-        """Loads saved weights and optimizer state into this model; the arguments are those of `load_state`."""
+        """Loads saved weights and optimizer state into this model; takes the arguments of `load_state`."""
         return self._load("load_state_with_optimizer", path, weights_access_token)
 
     load_state_with_optimizer_async = submitted(load_state_with_optimizer, before=forwards_async)
@@ -201,48 +228,18 @@ class BaseTrainingClient(ABC):
 
     @property
     def server(self) -> str:
-        """A name of the server for users."""
-        return f"the server of {type(self).__name__}"
+        """The server's URL, or another name of it, for users."""
+        return self._sender.server
 
     @property
-    @abstractmethod
     def dialect(self) -> Dialect:
-        """What the server speaks."""
+        """The dialect of the server."""
+        return self._sender.dialect
 
     @property
-    @abstractmethod
-    def _live(self) -> LiveWeights:
-        """What is trained on the server, by all clients of this process."""
-
-    @abstractmethod
-    def _post_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
-        """Sends a pass that runs on the server."""
-
-    @abstractmethod
-    def _load(self, name: str, path: str, token: str | None) -> TinkerFuture[LoadWeightsResponse]: ...
-
-    def prepare_gradient(
-        self,
-        data: list[Datum],
-        gradients: Sequence[Tensor],
-        logprobs: Sequence[Tensor] | None = None,
-        retained: tuple[tuple[int, int], ...] | None = None,
-    ) -> ServerPass:
-        """Converts the gradient of a custom loss into the request that `send` takes.
-
-        Args:
-            data: The datums.
-            gradients: The gradient with respect to the log-probabilities of each datum.
-            logprobs: These log-probabilities; requested again if the server needs them and they are not given.
-            retained: What the result of their forward says about being retained.
-
-        Raises:
-            Unsupported: If no surrogate is known to be exact on this server.
-        """
-        carrier = self.dialect.surrogate or self._measured()
-        if carrier.loss == "importance_sampling" and logprobs is None:
-            logprobs = surrogate.leaves(self._forward(data).result(), data)
-        return pass_request.of_surrogate(carrier, carrier.datums(data, gradients, logprobs), retained)
+    def retains(self) -> bool:
+        """Whether the server can keep a forward pass until its gradient arrives."""
+        return self._sender.retains
 
     def record(self, recording: Recording | None) -> None:
         """Adds all operations of this client's session to a recording; None stops that."""
@@ -252,11 +249,6 @@ class BaseTrainingClient(ABC):
                 "model that tinker_lightning.connect() creates, or with a RemoteModule that is given its name."
             )
 
-    @property
-    def retains(self) -> bool:
-        """Whether the server can keep a forward pass until its gradient arrives."""
-        return False
-
     def computes(self, loss: str) -> bool:
         """Returns whether the server is known to train with a built-in loss as the protocol defines it.
 
@@ -264,59 +256,10 @@ class BaseTrainingClient(ABC):
             Unsupported: If the server is of an unknown kind, and its `cross_entropy` is not known to be a plain sum.
         """
         if loss == surrogate.SURROGATE and self.dialect.surrogate is None:
-            self._measured()
-        return not pass_request.gap(self.dialect, loss)
+            self._sender.surrogate()
+        return not gap(self.dialect, loss)
 
-    def _measured(self) -> Surrogate:
-        """Returns the surrogate that was measured on a server of an unknown kind.
-
-        Raises:
-            Unsupported: If there is none.
-        """
-        raise Unsupported(
-            "custom losses need a built-in loss that carries their gradient exactly, and none is known for a server of "
-            f"the dialect {self.dialect.name!r}. Connect with tinker_lightning.connect(), which measures it; or set "
-            "route = 'builtin' to train with a built-in loss as this server computes it."
-        )
-
-    def _forward(self, data: list[Datum], *, retain: bool = False) -> TinkerFuture[ForwardBackwardOutput]:
-        request = ServerPass(surrogate.forward_datums(data), surrogate.SURROGATE, retain=retain)
-        return self._submit_pass(request, forward_only=True)
-
-    def _backward(
-        self,
-        data: list[Datum],
-        gradients: Sequence[Tensor],
-        logprobs: Sequence[Tensor],
-        retained: tuple[tuple[int, int], ...] | None,
-    ) -> TinkerFuture[ForwardBackwardOutput]:
-        future = self._submit_pass(self.prepare_gradient(data, gradients, logprobs, retained), forward_only=False)
-        return future if future.is_sent else self.unread.add(future)
-
-    def _submit_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
-        if not forward_only and request.forward_only:
-            raise Unsupported(request.forward_only)
-        if forward_only:
-            return self._post_forward(request)
-        if self._held.takes(request):
-            return self._held.add(request)
-        (future,) = self._post_backwards([request])
-        self._held.count(len(request.data), future)
-        return future
-
-    def _post_forward(self, request: ServerPass) -> TinkerFuture[ForwardBackwardOutput]:
-        sent = pass_request.as_forward(self.dialect, request)
-        return request.received(self._post_pass(sent, forward_only=True))
-
-    def _post_backwards(self, requests: list[ServerPass]) -> Iterator[TinkerFuture[ForwardBackwardOutput]]:
-        for request, future in zip(requests, self._post_passes(requests), strict=True):
-            yield request.received(future)
-
-    def _post_passes(self, requests: list[ServerPass]) -> Iterable[TinkerFuture[ForwardBackwardOutput]]:
-        """Sends the backward passes of a step, and returns the future of each when it is sent."""
-        return (self._post_pass(request, forward_only=False) for request in requests)
-
-    def prepare_step(self, params: AdamParams) -> None:
+    def prepare_step(self, params: OptimParams) -> None:
         """Checks the settings of a step before anything of it is sent, so that `optim_step` need not wait or fail.
 
         Raises:
@@ -324,50 +267,66 @@ class BaseTrainingClient(ABC):
             OperationFailed: If the gradient on the server is incomplete.
         """
         self._check_step(params)
+        if self._sender.waits_for_samples:
+            with self._changing():
+                pass  # samples that the step must not overtake have ended now
 
     def drop_unsent(self, reason: str) -> int:
         """Drops passes that were not sent yet; returns the number of sequences sent since the last step."""
-        self._custom.drop()
-        _, sent = self._held.drop(reason)
+        self._queue.abandon()
+        _, sent = self._queue.drop(reason)
         return sent
 
-    def _check_step(self, params: AdamParams) -> None:
+    def _check_step(self, params: OptimParams) -> None:
         if params.grad_clip_norm and params.grad_clip_norm < _NO_CLIPPING and not self.dialect.clips_gradients:
             raise Unsupported(
                 f"grad_clip_norm={params.grad_clip_norm}: servers of the dialect {self.dialect.name!r} ignore it, and "
                 "would train with the whole gradient. Set it to 0 (Trainer(gradient_clip_val=None))."
             )
-        self._held.check()
+        self._queue.check()
 
     @contextlib.contextmanager
-    def _step(self, params: AdamParams) -> Iterator[list[TinkerFuture[None]]]:
+    def _step(self, params: OptimParams) -> Iterator[list[TinkerFuture[None]]]:
         """Submits what belongs to a step and was not submitted yet; the step is to be submitted in the `with` block.
 
         Returns the samples that must end before it is posted.
         """
         self._check_step(params)
         self._flush()
-        with self._changing() as samples, self._held.released():
+        with self._changing() as samples, self._queue.step():
             yield samples
-        self._custom.stepped()
 
-    def _changing(self) -> contextlib.AbstractContextManager[list[TinkerFuture[None]]]:
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[list[TinkerFuture[None]]]:
         """Surrounds the submission of a request that changes the weights.
 
         Returns the samples in flight that could put the weights before it back into the model.
         """
-        return contextlib.nullcontext([]) if self.dialect.samples_old_weights else self._live.changing(self.model_id)
+        if self.dialect.samples_old_weights:
+            yield []
+            return
+        with self._sender.live.changing(self.model_id) as samples:
+            if self._sender.waits_for_samples:
+                for sample in samples:
+                    sample.wait()
+                samples = []
+            yield samples
+
+    def _load(self, name: str, path: str, token: str | None) -> TinkerFuture[LoadWeightsResponse]:
+        self._before_load(name)
+        with self._changing() as samples:
+            return self.unread.add(self._sender.load(name, path, token, samples))
 
     def _before_load(self, name: str) -> None:
         """Evaluates pending losses. Gradients that the server would keep are no longer sent."""
         reason = f"dropped by {name}, before which no optim_step was called"
         if self.dialect.clears_gradient:
             self._flush()
-            self._held.clear(reason)
+            self._queue.clear(reason)
             return
-        with self._held.holding_all():
+        with self._queue.holding_all():
             self._flush()
-        dropped, sent = self._held.drop(reason)
+        dropped, sent = self._queue.drop(reason)
         if (dropped or sent) and not self._warned_of_gradient:
             self._warned_of_gradient = True
             kept = f"{sent} sequences may stay on {self.server}, and the next step would apply it to the loaded weights"
@@ -380,10 +339,17 @@ class BaseTrainingClient(ABC):
             )
 
     def _check(self) -> None:
-        """Raises the first unhandled failure."""
+        """Raises the first unhandled failure, or if the client can no longer be used."""
+        self._sender.check()
         self.unread.raise_first()
 
     def _flush(self) -> None:
         """Sends the backwards of pending custom losses, which must precede what is sent next."""
         self._check()
-        self._custom.flush()
+        self._queue.flush()
+
+    def _submit_custom(
+        self, data: list[Any], datums: list[Datum], evaluate: Evaluate
+    ) -> TinkerFuture[ForwardBackwardOutput]:
+        loss = CustomLoss(self.model_id, data, datums, evaluate)
+        return self.unread.add(self._queue.submit(f"forward_backward_custom of {self.model_id}", loss))

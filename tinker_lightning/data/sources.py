@@ -1,4 +1,4 @@
-"""Reads rows from JSON Lines files and datasets, and converts them, in memory or as a stream."""
+"""Rows of JSON Lines files and datasets: read, counted and converted, in memory or as a stream."""
 
 from __future__ import annotations
 
@@ -26,8 +26,74 @@ _BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "c
 _BUILDERS |= dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip"), "json")
 
 
+class EncodedRow(bytes):
+    """A row as a line of a file, decoded when it is converted."""
+
+    __slots__ = ()
+
+
+def iterate_rows(source: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the rows of a file or dataset with their origins, `data.jsonl:17` or `row 17`."""
+    if not isinstance(source, str | os.PathLike):
+        yield from ((f"row {i}", row) for i, row in enumerate(source))
+        return
+    is_one, rows = _detect_array(source)
+    if is_one:
+        rows = _read_array(source) if rows is None else rows
+        yield from ((f"{os.fspath(source)}: row {i}", row) for i, row in enumerate(rows))
+    else:
+        with open(source, "rb") as file:
+            yield from (
+                (f"{os.fspath(source)}:{i}", EncodedRow(line)) for i, line in enumerate(file, 1) if line.strip()
+            )
+
+
+def read_rows(source: Any, part: str) -> list[Any]:
+    """Returns the rows of a file or dataset as they are; errors name the file and the line."""
+    check_source(source, part)
+    rows = []
+    for where, row in iterate_rows(source):
+        try:
+            rows.append(_parse(row) if isinstance(row, EncodedRow) else row)
+        except InvalidDatum as error:
+            raise InvalidDatum(f"{where}: {error}") from error
+    return rows
+
+
+def check_source(source: Any, part: str, *, read_again: bool = False) -> None:
+    """Raises `InvalidInput` if a dataset cannot be read, or only once although it is read in each epoch."""
+    if isinstance(source, str | os.PathLike):
+        path = os.fspath(source)
+        if not os.path.isfile(source):
+            raise InvalidInput(f"{part}: there is no file {path}")
+        if builder := _BUILDERS.get(os.path.splitext(path)[1]):
+            raise InvalidInput(
+                f"{part}: {path} is not a JSON Lines file. Pass the dataset that the package datasets makes of it: "
+                f"datasets.load_dataset({builder!r}, data_files={path!r}, split='train')."
+            )
+        if read_again and _detect_array(source)[0]:
+            raise InvalidInput(
+                f"{part}: {path} is one JSON array, which cannot be streamed. Write one row per line, for example "
+                f"with: jq -c '.[]' {path} > rows.jsonl"
+            )
+    elif isinstance(source, Mapping):
+        raise InvalidInput(
+            f"{part} must be one dataset, got a {type(source).__name__} with {', '.join(map(str, source)) or 'nothing'}"
+            "; pass one of its parts"
+        )
+    elif not isinstance(source, Iterable):
+        raise InvalidInput(
+            f"{part} must be a JSON Lines file, a dataset or a list of rows, got {type(source).__name__}"
+        )
+    elif read_again and isinstance(source, Iterator):
+        raise InvalidInput(
+            f"{part} is a {type(source).__name__}, which can be read once, but a stream is read in each epoch. Pass a "
+            "file, a dataset, or a list of rows."
+        )
+
+
 class Counts:
-    """Counts what has become of the rows of a dataset in one pass over it, also in the worker processes of a loader.
+    """Counts rows and tokens of a dataset in one pass over it, also in the worker processes of a loader.
 
     Args:
         num_workers: The number of worker processes.
@@ -39,7 +105,7 @@ class Counts:
         self._numbers = torch.zeros(2, num_workers + 1, len(_NAMES), dtype=torch.int64).share_memory_()
 
     def start_pass(self) -> None:
-        """Starts to count again; the last pass, which may not be complete, does not hide an earlier one."""
+        """Starts to count again; an incomplete last pass does not hide an earlier one."""
         current, fullest = self._numbers[:, _process()]
         fullest.copy_(torch.maximum(current, fullest))
         current.zero_()
@@ -47,10 +113,6 @@ class Counts:
     def add(self, name: str, number: int = 1) -> None:
         """Increases a count."""
         self._numbers[0, _process(), _NAMES.index(name)] += number
-
-    def truncated(self) -> None:
-        """Counts a row that was cut."""
-        self.add("truncated")
 
     def add_item(self, item: Any) -> None:
         """Counts the tokens of a row that is kept."""
@@ -65,7 +127,7 @@ class Counts:
                 self.add("tokens", part.length)
 
     def split(self, items: Iterable[Any]) -> Counts:
-        """Returns counts of some of the rows that were kept, with the others of this count."""
+        """Returns the counts of some of the rows that were kept, with the rows that this pass has left out."""
         part = Counts()
         for item in items:
             part.add_item(item)
@@ -77,18 +139,23 @@ class Counts:
     @property
     def has_left_out(self) -> bool:
         """Whether rows were dropped or skipped."""
-        found = self.as_dict()
-        return bool(found["dropped"] or found["skipped"])
+        counts = self.as_dict()
+        return bool(counts["dropped"] or counts["skipped"])
 
     def as_dict(self) -> dict[str, int]:
         """Returns the counts by name."""
         return dict(zip(_NAMES, self._numbers.amax(0).sum(0).tolist(), strict=True))
 
-
-def _process() -> int:
-    """Returns 0 in the main process, and the number of a worker process of a loader, from 1."""
-    info = get_worker_info()
-    return 0 if info is None else info.id + 1
+    def describe(self) -> str:
+        """Returns the counts as text."""
+        counts = self.as_dict()
+        text = f"{counts['rows']} rows with {counts['tokens']} tokens, {counts['trained_tokens']} of them trained"
+        left = {
+            "truncated": "truncated",
+            "dropped": "dropped because they are too long",
+            "skipped": "skipped as invalid",
+        }
+        return ", ".join([text, *(f"{counts[name]} {what}" for name, what in left.items() if counts[name])])
 
 
 class Converter:
@@ -96,7 +163,7 @@ class Converter:
 
     Args:
         convert: Converts one row; raises `TooLong` or another `InvalidDatum`.
-        counts: Where rows are counted.
+        counts: The counts to add to.
         drop_long: Whether to drop rows that are too long instead of raising.
         skip_bad: Whether to skip other rows that cannot be converted instead of raising.
     """
@@ -108,9 +175,9 @@ class Converter:
         self._skip_bad = skip_bad
 
     def __call__(self, where: str, row: Any) -> Any:
-        """Converts a row; errors name where it is from."""
+        """Converts a row; errors name its origin."""
         try:
-            item = self._convert(_parsed(row) if isinstance(row, Line) else row)
+            item = self._convert(_parse(row) if isinstance(row, EncodedRow) else row)
         except InvalidDatum as error:
             is_long = isinstance(error, TooLong)
             if not (self._drop_long if is_long else self._skip_bad):
@@ -123,27 +190,57 @@ class Converter:
         return item
 
 
-class Line(bytes):
-    """A line of a file that is not decoded yet."""
+class ConvertedRows(Dataset[Any]):
+    """Converts rows by index, for loaders with worker processes.
 
-    __slots__ = ()
+    An error is an item: torch would put the stack trace of a worker process into its message.
+    """
+
+    def __init__(self, rows: list[tuple[str, Any]], convert: Converter) -> None:
+        self._rows = rows
+        self._convert = convert
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self._convert(*self._rows[index])
+        except InvalidDatum as error:
+            return error
 
 
-def rows_of(source: Any) -> Iterator[tuple[str, Any]]:
-    """Yields where each row of a file or dataset is from, `data.jsonl:17` or `row 17`, and the row."""
-    if not isinstance(source, str | os.PathLike):
-        yield from ((f"row {i}", row) for i, row in enumerate(source))
-        return
-    is_one, rows = _as_array(source)
-    if is_one:
-        rows = _array(source) if rows is None else rows
-        yield from ((f"{os.fspath(source)}: row {i}", row) for i, row in enumerate(rows))
-    else:
-        with open(source, "rb") as file:
-            yield from ((f"{os.fspath(source)}:{i}", Line(line)) for i, line in enumerate(file, 1) if line.strip())
+class RowStream(IterableDataset[Any]):
+    """Converts rows while they are read, so that a file may be larger than memory.
+
+    Each worker of a loader converts its share of the rows; a streaming dataset of the package `datasets` chooses this
+    share itself. Rows are shuffled within a buffer.
+    """
+
+    def __init__(self, source: Any, convert: Converter, buffer_size: int) -> None:
+        self._source = source
+        self._convert = convert
+        self._buffer_size = buffer_size
+
+    def __iter__(self) -> Iterator[Any]:
+        self._convert.counts.start_pass()
+        rows = iterate_rows(self._source)
+        if (info := get_worker_info()) is not None:
+            if _splits_itself(self._source):
+                rows = ((f"worker {info.id}, {where}", row) for where, row in rows)
+            else:
+                rows = itertools.islice(rows, info.id, None, info.num_workers)
+        converted = (self._convert(where, row) for where, row in rows)
+        yield from _shuffle((item for item in converted if item is not None), self._buffer_size)
 
 
-def _as_array(source: str | os.PathLike[str]) -> tuple[bool, list[Any] | None]:
+def _process() -> int:
+    """Returns 0 in the main process, and the number of a worker process of a loader, from 1."""
+    info = get_worker_info()
+    return 0 if info is None else info.id + 1
+
+
+def _detect_array(source: str | os.PathLike[str]) -> tuple[bool, list[Any] | None]:
     """Returns whether a file is one JSON array, in place of a row per line, and its rows if it is one line."""
     with open(source, "rb") as file:
         lines = (line for line in file if line.strip())
@@ -169,7 +266,7 @@ def _has_rows(lines: Iterator[bytes]) -> bool:
     return False
 
 
-def _array(source: str | os.PathLike[str]) -> list[Any]:
+def _read_array(source: str | os.PathLike[str]) -> list[Any]:
     try:
         with open(source, "rb") as file:
             return list(json.load(file))
@@ -182,109 +279,13 @@ def _array(source: str | os.PathLike[str]) -> list[Any]:
         raise InvalidDatum(f"{os.fspath(source)}: not text: {error}. Save the file as UTF-8.") from error
 
 
-def check_source(source: Any, part: str, *, read_again: bool = False) -> None:
-    """Raises `InvalidInput` if a dataset cannot be read, or only once although it is read in each epoch."""
-    if isinstance(source, str | os.PathLike):
-        path = os.fspath(source)
-        if not os.path.isfile(source):
-            raise InvalidInput(f"{part}: there is no file {path}")
-        if builder := _BUILDERS.get(os.path.splitext(path)[1]):
-            raise InvalidInput(
-                f"{part}: {path} is not a JSON Lines file. Pass the dataset that the package datasets makes of it: "
-                f"datasets.load_dataset({builder!r}, data_files={path!r}, split='train')."
-            )
-        if read_again and _as_array(source)[0]:
-            raise InvalidInput(
-                f"{part}: {path} is one JSON array, which cannot be streamed. Write one row per line, for example "
-                f"with: jq -c '.[]' {path} > rows.jsonl"
-            )
-    elif isinstance(source, Mapping):
-        raise InvalidInput(
-            f"{part} must be one dataset, got a {type(source).__name__} with {', '.join(map(str, source)) or 'nothing'}"
-            "; pass one of its parts"
-        )
-    elif not isinstance(source, Iterable):
-        raise InvalidInput(
-            f"{part} must be a JSON Lines file, a dataset or a list of rows, got {type(source).__name__}"
-        )
-    elif read_again and isinstance(source, Iterator):
-        raise InvalidInput(
-            f"{part} is a {type(source).__name__}, which can be read once, but a stream is read in each epoch. Pass a "
-            "file, a dataset, or a list of rows."
-        )
-
-
-def read_rows(source: Any, part: str) -> list[Any]:
-    """Returns the rows of a file or dataset as they are; errors name the file and the line."""
-    check_source(source, part)
-    rows = []
-    for where, row in rows_of(source):
-        try:
-            rows.append(_parsed(row) if isinstance(row, Line) else row)
-        except InvalidDatum as error:
-            raise InvalidDatum(f"{where}: {error}") from error
-    return rows
-
-
-class Rows(Dataset[Any]):
-    """Converts rows by index, for loaders with worker processes.
-
-    An error is an item: torch would put the stack trace of a worker process into its message.
-    """
-
-    def __init__(self, rows: list[tuple[str, Any]], convert: Converter) -> None:
-        self._rows = rows
-        self._convert = convert
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Any:
-        try:
-            return self._convert(*self._rows[index])
-        except InvalidDatum as error:
-            return error
-
-
-class Stream(IterableDataset[Any]):
-    """Converts rows while they are read, so that a file may be larger than memory.
-
-    Each worker of a loader converts its share of the rows; a streaming dataset of the package `datasets` chooses this
-    share itself. Rows are shuffled within a buffer.
-    """
-
-    def __init__(self, source: Any, convert: Converter, buffer_size: int) -> None:
-        self._source = source
-        self._convert = convert
-        self._buffer_size = buffer_size
-
-    def __iter__(self) -> Iterator[Any]:
-        self._convert.counts.start_pass()
-        rows = rows_of(self._source)
-        if (info := get_worker_info()) is not None:
-            if _splits_itself(self._source):
-                rows = ((f"worker {info.id}, {where}", row) for where, row in rows)
-            else:
-                rows = itertools.islice(rows, info.id, None, info.num_workers)
-        converted = (self._convert(where, row) for where, row in rows)
-        yield from _shuffled((item for item in converted if item is not None), self._buffer_size)
-
-
 def _splits_itself(source: Any) -> bool:
     """Returns whether a dataset yields other rows in each worker, as streaming ones of the package `datasets` do."""
     packages = {base.__module__.partition(".")[0] for base in type(source).__mro__}
     return isinstance(source, IterableDataset) and "datasets" in packages
 
 
-def describe(counts: Counts) -> str:
-    """Returns the counts of a dataset as text."""
-    found = counts.as_dict()
-    text = f"{found['rows']} rows with {found['tokens']} tokens, {found['trained_tokens']} of them trained"
-    left = {"truncated": "truncated", "dropped": "dropped because they are too long", "skipped": "skipped as invalid"}
-    return ", ".join([text, *(f"{found[name]} {what}" for name, what in left.items() if found[name])])
-
-
-def _shuffled(items: Iterator[Any], size: int) -> Iterator[Any]:
+def _shuffle(items: Iterator[Any], size: int) -> Iterator[Any]:
     """Yields items in random order within a buffer, with torch's generator."""
     buffer = list(itertools.islice(items, size)) if size > 1 else []
     for item in items:
@@ -295,7 +296,7 @@ def _shuffled(items: Iterator[Any], size: int) -> Iterator[Any]:
     yield from (buffer[i] for i in torch.randperm(len(buffer)).tolist())
 
 
-def _parsed(line: Line) -> Any:
+def _parse(line: EncodedRow) -> Any:
     try:
         return json.loads(line.rstrip())  # or an early end would be reported on the line after it
     except json.JSONDecodeError as error:

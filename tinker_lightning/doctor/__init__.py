@@ -1,4 +1,4 @@
-"""Checks what a server does, on scratch models that are removed afterwards."""
+"""The doctor: checks the behavior of a server on scratch models, which are removed afterwards."""
 
 from tinker_lightning.doctor.examination import CHECKS, TOKENS, examine
 from tinker_lightning.doctor.report import Report

@@ -1,4 +1,4 @@
-"""Runs the checks."""
+"""The examination of a server: runs the checks in their order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHECKS: tuple[Check, ...] = (
     sampler_checks.DELETION,
     gradients.CUSTOM,  # the last one, because it uses what the others have measured
 )
-# How many tokens all checks pass to a server at most.
+# The maximum number of tokens that all checks together pass to a server.
 TOKENS = 3_000
 
 
@@ -71,8 +71,8 @@ def examine(service: ServiceClient, base_model: str | None = None, checks: Seque
 
 def _run(check: Check, probe: Probe) -> Result:
     try:
-        found = check.run(probe)
-        probe.dialect = probe.dialect.but(**found.dialect)
+        finding = check.run(probe)
+        probe.dialect = probe.dialect.but(**finding.dialect)
     except NotOffered as error:
         probe.dialect = probe.dialect.but(**error.dialect)
         return Result(check.name, check.shows, "not offered", str(error))
@@ -82,13 +82,13 @@ def _run(check: Check, probe: Probe) -> Result:
     except Exception as error:  # a defect of one check does not end the others
         logger.debug("the check %s crashed", check.name, exc_info=True)
         return Result(check.name, check.shows, "crashed", f"{type(error).__name__}: {error}")
-    if found.fault is not None:
-        return Result(check.name, check.shows, "failed", found.fault, check.advice)
-    return Result(check.name, check.shows, "ok", found.detail)
+    if finding.fault is not None:
+        return Result(check.name, check.shows, "failed", finding.fault, check.advice)
+    return Result(check.name, check.shows, "ok", finding.detail)
 
 
 def _is_missing_endpoint(error: TinkerLightningError) -> bool:
-    """Returns whether an error is that of a path that the server does not have, as web frameworks report it."""
+    """Returns whether an error is a web framework's response to a path that the server does not have."""
     text = str(error)
     if isinstance(error, Unsupported):
         return True

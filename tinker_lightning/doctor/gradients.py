@@ -1,8 +1,12 @@
-"""Checks of the gradients of built-in losses, and of custom losses by this client."""
+"""Checks of the gradients of built-in losses, and of the custom losses that this client sends by them.
+
+A surrogate is a built-in loss whose gradient is linear in its weights or advantages, so that it can carry the gradient
+of a custom loss. The checks measure which losses are surrogates, and by what their gradients are divided.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +27,12 @@ if TYPE_CHECKING:
 
 # The gradient of the custom loss that is checked, by datum and position: of both signs, with a sum of zero in a datum.
 _GRADIENT = {(0, 1): 1.0, (0, 3): -1.0, (1, 6): 0.7}
+_FAILS = "it fails"
 _CORRECTED = "This client sends custom losses by another loss if one is exact here: see the last check. "
+
+
+Carrier: TypeAlias = Literal["importance_sampling", "cispo"]
+"""A loss other than `cross_entropy` that can carry the gradients of custom losses."""
 
 
 def _plain(fault: Callable[[measure.Scratch], str | None]) -> Callable[[Probe], Finding]:
@@ -42,45 +51,45 @@ def _entropy_is_plain(probe: Probe) -> bool | None:
 
 
 def _advantages(probe: Probe) -> Finding:
-    """Also decides which loss carries the gradients of custom losses, if it is known what `cross_entropy` is."""
-    found: dict[str, Surrogate | str] = {
-        "cispo": measured_surrogate(probe.scratch, "cispo"),
-        "importance_sampling": measured_surrogate(probe.scratch, "importance_sampling"),
+    """Also decides which loss carries the gradients of custom losses, if `cross_entropy` was measured."""
+    surrogates: dict[str, Surrogate | str] = {
+        "cispo": _surrogate(probe.scratch, "cispo"),
+        "importance_sampling": _surrogate(probe.scratch, "importance_sampling"),
     }
-    linear = [each for each in found.values() if isinstance(each, Surrogate)]
+    linear = [each for each in surrogates.values() if isinstance(each, Surrogate)]
     dialect: dict[str, Any] = {}
     if (is_plain := _entropy_is_plain(probe)) is not None:
         carrier = Surrogate() if is_plain else next(iter(linear), None)
-        dialect = {"surrogate": carrier, "losses": _losses(probe, carrier, found), "sends_other_losses": False}
-    what = found["importance_sampling"]
-    if isinstance(what, str):
-        if what.startswith(FAILS):
-            raise NotOffered(f"importance_sampling: {what}", **dialect)
-        return Finding(f"importance_sampling: {what}", dialect=dialect)
+        dialect = {"surrogate": carrier, "losses": _losses(probe, carrier, surrogates), "sends_other_losses": False}
+    surrogate = surrogates["importance_sampling"]
+    if isinstance(surrogate, str):
+        if surrogate.startswith(_FAILS):
+            raise NotOffered(f"importance_sampling: {surrogate}", **dialect)
+        return Finding(f"importance_sampling: {surrogate}", dialect=dialect)
     factors = [
-        *(["the length of each sequence"] if what.per_length else []),
-        *(["the number of sequences of a call"] if what.per_batch == "call" else []),
-        *(["the number of sequences since the last step"] if what.per_batch == "window" else []),
+        *(["the length of each sequence"] if surrogate.per_length else []),
+        *(["the number of sequences of a call"] if surrogate.per_batch == "call" else []),
+        *(["the number of sequences since the last step"] if surrogate.per_batch == "window" else []),
     ]
     fault = f"importance_sampling is divided by {' and by '.join(factors)}" if factors else None
     return Finding(fault, dialect=dialect)
 
 
-def _losses(probe: Probe, carrier: Surrogate | None, found: dict[str, Surrogate | str]) -> frozenset[str] | None:
-    """Returns the built-in losses that are the protocol's up to the factors of the carrier; None for all."""
+def _losses(probe: Probe, carrier: Surrogate | None, surrogates: dict[str, Surrogate | str]) -> frozenset[str] | None:
+    """Returns the built-in losses that agree with the protocol up to the factors of the carrier; None for all."""
     if carrier is None:
         return frozenset()
     factors = carrier.per_length, carrier.per_batch
     good = {
         loss
-        for loss, each in found.items()
+        for loss, each in surrogates.items()
         if isinstance(each, Surrogate) and (each.per_length, each.per_batch) == factors
     }
     if carrier.loss == "cross_entropy":
         good.add("cross_entropy")
-    known = probe.dialect.losses
-    if known is not None:
-        return frozenset(good | (known - {"cross_entropy", *found}))
+    listed = probe.dialect.losses
+    if listed is not None:
+        return frozenset(good | (listed - {"cross_entropy", *surrogates}))
     return None if {"cross_entropy", "importance_sampling"} <= good else frozenset(good)
 
 
@@ -93,12 +102,12 @@ def _custom(probe: Probe) -> Finding:
     raw, session.dialect = session.dialect, probe.dialect
     try:
         for calls in ([[0, 1]], [[0], [1]]):
-            found = scratch.change(lambda calls=calls: [_send(scratch, call) for call in calls])  # type: ignore[misc]
-            if measure.differs(found, truth):
-                cosine = float(found @ truth / max(float(np.linalg.norm(found) * np.linalg.norm(truth)), 1e-30))
+            change = scratch.change(lambda calls=calls: [_send(scratch, call) for call in calls])  # type: ignore[misc]
+            if measure.differs(change, truth):
+                cosine = float(change @ truth / max(float(np.linalg.norm(change) * np.linalg.norm(truth)), 1e-30))
                 return Finding(
                     f"sent in {len(calls)} call(s) as {surrogate.loss}, a custom loss has the wrong gradient: cosine "
-                    f"{cosine:.4f}, norm {measure.ratio(found, truth):.4g} times the right one",
+                    f"{cosine:.4f}, norm {measure.ratio(change, truth):.4g} times the right one",
                     dialect={"surrogate": None},
                 )
     finally:
@@ -109,8 +118,8 @@ def _custom(probe: Probe) -> Finding:
 def _truth(scratch: measure.Scratch) -> NDArray[np.float64]:
     """Returns the response to the gradient of the custom loss, whatever the server divides `cross_entropy` by.
 
-    All parts are measured in one sequence, and so have one factor: that of its first token, which a sequence of only
-    this token does not have.
+    All parts are measured in one sequence and so have one factor, which is measured at its first token: a sequence of
+    only this token does not have it.
     """
     whole, divided = scratch.response([measure.ONE_TOKEN]), scratch.response([measure.at_token(1, 0)])
     total = np.zeros_like(whole)
@@ -125,6 +134,57 @@ def _send(scratch: measure.Scratch, datums: Sequence[int]) -> object:
         return torch.stack(terms).sum(), {}
 
     return scratch.backend.forward_backward_custom([scratch.data[i] for i in datums], loss)
+
+
+def _surrogate(scratch: Scratch, loss: Carrier) -> Surrogate | str:
+    """Returns how a loss carries gradients on a server, with its factors, or the reason why it cannot."""
+    try:
+        return _measure(scratch, loss, 1)
+    except (InvalidInput, OperationFailed) as error:
+        try:
+            return _measure(scratch, loss, 2)  # some servers need an even number of sequences
+        except (InvalidInput, OperationFailed):
+            return f"{_FAILS}: {error}"
+
+
+def _measure(scratch: Scratch, loss: Carrier, unit: int) -> Surrogate | str:
+    """Measures the factors in calls of at least `unit` sequences, of which one has an advantage: at its first token.
+
+    The first token has the same gradient in both datums, so that only factors make a difference.
+    """
+    logprobs = scratch.start_logprobs
+    config = Surrogate(loss).config
+
+    def inputs(i: int, advantage: float) -> Mapping[str, NDArray[np.float32]]:
+        advantages = np.zeros(LENGTHS[i], np.float32)
+        advantages[0] = advantage
+        return {"advantages": advantages, "logprobs": logprobs[i]}
+
+    def call(datums: Sequence[int], advantage: float) -> Call:
+        return Call(datums, [inputs(i, 0.0 if k else advantage) for k, i in enumerate(datums)], loss, config)
+
+    one = [0] * unit
+    base = scratch.response([call(one, 1.0)])
+    if not base[0] > 0 or differs(scratch.response([call(one, -2.0)]), -2 * base):
+        return "its gradient is not linear in the advantages"
+    long = scratch.response([call([1, *one[1:]], 1.0)])
+    # The other sequences have another length, so that a mean over the tokens is not taken for one over the sequences.
+    others = [1] * unit
+    wide = scratch.response([call([*one, *others], 1.0)])
+    split = scratch.response([call(one, 1.0), call(others, 0.0)])
+    per_length = not differs(long, base * LENGTHS[0] / LENGTHS[1])
+    if not per_length and differs(long, base):
+        return (
+            f"a sequence of {LENGTHS[1]} instead of {LENGTHS[0]} tokens has {ratio(long, base):.3g} times the gradient"
+        )
+    per_call, per_window = (not differs(response, base / 2) for response in (wide, split))
+    if (differs(wide, base) and not per_call) or (differs(split, base) and not per_window) or per_window > per_call:
+        return (
+            f"with twice as many sequences, the gradient is {ratio(wide, base):.3g} times as large in one call, and "
+            f"{ratio(split, base):.3g} times in two"
+        )
+    per_batch: Literal["no", "call", "window"] = "window" if per_window else "call" if per_call else "no"
+    return Surrogate(loss, per_length=per_length, per_batch=per_batch, even_batch=unit > 1)
 
 
 LINEAR = Check(
@@ -163,59 +223,3 @@ CUSTOM = Check(
     "Do not train custom losses on this server. Make its cross_entropy the plain sum of -weights * logprobs.",
     _custom,
 )
-
-
-FAILS = "it fails"
-Carrier = Literal["importance_sampling", "cispo"]
-
-
-def measured_surrogate(scratch: Scratch, loss: Carrier) -> Surrogate | str:
-    """Returns the surrogate that a loss is on a server, with its factors, or why it is none."""
-    try:
-        return _measured(scratch, loss, 1)
-    except (InvalidInput, OperationFailed) as error:
-        try:
-            return _measured(scratch, loss, 2)  # some servers need an even number of sequences
-        except (InvalidInput, OperationFailed):
-            return f"{FAILS}: {error}"
-
-
-def _measured(scratch: Scratch, loss: Carrier, unit: int) -> Surrogate | str:
-    """Measures the factors in calls of at least `unit` sequences, of which one has an advantage: at its first token.
-
-    The first token has the same gradient in both datums, so that only factors make a difference.
-    """
-    logprobs = scratch.start_logprobs
-    config = Surrogate(loss).config
-
-    def inputs(i: int, advantage: float) -> Mapping[str, NDArray[np.float32]]:
-        advantages = np.zeros(LENGTHS[i], np.float32)
-        advantages[0] = advantage
-        return {"advantages": advantages, "logprobs": logprobs[i]}
-
-    def call(datums: Sequence[int], advantage: float) -> Call:
-        given = [inputs(i, 0.0 if k else advantage) for k, i in enumerate(datums)]
-        return Call(datums, given, loss, config)
-
-    one = [0] * unit
-    base = scratch.response([call(one, 1.0)])
-    if not base[0] > 0 or differs(scratch.response([call(one, -2.0)]), -2 * base):
-        return "its gradient is not linear in the advantages"
-    long = scratch.response([call([1, *one[1:]], 1.0)])
-    # The other sequences have another length, so that a mean over the tokens is not taken for one over the sequences.
-    others = [1] * unit
-    wide = scratch.response([call([*one, *others], 1.0)])
-    split = scratch.response([call(one, 1.0), call(others, 0.0)])
-    of_length = not differs(long, base * LENGTHS[0] / LENGTHS[1])
-    if not of_length and differs(long, base):
-        return (
-            f"a sequence of {LENGTHS[1]} instead of {LENGTHS[0]} tokens has {ratio(long, base):.3g} times the gradient"
-        )
-    of_batch, of_window = (not differs(found, base / 2) for found in (wide, split))
-    if (differs(wide, base) and not of_batch) or (differs(split, base) and not of_window) or of_window > of_batch:
-        return (
-            f"with twice as many sequences, the gradient is {ratio(wide, base):.3g} times as large in one call, and "
-            f"{ratio(split, base):.3g} times in two"
-        )
-    per_batch: Literal["no", "call", "window"] = "window" if of_window else "call" if of_batch else "no"
-    return Surrogate(loss, per_length=of_length, per_batch=per_batch, even_batch=unit > 1)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from tinker_lightning.client.training import TrainingClient
     from tinker_lightning.doctor.probe import Probe
 
-# How long a request may take whose number the server may not expect.
+# The time that a request may take whose number the server may not expect.
 _SECONDS = 60.0
-# How much earlier a request is posted than the one with the number before.
+# The time by which a request is posted before the one with the previous number.
 _AHEAD_SECONDS = 0.2
 _CALL = measure.at_token(0, 1)
 
@@ -31,10 +31,10 @@ def _order(probe: Probe) -> Finding:
     expected = scratch.response([_CALL])
     if not probe.service.session.config.parallel_fwdbwd_chunks:
         data = scratch.datums(_CALL)
-        found = scratch.change(lambda: client.forward_backward(data, "cross_entropy"))
+        change = scratch.change(lambda: client.forward_backward(data, "cross_entropy"))
         fault = (
             "a step that was posted after a pass runs without its gradient"
-            if measure.differs(found, expected)
+            if measure.differs(change, expected)
             else None
         )
         return Finding(fault, "the server announces no concurrent requests, so they were posted one after another")
@@ -72,8 +72,8 @@ def _repeats(probe: Probe) -> Finding:
     # With another pass, because the mean over the passes of a step does not change if all of them are repeated.
     other = measure.at_token(1, 6)
     expected = scratch.response([_CALL, other])
-    found = scratch.change(accumulate)
-    if measure.differs(found, expected):
+    change = scratch.change(accumulate)
+    if measure.differs(change, expected):
         return Finding("a repeated pass runs again, and doubles its gradient", dialect={"deduplicates": False})
     if lost:
         return Finding(f"a repeated pass is rejected: {lost}", dialect={"deduplicates": False})
@@ -103,9 +103,7 @@ def _refused(probe: Probe) -> Finding:
 
 def _draw(client: TrainingClient, count: int = 1) -> int:
     """Returns the next number of a model, and takes it from its client."""
-    first = client._last_number + 1
-    client._last_number += count
-    return first
+    return client.sender.take_numbers(count)
 
 
 def _pass(client: TrainingClient, scratch: Scratch, number: int) -> rq.ForwardBackwardRequest:

@@ -1,4 +1,4 @@
-"""Checks of optimizer steps and of saved optimizer states."""
+"""Checks of optimizer steps, saved optimizer states, and the LoRA seed and flags of a new model."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _TRIALS = 4
 _CLIPPED = 1e-4
+_FLAGS = ("train_attn", "train_mlp", "train_unembed")
 
 
 def _zero_rate(probe: Probe) -> Finding:
@@ -33,7 +34,7 @@ def _clipping(probe: Probe) -> Finding:
     whole = scratch.alone[0]
     if not measure.differs(scratch.response(call, grad_clip_norm=_CLIPPED), whole):
         return Finding(f"grad_clip_norm={_CLIPPED} has no effect", dialect={"clips_gradients": False})
-    # How much larger the rate must be for the same change tells the norm of the gradient.
+    # The factor by which the rate must grow for the same change gives the norm of the gradient.
     factor = 1.0 / _CLIPPED
     for _ in range(_TRIALS):
         rate = scratch.step().learning_rate * factor
@@ -41,8 +42,8 @@ def _clipping(probe: Probe) -> Finding:
     norm = factor * _CLIPPED
     half = scratch.response(call, grad_clip_norm=norm / 2)
     if measure.differs(half, whole / 2):
-        found = f"the gradient is clipped, but to {measure.ratio(half, whole):.3g} of its norm instead of 0.5"
-        return Finding(found, dialect={"clips_gradients": False})
+        fault = f"the gradient is clipped, but to {measure.ratio(half, whole):.3g} of its norm instead of 0.5"
+        return Finding(fault, dialect={"clips_gradients": False})
     return Finding(detail=f"the norm of the gradient is {norm:.3g}", dialect={"clips_gradients": True})
 
 
@@ -66,10 +67,10 @@ def _restored(probe: Probe) -> Finding:
         return Finding("the step after load_state_with_optimizer is another one than without saving and loading")
     client.load_state(path).result()
     resets = measure.differs(step(1, 1.0) - saved_at, continued)
-    found = {"resets_optimizer": resets, "clears_gradient": _clears_gradient(probe.scratch)}
+    dialect = {"resets_optimizer": resets, "clears_gradient": _clears_gradient(probe.scratch)}
     fault = None if resets else "load_state restores the optimizer, although only the weights were asked for"
-    detail = "" if found["clears_gradient"] else "a gradient that was accumulated before is kept"
-    return Finding(fault, detail=detail, dialect=found)
+    detail = "" if dialect["clears_gradient"] else "a gradient that was accumulated before is kept"
+    return Finding(fault, detail=detail, dialect=dialect)
 
 
 def _clears_gradient(scratch: measure.Scratch) -> bool:
@@ -82,30 +83,6 @@ def _clears_gradient(scratch: measure.Scratch) -> bool:
         backend.forward_backward(scratch.datums(call), call.loss).result()
 
     return not measure.differs(scratch.change(accumulate), scratch.response([call]))
-
-
-ZERO_RATE = Check(
-    "zero rate",
-    "a step with the learning rate 0 leaves the weights alone",
-    "The server takes 0 for its default. Use a tiny rate instead, such as 1e-20, in warm-up schedules.",
-    _zero_rate,
-)
-CLIPPING = Check(
-    "clipping",
-    "grad_clip_norm is honored",
-    "Set grad_clip_norm to 0 (Trainer(gradient_clip_val=None)), and choose a smaller learning rate.",
-    _clipping,
-)
-RESTORED = Check(
-    "optimizer state",
-    "the optimizer state is restored by load_state_with_optimizer, and reset by load_state",
-    "If it is not restored, a resumed run differs from an uninterrupted one. If it is not reset, the first steps after "
-    "load_state follow the moments of the saved run: warm the learning rate up.",
-    _restored,
-)
-
-
-_FLAGS = ("train_attn", "train_mlp", "train_unembed")
 
 
 def _response(probe: Probe, seed: int = 0, **flags: bool) -> NDArray[np.float64]:
@@ -130,6 +107,25 @@ def _flags(probe: Probe) -> Finding:
     return Finding(f"{', '.join(ignored)}: no effect" if ignored else None)
 
 
+ZERO_RATE = Check(
+    "zero rate",
+    "a step with the learning rate 0 leaves the weights alone",
+    "The server takes 0 for its default. Use a tiny rate instead, such as 1e-20, in warm-up schedules.",
+    _zero_rate,
+)
+CLIPPING = Check(
+    "clipping",
+    "grad_clip_norm is honored",
+    "Set grad_clip_norm to 0 (Trainer(gradient_clip_val=None)), and choose a smaller learning rate.",
+    _clipping,
+)
+RESTORED = Check(
+    "optimizer state",
+    "the optimizer state is restored by load_state_with_optimizer, and reset by load_state",
+    "If it is not restored, a resumed run differs from an uninterrupted one. If it is not reset, the first steps after "
+    "load_state follow the moments of the saved run: warm the learning rate up.",
+    _restored,
+)
 SEED = Check(
     "LoRA seed",
     "the seed determines the adapter",

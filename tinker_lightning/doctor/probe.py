@@ -23,14 +23,14 @@ T = TypeVar("T")
 class Probe:
     """Creates scratch models on a server, and removes them.
 
-    While it is open, the client sends what it is asked to send, without the corrections of the server's dialect.
+    While it is open, the client sends requests unchanged, without the corrections of the server's dialect.
 
     Args:
         service: A client of the server.
         base_model: The base model of the scratch models.
 
     Attributes:
-        dialect: The dialect of the server, as far as it is measured.
+        dialect: The dialect of the server, updated by the measurements.
         statuses: The outcomes of the checks so far, by their names.
         left: The paths of the checkpoints that could not be removed.
     """
@@ -72,7 +72,7 @@ class Probe:
         return client
 
     def measured(self, client: TrainingClient) -> Scratch:
-        """Returns a model to be measured, with steps of the same size as those of `scratch`."""
+        """Returns a model to be measured, with the same step size as `scratch`."""
         return Scratch(client, self.save(client), self.scratch.rate)
 
     def save(self, client: TrainingClient) -> str:
@@ -82,7 +82,7 @@ class Probe:
         return path
 
     def forget(self, path: str) -> None:
-        """Does not remove a state that is already gone."""
+        """Excludes a state that is already gone from the removal."""
         self._paths.remove(path)
 
     def post(self, endpoint: str, request: rq.ModelRequest, result: type[T]) -> Future[T]:

@@ -1,4 +1,8 @@
-"""What the checks have found on a server."""
+"""Checks, their results, and the report of an examination.
+
+A `Check` runs on a `Probe` and returns a `Finding`, or raises `NotOffered`. The examination turns it into a `Result`,
+and a `Report` collects the results with the dialect that follows from them.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,64 @@ _GENERATIONS = {
     "json": "JSON passes (of SDKs up to 0.24)",
 }
 
+Status: TypeAlias = Literal["ok", "failed", "not offered", "crashed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check.
+
+    Args:
+        name: A short name.
+        shows: The behavior of a server that passes.
+        advice: The advice if it fails.
+        run: Runs it. Raises `NotOffered` if the server has no such function.
+    """
+
+    name: str
+    shows: str
+    advice: str
+    run: Callable[[Probe], Finding]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The outcome of a check that ran.
+
+    Args:
+        fault: The fault of the server; None if there is none.
+        detail: The measurement.
+        dialect: The fields of the dialect that follow from it.
+    """
+
+    fault: str | None = None
+    detail: str = ""
+    dialect: dict[str, Any] = field(default_factory=dict)
+
+
+class NotOffered(Exception):
+    """Ends a check of a function that the server does not offer.
+
+    Args:
+        reason: The missing function.
+        dialect: The fields of the dialect that follow from it.
+    """
+
+    def __init__(self, reason: str, **dialect: Any) -> None:
+        super().__init__(reason)
+        self.dialect = dialect
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The result of a check in the report."""
+
+    name: str
+    shows: str
+    status: Status
+    detail: str = ""
+    advice: str = ""
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -35,8 +97,8 @@ class Report:
         base_model: The base model that was used.
         models: The models that the server announces.
         extensions: The extensions that it announces.
-        dialect: The dialect as it was detected, with what was measured.
-        results: The outcomes of the checks.
+        dialect: The detected dialect, updated by the measurements.
+        results: The results of the checks.
         left: The checkpoints that the server could not delete.
     """
 
@@ -101,67 +163,8 @@ class Report:
         return "\n".join(lines)
 
 
-Status: TypeAlias = Literal["ok", "failed", "not offered", "crashed"]
-
-
-class NotOffered(Exception):
-    """Ends a check of something that the server does not offer.
-
-    Args:
-        reason: What is missing.
-        dialect: The fields of the dialect that follow from it.
-    """
-
-    def __init__(self, reason: str, **dialect: Any) -> None:
-        super().__init__(reason)
-        self.dialect = dialect
-
-
 def reason(error: BaseException) -> str:
     """Returns the message of an error without the ids of the request, which are different each time."""
     while isinstance(error, TinkerLightningError) and error.operation is not None and error.__cause__ is not None:
         error = error.__cause__
     return str(error) or type(error).__name__
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What a check has found.
-
-    Args:
-        fault: What is wrong; None if nothing is.
-        detail: What was measured.
-        dialect: The fields of the dialect that follow from it.
-    """
-
-    fault: str | None = None
-    detail: str = ""
-    dialect: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One check.
-
-    Args:
-        name: A short name.
-        shows: What the server does if the check passes.
-        advice: What to do if it fails.
-        run: Runs it. Raises `NotOffered` if the server has no such function.
-    """
-
-    name: str
-    shows: str
-    advice: str
-    run: Callable[[Probe], Finding]
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The outcome of a check."""
-
-    name: str
-    shows: str
-    status: Status
-    detail: str = ""
-    advice: str = ""

@@ -1,4 +1,4 @@
-"""Checks of samplers."""
+"""Checks of samplers, and of the deletion of checkpoints."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def _agreement(probe: Probe) -> Finding:
         if np.abs(scratch.flat() - scratch.start_flat).mean() > _TRAINED:
             break
     sampler = _sampler(client)
-    given = _of_prompt(sampler, scratch)
-    difference = float(np.abs(given - scratch.logprobs()[1]).mean())
+    difference = float(np.abs(_prompt_logprobs(sampler, scratch) - scratch.logprobs()[1]).mean())
     if not difference <= _AGREEMENT:
         return Finding(f"log-probabilities of a prompt differ by {difference:.3g} on average")
     tokens = scratch.tokens
@@ -59,7 +58,7 @@ def _live(probe: Probe) -> Finding:
     sampler = _sampler(client)
     _train(client, scratch, 1e-2)
     trained = scratch.flat()
-    sampled = _of_prompt(sampler, scratch)
+    sampled = _prompt_logprobs(sampler, scratch)
     moved = np.abs(scratch.flat() - trained).max()
     if not moved <= 0.1 * np.abs(trained - scratch.start_flat).max():
         return Finding("sampling from saved weights replaces those in training", dialect={"samples_old_weights": False})
@@ -86,25 +85,10 @@ def _sampler(client: TrainingClient) -> SamplingClient:
         raise NotOffered(f"no sampler can be created: {reason(error)}") from error
 
 
-def _of_prompt(sampler: SamplingClient, scratch: Scratch) -> NDArray[np.float64]:
+def _prompt_logprobs(sampler: SamplingClient, scratch: Scratch) -> NDArray[np.float64]:
     """Returns the log-probabilities of the longest datum's targets."""
-    found = sampler.compute_logprobs(ModelInput.from_ints(scratch.tokens)).result()
-    return np.array([np.nan if each is None else each for each in found[1:]], np.float64)
-
-
-AGREEMENT = Check(
-    "sampler",
-    "the sampler and the trainer agree on log-probabilities",
-    "Samples come from another policy than the one in training. Use losses that correct for it (importance_sampling, "
-    "ppo), and check that the sampler loads the adapter.",
-    _agreement,
-)
-LIVE = Check(
-    "weights in training",
-    "sampling uses the weights that were saved, and leaves those in training alone",
-    "Sample only from the present weights: save_weights_and_get_sampling_client() after each step.",
-    _live,
-)
+    logprobs = sampler.compute_logprobs(ModelInput.from_ints(scratch.tokens)).result()
+    return np.array([np.nan if each is None else each for each in logprobs[1:]], np.float64)
 
 
 def _deletion(probe: Probe) -> Finding:
@@ -120,6 +104,19 @@ def _deletion(probe: Probe) -> Finding:
     return Finding(dialect={"deletes_checkpoints": True})
 
 
+AGREEMENT = Check(
+    "sampler",
+    "the sampler and the trainer agree on log-probabilities",
+    "Samples come from another policy than the one in training. Use losses that correct for it (importance_sampling, "
+    "ppo), and check that the sampler loads the adapter.",
+    _agreement,
+)
+LIVE = Check(
+    "weights in training",
+    "sampling uses the weights that were saved, and leaves those in training alone",
+    "Sample only from the present weights: save_weights_and_get_sampling_client() after each step.",
+    _live,
+)
 DELETION = Check(
     "deletion",
     "a checkpoint can be deleted",

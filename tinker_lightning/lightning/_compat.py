@@ -13,12 +13,15 @@ from operator import attrgetter
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning import __version__
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import launchers
 from packaging.version import Version
+from torch import Tensor
 
 from tinker_lightning.errors import IncompatibleLightning
+from tinker_lightning.lightning.checkpoint.format import LOG_ARGUMENTS
 from tinker_lightning.rows.batches import except_datums
 
 if TYPE_CHECKING:
@@ -178,39 +181,58 @@ def set_default_batch_size(trainer: pl.Trainer, count: Callable[[Any], int]) -> 
 def drop_logged(trainer: pl.Trainer, hook: str, names: Iterable[str], loader: int | None = None) -> bool:
     """Removes values that a hook has logged, which Lightning would reduce or repeat.
 
-    Returns whether the values are logged by loader; then only those of one loader are removed.
+    Returns whether the values are logged by loader; then only the values of one loader are removed.
     """
     results = CURRENT_RESULTS.get(trainer)
     by_loader = RESULTS_LOADER.get(results) is not None
-    given = set(names)
+    dropped = set(names)
     for key, item in list(results.items()):
         is_of_hook = LOGGED_HOOK.get(item).partition(".")[0] == hook
-        if is_of_hook and LOGGED_NAME.get(item) in given and LOGGED_LOADER.get(item) in (None, loader):
+        if is_of_hook and LOGGED_NAME.get(item) in dropped and LOGGED_LOADER.get(item) in (None, loader):
             del results[key]
     return by_loader
 
 
-# The arguments of `self.log` that Lightning stores with a value and compares with those of the next call.
-_LOG_ARGUMENTS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+def logged_values(trainer: pl.Trainer) -> tuple[list[dict[str, Any]], set[str | None]]:
+    """Returns the values that the current training epoch has logged so far, as tensors and plain data.
+
+    Also returns the attribute names of the metrics that the last validation has logged.
+    """
+    logged = TRAIN_RESULTS.get(trainer).values()
+    values = [_logged_value(item) for item in logged if LOGGED_BY_EPOCH.get(item) and not HAS_RESET.get(item)]
+    return values, {LOGGED_ATTRIBUTE.get(item) for item in VAL_RESULTS.get(trainer).values()}
 
 
-def log_arguments(item: Any) -> dict[str, Any]:
-    """Returns the arguments of `self.log` that a logged value was given, as plain data."""
-    return {name: Private("_ResultMetric", f"meta.{name}").get(item) for name in _LOG_ARGUMENTS}
+def _logged_value(item: Any) -> dict[str, Any]:
+    last = FORWARD_CACHE.get(item)
+    is_tensor = IS_TENSOR.get(item)
+    return {
+        **{name: Private("_ResultMetric", f"meta.{name}").get(item) for name in LOG_ARGUMENTS},
+        "reduce_fx": LOGGED_REDUCTION.get(item).__name__,
+        "metric_attribute": LOGGED_ATTRIBUTE.get(item),
+        "value": LOGGED_VALUE.get(item).clone() if is_tensor else None,
+        "weight": CUMULATED_BATCH_SIZE.get(item) if is_tensor and IS_MEAN.get(item) else None,
+        "last": last if isinstance(last, Tensor) else None,
+    }
 
 
-def log_again(trainer: pl.Trainer, arguments: dict[str, Any], value: Any, reduce: Any, attribute: str | None) -> Any:
-    """Logs a value of the training epoch with the result of `log_arguments`, and returns what Lightning keeps of it."""
+def log_again(trainer: pl.Trainer, saved: dict[str, Any], value: Any) -> None:
+    """Restores a value that `logged_values` has returned; `value` may also be the metric that was logged."""
     results = TRAIN_RESULTS.get(trainer)
     RESULTS_LOG.get(results)(
-        **{name: arguments[name] for name in _LOG_ARGUMENTS},
+        **{name: saved[name] for name in LOG_ARGUMENTS},
         value=value,
-        reduce_fx=reduce,
+        reduce_fx=getattr(torch, saved["reduce_fx"]),
         sync_dist_fn=trainer.strategy.reduce,
-        metric_attribute=attribute,
+        metric_attribute=saved["metric_attribute"],
         batch_size=1,
     )
-    return results[f"{arguments['fx']}.{arguments['name']}"]
+    item = results[f"{saved['fx']}.{saved['name']}"]
+    FORWARD_CACHE.set(item, saved["last"])
+    if saved["value"] is not None:
+        LOGGED_VALUE.set(item, value)
+    if saved["weight"] is not None:
+        CUMULATED_BATCH_SIZE.set(item, saved["weight"])
 
 
 def when_selected(trainer: pl.Trainer, call: Callable[[Any], None]) -> None:

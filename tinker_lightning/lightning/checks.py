@@ -13,14 +13,15 @@ from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning import _compat
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.remote.handle import RemoteHandle
+from tinker_lightning.remote.optimizers import RemoteOptimizer
 from tinker_lightning.rows.formats import DatumLike, is_row
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from tinker_lightning.lightning.base import RemoteBase
+    from tinker_lightning.lightning.module import RemoteModule
 
-# Where Lightning keeps the loaders of each kind, and the argument of a data module that takes a file for it.
+# The names of Lightning's loaders in `_compat`, and the argument of a data module that takes a file for each.
 _SOURCES = {
     "TRAIN_SOURCE": "",
     "VAL_SOURCE": "validation=",
@@ -30,7 +31,7 @@ _SOURCES = {
 }
 
 
-def check(trainer: pl.Trainer, module: RemoteBase) -> None:
+def check(trainer: pl.Trainer, module: RemoteModule) -> None:
     """Raises `InvalidInput` for a trainer that cannot train a remote model correctly."""
     module.check_open()
     check_processes(trainer)
@@ -46,7 +47,7 @@ def check(trainer: pl.Trainer, module: RemoteBase) -> None:
         )
 
 
-def check_free(module: RemoteBase, trainer: pl.Trainer | None) -> None:
+def check_free(module: RemoteModule, trainer: pl.Trainer | None) -> None:
     """Raises `InvalidInput` for a second trainer while another one runs the module.
 
     The module is detached from the second one, which would call its hooks when it fails.
@@ -62,7 +63,7 @@ def check_free(module: RemoteBase, trainer: pl.Trainer | None) -> None:
         )
 
 
-def check_optimizers(trainer: pl.Trainer, module: RemoteBase) -> None:
+def check_optimizers(trainer: pl.Trainer, module: RemoteModule) -> None:
     """Raises `InvalidInput` if no optimizer would train the remote model."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise InvalidInput(
@@ -80,12 +81,27 @@ def check_optimizers(trainer: pl.Trainer, module: RemoteBase) -> None:
         )
 
 
+def clipping_optimizer(optimizer: Any, algorithm: str | None) -> RemoteOptimizer:
+    """Returns an optimizer that can clip the gradient of a remote model; raises `InvalidInput` for any other."""
+    if str(algorithm or "norm").rsplit(".", 1)[-1].lower() != "norm":
+        raise InvalidInput(
+            "gradient_clip_algorithm='value' is not supported: the gradient of a remote model is on the server, "
+            "which only clips by norm. Use gradient_clip_algorithm='norm'."
+        )
+    if not isinstance(optimizer, RemoteOptimizer):
+        raise InvalidInput(
+            "gradient_clip_val requires an optimizer that steps on the server, such as RemoteAdamW, but this one is "
+            f"{type(optimizer).__name__}"
+        )
+    return optimizer
+
+
 def check_processes(trainer: pl.Trainer) -> None:
     """Raises `InvalidInput` if the trainer would run several processes."""
     launched = max(_compat.CLUSTER_ENVIRONMENT.get(trainer).world_size(), _compat.NUM_NODES_FLAG.get(trainer))
     # On a GPU machine, "auto" counts the GPUs, which are not used; on a CPU, the user has set the number.
-    asked = len(_compat.PARALLEL_DEVICES.get(trainer)) if _compat.ACCELERATOR_FLAG.get(trainer) == "cpu" else 1
-    count = max(trainer.world_size, launched, asked)
+    devices = len(_compat.PARALLEL_DEVICES.get(trainer)) if _compat.ACCELERATOR_FLAG.get(trainer) == "cpu" else 1
+    count = max(trainer.world_size, launched, devices)
     if count > 1:
         raise InvalidInput(
             f"this trainer would run {count} processes, each of which would train its own model on a part of the data. "
@@ -95,7 +111,7 @@ def check_processes(trainer: pl.Trainer) -> None:
 
 def finds_learning_rate(trainer: pl.Trainer) -> bool:
     """Returns whether the trainer searches for a learning rate, and reads the loss of each step immediately."""
-    callbacks = _compat.CALLBACKS.get(trainer)  # those of the search itself while it runs
+    callbacks = _compat.CALLBACKS.get(trainer)  # while a search runs, the callbacks of the search
     return any(isinstance(one, LearningRateFinder) or type(one).__module__ == lr_finder.__name__ for one in callbacks)
 
 
@@ -139,7 +155,7 @@ def _check_imports(trainer: pl.Trainer) -> None:
             )
 
 
-def _check_callbacks(trainer: pl.Trainer, module: RemoteBase) -> None:
+def _check_callbacks(trainer: pl.Trainer, module: RemoteModule) -> None:
     is_all_remote = all(isinstance(parameter, RemoteHandle) for parameter in module.parameters())
     for callback in _compat.CALLBACKS.get(trainer):
         if isinstance(callback, BatchSizeFinder):

@@ -1,7 +1,8 @@
-"""Metrics that arrive from the server after their step, and are logged under that step."""
+"""Metrics of a remote module: logged with their step, or deferred until the server returns them, under that step."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -10,20 +11,24 @@ from typing import TYPE_CHECKING, Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from typing_extensions import override
 
 from tinker_lightning import losses
 from tinker_lightning.client.passes.encoding import reduced
-from tinker_lightning.errors import InvalidInput, OperationFailed
+from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError
 from tinker_lightning.lightning import _compat
+from tinker_lightning.lightning.session import LAST_WAIT, SessionModule
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
-from tinker_lightning.losses.library import known_settings
+from tinker_lightning.losses.library import supported_settings
 from tinker_lightning.losses.likelihood import likelihood_scores
-from tinker_lightning.losses.reduction import weights_of
-from tinker_lightning.losses.surrogate import OF_PASSES, set_apart
-from tinker_lightning.lossgraph.graph_loss import OF_LIBRARY, OF_OWN
+from tinker_lightning.losses.reduction import target_weights
+from tinker_lightning.losses.surrogate import PASS_METRICS, prefix_clashes
+from tinker_lightning.lossgraph.graph_loss import CUSTOM_PREFIX, LIBRARY_PREFIX
 from tinker_lightning.lossgraph.server_loss import ServerLoss
+from tinker_lightning.remote import group
 from tinker_lightning.remote.calls import PendingBackward, Step
+from tinker_lightning.rows.batches import count_datums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,18 +41,75 @@ if TYPE_CHECKING:
 
     FinishedPass: TypeAlias = tuple[ForwardBackwardOutput, PendingBackward]
 
+LOSS = "train_loss"
+VALUE = "value"
+TOTAL = "loss_total"
+SCORES = frozenset({"nll", "perplexity"})
+COUNTS = frozenset({"tokens", "action_tokens"})
+# Logged by the module, the server or Lightning in some stage; "step" would even set the step of a logger's row.
+_RESERVED = PASS_METRICS | SCORES | {LOSS, "loss", "grad_norm", "learning_rate", "epoch", "step"}
+
 _SUM = "loss:sum"
 # Metrics of a loss that the server has renamed to avoid clashes.
-_SET_APART = frozenset(f"loss/{name}" for name in OF_PASSES)
+_SET_APART = frozenset(f"loss/{name}" for name in PASS_METRICS)
+
+
+class LoggingModule(SessionModule):
+    """A module that logs the metrics of its remote model. See `SessionModule` for the arguments."""
+
+    def __init__(self, model: Any, adapter: dict[str, Any], base_url: str | None, api_key: str | None) -> None:
+        super().__init__(model, adapter, base_url, api_key)
+        self._deferred = DeferredMetrics(self.lm.handle.remote.wait_for_end, self.server_metrics)
+        # The metrics of the micro-batches whose gradients are in the window, and of the current one.
+        self._window_metrics: list[tuple[dict[str, float], int]] = []
+        self._batch_metrics: tuple[dict[str, float], int] = ({}, 0)
+        self._logged: set[str] = set()
+
+    @override
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Logs a value as `LightningModule.log` does, with the number of datums as the default batch size."""
+        if kwargs.get("batch_size") is None and self.has_trainer:
+            _compat.set_default_batch_size(self.trainer, count_datums)
+        super().log(*args, **kwargs)
+
+    def server_metrics(self, passes: Sequence[FinishedPass]) -> Mapping[str, float]:
+        """Returns metrics of losses that ran on the server, in addition to their own; none by default."""
+        del passes
+        return {}
+
+    def drain(self) -> None:
+        """Waits for all requests of the module's remote models, logs them, and raises unread failures as one error."""
+        if self.has_trainer and self.trainer.received_sigterm:
+            group.wait_for_all(self, LAST_WAIT)
+            self._deferred.log(wait=False)
+        else:
+            self._deferred.log(wait=True)
+            group.wait_for_all(self)
+        group.raise_first(self)
+
+    def settle(self, timeout: float, error: BaseException) -> None:
+        """Waits a while for requests sent before an error, logs them, and adds their failures to the error as notes."""
+        group.settle(self, timeout, error)
+        with contextlib.suppress(TinkerLightningError):
+            self._deferred.log(wait=False)
+
+    def _log_present(self, metrics: Mapping[str, float], batch_size: int) -> None:
+        """Logs the metrics of a step and drops those it lacks, whose last values Lightning would repeat."""
+        if missing := self._logged - metrics.keys():
+            _compat.drop_logged(self.trainer, "training_step", missing)
+        self._logged = set(metrics)
+        for name, value in metrics.items():
+            self.log(name, value, prog_bar=name == LOSS, batch_size=batch_size)
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    sent: Step
+    requests: Step
     trainer: pl.Trainer
     step: int
     epoch: int
     to_loggers: bool
+    has_monitor: bool  # whether a `LearningRateMonitor` logs the learning rate
     share: float
 
 
@@ -56,16 +118,16 @@ class DeferredMetrics:
 
     Args:
         wait: Waits for a request; it may raise to end the wait.
-        further: Returns metrics of server-side losses in addition to their own.
+        more_metrics: Returns metrics of server-side losses in addition to their own.
     """
 
     def __init__(
         self,
         wait: Callable[[TinkerFuture[Any]], None],
-        further: Callable[[Sequence[FinishedPass]], Mapping[str, float]],
+        more_metrics: Callable[[Sequence[FinishedPass]], Mapping[str, float]],
     ) -> None:
         self._wait = wait
-        self._further = further
+        self._more_metrics = more_metrics
         self._waiting: deque[_Entry] = deque()
         self._names: set[str] = set()
 
@@ -74,41 +136,45 @@ class DeferredMetrics:
 
         With `by_step`, only those that read a metric after this step count.
         """
-        schedulers = trainer.lr_scheduler_configs
-        readers: list[Any] = [*_compat.CALLBACKS.get(trainer), *schedulers]
+        readers: list[Any]
         if by_step:
             readers = [one for one in trainer.checkpoint_callbacks if _may_save(one, trainer.global_step)]
-            readers += [one for one in schedulers if _is_due(one, trainer)]
+            readers += [one for one in trainer.lr_scheduler_configs if _is_due(one, trainer)]
+        else:
+            readers = [*_compat.CALLBACKS.get(trainer), *trainer.lr_scheduler_configs]
         monitored = {getattr(one, "monitor", None) for one in readers} - {None}
         return bool(monitored & self._names if self._names else monitored)
 
-    def add(self, sent: Step, trainer: pl.Trainer, share: float) -> None:
-        """Adds a step whose metrics belong to the step that loggers would write now.
+    def add(self, requests: Step, trainer: pl.Trainer, share: float) -> None:
+        """Adds the requests of a step, whose metrics belong to the step that loggers would write now.
 
         `share` turns the sum over its window, divided by the full window size, into a mean.
         """
         step, every = _compat.BATCHES_THAT_STEPPED.get(trainer), _compat.LOG_EVERY_N_STEPS.get(trainer)
         to_loggers = bool(every) and (step + 1) % every == 0
-        self._waiting.append(_Entry(sent, trainer, step, trainer.current_epoch, to_loggers, share))
+        has_monitor = any(isinstance(each, LearningRateMonitor) for each in _compat.CALLBACKS.get(trainer))
+        self._waiting.append(_Entry(requests, trainer, step, trainer.current_epoch, to_loggers, has_monitor, share))
 
     def log(self, *, wait: bool) -> None:
         """Logs the metrics that have arrived; with `wait`, waits for the rest. The client raises failures."""
         while self._waiting:
             entry = self._waiting[0]
-            futures: list[TinkerFuture[Any]] = [entry.sent.optim, *(loss for loss, _ in entry.sent.losses)]
-            if not wait and not all(future.done() for future in futures):
-                return
+            futures: list[TinkerFuture[Any]] = [entry.requests.optim, *(loss for loss, _ in entry.requests.losses)]
+            if wait:
+                for future in futures:
+                    self._wait(future)
             for future in futures:
-                self._wait(future)
+                if not future.done():
+                    return
             self._waiting.popleft()
             if any(future.failed for future in futures):
                 continue
-            metrics = self._metrics(entry.sent, entry.share)
+            metrics = self._metrics(entry.requests, entry.share)
             if metrics.get("grad_norm") == 0:
-                for _, call in entry.sent.losses:
-                    surrogate.warn_of_zero(call.name.removeprefix(OF_LIBRARY).removeprefix(OF_OWN))
+                for _, call in entry.requests.losses:
+                    surrogate.warn_of_zero(call.name.removeprefix(LIBRARY_PREFIX).removeprefix(CUSTOM_PREFIX))
             self._names.update(metrics)
-            if any(isinstance(each, LearningRateMonitor) for each in _compat.CALLBACKS.get(entry.trainer)):
+            if entry.has_monitor:
                 metrics.pop("learning_rate", None)  # which that callback logs
             if entry.to_loggers and metrics:
                 # `self.log` cannot log under another step, and raises after the last one. Lightning adds the epoch to
@@ -119,11 +185,11 @@ class DeferredMetrics:
             if LOSS in metrics:
                 entry.trainer.progress_bar_metrics[LOSS] = metrics[LOSS]
 
-    def _metrics(self, sent: Step, share: float) -> dict[str, float]:
+    def _metrics(self, requests: Step, share: float) -> dict[str, float]:
         """Returns the metrics of a step and of the losses that ran on the server."""
-        ran = [(loss.result(), call) for loss, call in sent.losses]
-        metrics = {**of_losses(ran, share), **self._further(ran)} if ran else {}
-        return metrics | {name: float(value) for name, value in (sent.optim.result().metrics or {}).items()}
+        passes = [(loss.result(), call) for loss, call in requests.losses]
+        metrics = {**window_metrics(passes, share), **self._more_metrics(passes)} if passes else {}
+        return metrics | {name: float(value) for name, value in (requests.optim.result().metrics or {}).items()}
 
 
 def _may_save(callback: Any, step: int) -> bool:
@@ -140,18 +206,18 @@ def _is_due(scheduler: LRSchedulerConfig, trainer: pl.Trainer) -> bool:
     return scheduler.interval == "step" and batches % scheduler.frequency == 0
 
 
-def of_losses(ran: Sequence[FinishedPass], share: float = 1.0) -> dict[str, float]:
+def window_metrics(passes: Sequence[FinishedPass], share: float = 1.0) -> dict[str, float]:
     """Returns the values of a window's losses, scaled like their gradients and by `share`, and their metrics.
 
-    The metrics of a loss with regularizers are prefixed with `base_loss/`, as for a loss that runs locally; those of
-    several different losses with the names of the losses. A sum with a loss whose value the server does not return is
-    absent.
+    The metrics of a loss with regularizers are prefixed with `base_loss/`, as for a loss that runs locally. If the
+    losses differ, their metrics are prefixed with the names of the losses. A sum with a loss whose value the server
+    does not return is absent.
     """
     different: dict[tuple[bool, str, str], list[FinishedPass]] = {}
-    for output, call in ran:
+    for output, call in passes:
         key = (call.added is not None, call.name, repr(sorted((call.config or {}).items())))
         different.setdefault(key, []).append((output, call))
-    found: dict[str, float] = {LOSS: 0.0}
+    metrics: dict[str, float] = {LOSS: 0.0}
     names: Counter[str] = Counter()
     unknown: set[str] = set()
     for (is_base, name, _), alike in sorted(different.items()):  # the order of backwards must not change numbers
@@ -159,26 +225,28 @@ def of_losses(ran: Sequence[FinishedPass], share: float = 1.0) -> dict[str, floa
         if len(different) > 1:
             names[name] += 1
             prefix += f"{name}/" if names[name] == 1 else f"{name}_{names[name]}/"
-        window = [(of_pass(output, call.loss, call.datums, call.config), len(call.datums)) for output, call in alike]
-        metrics = combined(window)
+        window = [
+            (pass_metrics(output, call.loss, call.datums, call.config), len(call.datums)) for output, call in alike
+        ]
+        own = combined(window)
         if prefix:
-            found |= of_part(metrics, prefix)
+            metrics |= prefixed_metrics(own, prefix)
         else:
-            found |= of_loss(metrics, is_of_library=_is_of_library(alike[0][1].loss))
+            metrics |= loss_metrics(own, is_of_library=_is_of_library(alike[0][1].loss))
         if any(_SUM not in output.metrics for output, _ in alike):
             unknown |= {LOSS, TOTAL} if is_base else {LOSS}
             continue
         value = share * sum(call.scale * float(output.metrics[_SUM]) for output, call in alike)
         total = value + share * sum(call.scale * (call.added or 0.0) for _, call in alike)
         if prefix:
-            found[f"{prefix}{VALUE}"] = value
+            metrics[f"{prefix}{VALUE}"] = value
         if is_base:
-            found[TOTAL] = found.get(TOTAL, 0.0) + total
-        found[LOSS] += total
-    return {name: number for name, number in found.items() if name not in unknown}
+            metrics[TOTAL] = metrics.get(TOTAL, 0.0) + total
+        metrics[LOSS] += total
+    return {name: number for name, number in metrics.items() if name not in unknown}
 
 
-def of_pass(
+def pass_metrics(
     output: ForwardBackwardOutput, loss: Any, data: Sequence[Datum], config: Mapping[str, Any] | None
 ) -> dict[str, float]:
     """Returns the metrics of a pass with a server-side loss, with the same names as on every other route.
@@ -186,62 +254,53 @@ def of_pass(
     Servers report different metrics for built-in losses, so those are computed here from the log-probabilities.
     """
     if not isinstance(loss, str) or loss not in BUILT_IN:
-        metrics = {name: float(number) for name, number in output.metrics.items() if name not in OF_PASSES}
+        metrics = {name: float(number) for name, number in output.metrics.items() if name not in PASS_METRICS}
         return {name.removeprefix("loss/") if name in _SET_APART else name: each for name, each in metrics.items()}
     if loss == surrogate.SURROGATE and _SUM in output.metrics:  # which may come without log-probabilities
-        weights = torch.cat([weights_of(datum).flatten() for datum in data]).double()
+        weights = torch.cat([target_weights(datum).flatten() for datum in data]).double()
         return surrogate.numbers(likelihood_scores(weights.new_tensor(output.metrics[_SUM]), weights))
     function = getattr(losses, loss)
     with torch.no_grad():
         try:
-            logprobs = surrogate.leaves(output, data)
-            return surrogate.numbers(function(data, logprobs, **known_settings(function, config or {}))[1])
+            logprobs = surrogate.logprob_leaves(output, data)
+            return surrogate.numbers(function(data, logprobs, **supported_settings(function, config or {}))[1])
         except (InvalidInput, OperationFailed):
             return {}  # the server takes other inputs than the library, or returns no log-probabilities
 
 
 def combined(window: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
     """Combines the metrics of micro-batches, given with their numbers of datums, as their names require."""
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for name in {name: None for metrics, _ in window for name in metrics}:
         values = [metrics[name] for metrics, _ in window if name in metrics]
         counts = [count for metrics, count in window if name in metrics]
         total = math.fsum(values)
         if len(values) == 1 or reduction(name) == "sum":
-            found[name] = total
+            totals[name] = total
         else:
-            found |= reduced(name, values, counts) or {name: total / len(values)}
-    return found
+            totals |= reduced(name, values, counts) or {name: total / len(values)}
+    return totals
 
 
 def _is_of_library(loss: Any) -> bool:
     return loss.is_of_library if isinstance(loss, ServerLoss) else isinstance(loss, str) and loss in BUILT_IN
 
 
-LOSS = "train_loss"
-VALUE = "value"
-TOTAL = "loss_total"
-SCORES = frozenset({"nll", "perplexity"})
-COUNTS = frozenset({"tokens", "action_tokens"})
-# Logged by the module, the server or Lightning in some stage; "step" would even set the step of a logger's row.
-_RESERVED = OF_PASSES | SCORES | {LOSS, "loss", "grad_norm", "learning_rate", "epoch", "step"}
-
-
-def of_loss(metrics: Mapping[str, float], *, is_of_library: bool) -> dict[str, float]:
+def loss_metrics(metrics: Mapping[str, float], *, is_of_library: bool) -> dict[str, float]:
     """Returns the metrics of a loss with reserved names prefixed: `grad_norm` becomes `loss/grad_norm`.
 
     `nll` and `perplexity` of a library loss keep their names, because they are what the module logs itself.
     """
-    return set_apart(metrics, _RESERVED - SCORES if is_of_library else _RESERVED, "loss")
+    return prefix_clashes(metrics, _RESERVED - SCORES if is_of_library else _RESERVED, "loss")
 
 
-def of_part(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """Returns the metrics of one of several losses with its prefix; `value` is reserved for that of the loss."""
-    return {prefix + name: number for name, number in set_apart(metrics, {VALUE}, "custom").items()}
+def prefixed_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Returns the metrics of one of several losses with its prefix; `value` is reserved for the value of the loss."""
+    return {prefix + name: number for name, number in prefix_clashes(metrics, {VALUE}, "custom").items()}
 
 
 def reduction(name: str) -> Literal["sum", "min", "max", "mean"]:
-    """Returns how a metric is combined over batches: counts are summed, others combined as their suffix says."""
+    """Returns how a metric is combined over batches: counts are summed, others combined by their suffix."""
     if name.rpartition("/")[2] in COUNTS or name.endswith(":sum"):
         return "sum"
     if name.endswith(":min"):

@@ -1,4 +1,4 @@
-"""Work that every fit of a remote model needs, even if the hooks of a user's module do not call `super()`."""
+"""Hooks that every fit of a remote model needs, even if the hooks of a user's module do not call `super()`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import torch
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
 
 from tinker_lightning.errors import LossWithoutGradient, TinkerLightningError, Unsupported
 from tinker_lightning.lightning import _compat, checks, wandb_runs
-from tinker_lightning.lightning.base import LAST_WAIT, RemoteBase
 from tinker_lightning.lightning.checkpoint import contents
+from tinker_lightning.lightning.checkpoint.format import SECTION, read_window
 from tinker_lightning.lightning.hyperparameters import hide_in_configs
+from tinker_lightning.lightning.session import LAST_WAIT
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.regularizers.composition import as_regularizers
 from tinker_lightning.remote import group
@@ -28,11 +30,24 @@ from tinker_lightning.threads import interrupts
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tinker_lightning.lightning.module import RemoteModule
+    from tinker_lightning.remote.calls import Step
 
-def attach(trainer: pl.Trainer, module: RemoteBase) -> None:
-    """Adds the hooks of a module as the first callback of its trainer, replacing those of an earlier run."""
+
+logger = logging.getLogger("tinker_lightning")
+
+_ROUTES = {
+    "builtin": "computed on the server in one pass",
+    "server": "computed on the server in one pass",
+    "retained": "computed here, from a forward pass that the server keeps for the gradient",
+    "two-pass": "computed here, in one pass for the log-probabilities and one for the gradient",
+}
+
+
+def attach(trainer: pl.Trainer, module: RemoteModule) -> None:
+    """Adds the hooks of a module as the first callback of its trainer, replacing the hooks of an earlier run."""
     detach(trainer)
-    _compat.CALLBACKS.get(trainer).insert(0, RemoteHooks(module))
+    _compat.CALLBACKS.get(trainer).insert(0, RemoteHooks(trainer, module))
     _compat.ignore_own_warnings(module)
     _compat.when_selected(trainer, lambda path: wandb_runs.adopt(trainer, path))
 
@@ -46,38 +61,46 @@ def detach(trainer: pl.Trainer) -> None:
 class RemoteHooks(pl.Callback):
     """Checks losses, logs deferred metrics and waits for the server before any other callback runs."""
 
-    def __init__(self, module: RemoteBase) -> None:
+    def __init__(self, trainer: pl.Trainer, module: RemoteModule) -> None:
+        self._trainer = trainer
         self._module = module
         self._hold = interrupts.SigintHold()
         self._received = 0
         self._terminated: float | None = None
         self._shows_tokens = False
 
+    @override
     def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Checks the trainer with the callbacks of `configure_callbacks`, and hides API keys from them."""
+        self._module.decide_deferral()
         checks.check(trainer, self._module)
         hide_in_configs(_compat.CALLBACKS.get(trainer), self._module._api_keys)
         hide_handle(trainer, self._module)
         self._connect()
 
+    @override
     def on_fit_start(self, *_: Any) -> None:
         """Checks the regularizers, which `RemoteModule.setup` may have created."""
         as_regularizers(self._module.regularizers)
         self._connect()
 
+    @override
     def on_validation_start(self, *_: Any) -> None:
         """Connects to remote models that `RemoteModule.setup` has created."""
         self._connect()
 
+    @override
     def on_test_start(self, *_: Any) -> None:
         """Connects to remote models that `RemoteModule.setup` has created."""
         self._connect()
 
+    @override
     def on_predict_start(self, *_: Any) -> None:
         """Drops samplers of earlier weights."""
-        self._module._samples.forget()
+        self._module._prompt_sampler.reset()
         self._connect()
 
+    @override
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Checks the optimizers and restores the accumulation windows, which Lightning has zeroed after loading."""
         module = self._module
@@ -86,13 +109,14 @@ class RemoteHooks(pl.Callback):
             module.restore_window()
         module._loaded_window = None
         self._received = module.lm.handle.remote.received
-        settings = settings_of(module)
+        settings = model_settings(module)
         wandb_runs.log_settings(trainer, settings)
-        if settings != module._shown:
-            show(trainer, module, settings)
-            module._shown = settings
+        if settings != module._banner:
+            show_banner(trainer, module, settings)
+            module._banner = settings
             self._shows_tokens = not module.lm.handle.remote.tokens.trained
 
+    @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Starts a new accumulation window where Lightning does."""
         module = self._module
@@ -101,24 +125,29 @@ class RemoteHooks(pl.Callback):
         if is_first or not module.automatic_optimization:
             module._window_metrics = []
 
+    @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Drops the accumulation window and raises `InvalidLoss` if a loss has no gradient or is not finite."""
         del trainer, pl_module
+        if loss.requires_grad and loss.numel() == 1 and torch.isfinite(loss):
+            return
         with self._module._dropping():
             surrogate.check_scalar(loss)
             surrogate.check_differentiable(loss)
-            if not torch.isfinite(loss) and not holds_server_loss(loss):
+            if not holds_server_loss(loss):
                 surrogate.check_finite(loss)
 
+    @override
     def on_after_backward(self, *_: Any) -> None:
         """Raises `LossWithoutGradient` if no gradient has reached the remote model."""
         module = self._module
         received, self._received = self._received, module.lm.handle.remote.received
         if module.automatic_optimization and module.lm.handle.requires_grad and received == self._received:
             with module._dropping():
-                raise LossWithoutGradient(surrogate.without_gradient())
+                raise LossWithoutGradient(surrogate.no_gradient_message())
         module._window_metrics.append(module._batch_metrics)
 
+    @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Raises a Ctrl-C that was held until the step was counted, and logs the metrics that have arrived.
 
@@ -127,57 +156,74 @@ class RemoteHooks(pl.Callback):
         self._hold.end()
         if self._shows_tokens and self._module.lm.handle.remote.tokens.trained:
             self._shows_tokens = False
-            show_tokens(trainer, self._module)
+            show_token_count(trainer, self._module)
         deferred = self._module._deferred
         is_monitored = deferred.are_monitored(trainer, by_step=True)
         deferred.log(wait=is_monitored)
         if is_monitored:
             group.raise_first(self._module)  # a callback that monitors the metric would only report it missing
 
+    @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Waits for the metrics of the last step if callbacks or schedulers monitor them."""
         deferred = self._module._deferred
         deferred.log(wait=deferred.are_monitored(trainer))
 
+    @override
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Waits for the metrics of the epoch, so that other callbacks see them."""
         self._module._deferred.log(wait=not trainer.received_sigterm)
 
+    @override
     def on_train_end(self, *_: Any) -> None:
         """Waits for the last steps and logs them."""
         self._module.drain()
 
+    @override
     def on_exception(self, *_: Any, **__: Any) -> None:
         """Drops a Ctrl-C that was held, because the run ends anyway."""
         self._hold.end(deliver=False)
 
+    @override
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Saves the window, in case the module overrides `on_save_checkpoint` without calling `super()`."""
         del trainer, pl_module
-        RemoteBase.on_save_checkpoint(self._module, checkpoint)
+        contents.add_section(checkpoint, self._module)
 
+    @override
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Reads the window, in case the module overrides `on_load_checkpoint` without calling `super()`."""
         del pl_module
         file = self._module.checkpoint_file
-        self._module._loaded_window = contents.read_window(checkpoint, file)
-        wandb_runs.warn_if_other(trainer, checkpoint.get(contents.SECTION, {}), file)
+        self._module._loaded_window = read_window(checkpoint, file)
+        wandb_runs.warn_if_other(trainer, checkpoint.get(SECTION, {}), file)
 
+    @override
     def teardown(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Waits for everything in flight; the session stays, so that the next stage sees the same model."""
         detach(trainer)
+        self._module.lm.handle.remote.on_step = None
         self._module.drain()
 
     def _connect(self) -> None:
+        self._module.lm.handle.remote.on_step = self._on_step
         for remote in group.remotes_of(self._module):
             remote.while_waiting = self._check_sigterm
             # Ctrl-C is held from a step's submission until Lightning has counted it: a run that stopped in between
             # would repeat the step after a resume.
             remote.on_sent = self._hold.begin if self._module.automatic_optimization else None
 
+    def _on_step(self, requests: Step) -> None:
+        """Notes the metrics of a step, which are logged when they arrive."""
+        module, trainer = self._module, self._trainer
+        share = 1.0
+        if module.automatic_optimization:
+            share = trainer.accumulate_grad_batches / max(1, len(module._window_metrics))
+        module._deferred.add(requests, trainer, share)
+
     def _check_sigterm(self) -> None:
         """Ends a wait some seconds after a SIGTERM; Lightning checks for it only between batches."""
-        if not self._module.trainer.received_sigterm:
+        if not self._trainer.received_sigterm:
             self._terminated = None
         elif self._terminated is None:
             self._terminated = time.monotonic()
@@ -185,31 +231,21 @@ class RemoteHooks(pl.Callback):
             raise SIGTERMException
 
 
-logger = logging.getLogger("tinker_lightning")
-
-_ROUTES = {
-    "builtin": "computed on the server in one pass",
-    "server": "computed on the server in one pass",
-    "retained": "computed here, from a forward pass that the server keeps for the gradient",
-    "two-pass": "computed here, in one pass for the log-probabilities and one for the gradient",
-}
-
-
-def settings_of(module: RemoteBase) -> dict[str, Any]:
-    """Returns what the server knows about a module's model, and where its loss runs."""
+def model_settings(module: RemoteModule) -> dict[str, Any]:
+    """Returns the settings of a module's model on the server, and the route of its loss."""
     backend = module.lm.backend
-    found: dict[str, Any] = {"server": backend.server, "dialect": backend.dialect.name}
+    settings: dict[str, Any] = {"server": backend.server, "dialect": backend.dialect.name}
     with contextlib.suppress(Unsupported):  # by clients of some vendors
         info = backend.get_info()
-        found["base_model"] = info.model_data.model_name
-        found["lora_rank"] = info.lora_rank
-        found["lora_parameters"] = info.lora_parameters
+        settings["base_model"] = info.model_data.model_name
+        settings["lora_rank"] = info.lora_rank
+        settings["lora_parameters"] = info.lora_parameters
     with contextlib.suppress(TinkerLightningError):  # raised by the step, if it uses the loss
-        found["route"] = module.chosen_route().route
-    return {name: value for name, value in found.items() if value is not None}
+        settings["route"] = module.chosen_route().route
+    return {name: value for name, value in settings.items() if value is not None}
 
 
-def show(trainer: pl.Trainer, module: RemoteBase, settings: dict[str, Any]) -> None:
+def show_banner(trainer: pl.Trainer, module: RemoteModule, settings: dict[str, Any]) -> None:
     """Shows the settings of a model in one line; in the log only if the trainer shows no model summary."""
     parameters = settings.get("lora_parameters")
     adapter = f"LoRA of rank {settings.get('lora_rank', 'unknown')}"
@@ -226,7 +262,7 @@ def show(trainer: pl.Trainer, module: RemoteBase, settings: dict[str, Any]) -> N
         logger.info("%s", line)
 
 
-def show_tokens(trainer: pl.Trainer, module: RemoteBase) -> None:
+def show_token_count(trainer: pl.Trainer, module: RemoteModule) -> None:
     """Shows how many tokens the first step has trained."""
     tokens = module.lm.handle.remote.tokens.trained
     if _summaries(trainer):

@@ -1,4 +1,4 @@
-"""Where a loss runs: on the server, or locally between a forward pass and the backward of its gradient."""
+"""The route of a loss: on the server, or locally between a forward pass and the backward of its gradient."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -18,10 +18,16 @@ from tinker_lightning.client.server_losses import LossHandle
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
-from tinker_lightning.losses.library import TOKEN_COUNTS, check_settings, is_of_library, known_settings, unwrapped
+from tinker_lightning.losses.library import (
+    TOKEN_COUNTS,
+    check_settings,
+    is_of_library,
+    supported_settings,
+    unwrap_partial,
+)
 from tinker_lightning.losses.reduction import action_tokens, action_weight, weighted_tokens
 from tinker_lightning.losses.surrogate import LossFn, function_name
-from tinker_lightning.lossgraph.graph_loss import OF_LIBRARY, OF_OWN
+from tinker_lightning.lossgraph.graph_loss import CUSTOM_PREFIX, LIBRARY_PREFIX
 from tinker_lightning.lossgraph.server_loss import ServerLoss
 
 if TYPE_CHECKING:
@@ -39,10 +45,10 @@ ROUTES: tuple[RouteName, ...] = ("auto", "builtin", "server", "retained", "two-p
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a loss runs and how its values are averaged.
+    """The route of a loss: where it runs, and how its values are averaged.
 
     Args:
-        route: The chosen route.
+        route: The name of the route.
         loss: A function of datums and log-probabilities if it runs locally; else what `RemoteLM.server_loss` takes.
         config: The settings sent with each call.
         local: The reduced loss as a function of datums and log-probabilities; None if only the server can evaluate it.
@@ -60,16 +66,15 @@ class Route:
     weight: Callable[[Sequence[Any]], float] = len
     is_of_library: bool = False
     regularized: bool = False
+    runs_locally: bool = field(init=False)
+    """Whether the loss is evaluated here, from the log-probabilities of a forward pass."""
+    needs_logprobs: bool = field(init=False)
+    """Whether a training step starts with a forward pass."""
 
-    @property
-    def runs_locally(self) -> bool:
-        """Whether the loss is evaluated here, from the log-probabilities of a forward pass."""
-        return self.route in ("retained", "two-pass")
-
-    @property
-    def needs_logprobs(self) -> bool:
-        """Whether a training step starts with a forward pass."""
-        return self.runs_locally or self.regularized
+    def __post_init__(self) -> None:
+        runs_locally = self.route in ("retained", "two-pass")
+        object.__setattr__(self, "runs_locally", runs_locally)
+        object.__setattr__(self, "needs_logprobs", runs_locally or self.regularized)
 
     def with_inputs(self, data: list[Any], inputs: Mapping[str, Any]) -> list[Any]:
         """Adds to each datum its row of the batch's inputs, if the loss reads them from datums."""
@@ -121,54 +126,54 @@ def choose(
     if reduction not in ("mean", "sum"):
         raise InvalidInput(f"reduction must be 'mean' or 'sum', got {reduction!r}")
     if loss is None:
-        return _retained(Route("two-pass", None, {}, regularized=regularized), route, backend)
-    asked: RouteName = "two-pass" if route == "retained" else route
-    equals = equals or _equal_built_in(loss)
+        return _with_retention(Route("two-pass", None, {}, regularized=regularized), route, backend)
+    name: RouteName = "two-pass" if route == "retained" else route
+    equals = equals or _builtin_equivalent(loss)
     if equals is not None and not regularized and (route == "builtin" or (route == "auto" and may_defer)):
-        chosen, why = _equal(loss, dict(config), route, backend, equals)
+        choice, why = _choose_builtin(loss, dict(config), route, backend, equals)
     else:
-        chosen, why = _choose(loss, dict(config), asked, backend, regularized)
-    chosen = _retained(chosen, route, backend)
-    logger.info("loss %s: route %s (%s)", loss_name(loss), chosen.route, why)
-    return _reduced(replace(chosen, regularized=regularized), _registered(loss, backend) or loss, reduction)
+        choice, why = _choose(loss, dict(config), name, backend, regularized)
+    choice = _with_retention(choice, route, backend)
+    logger.info("loss %s: route %s (%s)", loss_name(loss), choice.route, why)
+    return _with_reduction(replace(choice, regularized=regularized), _registered_loss(loss, backend) or loss, reduction)
 
 
-def _retained(chosen: Route, route: RouteName, backend: Callable[[], TrainingBackend]) -> Route:
+def _with_retention(choice: Route, requested: RouteName, backend: Callable[[], TrainingBackend]) -> Route:
     """Saves the second forward of a loss that runs locally if the server can keep the first one."""
-    if not chosen.runs_locally or route == "two-pass":
-        return chosen
+    if not choice.runs_locally or requested == "two-pass":
+        return choice
     if backend().retains:
-        return replace(chosen, route="retained")
-    if route == "retained":
+        return replace(choice, route="retained")
+    if requested == "retained":
         raise InvalidInput(
             "route='retained': this server does not keep forward passes for their gradient. Use route='two-pass', "
             "which works on every server."
         )
-    return chosen
+    return choice
 
 
-def _reduced(chosen: Route, loss: Any, reduction: Reduction) -> Route:
+def _with_reduction(choice: Route, loss: Any, reduction: Reduction) -> Route:
     """Adds how a loss of the library is divided, and how much a batch counts in a mean over batches."""
     if isinstance(loss, ServerLoss):
         loss = loss.function if loss.is_of_library else None
-    function, bound = unwrapped(getattr(losses, loss) if isinstance(loss, str) and loss in BUILT_IN else loss)
+    function, bound = unwrap_partial(getattr(losses, loss) if isinstance(loss, str) and loss in BUILT_IN else loss)
     if not is_of_library(function):
-        return chosen
+        return choice
     count = TOKEN_COUNTS.get(function.__name__)
     if count is None:
-        own = {**bound, **chosen.config, **unwrapped(chosen.local)[1]}.get("reduction")  # that of `grpo`
-        weight = {"token": weighted_tokens, "sum": once}.get(str(own), len)
-        return replace(chosen, weight=weight, is_of_library=True)
+        own = {**bound, **choice.config, **unwrap_partial(choice.local)[1]}.get("reduction")  # a setting of `grpo`
+        weight = {"token": weighted_tokens, "sum": one_per_batch}.get(str(own), len)
+        return replace(choice, weight=weight, is_of_library=True)
     if reduction == "sum":
-        return replace(chosen, weight=once, is_of_library=True)
-    local = _mean(chosen.local, count)
-    loss = local if chosen.runs_locally else chosen.loss
+        return replace(choice, weight=one_per_batch, is_of_library=True)
+    local = _mean(choice.local, count)
+    loss = local if choice.runs_locally else choice.loss
     weight = action_weight if count is action_tokens else count  # a batch without actions does not count in a mean
-    return replace(chosen, loss=loss, local=local, tokens=count, weight=weight, is_of_library=True)
+    return replace(choice, loss=loss, local=local, tokens=count, weight=weight, is_of_library=True)
 
 
 def _mean(loss: Any, count: Callable[[Sequence[Any]], float]) -> LossFn:
-    @functools.wraps(unwrapped(loss)[0], updated=())
+    @functools.wraps(unwrap_partial(loss)[0], updated=())
     def mean(data: list[Any], logprobs: list[Tensor]) -> Any:
         total, metrics = loss(data, logprobs)
         return total / count(data), metrics
@@ -176,7 +181,7 @@ def _mean(loss: Any, count: Callable[[Sequence[Any]], float]) -> LossFn:
     return mean
 
 
-def once(_: Sequence[Any]) -> float:
+def one_per_batch(_: Sequence[Any]) -> float:
     """Counts every batch as one."""
     return 1.0
 
@@ -191,8 +196,8 @@ def _choose(
         if not because and route == "auto" and not backend().computes(loss):
             because = "the server is not known to train with it as the protocol defines it"
         function, runs_locally = getattr(losses, loss), bool(because) or route == "two-pass"
-        check_settings(function, config, may_have_others=not runs_locally)
-        local = functools.partial(function, **known_settings(function, config))
+        check_settings(function, config, allow_unknown=not runs_locally)
+        local = functools.partial(function, **supported_settings(function, config))
         if runs_locally:
             return Route("two-pass", local, {}, local), requested or because
         if route == "server":
@@ -201,11 +206,11 @@ def _choose(
     if route == "builtin":
         raise InvalidInput(f"{loss_name(loss)} is not built into servers, which know {', '.join(BUILT_IN)}")
     if isinstance(loss, str | ServerLoss | LossHandle):
-        own: Any = _registered(loss, backend) or loss
+        own: Any = _registered_loss(loss, backend) or loss
         # Another registered function may take the batch only in the form that a server gives it.
-        is_the_same_here = isinstance(own, LossHandle) or (isinstance(own, ServerLoss) and own.is_of_library)
-        local = functools.partial(own, **config) if is_the_same_here else None
-        if route != "two-pass" and not (because and is_the_same_here):
+        runs_anywhere = isinstance(own, LossHandle) or (isinstance(own, ServerLoss) and own.is_of_library)
+        local = functools.partial(own, **config) if runs_anywhere else None
+        if route != "two-pass" and not (because and runs_anywhere):
             return Route("server", loss, config, local), requested or "it was registered there"
         if isinstance(own, str) or (isinstance(own, ServerLoss) and own.source != "logprobs"):
             raise InvalidInput(
@@ -218,21 +223,21 @@ def _choose(
         check_settings(loss, config)
     local = functools.partial(loss, **config) if config else loss
     if route == "server":
-        return Route("server", _uploaded(loss, config, backend()), {}, local), requested
+        return Route("server", _upload(loss, config, backend()), {}, local), requested
     if route == "auto" and is_of_library(loss) and not regularized and _takes_losses(backend()):
-        return Route("server", _uploaded(loss, config, backend()), {}, local), "the server computes it in one pass"
+        return Route("server", _upload(loss, config, backend()), {}, local), "the server computes it in one pass"
     surrogate.check_arguments(loss)
     why = requested or (because if is_of_library(loss) else "") or "it is Python"
     return Route("two-pass", local, {}, local), why
 
 
-def _equal_built_in(loss: Any) -> str | None:
+def _builtin_equivalent(loss: Any) -> str | None:
     """Returns the built-in loss that a function of the library equals up to a factor."""
-    function, _ = unwrapped(loss)
+    function, _ = unwrap_partial(loss)
     return function.__name__ if is_of_library(loss) and function.__name__ in BUILT_IN else None
 
 
-def _equal(
+def _choose_builtin(
     loss: Any, config: dict[str, Any], route: RouteName, backend: Callable[[], TrainingBackend], name: str
 ) -> tuple[Route, str]:
     """Chooses the built-in route for a function that equals a built-in loss, where the server computes that exactly."""
@@ -241,11 +246,11 @@ def _equal(
     if is_of_library(loss):
         check_settings(loss, config)
     local = functools.partial(loss, **config) if config else loss
-    settings = {**unwrapped(loss)[1], **config}
+    settings = {**unwrap_partial(loss)[1], **config}
     return Route("builtin", name, settings, local), "requested" if route == "builtin" else f"it equals {name}"
 
 
-def _registered(loss: Any, backend: Callable[[], TrainingBackend]) -> ServerLoss | None:
+def _registered_loss(loss: Any, backend: Callable[[], TrainingBackend]) -> ServerLoss | None:
     """Returns the registered loss, if this client has registered it."""
     if isinstance(loss, str) and loss not in BUILT_IN:
         registry = backend().losses
@@ -253,13 +258,13 @@ def _registered(loss: Any, backend: Callable[[], TrainingBackend]) -> ServerLoss
     return loss if isinstance(loss, ServerLoss) else None
 
 
-def _uploaded(loss: Any, config: Mapping[str, Any], backend: TrainingBackend) -> ServerLoss:
-    function, settings = unwrapped(loss)
+def _upload(loss: Any, config: Mapping[str, Any], backend: TrainingBackend) -> ServerLoss:
+    function, settings = unwrap_partial(loss)
     if backend.losses is None:
         raise InvalidInput(f"{type(backend).__name__} does not take custom losses; use route='two-pass'")
     # The name is internal and must not clash with the names of built-in and registered losses.
-    name = f"{OF_LIBRARY if is_of_library(loss) else OF_OWN}{_NOT_IN_NAMES.sub('', loss_name(loss))[:50]}"
-    return ServerLoss(backend.losses, name, function, "logprobs", {**settings, **config}, trace=True, of_lists=True)
+    name = f"{LIBRARY_PREFIX if is_of_library(loss) else CUSTOM_PREFIX}{_NOT_IN_NAMES.sub('', loss_name(loss))[:50]}"
+    return ServerLoss(backend.losses, name, function, "logprobs", {**settings, **config}, trace=True, takes_lists=True)
 
 
 def _takes_losses(backend: TrainingBackend) -> bool:

@@ -13,35 +13,42 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning import _compat, checks, wandb_runs
-from tinker_lightning.lightning.base import LAST_WAIT, RemoteBase
 from tinker_lightning.lightning.checkpoint import contents, loop_position, rng
+from tinker_lightning.lightning.checkpoint.contents import BatchSnapshot
+from tinker_lightning.lightning.checkpoint.format import SECTION, new_section
 from tinker_lightning.lightning.checkpoint.loaders import (
     IsolatedRngLoader,
     PositionedLoader,
     ResumableLoader,
     TrainedPosition,
-    check_state,
 )
 from tinker_lightning.lightning.checkpoint.retention import TTL_DAYS, StateRetention
 from tinker_lightning.lightning.module import RemoteModule
+from tinker_lightning.lightning.session import LAST_WAIT
 from tinker_lightning.remote import group
 from tinker_lightning.rows.batches import as_list, count_datums, except_datums
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
+    import lightning.pytorch as pl
     import torch
     from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins import Precision
 
-    _Path: TypeAlias = str | Path
-    from collections.abc import Iterator
-
     from tinker_lightning.remote.calls import Pass
+
+    _Path: TypeAlias = str | Path
+
+logger = logging.getLogger("tinker_lightning")
+
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 _RESUMED = (ResumableLoader, PositionedLoader)
 _WRAPPED = (*_RESUMED, IsolatedRngLoader)
@@ -75,12 +82,13 @@ class TinkerStrategy(SingleDeviceStrategy):
         self.look_ahead = look_ahead
         self.release_states = release_states
         self._ahead = LookAhead()
-        self._resumed: dict[str, Any] | None = None
-        self._snapshot: loop_position.BatchSnapshot | None = None
+        self._resume: loop_position.Resume | None = None
+        self._snapshot: BatchSnapshot | None = None
         self._loader_states: list[dict[str, Any]] | None = None  # the position in the loaders when training ended
         self._retention = StateRetention(self._delete_state, self._checkpoint_folders, self._keep_state)
 
     @property
+    @override
     def accelerator(self) -> Accelerator:
         """The CPU accelerator on every machine, because the passes run on the server."""
         return CPUAccelerator()
@@ -89,6 +97,7 @@ class TinkerStrategy(SingleDeviceStrategy):
     def accelerator(self, accelerator: Accelerator | None) -> None:
         del accelerator  # which Lightning has detected on this machine
 
+    @override
     def setup_environment(self) -> None:
         """Keeps local parameters on the CPU, even if Lightning has detected a GPU."""
         if self.lightning_module is not None:
@@ -100,16 +109,20 @@ class TinkerStrategy(SingleDeviceStrategy):
 
     # Data.
 
+    @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves the tensors of a batch but not its datums, unless the module overrides `transfer_batch_to_device`."""
         module = self.lightning_module
-        if module is None or not count_datums(batch) or is_overridden("transfer_batch_to_device", module):
+        if module is None or is_overridden("transfer_batch_to_device", module):
             return super().batch_to_device(batch, device, dataloader_idx)
         hook = _compat.CALL_BATCH_HOOK.get(module)
+        if not count_datums(batch):
+            return super().batch_to_device(batch, device, dataloader_idx)
         to = device or module.device
         moved = except_datums(batch, lambda part: hook("transfer_batch_to_device", part, to, dataloader_idx))
         return hook("on_after_batch_transfer", moved, dataloader_idx)
 
+    @override
     def process_dataloader(self, dataloader: Any) -> Any:
         """Wraps training loaders for look-ahead and resume, and isolates the random numbers of other loaders."""
         module = self.lightning_module
@@ -126,38 +139,42 @@ class TinkerStrategy(SingleDeviceStrategy):
             lambda: batches.is_last_batch and batches.current.processed == batches.current.ready,
         )
 
+    @override
     def on_train_start(self) -> None:
         """Restores loops and random number generators, after all code that runs before training."""
         self._ahead = LookAhead()
         self._loader_states = None
-        resumed, self._resumed = self._resumed, None
+        resume, self._resume = self._resume, None
         module = self.lightning_module
-        if resumed is None or module is None:
+        if resume is None or module is None:
             return
         trainer = module.trainer
-        loop_position.restore_limits(trainer, resumed)
+        resume.restore_limits(trainer)
         loaders: Any = CombinedLoader(trainer.train_dataloader, "max_size_cycle").flattened
-        for loader, state in zip(loaders, resumed["loaders"], strict=False):
+        for loader, state in zip(loaders, resume.loaders, strict=False):
             if state["start"] is None:  # its pass had not started when the file was written
                 loader.load_state_dict(state)
-        rng.restore(resumed["rng"])
-        loop_position.restore_loops(trainer, resumed["loop_position"])
+        rng.restore(resume.rng)
+        loop_position.restore_loops(trainer, resume.loops)
 
     # Training.
 
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a training step, whose forward pass may have been sent at the start of its window."""
         module = self.lightning_module
         if not isinstance(module, RemoteModule):
             return super().training_step(*args, **kwargs)
-        self._snapshot = loop_position.BatchSnapshot(module.trainer, module)
+        trainer = module.trainer
+        self._snapshot = BatchSnapshot.capture(trainer, module)
         if not self.look_ahead or not args:
             return super().training_step(*args, **kwargs)
-        with self._ahead.step(module, args[0]):
+        with self._ahead.step(trainer, module, args[0]):
             return super().training_step(*args, **kwargs)
 
     # Checkpoints.
 
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state dict with new remote states, which no other file names."""
         assert self.lightning_module is not None  # noqa: S101 for the type checker
@@ -165,6 +182,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         with group.fresh_states(self.lightning_module, ttl_seconds):
             return super().lightning_module_state_dict()
 
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _Path, storage_options: Any | None = None) -> None:
         """Writes a checkpoint with the random number generators and the position in the loops.
 
@@ -175,14 +193,15 @@ class TinkerStrategy(SingleDeviceStrategy):
         if module is not None:
             trainer = module.trainer
             if isinstance(module, RemoteModule):  # whose own hook may be overridden without super()
-                RemoteModule.on_save_checkpoint(module, checkpoint)
-            section = contents.section_of(checkpoint)
-            section["strategy"] = {"rng": rng.capture(), "loop_position": loop_position.capture(trainer)}
+                contents.add_section(checkpoint, module)
+            section = new_section(checkpoint)
+            position: dict[str, Any] = {"rng": rng.capture(), "loop_position": loop_position.capture(trainer)}
             if self._snapshot is not None and self._snapshot.is_under_way(trainer):
                 # The batch is trained again after a resume: its draws, logs and gradients must not count twice.
-                section["strategy"]["rng"] = rng.capture(self._snapshot.rng)
-                section["strategy"]["loop_position"]["epoch_metrics"] = self._snapshot.epoch_metrics
-                section.update(self._snapshot.window())
+                position["rng"] = rng.capture(self._snapshot.rng)
+                position["loop_position"]["epoch_metrics"] = self._snapshot.epoch_metrics
+                section.update(self._snapshot.window.state())
+            section["strategy"] = position
             if self._loader_states is not None and "loops" in checkpoint:  # loaders may have been replaced since
                 checkpoint["loops"]["fit_loop"]["state_dict"].setdefault("combined_loader", self._loader_states)
             for each in trainer.loggers:
@@ -204,6 +223,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         if module is not None:
             wandb_runs.log_file(module.trainer, filepath, new)
 
+    @override
     def remove_checkpoint(self, filepath: _Path) -> None:
         """Removes a checkpoint and the remote states that no other file names."""
         old = self._retention.states_of(filepath) if self.release_states else frozenset()
@@ -213,6 +233,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         if self.lightning_module is not None:
             wandb_runs.log_file(self.lightning_module.trainer, filepath, ())
 
+    @override
     def load_checkpoint(self, checkpoint_path: _Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a checkpoint; raises `InvalidInput` if it is damaged. The position is restored when training starts."""
         # Lightning 2.5 does not have the argument.
@@ -228,35 +249,12 @@ class TinkerStrategy(SingleDeviceStrategy):
             ) from error
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            self._resumed = self._read_position(checkpoint, checkpoint_path)
-            if self._resumed is not None:
-                loop_position.raise_limits(module.trainer, checkpoint, self._resumed)
+            self._resume = None
+            if SECTION in checkpoint or isinstance(module, RemoteModule):  # not a file of another strategy
+                self._resume = loop_position.Resume.read(checkpoint, checkpoint_path, module.trainer)
+            if self._resume is not None:
+                self._resume.raise_limits(module.trainer, checkpoint)
         return checkpoint
-
-    def _read_position(self, checkpoint: dict[str, Any], file: _Path) -> dict[str, Any] | None:
-        """Returns the position in random numbers, loops and loaders; None for a file of another strategy."""
-        if contents.SECTION not in checkpoint and not isinstance(self.lightning_module, RemoteModule):
-            return None
-        if contents.OPTIMIZERS not in checkpoint:
-            raise InvalidInput(
-                f"{file} lacks {contents.OPTIMIZERS!r}: it was saved with save_weights_only=True, or is damaged. "
-                "Resume from a full checkpoint, or load the weights with load_from_checkpoint and fit without "
-                "ckpt_path."
-            )
-        position: dict[str, Any] | None = contents.read_section(checkpoint, file, "strategy")["strategy"]
-        if position is None:
-            return None
-        paths = ["global_step", "loops.fit_loop.epoch_progress.current", "loops.fit_loop.state_dict"]
-        paths += [f"{contents.SECTION}.strategy.rng.{key}" for key in rng.KEYS]
-        paths += [f"{contents.SECTION}.strategy.loop_position.{key}" for key in loop_position.KEYS]
-        for path in paths:
-            contents.check_entry(checkpoint, file, path)
-        if position["loop_position"]["where"] != loop_position.EPOCH_START:  # where no loader is in use
-            contents.check_entry(checkpoint, file, "loops.fit_loop.state_dict.combined_loader")
-        position["loaders"] = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
-        for state in position["loaders"]:
-            check_state(state, f"'combined_loader' of {file}")
-        return position
 
     def _delete_state(self, state: str) -> None:
         if self.lightning_module is not None:
@@ -274,6 +272,7 @@ class TinkerStrategy(SingleDeviceStrategy):
 
     # The end.
 
+    @override
     def on_train_end(self) -> None:
         """Waits for the last steps of remote models in other modules; a `RemoteModule` does so itself."""
         super().on_train_end()
@@ -285,6 +284,7 @@ class TinkerStrategy(SingleDeviceStrategy):
             group.wait_for_all(module)
             group.raise_first(module)
 
+    @override
     def on_exception(self, exception: BaseException) -> None:
         """Waits a few seconds for requests in flight and logs them, before loggers write their files."""
         super().on_exception(exception)
@@ -294,27 +294,18 @@ class TinkerStrategy(SingleDeviceStrategy):
         elif module is not None:
             group.settle(module, LAST_WAIT, exception)
 
+    @override
     def teardown(self) -> None:
         """Drops forward passes that were sent ahead, and releases states after the last file has been written."""
         self._ahead = LookAhead()
-        if self._resumed is not None and self.lightning_module is not None:  # training did not begin
-            loop_position.restore_limits(self.lightning_module.trainer, self._resumed)
+        if self._resume is not None and self.lightning_module is not None:  # training did not begin
+            self._resume.restore_limits(self.lightning_module.trainer)
             # Otherwise Lightning would load it in the next fit, even without ckpt_path.
             _compat.LOADED_CHECKPOINT.set(self.lightning_module.trainer, {})
-        self._resumed = None
+        self._resume = None
         super().teardown()
         self._retention.keep()
         self._retention.release(all_written=True)
-
-
-StrategyRegistry.register(
-    TinkerStrategy.strategy_name, TinkerStrategy, "Trains a model on a server over the Tinker API"
-)
-
-
-logger = logging.getLogger("tinker_lightning")
-
-_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class LookAhead:
@@ -325,23 +316,31 @@ class LookAhead:
         self._is_off = False
 
     @contextmanager
-    def step(self, module: RemoteBase, batch: Any) -> Iterator[None]:
+    def step(self, trainer: pl.Trainer, module: RemoteModule, batch: Any) -> Iterator[None]:
         """Sends all forward passes of a window at its first micro-batch; the step inside the block uses its own."""
-        number = module.trainer.fit_loop.epoch_loop.total_batch_idx
+        number = trainer.fit_loop.epoch_loop.total_batch_idx
         if number not in self._sent and not self._is_off:
-            self._sent = dict(enumerate(self._send(module, batch), number))
+            self._sent = dict(enumerate(self._send(trainer, module, batch), number))
         if number not in self._sent:
             yield
             return
         data, sent = self._sent.pop(number)
-        with module.using_pass(batch, data, sent) as remote:
+        remote, datums, own = module.lm.handle.remote, module.datums, vars(module).get("datums")
+        remote.expected, remote.missed = sent, False
+        # Inside the block, `datums(batch)` returns the datums whose forward pass was sent.
+        module.datums = lambda other: data if other is batch else datums(other)  # type: ignore[method-assign, assignment]
+        try:
             yield
             if sent is not None and remote.missed:
                 self._turn_off(module, "its training_step uses other datums than datums(batch) returns")
+        finally:
+            remote.expected = None
+            del module.datums
+            if own is not None:
+                module.datums = own  # type: ignore[method-assign]
 
-    def _send(self, module: RemoteBase, batch: Any) -> list[tuple[list[Any], Pass | None]]:
+    def _send(self, trainer: Any, module: RemoteModule, batch: Any) -> list[tuple[list[Any], Pass | None]]:
         """Sends the forward passes of the rest of this window, unless only one batch is left."""
-        trainer: Any = module.trainer
         loader = trainer.train_dataloader
         if (
             not module.automatic_optimization
@@ -350,28 +349,33 @@ class LookAhead:
             or is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
         ):
             return []
-        data = trainer.datamodule
-        if hooks := [name for name in _HOOKS if is_overridden(name, module, RemoteBase) or is_overridden(name, data)]:
-            self._turn_off(module, f"its {hooks[0]} changes batches before they are trained; do that in datums")
-            return []
+        for name in _HOOKS:
+            if is_overridden(name, module, RemoteModule) or is_overridden(name, trainer.datamodule):
+                self._turn_off(module, f"its {name} changes batches before they are trained; do that in datums")
+                return []
         index, size = trainer.fit_loop.batch_idx, trainer.accumulate_grad_batches
         left = int(min((index // size + 1) * size, trainer.num_training_batches)) - index
         sent: list[tuple[list[Any], Pass | None]] = []
         # Earlier failures are raised here, not by a request whose own failure can wait for its step.
         with module.lm.backend.unread.held():
-            for number, following in enumerate([batch, *loader.peek(index, left - 1)], index):
+            seed, following = loader.seed, loader.peek(index, left - 1)
+            for number, each in enumerate([batch, *following], index):
                 try:
-                    if following is not batch:
-                        converted = trainer.precision_plugin.convert_input(following)
-                        following = trainer.strategy.batch_to_device(converted)
+                    if each is not batch:
+                        each = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(each))
                     # Each batch has its own random numbers: how far ahead it is drawn must not change them.
-                    with rng.seeded(loader.seed + number):
-                        data = as_list(module.datums(following))
+                    with rng.seeded(seed + number):
+                        data = as_list(module.datums(each))
                     sent.append((data, module.lm.send(data) if left > 1 else None))
                 except Exception:  # raised again by the step of this batch
                     break
         return sent
 
-    def _turn_off(self, module: RemoteBase, reason: str) -> None:
+    def _turn_off(self, module: RemoteModule, reason: str) -> None:
         self._sent, self._is_off = {}, True
         logger.warning("%s is trained without look-ahead: %s.", type(module).__name__, reason)
+
+
+StrategyRegistry.register(
+    TinkerStrategy.strategy_name, TinkerStrategy, "Trains a model on a server over the Tinker API"
+)

@@ -1,4 +1,4 @@
-"""Which W&B runs a fit logs to: a resumed fit continues those of its checkpoint, with its settings and files."""
+"""W&B runs of a fit: a resumed fit continues the runs of its checkpoint, with its settings and files."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from tinker_lightning.lightning import _compat
-from tinker_lightning.lightning.checkpoint.contents import read_section
-from tinker_lightning.remote.saved_state import check_keys
+from tinker_lightning.lightning.checkpoint.format import read_runs, read_section
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     import lightning.pytorch as pl
 
-logger = logging.getLogger("tinker_lightning")
 
-KEY = "wandb"
-"""The key of the runs in the section of a checkpoint."""
+logger = logging.getLogger("tinker_lightning")
 
 
 def describe(trainer: pl.Trainer) -> list[dict[str, str]]:
@@ -35,21 +32,22 @@ def adopt(trainer: pl.Trainer, file: Any) -> None:
     if not loggers or trainer.state.fn != TrainerFn.FITTING:
         return
     try:
-        runs = _runs(read_section(trainer.strategy.checkpoint_io.load_checkpoint(file), file), file)
+        runs = read_runs(read_section(trainer.strategy.checkpoint_io.load_checkpoint(file), file), file)
     except Exception:  # raised again when Lightning loads the file
         return
-    for each, (project, run) in zip(loggers, runs, strict=False):
-        # Known if a run is under way, or if the user has chosen one.
-        is_chosen = each.version is not None or bool(os.environ.get("WANDB_RUN_ID"))
-        if not is_chosen and each.name == project:
-            _compat.WANDB_INIT.get(each)["id"] = run
+    for each, run in zip(loggers, runs, strict=False):
+        # Set if a run is under way, or if the user has chosen one.
+        has_id = each.version is not None or bool(os.environ.get("WANDB_RUN_ID"))
+        if not has_id and each.name == run["project"]:
+            _compat.WANDB_INIT.get(each)["id"] = run["id"]
 
 
-def warn_if_other(trainer: pl.Trainer, section: Mapping[str, Any], file: object) -> None:
+def warn_if_other(trainer: pl.Trainer, section: dict[str, Any], file: object) -> None:
     """Warns if a resumed fit logs to other runs than the one that it resumes."""
     if trainer.state.fn != TrainerFn.FITTING:
         return
-    for each, (project, run) in zip(_loggers(trainer), _runs(section, file), strict=False):
+    for each, state in zip(_loggers(trainer), read_runs(section, file), strict=False):
+        project, run = state["project"], state["id"]
         if (str(each.name), str(each.version)) != (project, run):
             logger.warning(
                 "the fit resumes at step %d, but the steps before are in the W&B run %s of project %s, and this one "
@@ -73,19 +71,11 @@ def log_settings(trainer: pl.Trainer, settings: Mapping[str, Any]) -> None:
 def log_file(trainer: pl.Trainer, file: object, states: Iterable[str]) -> None:
     """Adds a checkpoint file and the remote states that it names to the summary of each run; removes it without any."""
     for each in _loggers(trainer):
-        known = dict(each.experiment.summary.get("checkpoints") or {})
-        known.pop(str(file), None)
-        if named := sorted(states):
-            known[str(file)] = ", ".join(named)
-        each.experiment.summary["checkpoints"] = known
-
-
-def _runs(section: Mapping[str, Any], file: object) -> list[tuple[str, str]]:
-    """Returns the project and id of each run that a checkpoint names."""
-    runs = section.get(KEY, ())
-    for run in runs:
-        check_keys(run, f"a W&B run in {file}", ("project", "id"))
-    return [(run["project"], run["id"]) for run in runs]
+        checkpoints = dict(each.experiment.summary.get("checkpoints") or {})
+        checkpoints.pop(str(file), None)
+        if paths := sorted(states):
+            checkpoints[str(file)] = ", ".join(paths)
+        each.experiment.summary["checkpoints"] = checkpoints
 
 
 def _loggers(trainer: pl.Trainer) -> list[WandbLogger]:

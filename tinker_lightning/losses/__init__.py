@@ -5,11 +5,10 @@ Each takes a list of datums and one tensor of log-probabilities per datum, as `R
 keywords; `functools.partial` binds them.
 """
 
-from tinker_lightning.losses.advantages import group_advantages
 from tinker_lightning.losses.batch import Batch
 from tinker_lightning.losses.kl import kl_estimate, kl_regularized
 from tinker_lightning.losses.likelihood import cross_entropy, topk_distillation
-from tinker_lightning.losses.policy import cispo, dro, grpo, gspo, importance_sampling, ppo, reinforce
+from tinker_lightning.losses.policy import cispo, dro, group_advantages, grpo, gspo, importance_sampling, ppo, reinforce
 from tinker_lightning.losses.preference import contrastive, dpo, ipo, orpo, preference_nll
 
 __all__ = [

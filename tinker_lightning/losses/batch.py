@@ -1,4 +1,4 @@
-"""How losses read a batch: as a list of datums, or as tensors that are already stacked."""
+"""Batches as losses read them, from a list of datums or from tensors that are already stacked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Data: TypeAlias = Sequence[Any] | Mapping[str, Tensor]
 Logprobs: TypeAlias = Sequence[Tensor] | Tensor
 Loss: TypeAlias = tuple[Tensor, dict[str, Tensor]]
 
-_WHERE_FROM = {
+_SOURCES = {
     "weights": "Datum.from_tokens(tokens, weights) sets it: 0 on the prompt, 1 on the response",
     "logprobs": "pass the log-probabilities that the sampler returned with its tokens, and 0 on the prompt",
     "advantages": "pass one for each target token, and 0 on the prompt",
@@ -25,7 +25,7 @@ _WHERE_FROM = {
     "teacher_logprobs": "pass the teacher's log-probability of each of the [T, K] targets",
     "reward": "pass one number for the datum",
 }
-# What to pass where an input has no value. A log-probability of 0 would mean certainty.
+# The fix for inputs that have no value at some positions. A log-probability of 0 would mean certainty.
 _WEIGHTLESS = "pass any finite value where there is none, and a weight of 0"
 _GAPS = {
     "logprobs": "pass 0 where there is none, and an advantage of 0",
@@ -39,8 +39,6 @@ _RANKS = {
     2: "this loss takes K alternatives per position, [T, K]: the most likely tokens of a teacher. For one target per "
     "position use cross_entropy.",
 }
-
-
 # The least probability of the complement that float32 still distinguishes from 0.
 _LEAST_REST = 1e-6
 
@@ -89,7 +87,7 @@ class Batch:
         self._end = 1 if isinstance(data, Rehearsal) else None
         self._stacked: Mapping[str, Tensor] | None = None
         if isinstance(data, Mapping):
-            self._stacked, self.logprobs = data, _of_rank(logprobs, rank)  # type: ignore[arg-type]  # stacked, too
+            self._stacked, self.logprobs = data, _check_rank(logprobs, rank)  # type: ignore[arg-type]  # stacked, too
             return
         if not len(data) or len(data) != len(logprobs):
             kind = InvalidInput if len(data) else EmptyBatch
@@ -132,11 +130,11 @@ class Batch:
         ]
         return self._padded(entries)
 
-    def weights(self, *, of_each: bool = False) -> Tensor:
-        """Returns the `weights`; raises `InvalidDatum` if all of the batch's, or with `of_each` of a datum's, are 0."""
+    def weights(self, *, per_datum: bool = False) -> Tensor:
+        """Returns the `weights`; raises `InvalidDatum` if all of them, or with `per_datum` all of a datum, are 0."""
         weights = self.tokens("weights")
         has_some = [bool(self._entry(i, "weights").any()) for i in range(len(self._datums))]
-        if of_each:
+        if per_datum:
             check_each_counts(has_some)
         if has_some and not any(has_some):
             raise InvalidDatum(
@@ -165,15 +163,15 @@ class Batch:
             raise MissingInput(f"datum {i}: {name}: missing; {_fix(name)}")
         tensor: Tensor = inputs[name].to_torch()
         if tensor.numel() != 1 if one else tensor.shape != logprobs.shape:
-            wanted = "one number" if one else f"the shape of the log-probabilities, {list(logprobs.shape)}"
-            raise InvalidDatum(f"datum {i}: {name} has the shape {list(tensor.shape)}, but it must have {wanted}")
+            expected = "one number" if one else f"the shape of the log-probabilities, {list(logprobs.shape)}"
+            raise InvalidDatum(f"datum {i}: {name} has the shape {list(tensor.shape)}, but it must have {expected}")
         if not torch.isfinite(tensor).all():
             fix = _GAPS.get(name, "pass 0 where there is no value")
             raise InvalidDatum(f"datum {i}: {name} has NaN or infinite entries; {fix}")
         return tensor.to(logprobs.dtype)
 
 
-def _of_rank(logprobs: Tensor, rank: int | None) -> Tensor:
+def _check_rank(logprobs: Tensor, rank: int | None) -> Tensor:
     """Returns stacked log-probabilities as a tensor, and checks the rank of their targets."""
     logprobs = logprobs[...]  # the only use of a traced function's log-probabilities as a tensor
     if rank is None:
@@ -192,7 +190,7 @@ def _required(inputs: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _fix(name: str) -> str:
-    return f"{_WHERE_FROM.get(name, 'the loss reads it')}. Datum.from_targets(..., {name}=...) takes it."
+    return f"{_SOURCES.get(name, 'the loss reads it')}. Datum.from_targets(..., {name}=...) takes it."
 
 
 def is_traced(value: object) -> bool:
@@ -235,10 +233,10 @@ def mean_where(values: Tensor, counted: Tensor) -> Tensor:
     return torch.where(counted, values, 0.0).sum() / counted.sum().clamp(min=1)
 
 
-def with_value(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+def drop_nan(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
     """Drops metrics that are NaN because no token counts; a traced loss keeps all of them.
 
-    >>> with_value({"ratio": torch.tensor(torch.nan), "action_tokens": torch.tensor(0)})
+    >>> drop_nan({"ratio": torch.tensor(torch.nan), "action_tokens": torch.tensor(0)})
     {'action_tokens': tensor(0)}
     """
     return {name: value for name, value in metrics.items() if is_traced(value) or not torch.isnan(value)}

@@ -1,13 +1,14 @@
 """The losses that the protocol knows by name, as functions of the log-probabilities of one datum.
 
 Each returns the loss of every token (and of every alternative, for `[T, K]` targets) before the sum: the protocol's
-losses are plain sums over tokens and datums. `old_logprobs` are those of the policy that sampled the tokens.
+losses are plain sums over tokens and datums. `old_logprobs` belong to the policy that sampled the tokens.
 
 `LOSSES` describes each of them: the server computes with it, and clients use it to check and scale.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,16 +17,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinker_lightning.errors import InvalidDatum, InvalidLoss
 from tinker_lightning.losses.reduction import TokenCount, action_tokens, total_weight
+from tinker_lightning.types import TensorData
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from tinker_lightning.types import TensorData
+    from tinker_lightning.types import Datum
 
 Threshold: TypeAlias = float | Tensor
 
-LOW, HIGH, BETA = 0.8, 1.2, 0.05
+# The defaults of the protocol.
+CLIP_LOW, CLIP_HIGH, DRO_BETA = 0.8, 1.2, 0.05
+LINEAR_ONLY = (
+    "Its value is NaN until the server has computed it: it can be multiplied by a number other than 0 and added to "
+    "other losses, but no other function of it has a gradient. For those, write the loss in Python."
+)
 
 
 def cross_entropy(logprobs: Tensor, weights: Tensor) -> Tensor:
@@ -47,18 +55,18 @@ def importance_sampling(logprobs: Tensor, old_logprobs: Tensor, advantages: Tens
 
 
 def ppo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: Threshold = LOW, high: Threshold = HIGH
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: Threshold = CLIP_LOW, high: Threshold = CLIP_HIGH
 ) -> Tensor:
     """Returns `-min(r·A, clip(r, low, high)·A)` (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
     >>> ppo(torch.ones(1), torch.zeros(1), torch.ones(1))
     tensor([-1.2000])
     """
-    return _clipped((logprobs - old_logprobs).exp(), advantages, low, high)
+    return _clipped_objective((logprobs - old_logprobs).exp(), advantages, low, high)
 
 
 def cispo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: Threshold = LOW, high: Threshold = HIGH
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: Threshold = CLIP_LOW, high: Threshold = CLIP_HIGH
 ) -> Tensor:
     """Returns `-sg(clip(r, low, high))·p·A` (MiniMax 2025, arXiv:2506.13585): every token keeps its gradient.
 
@@ -69,7 +77,7 @@ def cispo(
     return -_clip(ratio, low, high) * logprobs * advantages
 
 
-def dro(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, beta: float = BETA) -> Tensor:
+def dro(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, beta: float = DRO_BETA) -> Tensor:
     """Returns `-(p·A - β/2·(p - q)²)` (Richemond et al. 2024, arXiv:2405.19107): held close to the sampling policy.
 
     >>> dro(torch.tensor([-1.0]), torch.tensor([-1.0]), torch.tensor([2.0]))
@@ -83,15 +91,16 @@ def gspo(
     old_logprobs: Tensor,
     advantages: Tensor,
     sequence_ratio_mask: Tensor,
-    low: Threshold = LOW,
-    high: Threshold = HIGH,
+    low: Threshold = CLIP_LOW,
+    high: Threshold = CLIP_HIGH,
     *,
     dim: int | None = None,
 ) -> Tensor:
     """Returns PPO's loss with one ratio for the whole sequence (Zheng et al. 2025, arXiv:2507.18071, token-level).
 
     The ratio is `exp(mean(p - q))` over the tokens whose mask is nonzero, or 1 if there are none; its gradient at each
-    token is that of the token's log-probability. `dim` is the token axis; without it, all values are one sequence.
+    token is the gradient of the token's log-probability. `dim` is the token axis; without it, all values are one
+    sequence.
 
     >>> gspo(torch.zeros(2), torch.zeros(2), torch.ones(2), torch.ones(2))
     tensor([-1., -1.])
@@ -99,34 +108,34 @@ def gspo(
     counted = sequence_ratio_mask != 0
     total = torch.where(counted, logprobs.detach() - old_logprobs, 0.0).sum(dim, keepdim=True)
     log_ratio = total / counted.sum(dim, keepdim=True).clamp(min=1)
-    return _clipped((log_ratio + logprobs - logprobs.detach()).exp(), advantages, low, high)
+    return _clipped_objective((log_ratio + logprobs - logprobs.detach()).exp(), advantages, low, high)
 
 
 def threshold_fault(low: Threshold, high: Threshold, counted: Tensor | None = None) -> str | None:
     """Returns what is wrong with the thresholds of tokens that count, or None."""
     if not (isinstance(low, Tensor) or isinstance(high, Tensor)):  # without tensors, because a function may be traced
-        return None if 0 <= low <= 1 <= high else _fault(low, high)
+        return None if 0 <= low <= 1 <= high else _threshold_message(low, high)
     low, high = torch.as_tensor(low), torch.as_tensor(high)
     wrong = ~((low >= 0) & (low <= 1) & (high >= 1))
     if counted is not None:
         wrong = wrong & counted
     if not wrong.any():
         return None
-    return _fault(*(bound.expand(wrong.shape)[wrong][0].item() for bound in (low, high)))
+    return _threshold_message(*(bound.expand(wrong.shape)[wrong][0].item() for bound in (low, high)))
 
 
-def _fault(low: float, high: float) -> str:
+def _threshold_message(low: float, high: float) -> str:
     return (
         f"clip_low_threshold must lie in [0, 1] and clip_high_threshold must be at least 1, got {low:g} and {high:g}: "
         "they are bounds on the ratio itself, 0.8 and 1.2, not 0.2"
     )
 
 
-def _joined(arrays: Sequence[npt.NDArray[Any]]) -> Tensor:
+def _concatenate(arrays: Sequence[npt.NDArray[Any]]) -> Tensor:
     return torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, low: Threshold, high: Threshold) -> Tensor:
+def _clipped_objective(ratio: Tensor, advantages: Tensor, low: Threshold, high: Threshold) -> Tensor:
     return -torch.minimum(ratio * advantages, _clip(ratio, low, high) * advantages)
 
 
@@ -188,7 +197,7 @@ class BuiltIn:
         scaled_by: Inputs and settings that, all multiplied by a factor, multiply the loss by it.
         has_negative: Whether the factor may be negative.
         masked_by: Inputs that are all zero where the loss ignores the log-probability; none if it ignores no position.
-        is_of_sequence: Whether a datum is one sequence, so that `[T, K]` targets are not supported.
+        is_sequence_level: Whether a datum is one sequence, so that `[T, K]` targets are not supported.
         token_count: Returns the number of tokens by which `reduction="mean"` divides the loss.
         metrics: Returns sums to add up over datums, named as in the protocol, from the arguments of the formula.
         overflow: What to look for if the loss is not finite.
@@ -201,7 +210,7 @@ class BuiltIn:
     scaled_by: tuple[str, ...] = ("advantages",)
     has_negative: bool = True
     masked_by: tuple[str, ...] = ("advantages",)
-    is_of_sequence: bool = False
+    is_sequence_level: bool = False
     token_count: TokenCount = action_tokens
     metrics: Callable[..., dict[str, Tensor]] = _policy_metrics
     overflow: str = _RATIOS
@@ -219,19 +228,19 @@ class BuiltIn:
     ) -> float:
         """Returns the loss of datums, given their log-probabilities, their inputs, and the settings."""
         defaults = {name: float(settings.get(name, value)) for name, value in self.settings.items()}
-        read = [[name for name in self.reads if name in given] for given in inputs]
-        if not self.is_of_sequence and all(names == read[0] for names in read):  # one call for all tokens
-            tensors = {name: _joined([given[name].to_numpy() for given in inputs]) for name in read[0]}
+        read = [[name for name in self.reads if name in each] for each in inputs]
+        if not self.is_sequence_level and all(names == read[0] for names in read):  # one call for all tokens
+            tensors = {name: _concatenate([each[name].to_numpy() for each in inputs]) for name in read[0]}
             with torch.no_grad():
                 terms = self.formula(
-                    _joined([each.to_numpy() for each in logprobs]),
+                    _concatenate([each.to_numpy() for each in logprobs]),
                     *({**defaults, **tensors}[name] for name in self.reads),
                 )
                 return float(terms.sum(dtype=torch.float64))
         total = 0.0
         with torch.no_grad():
-            for logp, given, names in zip(logprobs, inputs, read, strict=True):
-                own = {name: given[name].to_torch() for name in names}
+            for logp, each, names in zip(logprobs, inputs, read, strict=True):
+                own = {name: each[name].to_torch() for name in names}
                 arguments = ({**defaults, **own}[name] for name in self.reads)
                 total += float(self.formula(logp.to_torch(), *arguments).sum())
         return total
@@ -243,7 +252,7 @@ class BuiltIn:
 
 
 _POLICY = ("logprobs", "advantages")
-_CLIP = {"clip_low_threshold": LOW, "clip_high_threshold": HIGH}
+_CLIP = {"clip_low_threshold": CLIP_LOW, "clip_high_threshold": CLIP_HIGH}
 
 LOSSES: Mapping[str, BuiltIn] = {
     "cross_entropy": BuiltIn(
@@ -278,7 +287,7 @@ LOSSES: Mapping[str, BuiltIn] = {
         dro,
         "-Σ (p·A - β/2·(p - q)²): held close to the sampling policy",
         _POLICY,
-        {"beta": BETA},
+        {"beta": DRO_BETA},
         scaled_by=("advantages", "beta"),
         masked_by=(),
     ),
@@ -289,6 +298,44 @@ LOSSES: Mapping[str, BuiltIn] = {
         _CLIP,
         has_negative=False,
         masked_by=("advantages", "sequence_ratio_mask"),
-        is_of_sequence=True,
+        is_sequence_level=True,
     ),
 }
+
+
+def check_factor(loss: str, factor: float) -> None:
+    """Raises `InvalidLoss` if the factor of a server-side loss, the gradient that reaches it, is 0 or not finite."""
+    if not math.isfinite(factor) or factor == 0:
+        raise InvalidLoss(f"a gradient of {factor} reached the server-side loss {loss!r}. {LINEAR_ONLY}")
+
+
+def scale_loss(
+    data: Sequence[Datum], loss: str, config: Mapping[str, float | str], factor: float
+) -> tuple[list[Datum], dict[str, float | str]]:
+    """Returns datums and settings whose loss is `factor` times the loss of `data` and `config`."""
+    check_factor(loss, factor)
+    settings = dict(config)
+    if factor == 1:
+        return list(data), settings
+    built_in = LOSSES.get(loss)
+    if built_in is None:
+        raise InvalidLoss(
+            f"the server-side loss {loss!r} cannot be scaled by {factor}: it is not known to be homogeneous in one of "
+            "its inputs. Use it without gradient accumulation and without a factor."
+        )
+    if factor < 0 and not built_in.has_negative:
+        raise InvalidLoss(f"{loss!r} cannot be multiplied by {factor}: it clips, so its negative is another loss")
+    for name in built_in.scaled_by:
+        if name in built_in.settings:
+            settings[name] = float(settings.get(name, built_in.settings[name])) * factor
+    needed = [name for name in built_in.scaled_by if name in built_in.inputs]
+    return [_scale_inputs(i, datum, built_in.scaled_by, needed, factor) for i, datum in enumerate(data)], settings
+
+
+def _scale_inputs(i: int, datum: Datum, names: Sequence[str], needed: Sequence[str], factor: float) -> Datum:
+    if missing := [name for name in needed if name not in datum.loss_fn_inputs]:
+        raise InvalidDatum(f"datum {i}: {missing[0]}: missing; the loss needs it")
+    inputs = datum.loss_fn_inputs
+    return datum.with_inputs(
+        {name: TensorData(inputs[name].to_torch() * factor, copy=False) for name in names if name in inputs}
+    )

@@ -2,8 +2,8 @@
 
 The estimators are Schulman's (2020, http://joschu.net/blog/kl-approx.html), of KL(model ‖ reference) from tokens that
 the model has sampled. In a loss, only their gradient matters (Tang & Munos 2025, arXiv:2506.09477): on such tokens the
-gradient of k1 is zero on average, so it has no effect; that of k2 is the gradient of KL(model ‖ reference) and grows
-with the distance; that of k3 is the gradient of KL(reference ‖ model) and never exceeds 1 where the model is above the
+gradient of k1 is zero on average, so it has no effect; k2 has the gradient of KL(model ‖ reference), which grows with
+the distance; k3 has the gradient of KL(reference ‖ model), which never exceeds 1 where the model is above the
 reference.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import check_choice
 from tinker_lightning.losses import builtin
 from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, mean_where
 from tinker_lightning.losses.likelihood import likelihood_metrics
@@ -57,25 +57,19 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     return difference.expm1() - difference
 
 
-_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-
-
-def check_estimator(estimator: Estimator) -> None:
-    """Raises `InvalidInput` if no estimator has this name."""
-    if estimator not in _ESTIMATORS:
-        raise InvalidInput(f"estimator must be one of {', '.join(_ESTIMATORS)}, got {estimator!r}")
+ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
     """Returns an estimate of the divergence from the reference at each token."""
-    check_estimator(estimator)
-    return _ESTIMATORS[estimator](logprobs, reference)
+    check_choice("estimator", estimator, ESTIMATORS)
+    return ESTIMATORS[estimator](logprobs, reference)
 
 
 def kl_regularized(data: Data, logprobs: Logprobs, *, beta: float = 0.1, estimator: Estimator = "k2") -> Loss:
     """Returns `Σ w·(-p + β·k(p, r))`: cross-entropy with a penalty on the distance from a reference model.
 
-    Metrics: those of `cross_entropy`, and `kl` per token.
+    Metrics: as `cross_entropy`, and `kl` per token.
 
     Args:
         data: Datums with `weights` and `reference_logprobs`. Targets may be `[T]` or `[T, K]`, as in `cross_entropy`.
@@ -89,7 +83,7 @@ def kl_regularized(data: Data, logprobs: Logprobs, *, beta: float = 0.1, estimat
     >>> kl_regularized(data, [torch.tensor([-1.0])], beta=0.5)[0]
     tensor(2.)
     """
-    check_estimator(estimator)
+    check_choice("estimator", estimator, ESTIMATORS)
     batch = Batch(data, logprobs)
     p, weights = batch.logprobs, batch.weights()
     counted = weights != 0

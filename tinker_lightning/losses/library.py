@@ -1,4 +1,4 @@
-"""Checks library losses before a server runs them.
+"""Checks of library losses before a server runs them.
 
 A server can only report mismatched shapes or NaN. So the loss is first called here, on the datums and without
 log-probabilities, which checks all inputs with the messages of a local run and costs next to nothing.
@@ -35,7 +35,7 @@ TOKEN_COUNTS: dict[str, TokenCount] = {
 }
 
 
-def unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
+def unwrap_partial(loss: Any) -> tuple[Any, dict[str, Any]]:
     """Returns a function without the keywords that `functools.partial` binds, and these keywords."""
     settings: dict[str, Any] = {}
     while isinstance(loss, functools.partial) and not loss.args:
@@ -46,28 +46,28 @@ def unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
 
 def is_of_library(loss: Any) -> bool:
     """Returns whether a loss is a function of `tinker_lightning.losses`, with or without settings."""
-    function, _ = unwrapped(loss)
+    function, _ = unwrap_partial(loss)
     name = getattr(function, "__name__", "")
     return name in losses.__all__ and function is getattr(losses, name)
 
 
-def check_settings(loss: Any, given: Mapping[str, Any], *, may_have_others: bool = False) -> None:
+def check_settings(loss: Any, config: Mapping[str, Any], *, allow_unknown: bool = False) -> None:
     """Raises `InvalidInput` for unknown or invalid settings of a library loss, including those bound to it.
 
-    With `may_have_others`, unknown names are left to the server.
+    With `allow_unknown`, unknown names are left to the server.
     """
-    function, bound = unwrapped(loss)
+    function, bound = unwrap_partial(loss)
     _, _, *parameters = inspect.signature(function).parameters.values()
     defaults = {parameter.name: parameter.default for parameter in parameters}
-    settings = {**bound, **given}
-    if may_have_others:
-        settings = known_settings(function, settings)
+    settings = {**bound, **config}
+    if allow_unknown:
+        settings = supported_settings(function, settings)
     for name, value in settings.items():
         if name not in defaults:
-            known = ", ".join(defaults) or "no settings at all"
-            raise InvalidInput(f"loss_fn_config: {function.__name__} has no setting {name!r}; it takes {known}")
-        if wanted := _wanted(defaults[name], value):
-            raise InvalidInput(f"loss_fn_config: {name} of {function.__name__} must be {wanted}, got {value!r}")
+            valid = ", ".join(defaults) or "no settings at all"
+            raise InvalidInput(f"loss_fn_config: {function.__name__} has no setting {name!r}; it takes {valid}")
+        if expected := _expected_type(defaults[name], value):
+            raise InvalidInput(f"loss_fn_config: {name} of {function.__name__} must be {expected}, got {value!r}")
     try:
         with contextlib.suppress(EmptyBatch):  # a loss checks its settings first
             function([], [], **settings)
@@ -75,12 +75,12 @@ def check_settings(loss: Any, given: Mapping[str, Any], *, may_have_others: bool
         raise InvalidInput(f"loss_fn_config: {function.__name__}: {error}") from None
 
 
-def known_settings(function: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def supported_settings(function: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that a library loss has; a server may support others."""
-    return {name: value for name, value in given.items() if name in inspect.signature(function).parameters}
+    return {name: value for name, value in config.items() if name in inspect.signature(function).parameters}
 
 
-def _wanted(default: Any, value: Any) -> str | None:
+def _expected_type(default: Any, value: Any) -> str | None:
     """Returns the expected type of a setting, if its value has another; the loss itself checks strings and None."""
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "True or False"
@@ -91,7 +91,7 @@ def _wanted(default: Any, value: Any) -> str | None:
     return None
 
 
-def checked(loss: Any, data: Sequence[Datum], settings: Mapping[str, Any]) -> list[Datum]:
+def check_datums(loss: Any, data: Sequence[Datum], settings: Mapping[str, Any]) -> list[Datum]:
     """Checks datums as a local run would; inputs that only some of them have are filled with the loss's default."""
     forward_datums(data)  # raises for a datum without targets
     shapes = [datum.loss_fn_inputs["target_tokens"].shape for datum in data]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.losses import builtin
-from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, log_complement, mean_where, with_value
+from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, drop_nan, log_complement, mean_where
 
 # The most that the K probabilities of a teacher may add up to, with log-probabilities rounded to bfloat16.
 _MOST_MASS = 1.05
@@ -44,7 +44,7 @@ def likelihood_scores(loss: Tensor, weights: Tensor) -> dict[str, Tensor]:
     The mean is by weight: it divides by the sum of the weights, as `reduction="mean"` and `val_nll` do.
     """
     nll = loss / weights.sum()  # NaN if no token has a weight
-    return with_value({"nll": nll, "perplexity": nll.exp(), "tokens": (weights != 0).sum()})
+    return drop_nan({"nll": nll, "perplexity": nll.exp(), "tokens": (weights != 0).sum()})
 
 
 def topk_distillation(

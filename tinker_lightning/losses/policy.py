@@ -1,26 +1,37 @@
 """Policy gradients: sampled tokens become more or less likely according to their advantage.
 
-`p` are the log-probabilities of the model, `q` those of the policy that sampled the tokens (`logprobs` of the datum),
-`A` the `advantages`, `r = exp(p - q)`. The first five are the protocol's losses of the same names: sums over tokens, in
-which an advantage of 0 masks a token.
+`p` are the log-probabilities of the model, `q` the log-probabilities of the policy that sampled the tokens (`logprobs`
+of the datum), `A` the `advantages`, `r = exp(p - q)`. The first five are the protocol's losses of the same names: sums
+over tokens, in which an advantage of 0 masks a token. `group_advantages` computes advantages from rewards.
 """
 
 from __future__ import annotations
 
 import functools
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.errors import InvalidDatum, InvalidInput, check_choice
 from tinker_lightning.losses import builtin
-from tinker_lightning.losses.advantages import check_grouping, group_advantages
-from tinker_lightning.losses.batch import Batch, Data, Logprobs, Loss, is_traced, mean_where, sequence_sums, with_value
-from tinker_lightning.losses.kl import Estimator, check_estimator, kl_estimate
+from tinker_lightning.losses.batch import (
+    Batch,
+    Data,
+    Logprobs,
+    Loss,
+    drop_nan,
+    groups,
+    is_traced,
+    mean_where,
+    sequence_sums,
+)
+from tinker_lightning.losses.builtin import CLIP_HIGH, CLIP_LOW, DRO_BETA
+from tinker_lightning.losses.kl import ESTIMATORS, Estimator, kl_estimate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 def importance_sampling(data: Data, logprobs: Logprobs) -> Loss:
@@ -37,10 +48,12 @@ def importance_sampling(data: Data, logprobs: Logprobs) -> Loss:
     return _summed(builtin.importance_sampling, data, logprobs)
 
 
-def ppo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Loss:
+def ppo(
+    data: Data, logprobs: Logprobs, *, clip_low_threshold: float = CLIP_LOW, clip_high_threshold: float = CLIP_HIGH
+) -> Loss:
     """Returns `-Σ min(r·A, clip(r)·A)` (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
-    Metrics: those of `importance_sampling`, and `clip_fraction`, the share of tokens outside the thresholds.
+    Metrics: as `importance_sampling`, and `clip_fraction`, the share of tokens outside the thresholds.
 
     Args:
         data: Datums with `logprobs` and `advantages`; thresholds per token may be among the inputs, under their names.
@@ -57,11 +70,13 @@ def ppo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, clip
     return _summed(builtin.ppo, data, logprobs, (clip_low_threshold, clip_high_threshold))
 
 
-def cispo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Loss:
+def cispo(
+    data: Data, logprobs: Logprobs, *, clip_low_threshold: float = CLIP_LOW, clip_high_threshold: float = CLIP_HIGH
+) -> Loss:
     """Returns `-Σ sg(clip(r))·p·A` (MiniMax 2025, arXiv:2506.13585): clipped weights, every token keeps its gradient.
 
-    The value is not a measure of progress, because the weights change with the model. Metrics and arguments are those
-    of `ppo`.
+    The value is not a measure of progress, because the weights change with the model. It has the metrics and
+    arguments of `ppo`.
 
     >>> from tinker_lightning import Datum
     >>> data = [Datum.from_targets([5], [6], logprobs=[-2.0], advantages=[3.0])]
@@ -71,10 +86,10 @@ def cispo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, cl
     return _summed(builtin.cispo, data, logprobs, (clip_low_threshold, clip_high_threshold))
 
 
-def dro(data: Data, logprobs: Logprobs, *, beta: float = 0.05) -> Loss:
+def dro(data: Data, logprobs: Logprobs, *, beta: float = DRO_BETA) -> Loss:
     """Returns `-Σ (p·A - β/2·(p - q)²)` (Richemond et al. 2024, arXiv:2405.19107): held close to the old policy.
 
-    Metrics: those of `importance_sampling`. The quadratic term also applies to tokens without an advantage.
+    Metrics: as `importance_sampling`. The quadratic term also applies to tokens without an advantage.
 
     >>> from tinker_lightning import Datum
     >>> data = [Datum.from_targets([5], [6], logprobs=[-2.0], advantages=[3.0])]
@@ -84,10 +99,12 @@ def dro(data: Data, logprobs: Logprobs, *, beta: float = 0.05) -> Loss:
     return _summed(functools.partial(builtin.dro, beta=beta), data, logprobs)
 
 
-def gspo(data: Data, logprobs: Logprobs, *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Loss:
+def gspo(
+    data: Data, logprobs: Logprobs, *, clip_low_threshold: float = CLIP_LOW, clip_high_threshold: float = CLIP_HIGH
+) -> Loss:
     """Returns PPO's loss with one ratio per sequence, `exp(mean(p - q))` (Zheng et al. 2025, arXiv:2507.18071).
 
-    Metrics: those of `ppo`, of the ratios of sequences.
+    Metrics: as `ppo`, from the ratios of sequences.
 
     Args:
         data: Datums with `logprobs`, `advantages`, and `sequence_ratio_mask`, nonzero on the tokens of the ratio.
@@ -115,8 +132,8 @@ def grpo(
     *,
     beta: float = 0.04,
     estimator: Estimator = "k3",
-    clip_low_threshold: float = 0.8,
-    clip_high_threshold: float = 1.2,
+    clip_low_threshold: float = CLIP_LOW,
+    clip_high_threshold: float = CLIP_HIGH,
     reduction: Literal["sequence", "token", "sum"] = "sequence",
 ) -> Loss:
     """Returns PPO's term plus a penalty on the distance from a reference model, averaged over tokens and sequences.
@@ -124,7 +141,7 @@ def grpo(
     Group relative policy optimization (Shao et al. 2024, arXiv:2402.03300, eq. 3). `group_advantages` computes its
     advantages.
 
-    Metrics: those of `ppo`, and `kl` per token.
+    Metrics: as `ppo`, and `kl` per token.
 
     Args:
         data: Datums with `weights` (1 on the response), `logprobs`, `advantages`, and, unless beta is 0,
@@ -146,7 +163,7 @@ def grpo(
     """
     if reduction not in ("sequence", "token", "sum"):
         raise InvalidInput(f"reduction must be 'sequence', 'token' or 'sum', got {reduction!r}")
-    check_estimator(estimator)
+    check_choice("estimator", estimator, ESTIMATORS)
     _check_thresholds(clip_low_threshold, clip_high_threshold)
     batch = Batch(data, logprobs, rank=1)
     p, weights, advantages = batch.logprobs, batch.weights(), batch.tokens("advantages")
@@ -205,6 +222,45 @@ def reinforce(
     }
 
 
+def group_advantages(
+    rewards: Tensor | Sequence[float],
+    *,
+    baseline: float | Literal["leave_one_out", "mean"] = "mean",
+    group_size: int | None = None,
+    scale: bool = False,
+) -> Tensor:
+    """Returns how much better each reward is than its group, `[B]`; with `scale` in standard deviations, as in GRPO.
+
+    >>> group_advantages(torch.tensor([1.0, 0.0, 5.0, 5.0]), group_size=2)
+    tensor([ 0.5000, -0.5000,  0.0000,  0.0000])
+    """
+    check_grouping(baseline, group_size)
+    rewards = _as_rewards(rewards)
+    grouped = rewards[None] if group_size is None else groups(rewards, group_size)
+    if isinstance(baseline, str):
+        if not is_traced(grouped) and grouped.shape[-1] < 2:
+            raise InvalidInput("a group of one has nothing to compare with: sample several responses to each prompt")
+        advantages = grouped - grouped.mean(-1, keepdim=True)
+        if baseline == "leave_one_out":
+            size = torch.ones_like(grouped).sum(-1, keepdim=True)
+            advantages = advantages * size / (size - 1)
+    else:
+        advantages = grouped - baseline
+    if scale:
+        advantages = advantages / (grouped.std(-1, keepdim=True) + 1e-4)
+    return advantages.reshape(-1)
+
+
+def check_grouping(baseline: object, group_size: object) -> None:
+    """Raises `InvalidInput` if the baseline is unknown or the group size is not a positive integer."""
+    is_known = baseline in ("leave_one_out", "mean") if isinstance(baseline, str) else isinstance(baseline, Real)
+    if not (is_known or is_traced(baseline)):
+        raise InvalidInput(f"baseline must be 'leave_one_out', 'mean' or a number, got {baseline!r}")
+    is_size = isinstance(group_size, Integral) and int(group_size) > 0
+    if not (is_size or group_size is None or is_traced(group_size)):
+        raise InvalidInput(f"a group needs at least one datum, got a size of {group_size!r}")
+
+
 def _summed(
     terms: Callable[..., Tensor], data: Data, logprobs: Logprobs, thresholds: tuple[float, float] | None = None
 ) -> Loss:
@@ -221,8 +277,8 @@ def _summed(
 def _check_thresholds(low: float, high: float) -> None:
     if is_traced(low) or is_traced(high):
         return  # they are checked with each call
-    if fault := builtin.threshold_fault(low, high):
-        raise InvalidInput(fault)
+    if reason := builtin.threshold_fault(low, high):
+        raise InvalidInput(reason)
 
 
 def _thresholds(
@@ -236,8 +292,8 @@ def _thresholds(
     thresholds = read(batch)
     if any(isinstance(bound, Tensor) for bound in thresholds):
         for i, datum in batch.each():
-            if fault := builtin.threshold_fault(*read(datum), datum.tokens(counting) != 0):
-                raise InvalidDatum(f"datum {i}: {fault}")
+            if reason := builtin.threshold_fault(*read(datum), datum.tokens(counting) != 0):
+                raise InvalidDatum(f"datum {i}: {reason}")
     return thresholds
 
 
@@ -249,4 +305,21 @@ def _metrics(
     metrics = {"ratio": totals["ratio"] / tokens, "kl_old_new": totals["kl_old_new"] / tokens, "action_tokens": tokens}
     if "clipped_tokens" in totals:
         metrics["clip_fraction"] = totals["clipped_tokens"] / tokens
-    return with_value(metrics)  # NaN if no token counts
+    return drop_nan(metrics)  # NaN if no token counts
+
+
+def _as_rewards(values: Tensor | Sequence[float]) -> Tensor:
+    if is_traced(values):
+        return values  # type: ignore[return-value]  # a proxy of a tensor
+    try:
+        rewards = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInput(f"rewards must be numbers, one per datum, got {values!r:.80}") from error
+    if rewards.dim() != 1 or not rewards.numel():
+        raise InvalidInput(
+            f"rewards has the shape {list(rewards.shape)}, but there must be one per datum, [B]: those of a group are "
+            "consecutive, with group_size=..."
+        )
+    if not torch.isfinite(rewards).all():
+        raise InvalidInput("rewards has NaN or infinite entries; leave those datums out")
+    return rewards if rewards.is_floating_point() else rewards.float()

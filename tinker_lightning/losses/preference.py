@@ -75,7 +75,7 @@ def dpo(
     if not 0 <= label_smoothing < 0.5:
         raise InvalidInput(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")
     batch = Batch(data, logprobs, rank=1)
-    weights = batch.weights(of_each=True)
+    weights = batch.weights(per_datum=True)
     gains = batch.logprobs if reference_free else batch.logprobs - batch.tokens("reference_logprobs")
     rewards = groups(beta * sequence_sums(gains, weights, mean=length_normalized), 2)
     loss = preference_nll(rewards[:, 0], rewards[:, 1], margin=margin, label_smoothing=label_smoothing).mean()
@@ -102,7 +102,7 @@ def ipo(data: Data, logprobs: Logprobs, *, beta: float = 0.1, length_normalized:
     if not beta > 0:
         raise InvalidInput(f"beta must be above 0, got {beta}")
     batch = Batch(data, logprobs, rank=1)
-    weights = batch.weights(of_each=True)
+    weights = batch.weights(per_datum=True)
     gains = groups(
         sequence_sums(batch.logprobs - batch.tokens("reference_logprobs"), weights, mean=length_normalized), 2
     )
@@ -130,7 +130,7 @@ def orpo(data: Data, logprobs: Logprobs, *, beta: float = 0.1) -> Loss:
     if not beta >= 0:
         raise InvalidInput(f"beta must be at least 0, got {beta}")
     batch = Batch(data, logprobs, rank=1)
-    weights = batch.weights(of_each=True)
+    weights = batch.weights(per_datum=True)
     means = groups(sequence_sums(batch.logprobs, weights, mean=True), 2)
     odds = means - log_complement(means)
     loss = (beta * preference_nll(odds[:, 0], odds[:, 1]) - means[:, 0]).mean()
@@ -179,7 +179,7 @@ def contrastive(
     if group_size < 2 or not temperature > 0:
         raise InvalidInput(f"group_size must be at least 2 and temperature above 0, got {group_size} and {temperature}")
     batch = Batch(data, logprobs, rank=1)
-    scores = groups(sequence_sums(batch.logprobs, batch.weights(of_each=True), mean=length_normalized), group_size)
+    scores = groups(sequence_sums(batch.logprobs, batch.weights(per_datum=True), mean=length_normalized), group_size)
     loss = -(scores / temperature).log_softmax(-1)[:, 0].mean()
     margin = scores.detach()[:, 0] - scores.detach()[:, 1:].amax(-1)
     return loss, {"accuracy": (margin > 0).float().mean(), "score_margin": margin.mean()}

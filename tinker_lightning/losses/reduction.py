@@ -1,4 +1,4 @@
-"""Counts the tokens that a library loss sums over, to turn the sum into a mean."""
+"""Token counts that turn the sum of a library loss into a mean."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinker_lightning.errors import InvalidDatum
 TokenCount: TypeAlias = Callable[[Sequence[Any]], float]
 
 
-def weights_of(datum: Any) -> Tensor:
+def target_weights(datum: Any) -> Tensor:
     """Returns the weight of each target; ones if the datum has no weights."""
     weights = datum.loss_fn_inputs.get("weights")
     if weights is None:
@@ -25,17 +25,17 @@ def weights_of(datum: Any) -> Tensor:
 
 def total_weight(data: Sequence[Any]) -> float:
     """Returns the sum of the weights of a batch; raises `InvalidDatum` if it is not above 0."""
-    return _positive(_sum(weights_of(datum) for datum in data), len(data))
+    return _positive(_sum(target_weights(datum) for datum in data), len(data))
 
 
 def weighted_tokens(data: Sequence[Any]) -> float:
     """Returns the number of tokens of a batch with a nonzero weight."""
-    return _sum(weights_of(datum) != 0 for datum in data)
+    return _sum(target_weights(datum) != 0 for datum in data)
 
 
 def weighted_positions(data: Sequence[Any]) -> float:
     """Returns the sum over positions of the largest weight of each position's alternatives, `[T, K]`."""
-    return _positive(_sum(weights_of(datum).amax(-1) for datum in data), len(data))
+    return _positive(_sum(target_weights(datum).amax(-1) for datum in data), len(data))
 
 
 def action_tokens(data: Sequence[Any]) -> float:

@@ -1,4 +1,4 @@
-"""Custom losses as pure functions: leaves, checks, and the datums that carry a loss's gradient.
+"""Custom losses as pure functions: the leaves they are computed from, their checks and their gradients.
 
 The protocol's `cross_entropy` is `-sum(w * logp)`. Sending `w = -dC/dlogp` therefore makes the server accumulate the
 gradient of any loss `C` that was computed locally from the log-probabilities.
@@ -36,14 +36,22 @@ LossFn: TypeAlias = Callable[[list[Any], list[Tensor]], "tuple[Tensor, Mapping[A
 SURROGATE = "cross_entropy"
 _WARNED_OF_ZERO: set[str] = set()
 # The metrics that every pass has in the protocol.
-OF_PASSES = frozenset({"loss:sum", "tokens:sum"})
+PASS_METRICS = frozenset({"loss:sum", "tokens:sum"})
+_CAUSES = "Look for a division by zero, the log of zero, or an exp that overflows"
+_GRADIENT_CAUSES = (
+    "Look for a square root or a norm of zero, or 0 * inf behind a torch.where; no gradient was accumulated."
+)
+_ASYNC = (
+    "the loss must be a plain function, but {}: it runs on the thread that needs its value. Write it with def, and "
+    "make the part that waits an async regularizer."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """The value of a loss, its metrics, and its gradient with respect to the log-probabilities of each datum.
 
-    Metrics are numbers; those of a loss with regularizers are nested (see `losses.regularizers.composition`).
+    Metrics are numbers. With regularizers, they are nested (see `losses.regularizers.composition`).
     """
 
     value: float
@@ -51,7 +59,7 @@ class Evaluation:
     gradients: list[Tensor]
 
 
-def forward_datums(data: Sequence[Datum]) -> list[Datum]:
+def forward_datums(data: Sequence[Datum], *, with_weights: bool = True) -> list[Datum]:
     """Reduces datums to what a forward pass needs: the input, the targets, and weights, which do not affect it."""
     reduced = []
     for i, datum in enumerate(data):
@@ -60,20 +68,21 @@ def forward_datums(data: Sequence[Datum]) -> list[Datum]:
             raise InvalidDatum(
                 f"datum {i}: target_tokens: missing; a custom loss needs the tokens whose log-probabilities it reads"
             )
-        weights = datum.loss_fn_inputs.get("weights")
-        if weights is None:
-            weights = TensorData(torch.zeros(targets.shape), copy=False)
-        reduced.append(datum.with_only_inputs({"target_tokens": targets, "weights": weights}))
+        inputs = {"target_tokens": targets}
+        if with_weights:
+            weights = datum.loss_fn_inputs.get("weights")
+            inputs["weights"] = TensorData(torch.zeros(targets.shape), copy=False) if weights is None else weights
+        reduced.append(datum.with_only_inputs(inputs))
     return reduced
 
 
-def leaves(output: ForwardBackwardOutput, data: Sequence[Datum]) -> list[Tensor]:
+def logprob_leaves(output: ForwardBackwardOutput, data: Sequence[Datum]) -> list[Tensor]:
     """Returns the log-probabilities of a forward pass as leaf tensors, one per datum, shaped like its targets."""
     shapes = [datum.loss_fn_inputs["target_tokens"].shape for datum in data]
     with torch.inference_mode(False):  # a tensor created in inference mode can never require a gradient
         return [
             logprobs.to_torch().reshape(shape).requires_grad_()
-            for logprobs, shape in zip(logprobs_of(output, data), shapes, strict=True)
+            for logprobs, shape in zip(read_logprobs(output, data), shapes, strict=True)
         ]
 
 
@@ -82,7 +91,7 @@ def has_logprobs(output: ForwardBackwardOutput) -> bool:
     return bool(output.loss_fn_outputs) and all("logprobs" in tensors for tensors in output.loss_fn_outputs)
 
 
-def logprobs_of(output: ForwardBackwardOutput, data: Sequence[Datum]) -> list[TensorData]:
+def read_logprobs(output: ForwardBackwardOutput, data: Sequence[Datum]) -> list[TensorData]:
     """Returns the log-probabilities of a pass, one tensor per datum; raises `OperationFailed` if one is missing."""
     if len(output.loss_fn_outputs) != len(data):
         raise OperationFailed(
@@ -121,7 +130,7 @@ def differentiate(
         loss, metrics = loss_fn()
         loss.backward()
     if all(leaf.grad is None for leaf in logprobs):
-        raise LossWithoutGradient(without_gradient())
+        raise LossWithoutGradient(no_gradient_message())
     gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in logprobs]
     if not torch.isfinite(torch.cat([gradient.flatten() for gradient in gradients])).all():
         for i, gradient in enumerate(gradients):
@@ -130,28 +139,25 @@ def differentiate(
     return Evaluation(loss.item(), metrics, gradients)
 
 
-def with_metrics(output: ForwardBackwardOutput, evaluation: Evaluation) -> ForwardBackwardOutput:
+def add_loss_metrics(output: ForwardBackwardOutput, evaluation: Evaluation) -> ForwardBackwardOutput:
     """Adds the value and metrics of a custom loss to the result of its backward; name clashes become `loss/<name>`."""
     metrics: dict[str, Any] = dict(output.metrics)
     if "loss:sum" in metrics:
         metrics["surrogate_loss:sum"] = metrics.pop("loss:sum")
-    own = set_apart(evaluation.metrics, OF_PASSES | metrics.keys(), "loss")
+    own = prefix_clashes(evaluation.metrics, PASS_METRICS | metrics.keys(), "loss")
     metrics |= {"loss:sum": evaluation.value, **own}
     return ForwardBackwardOutput(output.loss_fn_outputs, metrics, output.loss_fn_output_type)
 
 
-def set_apart(metrics: Mapping[str, Any], taken: Container[str], under: str) -> dict[str, Any]:
+def prefix_clashes(metrics: Mapping[str, Any], taken: Container[str], under: str) -> dict[str, Any]:
     """Prefixes metrics whose names are `taken`, so that no two metrics share a name.
 
-    >>> set_apart({"nll": 2.0, "value": 1.0, "custom/value": 3.0}, {"value"}, "custom")
+    >>> prefix_clashes({"nll": 2.0, "value": 1.0, "custom/value": 3.0}, {"value"}, "custom")
     {'nll': 2.0, 'custom/value': 1.0, 'custom/custom/value': 3.0}
     """
     prefix = f"{under}/"
     bare = {name: re.sub(f"^({re.escape(prefix)})+", "", name) for name in metrics}
     return {prefix + name if bare[name] in taken else name: value for name, value in metrics.items()}
-
-
-# The requirements of a loss, wherever it runs.
 
 
 def loss_and_metrics(
@@ -201,13 +207,7 @@ def check_scalar(loss: Any) -> None:
 def check_differentiable(loss: Tensor, inputs: str = "log-probabilities") -> None:
     """Raises `LossWithoutGradient` if a loss has no gradient; the message names the `inputs` it must depend on."""
     if not loss.requires_grad:
-        raise LossWithoutGradient(without_gradient(inputs))
-
-
-_CAUSES = "Look for a division by zero, the log of zero, or an exp that overflows"
-_GRADIENT_CAUSES = (
-    "Look for a square root or a norm of zero, or 0 * inf behind a torch.where; no gradient was accumulated."
-)
+        raise LossWithoutGradient(no_gradient_message(inputs))
 
 
 def check_finite(
@@ -278,7 +278,7 @@ def number(name: str, value: Any) -> float:
         ) from error
 
 
-def without_gradient(inputs: str = "log-probabilities") -> str:
+def no_gradient_message(inputs: str = "log-probabilities") -> str:
     """Returns the error message for a loss that does not depend on its inputs."""
     return (
         f"the loss does not depend on the {inputs}, so there is nothing to train. Compute it from the tensors that it "
@@ -295,21 +295,15 @@ def function_name(function: Any) -> str:
 
 def _culprits(loss: Tensor, logprobs: Sequence[Tensor]) -> str:
     """Names the datums whose log-probabilities, or else whose gradients, are not finite."""
-    found = [i for i, each in enumerate(logprobs) if not torch.isfinite(each).all()]
+    culprits = [i for i, each in enumerate(logprobs) if not torch.isfinite(each).all()]
     what = "log-probabilities that are not finite"
     inputs = [each for each in logprobs if each.requires_grad]
-    if not found and inputs and loss.requires_grad:
+    if not culprits and inputs and loss.requires_grad:
         what = "a gradient that is not finite"
         with contextlib.suppress(RuntimeError):  # raised by anomaly mode, or by a backward that cannot run at all
             gradients = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
-            found = [i for i, each in enumerate(gradients) if each is not None and not torch.isfinite(each).all()]
-    if not found:
+            culprits = [i for i, each in enumerate(gradients) if each is not None and not torch.isfinite(each).all()]
+    if not culprits:
         return ""
-    named = ", ".join(map(str, found[:8])) + (", …" if len(found) > 8 else "")
-    return f"; {'datum' if len(found) == 1 else 'datums'} {named} of {len(logprobs)}: {what}"
-
-
-_ASYNC = (
-    "the loss must be a plain function, but {}: it runs on the thread that needs its value. Write it with def, and "
-    "make the part that waits an async regularizer."
-)
+    indices = ", ".join(map(str, culprits[:8])) + (", …" if len(culprits) > 8 else "")
+    return f"; {'datum' if len(culprits) == 1 else 'datums'} {indices} of {len(logprobs)}: {what}"

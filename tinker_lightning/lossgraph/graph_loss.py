@@ -1,4 +1,4 @@
-"""A traced loss: its inputs, its settings and its graph, for a whole batch or for each datum."""
+"""ValueInfo losses on a batch or on each datum: inputs, settings and graph, their JSON form and their checks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss, MissingInput
-from tinker_lightning.lossgraph.graphs.graph import Graph, Node, Ref, mapped
-from tinker_lightning.lossgraph.graphs.run import DEFAULT_LIMITS, Program
+from tinker_lightning.lossgraph.graph import Graph, Node, Ref, map_leaves
+from tinker_lightning.lossgraph.program import DEFAULT_LIMITS, Program
 from tinker_lightning.lossgraph.settings import Hyperparameter, Setting, check_settings
 from tinker_lightning.types import TensorData
 
 if TYPE_CHECKING:
-    from tinker_lightning.lossgraph.graphs.limits import Limits
+    from tinker_lightning.lossgraph.limits import Limits
 
-# What a loss is computed from: the logits of a batch, or the log-probabilities of the targets of a batch or a datum.
+# The model output that a loss is computed from: the logits of a batch, or the log-probabilities of a batch or a datum.
 Source: TypeAlias = Literal["logits", "logprobs", "datum"]
 BATCH_SOURCES: tuple[Source, ...] = ("logits", "logprobs")
 # The model outputs that a graph can read; the mask is 0 on padding.
@@ -33,7 +33,10 @@ OUTPUTS: dict[Source, tuple[str, ...]] = {
 _Tensors: TypeAlias = Mapping[str, "Tensor"]
 
 # Prefixes of losses that are uploaded without being registered. Listings omit them.
-OF_LIBRARY, OF_OWN = UNLISTED = ("library.", "own.")
+LIBRARY_PREFIX, CUSTOM_PREFIX = UNLISTED_PREFIXES = ("library.", "own.")
+
+# The name of an input that multiplies the loss, for servers that have no other way to scale it.
+SCALE = "loss_scale"
 
 MAX_INPUTS = 64
 MAX_DATUM_INPUTS = 16  # of the protocol
@@ -75,7 +78,9 @@ class GraphLoss:
     program: Program
     hyperparameters: Mapping[str, Hyperparameter] = field(default_factory=dict)
     description: str = ""
-    asked: Mapping[str, bool] = field(default_factory=dict)  # whether optional inputs were present while tracing
+    optional_inputs: Mapping[str, bool] = field(
+        default_factory=dict
+    )  # whether optional inputs were present while tracing
 
     def __post_init__(self) -> None:
         _check_inputs(self)
@@ -89,7 +94,7 @@ class GraphLoss:
     @property
     def reads(self) -> frozenset[str]:
         """The names of all inputs that the loss looks at."""
-        return frozenset((*self.inputs, *self.asked))
+        return frozenset((*self.inputs, *self.optional_inputs))
 
     def fits(self, settings: Mapping[str, Any], present: Iterable[str] | None) -> bool:
         """Returns whether tracing with these settings and inputs would give the same graph."""
@@ -98,7 +103,7 @@ class GraphLoss:
         fixed = ((settings[name], each.default) for name, each in self.hyperparameters.items() if each.fixed)
         if any(type(value) is not type(default) or value != default for value, default in fixed):
             return False
-        return present is None or all((name in present) == there for name, there in self.asked.items())
+        return present is None or all((name in present) == there for name, there in self.optional_inputs.items())
 
     def select(self, present: Iterable[str]) -> tuple[str, ...]:
         """Returns the names of the inputs of a loss on a batch; raises `InvalidInput` if one is not present."""
@@ -111,9 +116,9 @@ class GraphLoss:
             )
         return tuple(self.inputs)
 
-    def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
-        """Returns all settings: the defaults, overridden by `given`; raises `InvalidInput` if one is invalid."""
-        return check_settings(self.name, self.hyperparameters, given)
+    def settings(self, config: Mapping[str, Any]) -> dict[str, Setting]:
+        """Returns all settings: the defaults, overridden by `config`; raises `InvalidInput` if one is invalid."""
+        return check_settings(self.name, self.hyperparameters, config)
 
     def __call__(
         self,
@@ -137,10 +142,10 @@ class GraphLoss:
         self.program.check(self._values(outputs, inputs, settings), limits)
 
     def _values(self, outputs: _Tensors, inputs: _Tensors, settings: Mapping[str, Setting]) -> list[Any]:
-        given = dict[str, Any](outputs)
-        given |= {f"{self.input_prefix}{name}": each for name, each in inputs.items()}
-        given |= {f"hyperparameters.{name}": each for name, each in settings.items()}
-        return [given[target] for target in self.program.graph.inputs]
+        values = dict[str, Any](outputs)
+        values |= {f"{self.input_prefix}{name}": each for name, each in inputs.items()}
+        values |= {f"hyperparameters.{name}": each for name, each in settings.items()}
+        return [values[target] for target in self.program.graph.inputs]
 
     def encode(self) -> dict[str, Any]:
         """Returns the loss as JSON."""
@@ -178,9 +183,9 @@ class GraphLoss:
         return cls(str(name)[:200], source, inputs, program, hyperparameters, description[:200])
 
 
-def check_given(loss: str, given: Iterable[str], reads: Iterable[str]) -> None:
-    """Raises `InvalidInput` if a loss does not read an input that was given once for the batch."""
-    if unread := [name for name in given if name not in reads]:
+def check_batch_inputs(loss: str, names: Iterable[str], reads: Iterable[str]) -> None:
+    """Raises `InvalidInput` if a loss does not read an input that was passed once for the batch."""
+    if unread := [name for name in names if name not in reads]:
         raise InvalidInput(
             f"loss_fn_inputs: {loss} does not read {unread[0]!r:.80}; it reads {', '.join(sorted(reads)) or 'none'}"
         )
@@ -234,11 +239,11 @@ def _check_inputs(loss: GraphLoss) -> None:
             letters = "lowercase letters" if is_datum else "letters"
             raise InvalidLoss(f"invalid input name {name!r:.80}; use {letters}, digits and '_'")
         if rank not in ((0, 1, 2) if is_datum else (None,)):
-            wanted = "0, 1 or 2" if is_datum else "null"
-            raise InvalidLoss(f"{name}: the number of dimensions of an input must be {wanted}, not {rank!r:.20}")
-    known = {*OUTPUTS[loss.source], *(f"{loss.input_prefix}{name}" for name in loss.inputs)}
-    known |= {f"hyperparameters.{name}" for name, each in loss.hyperparameters.items() if not each.fixed}
-    if unknown := [target for target in loss.program.graph.inputs if target not in known]:
+            expected = "0, 1 or 2" if is_datum else "null"
+            raise InvalidLoss(f"{name}: the number of dimensions of an input must be {expected}, not {rank!r:.20}")
+    readable = {*OUTPUTS[loss.source], *(f"{loss.input_prefix}{name}" for name in loss.inputs)}
+    readable |= {f"hyperparameters.{name}" for name, each in loss.hyperparameters.items() if not each.fixed}
+    if unknown := [target for target in loss.program.graph.inputs if target not in readable]:
         raise InvalidLoss(f"the graph reads {unknown[0]!r:.140}, which is not one of its inputs")
 
 
@@ -264,18 +269,14 @@ def _check_output(loss: GraphLoss) -> None:
             raise InvalidLoss(f"the metric {name!r} must be {'a tensor' if is_datum else 'a number or a tensor'}")
 
 
-# The name of an input that multiplies the loss, for servers that have no other way to scale it.
-SCALE = "loss_scale"
-
-
-def select_inputs(loss: GraphLoss, given: Mapping[str, TensorData]) -> dict[str, TensorData]:
+def select_inputs(loss: GraphLoss, inputs: Mapping[str, TensorData]) -> dict[str, TensorData]:
     """Returns the inputs that a loss reads from a datum, without `logprobs`; sparse ones stay sparse."""
     selected: dict[str, TensorData] = {}
     for input_name, rank in loss.inputs.items():
         name = "target_tokens" if input_name == "logprobs" else input_name
-        if name not in given:
+        if name not in inputs:
             raise MissingInput(f"{name}: missing; {loss.name} reads it")
-        tensor = given[name]
+        tensor = inputs[name]
         if rank == 0 and tensor.shape == [1]:  # protobuf does not distinguish a scalar from a vector of length 1
             tensor = TensorData(tensor.to_numpy().reshape(()))
         if len(tensor.shape) != rank:
@@ -309,7 +310,7 @@ def scale_by_input(loss: GraphLoss) -> GraphLoss:
     graph, count = loss.program.graph, len(loss.program.graph.inputs)
 
     def moved(value: Any) -> Any:
-        return mapped(value, lambda part: Ref(part.node + (part.node >= count)) if isinstance(part, Ref) else part)
+        return map_leaves(value, lambda part: Ref(part.node + (part.node >= count)) if isinstance(part, Ref) else part)
 
     value, metrics = moved(graph.output)
     calls = [replace(node, args=moved(node.args), kwargs=moved(dict(node.kwargs))) for node in graph.calls]

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss
-from tinker_lightning.losses.library import checked, is_of_library
+from tinker_lightning.losses.library import check_datums, is_of_library
 from tinker_lightning.losses.surrogate import function_name
 from tinker_lightning.lossgraph.graph_loss import BATCH_SOURCES, GraphLoss, LossFnOutput, check_name
 from tinker_lightning.lossgraph.settings import (
     Hyperparameter,
     cast_like_defaults,
     check_settings,
-    unknown_setting,
+    unknown_setting_message,
 )
-from tinker_lightning.lossgraph.tracing.trace import accepts_any_setting, read_hyperparameters, trace_batch_loss
+from tinker_lightning.lossgraph.trace import accepts_any_setting, read_hyperparameters, trace_batch_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from tinker_lightning.lossgraph.graph import Graph
     from tinker_lightning.lossgraph.graph_loss import Source
-    from tinker_lightning.lossgraph.graphs.graph import Graph
     from tinker_lightning.lossgraph.settings import Setting
     from tinker_lightning.types import Datum
 
@@ -63,7 +63,7 @@ class _Upload:
 class ServerLoss:
     """A server-side loss. Pass it, or its name, to `forward_backward`; a call runs the function locally.
 
-    Set `of_lists` if the function takes lists of datums and log-probabilities, like `RemoteModule.loss`.
+    Set `takes_lists` if the function takes lists of datums and log-probabilities, like `RemoteModule.loss`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ServerLoss:
         fixed: Mapping[str, Setting],
         *,
         trace: bool,
-        of_lists: bool = False,
+        takes_lists: bool = False,
     ) -> None:
         self.name = name
         self.server = server
@@ -83,16 +83,16 @@ class ServerLoss:
         self.function = function
         self._fixed = dict(fixed)
         self._trace = trace
-        self._of_lists = of_lists
+        self._of_lists = takes_lists
         self._uploads: list[_Upload] = []  # least recently used first
         self._function_id: str | None = None
         defaults = read_hyperparameters(function, source)
         self._accepts_any_setting = accepts_any_setting(function)
         if not self._accepts_any_setting and (unknown := [key for key in fixed if key not in defaults]):
             raise InvalidLoss(f"{name} has no hyperparameter {unknown[0]!r}; it has {', '.join(defaults) or 'none'}")
-        self._known = {key: Hyperparameter(value) for key, value in {**defaults, **fixed}.items()}
+        self._hyperparameters = {key: Hyperparameter(value) for key, value in {**defaults, **fixed}.items()}
         if trace:
-            self._uploaded({}, None)
+            self._upload({}, None)
         else:
             self._register_function()
         functools.update_wrapper(self, function, updated=())
@@ -110,13 +110,15 @@ class ServerLoss:
         self._check_fixed(config)
         if not self._trace:
             return self._function_id or self._register_function(), dict(config)
-        if not self._accepts_any_setting and (unknown := [name for name in config if name not in self._known]):
-            raise InvalidInput(unknown_setting(self.name, unknown[0], self._known))
-        upload = self._uploaded(cast_like_defaults(self._known, config), frozenset(present))
-        known_there = upload.loss.hyperparameters
-        carried = {name: value for name, value in config.items() if not known_there[name].fixed}
-        check_settings(self.name, known_there, carried)
-        return upload.loss_id, carried
+        if not self._accepts_any_setting and (
+            unknown := [name for name in config if name not in self._hyperparameters]
+        ):
+            raise InvalidInput(unknown_setting_message(self.name, unknown[0], self._hyperparameters))
+        upload = self._upload(cast_like_defaults(self._hyperparameters, config), frozenset(present))
+        hyperparameters = upload.loss.hyperparameters
+        sent = {name: value for name, value in config.items() if not hyperparameters[name].fixed}
+        check_settings(self.name, hyperparameters, sent)
+        return upload.loss_id, sent
 
     def invalidate(self, loss_id: str) -> None:
         """Marks the loss for another upload, because a pass failed and the server may have evicted it."""
@@ -139,21 +141,21 @@ class ServerLoss:
         """Whether it is a loss of `tinker_lightning.losses`, whose inputs can be checked locally."""
         return self.source == "logprobs" and is_of_library(self.function)
 
-    def checked(self, data: Sequence[Datum], config: Mapping[str, Any]) -> list[Datum]:
+    def check_datums(self, data: Sequence[Datum], config: Mapping[str, Any]) -> list[Datum]:
         """Returns the datums to send for a loss of the library; raises `InvalidInput` if it does not accept them."""
-        return checked(self.function, data, {**self._fixed, **config})
+        return check_datums(self.function, data, {**self._fixed, **config})
 
-    def _check_fixed(self, given: Mapping[str, Any]) -> None:
-        for name in given.keys() & self._fixed.keys():
-            if given[name] != self._fixed[name]:
+    def _check_fixed(self, config: Mapping[str, Any]) -> None:
+        for name in config.keys() & self._fixed.keys():
+            if config[name] != self._fixed[name]:
                 raise InvalidInput(
                     f"loss_fn_config: {name} of {self.name} was fixed to {self._fixed[name]!r} by custom_loss and "
-                    f"cannot be {given[name]!r} in a call. Do not pass it to custom_loss if calls should set it."
+                    f"cannot be {config[name]!r} in a call. Do not pass it to custom_loss if calls should set it."
                 )
 
-    def _uploaded(self, config: Mapping[str, Any], present: frozenset[str] | None) -> _Upload:
+    def _upload(self, config: Mapping[str, Any], present: frozenset[str] | None) -> _Upload:
         """Returns the graph for these settings and inputs, after uploading it if necessary."""
-        values = {**{name: each.default for name, each in self._known.items()}, **config}
+        values = {**{name: each.default for name, each in self._hyperparameters.items()}, **config}
         upload = next((each for each in reversed(self._uploads) if each.loss.fits(values, present)), None)
         if upload is None:
             loss = trace_batch_loss(
@@ -163,7 +165,7 @@ class ServerLoss:
                 self._fixed,
                 settings=config,
                 present=present,
-                of_lists=self._of_lists,
+                takes_lists=self._of_lists,
             )
             upload = _Upload(loss)
         if not upload.is_uploaded:
@@ -196,8 +198,8 @@ def custom_loss(
 
     Args:
         client: The client that `connect()` returns, or a training client created by it; they share their losses.
-        name: The name of the loss, by default that of the function. Required for a lambda.
-        on: What the loss is computed from.
+        name: The name of the loss, by default the name of the function. Required for a lambda.
+        on: The output of the model that the loss is computed from.
         trace: If False, the function itself is registered in a trainer of this process, or sent pickled, which a server
             accepts only if it was started with `--allow-pickled-losses`.
         **fixed: Values of hyperparameters that calls cannot change.
@@ -222,14 +224,14 @@ def custom_loss(
     def decorate(function: Callable[..., Any]) -> ServerLoss:
         if not callable(function):
             raise InvalidLoss(f"custom_loss decorates functions, got {type(function).__name__}")
-        called = name or function_name(function)
+        loss_name = name or function_name(function)
         try:
-            check_name(called)
+            check_name(loss_name)
         except InvalidLoss as error:
             fix = "" if name else ". Give it a name: custom_loss(client, name='my_loss')"
             raise InvalidLoss(f"{error}{fix}") from None
-        loss = ServerLoss(server, called, function, on, fixed, trace=trace)
-        server.by_name[called] = loss
+        loss = ServerLoss(server, loss_name, function, on, fixed, trace=trace)
+        server.by_name[loss_name] = loss
         return loss
 
     return decorate

@@ -1,4 +1,4 @@
-"""The settings of a loss: what a call may change, and what the graph has fixed."""
+"""Settings of a loss: their defaults, their types, and whether a call may change them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from tinker_lightning.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 Setting: TypeAlias = float | int | str | bool | None
 
@@ -25,40 +25,44 @@ class Hyperparameter:
 
 
 def check_settings(
-    loss: str, known: Mapping[str, Hyperparameter], given: Mapping[str, Any], *, accepts_any_setting: bool = False
+    loss: str,
+    hyperparameters: Mapping[str, Hyperparameter],
+    config: Mapping[str, Any],
+    *,
+    accepts_any_setting: bool = False,
 ) -> dict[str, Setting]:
-    """Returns all settings of a loss, the defaults overridden by `given`; raises `InvalidInput` if one is invalid."""
-    values = {name: each.default for name, each in known.items()}
-    for name, value in cast_like_defaults(known, given).items():
-        if name not in known:
+    """Returns all settings of a loss, the defaults overridden by `config`; raises `InvalidInput` if one is invalid."""
+    values = {name: each.default for name, each in hyperparameters.items()}
+    for name, value in cast_like_defaults(hyperparameters, config).items():
+        if name not in hyperparameters:
             if accepts_any_setting:
                 values[name] = value
                 continue
-            raise InvalidInput(unknown_setting(loss, name, known))
-        default = known[name].default
-        if known[name].fixed and value != default:
+            raise InvalidInput(unknown_setting_message(loss, name, hyperparameters))
+        default = hyperparameters[name].default
+        if hyperparameters[name].fixed and value != default:
             raise InvalidInput(
                 f"loss_fn_config: {name} of {loss} is fixed to {default!r}, because the control flow of the function "
                 f"depends on it. Register the loss under another name with {name}={value!r}."
             )
         is_number = isinstance(value, int | float)
         is_wrong = not math.isfinite(value) if is_number else isinstance(default, int | float)
-        if is_wrong and not known[name].fixed:
+        if is_wrong and not hyperparameters[name].fixed:
             raise InvalidInput(f"loss_fn_config: {name} must be a finite number, got {value!r}")
         values[name] = value
     return values
 
 
-def unknown_setting(loss: str, name: str, known: Mapping[str, Any]) -> str:
+def unknown_setting_message(loss: str, name: str, valid: Iterable[str]) -> str:
     """Returns the message for a setting that a loss does not have."""
-    return f"loss_fn_config: {loss} has no setting {name!r}; it takes {', '.join(known) or 'no settings'}"
+    return f"loss_fn_config: {loss} has no setting {name!r}; it takes {', '.join(valid) or 'no settings'}"
 
 
-def cast_like_defaults(known: Mapping[str, Hyperparameter], given: Mapping[str, Any]) -> dict[str, Any]:
+def cast_like_defaults(hyperparameters: Mapping[str, Hyperparameter], config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns settings with the types of their defaults, because all numbers on the wire are floats."""
-    values = {name: to_python(value) for name, value in given.items()}
-    for name in known.keys() & values.keys():
-        value, default = values[name], known[name].default
+    values = {name: to_python(value) for name, value in config.items()}
+    for name in hyperparameters.keys() & values.keys():
+        value, default = values[name], hyperparameters[name].default
         if isinstance(value, float) and isinstance(default, int) and value.is_integer():
             values[name] = type(default)(value)
         elif isinstance(value, int) and isinstance(default, float):

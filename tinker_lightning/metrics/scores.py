@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,6 +26,7 @@ class _Mean(Metric):
         self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("weight", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
+    @override
     def _apply(self, fn: Any, exclude_state: Sequence[str] = ()) -> Self:
         """Keeps the sums on the CPU in float64: half precision would saturate, and some devices lack float64."""
         del fn, exclude_state
@@ -36,6 +38,7 @@ class _Mean(Metric):
         self.total = self.total + (values * weights).sum()
         self.weight = self.weight + weights.sum()
 
+    @override
     def compute(self) -> Tensor:
         """Returns the mean; NaN if there is nothing."""
         return (self.total / self.weight).float()
@@ -53,6 +56,7 @@ class TokenNLL(_Mean):
 
     higher_is_better = False
 
+    @override
     def update(self, logprobs: Tensor, weights: Tensor) -> None:
         """Adds the tokens of a batch."""
         self._add(-logprobs.cpu().double(), weights.cpu().double())
@@ -67,6 +71,7 @@ class TokenPerplexity(TokenNLL):
     tensor(1.)
     """
 
+    @override
     def compute(self) -> Tensor:
         """Returns the perplexity of all tokens; NaN if there are none."""
         return super().compute().exp()
@@ -87,11 +92,13 @@ class BitsPerByte(TokenNLL):
         super().__init__()
         self.add_state("num_bytes", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
+    @override
     def update(self, logprobs: Tensor, weights: Tensor, num_bytes: int = 0) -> None:
         """Adds the tokens of a batch and the number of bytes of the text that they stand for."""
         super().update(logprobs, weights)
         self.num_bytes = self.num_bytes + num_bytes
 
+    @override
     def compute(self) -> Tensor:
         """Returns the bits per byte; NaN if there is no text."""
         return (self.total / self.num_bytes / math.log(2)).float()
@@ -108,6 +115,7 @@ class RewardMargin(_Mean):
 
     higher_is_better = True
 
+    @override
     def update(self, chosen: Tensor, rejected: Tensor) -> None:
         """Adds the rewards of pairs, `[B]` each."""
         self._add(chosen.cpu().double() - rejected.cpu().double())
@@ -124,6 +132,7 @@ class RewardAccuracy(_Mean):
 
     higher_is_better = True
 
+    @override
     def update(self, chosen: Tensor, rejected: Tensor) -> None:
         """Adds the rewards of pairs, `[B]` each."""
         self._add((chosen > rejected).cpu().double())

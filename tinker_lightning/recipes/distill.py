@@ -1,4 +1,8 @@
-"""Distillation: a student learns the probabilities of a teacher."""
+"""Distillation: a student learns the probabilities of a teacher.
+
+`Distill` is the recipe, on the student's own samples or on texts. `Teacher` requests log-probabilities and the most
+likely tokens from the teacher's server.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,14 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from typing_extensions import override
 
 from tinker_lightning.client import connect
 from tinker_lightning.client.sdk.inputs import to_datum
 from tinker_lightning.errors import InvalidDatum, InvalidInput, ModelNotFound
 from tinker_lightning.lightning.hyperparameters import Secret
 from tinker_lightning.lightning.module import RemoteModule
-from tinker_lightning.recipes.references import NAME, References, sequence_of
+from tinker_lightning.recipes.references import REFERENCE, References, whole_sequence
 from tinker_lightning.recipes.rollout_module import RolloutModule
 from tinker_lightning.types import ModelInput, SamplingParams
 
@@ -50,7 +55,7 @@ class Distill(RolloutModule):
             client. It must have the student's vocabulary.
         teacher_url: The URL of the teacher's server; by default the student's.
         teacher_api_key: The API key of the teacher's server.
-        top_k: How many of the teacher's most likely tokens are targets off-policy; None for on-policy.
+        top_k: The number of the teacher's most likely tokens that are targets off-policy; None for on-policy.
         loss: The loss, by default `importance_sampling` on-policy, and off-policy `cross_entropy`, in which targets
             have the teacher's probabilities as weights. A function such as `losses.topk_distillation` gets
             `teacher_logprobs` off-policy, and weights without probabilities.
@@ -93,11 +98,13 @@ class Distill(RolloutModule):
         key = None if teacher_api_key is None else Secret(teacher_api_key)
         self._teacher = Teacher(self.lm, lambda: self.tokenizer, teacher, teacher_url, key)
 
+    @override
     def on_fit_start(self) -> None:
         """Opens the teacher before the first step."""
         super().on_fit_start()
         self._teacher.open()
 
+    @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
         """Trains on the groups of a `RolloutLoader`, or with `top_k` on datums."""
         if self.top_k is None:
@@ -106,29 +113,33 @@ class Distill(RolloutModule):
 
     # On-policy.
 
+    @override
     def advantages(self, group: Group) -> Sequence[float]:
         """Returns 1 for each episode: all of them are trained, whatever their reward."""
         return [1.0] * len(group.trajectories)
 
+    @override
     def request(self, group: Group, data: list[Datum]) -> None:
         """Requests the teacher's log-probabilities."""
         del group
         self._teacher.request(data)
 
+    @override
     def with_inputs(self, trained: TrainedGroup) -> list[Datum]:
-        """Returns the datums with `reference_logprobs`, those of the teacher, and the advantages they give."""
+        """Returns the datums with the teacher's `reference_logprobs` and the advantages that follow from them."""
         data = self._teacher.add_to(trained.data)
         masks = [datum.loss_fn_inputs["mask"].to_numpy() != 0 for datum in data]
         gaps = [
-            np.where(mask, inputs[NAME].to_numpy() - inputs["logprobs"].to_numpy(), 0.0)
+            np.where(mask, inputs[REFERENCE].to_numpy() - inputs["logprobs"].to_numpy(), 0.0)
             for mask, inputs in zip(masks, (datum.loss_fn_inputs for datum in data), strict=True)
         ]
         self._gaps += [float(gap.sum()) for gap in gaps]
         if self.baseline is not None:
-            means = _means_of_others(trained.episodes, gaps, [int(mask.sum()) for mask in masks])
+            means = _leave_one_out_means(trained.episodes, gaps, [int(mask.sum()) for mask in masks])
             gaps = [np.where(mask, gap - mean, 0.0) for mask, gap, mean in zip(masks, gaps, means, strict=True)]
         return [datum.with_inputs(advantages=self.kl_coefficient * gap) for datum, gap in zip(data, gaps, strict=True)]
 
+    @override
     def _loss(self, trained: list[TrainedGroup], planned: int) -> Tensor:
         self._gaps.clear()
         loss = super()._loss(trained, planned)
@@ -139,19 +150,21 @@ class Distill(RolloutModule):
 
     # Off-policy.
 
+    @override
     def chosen_route(self) -> Route:
-        """Returns where the loss runs: that of groups on-policy, `loss` alone off-policy."""
+        """Returns the route of the loss of groups on-policy, and of `loss` alone off-policy."""
         return super().chosen_route() if self.top_k is None else RemoteModule.chosen_route(self)
 
+    @override
     def datums(self, batch: Any) -> list[Any]:
         """Returns the datums of a batch; with `top_k`, their targets are the teacher's most likely tokens."""
         data = super().datums(batch)
         if self.top_k is None:
             return data
-        given = [to_datum(datum) for datum in data]
+        texts = [to_datum(datum) for datum in data]
         return [
             self._targets(datum, *top)
-            for datum, top in zip(given, self._teacher.top_targets(given, self.top_k), strict=True)
+            for datum, top in zip(texts, self._teacher.top_targets(texts, self.top_k), strict=True)
         ]
 
     def _targets(self, datum: Datum, tokens_TK: Any, logprobs_TK: Any) -> Datum:
@@ -167,6 +180,7 @@ class Distill(RolloutModule):
 
     # The session with the teacher's server ends with the module.
 
+    @override
     def close(self) -> None:
         """Ends the sessions with the servers, if this module has opened them."""
         self._teacher.close()
@@ -179,7 +193,7 @@ class Distill(RolloutModule):
         super().__exit__(kind, error, traceback)
 
 
-def _means_of_others(episodes: Sequence[int], gaps: Sequence[Any], tokens: Sequence[int]) -> list[float]:
+def _leave_one_out_means(episodes: Sequence[int], gaps: Sequence[Any], tokens: Sequence[int]) -> list[float]:
     """Returns, for each datum, the mean gap of the tokens of all other episodes; 0 if they have none."""
     sums: dict[int, float] = defaultdict(float)
     counts: dict[int, int] = defaultdict(int)
@@ -197,7 +211,7 @@ class Teacher(References):
         lm: The student.
         tokenizer: Returns the tokenizer of the student.
         teacher: The name of a base model, the `tinker://` path of saved sampler weights, or a sampling client.
-        url: The URL of the teacher's server; by default that of the student.
+        url: The URL of the teacher's server; by default the student's server.
         api_key: The API key of the teacher's server.
     """
 
@@ -216,15 +230,16 @@ class Teacher(References):
         self._service: ServiceClient | None = None
         self._top: dict[bytes, tuple[Any, Any]] = {}
 
+    @override
     def open(self) -> tuple[str, Any]:
         """Returns the name of the teacher and a client that samples from it, created once."""
         if self._opened is None:
             client = self._client()
             try:
-                theirs = client.get_tokenizer().get_vocab()
+                vocabulary = client.get_tokenizer().get_vocab()
             except ModelNotFound:  # some servers do not name a tokenizer
-                theirs = None
-            if theirs is not None and theirs != self._tokenizer().get_vocab():
+                vocabulary = None
+            if vocabulary is not None and vocabulary != self._tokenizer().get_vocab():
                 raise InvalidInput(
                     "the teacher has another vocabulary than the student, so their probabilities cannot be compared "
                     "token by token. Choose a teacher of the same family, or train on its texts with SFT."
@@ -248,7 +263,7 @@ class Teacher(References):
         pending = {}
         for key, datum in zip(keys, data, strict=True):
             if key not in self._top and key not in pending:
-                tokens = sequence_of(datum)
+                tokens = whole_sequence(datum)
                 pending[key] = client.sample(ModelInput.from_ints(tokens), 1, sampling, topk_prompt_logprobs=k)
                 self._lm.handle.remote.tokens.prefilled += len(tokens)
         for key, future in pending.items():

@@ -1,4 +1,4 @@
-"""Direct preference optimization and its relatives."""
+"""Preference optimization: DPO, IPO, SimPO and ORPO."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from typing_extensions import override
 
 from tinker_lightning import losses
 from tinker_lightning.client.sdk.inputs import to_datum
-from tinker_lightning.errors import InvalidDatum, InvalidInput
+from tinker_lightning.errors import InvalidDatum, InvalidInput, check_choice
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.losses.library import check_settings
 from tinker_lightning.recipes.references import References
-from tinker_lightning.rows.batches import in_row
+from tinker_lightning.rows.batches import convert_row
 from tinker_lightning.rows.formats import DatumLike, RowFormat
 
 if TYPE_CHECKING:
@@ -76,39 +77,40 @@ class DPO(RemoteModule):
         **settings: Any,
     ) -> None:
         super().__init__(model, **settings)
-        if loss_type not in LOSSES:
-            raise InvalidInput(f"loss_type must be one of {', '.join(LOSSES)}, got {loss_type!r}")
+        check_choice("loss_type", loss_type, LOSSES)
         options = {
             "beta": beta,
             "margin": margin,
             "label_smoothing": label_smoothing,
             "length_normalized": length_normalized,
         }
-        given = {name: value for name, value in options.items() if value is not None}
+        loss_settings = {name: value for name, value in options.items() if value is not None}
         try:
-            check_settings(LOSSES[loss_type], given)
+            check_settings(LOSSES[loss_type], loss_settings)
         except InvalidInput as error:
             raise InvalidInput(str(error).removeprefix("loss_fn_config: ")) from None
         if reference != "base" and "://" not in reference:
             raise InvalidInput(
                 f"reference must be 'base' or the tinker:// path of saved sampler weights, got {reference!r}"
             )
-        self._preference_loss = partial(LOSSES[loss_type], **given)
+        self._preference_loss = partial(LOSSES[loss_type], **loss_settings)
         self._references: References | None = None
         if loss_type in _WITH_REFERENCE:
             self._references = References(self.lm, reference, reference_cache)
 
+    @override
     def on_fit_start(self) -> None:
         """Opens the reference model before the first step."""
         if self._references is not None:
             self._references.open()
 
+    @override
     def datums(self, batch: Any) -> list[Any]:
         """Returns the datums of a batch of pairs, chosen and rejected in turn, and requests their references."""
         items = batch if isinstance(batch, Sequence) and not isinstance(batch, str) else [batch]
         if not items:
             raise InvalidDatum("the batch has no pairs; drop empty batches in the loader")
-        data = [datum for i, item in enumerate(items) for datum in self._of_pair(i, item)]
+        data = [datum for i, item in enumerate(items) for datum in self._pair_datums(i, item)]
         if len(data) % 2:
             raise InvalidDatum(
                 f"the batch has {len(data)} datums, which are not pairs of chosen and rejected. Let each row of the "
@@ -125,15 +127,16 @@ class DPO(RemoteModule):
             self._references.request(data)
         return data
 
+    @override
     def loss(self, data: list[Any], logprobs: list[Tensor]) -> tuple[Tensor, Mapping[str, Any]]:
         """Returns the loss of pairs, chosen and rejected in turn, and their rewards. Override it."""
         return self._preference_loss(self.with_references(data), logprobs)  # type: ignore[no-any-return]
 
     def with_references(self, data: list[Any]) -> list[Any]:
-        """Returns datums with `reference_logprobs`; waits for those that have not arrived."""
+        """Returns datums with `reference_logprobs`; waits for pending requests."""
         return data if self._references is None else self._references.add_to(data)
 
-    def _of_pair(self, index: int, item: Any) -> Sequence[Any]:
+    def _pair_datums(self, index: int, item: Any) -> Sequence[Any]:
         if isinstance(item, DatumLike):
             return [item]
         if isinstance(item, list | tuple) and item and all(isinstance(one, DatumLike) for one in item):
@@ -143,7 +146,7 @@ class DPO(RemoteModule):
                     "collate_fn=tinker_lightning.collate to the DataLoader: torch's default one transposes pairs."
                 )
             return item
-        return in_row(index, RowFormat(self.tokenizer).pair, item)
+        return convert_row(index, RowFormat(self.tokenizer).pair, item)
 
 
 def _same_prompt(chosen: Datum, rejected: Datum) -> bool:

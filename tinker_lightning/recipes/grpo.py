@@ -1,4 +1,4 @@
-"""Reinforcement learning by comparing the answers to a prompt with each other."""
+"""Group relative policy optimization: reinforcement learning that compares the answers to a prompt."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
+from typing_extensions import override
 
-from tinker_lightning.errors import InvalidInput, TinkerLightningError
-from tinker_lightning.losses.advantages import check_grouping, group_advantages
-from tinker_lightning.losses.kl import Estimator, check_estimator, kl_estimate
-from tinker_lightning.recipes.references import NAME, References
-from tinker_lightning.recipes.rollout_metrics import kl_reference_of
+from tinker_lightning.errors import InvalidInput, TinkerLightningError, check_choice
+from tinker_lightning.losses.kl import ESTIMATORS, Estimator, kl_estimate
+from tinker_lightning.losses.policy import check_grouping, group_advantages
+from tinker_lightning.recipes.references import REFERENCE, References
+from tinker_lightning.recipes.rollout_metrics import reference_metrics
 from tinker_lightning.recipes.rollout_module import RolloutModule
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinker_lightning.recipes.group_loss import Normalize, TrainedGroup
-    from tinker_lightning.recipes.rollout_metrics import Scored
+    from tinker_lightning.recipes.rollout_metrics import ScoredGroup
     from tinker_lightning.rl.groups import Group
     from tinker_lightning.types import Datum
 
@@ -37,7 +38,7 @@ class GRPO(RolloutModule):
     Args:
         model: The name of a base model (default: `TINKER_BASE_MODEL`), or a training client of any SDK.
         loss: `importance_sampling`, `ppo`, `cispo`, `gspo` or `dro`, or a function of datums, which have `advantages`,
-            `logprobs` (the sampler's) and `mask` (1 on sampled tokens), and log-probabilities.
+            `logprobs` (of the sampler) and `mask` (1 on sampled tokens), and log-probabilities.
         loss_config: The settings of the loss, for example `{"clip_high_threshold": 1.28}`.
         baseline: What a reward is compared with: the `mean` of its group, the mean of the others (`leave_one_out`), or
             a number.
@@ -48,11 +49,11 @@ class GRPO(RolloutModule):
             of groups.
         kl_coefficient: The weight of the divergence from the reference model; 0 for none.
         kl_in: Whether the divergence is part of the `loss`, or subtracted from the `advantage` of each token.
-        kl_estimator: How the loss estimates it; see `losses.kl`.
+        kl_estimator: The estimator of the divergence in the loss; see `losses.kl`.
         reference: `base` for the base model, or the `tinker://` path of saved sampler weights. Its divergence is
             logged with every step that the trainer logs, which takes a forward pass of that model; None for none.
         max_ratio: Truncated importance sampling: the largest weight of a token that the sampler found less likely than
-            the trainer does. None for no limit other than that of the loss.
+            the trainer does. None for no limit other than the one of the loss.
         ratio_bounds: Answers are left out if the geometric mean of their tokens' ratios of trainer to sampler lies
             outside of these two bounds.
         truncated: What to do with answers that were cut: `train` on them like on others, `mask` them, or `penalize`
@@ -82,14 +83,14 @@ class GRPO(RolloutModule):
     ) -> None:
         super().__init__(model, loss=loss, loss_config=loss_config, normalize=normalize, **settings)
         check_grouping(baseline, None)
-        check_estimator(kl_estimator)
+        check_choice("estimator", kl_estimator, ESTIMATORS)
         if scale_rewards and not isinstance(baseline, str):
             raise InvalidInput(
                 f"a numeric baseline ({baseline}) cannot be combined with scale_rewards=True, because equal or single "
                 "rewards have no standard deviation. Pass scale_rewards=False."
             )
-        _check_choice("kl_in", kl_in, ("loss", "advantage"))
-        _check_choice("truncated", truncated, ("train", "mask", "penalize"))
+        check_choice("kl_in", kl_in, ("loss", "advantage"))
+        check_choice("truncated", truncated, ("train", "mask", "penalize"))
         if kl_coefficient < 0:
             raise InvalidInput(f"kl_coefficient must be at least 0, got {kl_coefficient}")
         if kl_coefficient and reference is None:
@@ -109,6 +110,7 @@ class GRPO(RolloutModule):
         self.truncation_penalty = truncation_penalty
         self._references = None if reference is None else References(self.lm, reference, None, keep=False)
 
+    @override
     def advantages(self, group: Group) -> Sequence[float] | None:
         """Returns how much better each episode is than the others; None if all rewards are equal. Override it."""
         scored = group.scored
@@ -122,27 +124,28 @@ class GRPO(RolloutModule):
         if isinstance(self.baseline, str) and max(rewards) == min(rewards):
             return None
         values = iter(group_advantages(rewards, baseline=self.baseline, scale=self.scale_rewards).tolist())
-        found = [next(values) if each.is_scored else torch.nan for each in group.trajectories]
+        advantages = [next(values) if each.is_scored else torch.nan for each in group.trajectories]
         if self.truncated == "mask":
-            pairs = zip(found, group.trajectories, strict=True)
-            found = [torch.nan if each.truncated else advantage for advantage, each in pairs]
-        return found
+            pairs = zip(advantages, group.trajectories, strict=True)
+            advantages = [torch.nan if each.truncated else advantage for advantage, each in pairs]
+        return advantages
 
     def _is_penalized(self, trajectory: Any) -> bool:
         return self.truncated == "penalize" and trajectory.truncated
 
+    @override
     def request(self, group: Group, data: list[Datum]) -> None:
         """Requests the log-probabilities of the reference model, if they are trained with or logged."""
         del group
-        self._ask_reference(lambda references: references.request(data))
+        self._try_reference(lambda references: references.request(data))
 
-    def _ask_reference(self, ask: Callable[[References], T]) -> T | None:
-        """Asks the reference model. If that fails, and is only logged, it is not asked again."""
+    def _try_reference(self, call: Callable[[References], T]) -> T | None:
+        """Calls the reference model. If that fails, and its metrics are only logged, it is not called again."""
         references = self._references
         if references is None or not (self.kl_coefficient or self.logs_now):
             return None
         try:
-            return ask(references)
+            return call(references)
         except TinkerLightningError as error:
             if self.kl_coefficient:
                 raise
@@ -152,14 +155,16 @@ class GRPO(RolloutModule):
             )
             return None
 
+    @override
     def with_inputs(self, trained: TrainedGroup) -> list[Datum]:
         """Returns the datums of a group with their advantages, and what else the loss needs."""
         data = super().with_inputs(trained)
         data = [datum.with_inputs(sequence_ratio_mask=datum.loss_fn_inputs["mask"]) for datum in data]
-        data = self._ask_reference(lambda references: references.add_to(data)) or data
+        data = self._try_reference(lambda references: references.add_to(data)) or data
         return self._with_penalty(data) if self.kl_coefficient and self.kl_in == "advantage" else data
 
     @property
+    @override
     def can_defer(self) -> bool:
         """Whether the loss of a group is `loss` alone, so that a server can compute it in one pass."""
         adds_kl = self.kl_coefficient > 0 and self.kl_in == "loss"
@@ -167,26 +172,27 @@ class GRPO(RolloutModule):
         is_own = type(self).group_loss is not GRPO.group_loss
         return self.normalize != "sequence" and not (adds_kl or corrects or is_own or self._holds_all_tokens)
 
+    @override
     def group_loss(
         self, trained: TrainedGroup, data: list[Datum], logprobs: list[Tensor]
     ) -> tuple[Tensor, Mapping[str, Any]]:
         """Returns the loss of a group, with the divergence from the reference if it is part of the loss."""
         data, corrections = self._corrected(trained, data, logprobs)
         loss, metrics = super().group_loss(trained, data, logprobs)
-        found = {**metrics, **corrections}
         if self.kl_coefficient and self.kl_in == "loss":
             for datum, p, share in zip(data, logprobs, self.shares(trained), strict=True):
-                kl = torch.where(_mask(datum), kl_estimate(p, _input(datum, NAME), self.kl_estimator), 0.0)
+                kl = torch.where(_mask(datum), kl_estimate(p, _input(datum, REFERENCE), self.kl_estimator), 0.0)
                 loss = loss + self.kl_coefficient * share * kl.sum()
-        return loss, found
+        return loss, {**metrics, **corrections}
 
-    def policy_metrics(self, scores: Sequence[Scored]) -> dict[str, float]:
+    @override
+    def policy_metrics(self, scores: Sequence[ScoredGroup]) -> dict[str, float]:
         """Returns metrics of sampled tokens, with the divergence from the reference model."""
-        return {**super().policy_metrics(scores), **kl_reference_of(scores, self.kl_estimator)}
+        return {**super().policy_metrics(scores), **reference_metrics(scores, self.kl_estimator)}
 
     def _with_penalty(self, data: list[Datum]) -> list[Datum]:
         """Subtracts the divergence of the sampler from the reference from each token's advantage, less its mean."""
-        gaps = [_input(datum, "logprobs") - _input(datum, NAME) for datum in data]
+        gaps = [_input(datum, "logprobs") - _input(datum, REFERENCE) for datum in data]
         mean = torch.cat([gap[_mask(datum)] for datum, gap in zip(data, gaps, strict=True)]).mean()
         return [
             datum.with_inputs(
@@ -214,7 +220,7 @@ class GRPO(RolloutModule):
             low, high = self.ratio_bounds
             kept = {}
             for episode in set(trained.episodes):
-                own = [i for i, of in enumerate(trained.episodes) if of == episode]
+                own = [i for i, each in enumerate(trained.episodes) if each == episode]
                 total, tokens = sum(gaps[i].sum() for i in own), sum(masks[i].sum() for i in own)
                 kept[episode] = float(low <= float(torch.exp(torch.as_tensor(total / tokens))) <= high)
             metrics["policy/masked_sequences"] = 1 - sum(kept.values()) / len(kept)
@@ -241,8 +247,3 @@ def _input(datum: Datum, name: str) -> Tensor:
 
 def _mask(datum: Datum) -> Tensor:
     return _input(datum, "mask") != 0
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise InvalidInput(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -1,4 +1,4 @@
-"""A learning rate to start from."""
+"""Recommended learning rates for LoRA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
 _BATCH_SIZE = 128
 
 # Models whose configuration cannot be read without an account or a network, by family and hidden size.
-_KNOWN = {
+_MODELS = {
     "tiny": ("llama", 64),
     "smollm2-135m": ("llama", 576),
     "meta-llama/Llama-3.2-1B": ("llama", 2048),
@@ -37,7 +37,7 @@ def recommended_lr(model: str, *, batch_size: int = _BATCH_SIZE) -> float:
     """Returns a learning rate for LoRA: `5e-5 · 10 · (2000 / hidden size)^p · sqrt(batch size / 128)`.
 
     The exponent `p` was fitted for Llama (0.781) and Qwen (0.0775); it does not depend on the rank. Losses are means
-    over tokens, as those of `RemoteModule` are.
+    over tokens, as in `RemoteModule`.
 
     Args:
         model: A model of the embedded trainer, a hub id or a folder.
@@ -51,7 +51,7 @@ def recommended_lr(model: str, *, batch_size: int = _BATCH_SIZE) -> float:
     """
     if batch_size < 1:
         raise InvalidInput(f"batch_size must be at least 1, got {batch_size}")
-    family, size = _KNOWN.get(model) or _read(model)
+    family, size = _MODELS.get(model) or _read(model)
     exponent = next((value for name, value in _EXPONENTS.items() if name in family), None)
     if exponent is None:
         raise InvalidInput(

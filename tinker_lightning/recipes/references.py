@@ -1,4 +1,4 @@
-"""The log-probabilities of a reference model, requested without waiting and kept by content."""
+"""Log-probabilities of a reference model, requested without waiting and cached by content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tinker_lightning.remote.lm import RemoteLM
     from tinker_lightning.types import Datum
 
-NAME = "reference_logprobs"
+REFERENCE = "reference_logprobs"
 
 
 class References:
@@ -32,7 +32,7 @@ class References:
         lm: The model that is trained.
         reference: `base` for its base model, or the path of saved sampler weights.
         cache: A file that keeps the log-probabilities.
-        keep: Whether to keep them in memory, because datums come again.
+        keep: Whether to keep them in memory for datums that are trained again.
     """
 
     def __init__(self, lm: RemoteLM, reference: str, cache: str | Path | None, *, keep: bool = True) -> None:
@@ -42,7 +42,7 @@ class References:
         self._keep = keep
         self._opened: tuple[str, Any] | None = None
         self._pending: dict[bytes, Any] = {}
-        self._known: dict[bytes, NDArray[np.float32]] = {}
+        self._cached: dict[bytes, NDArray[np.float32]] = {}
 
     def open(self) -> tuple[str, Any]:
         """Returns the name of the reference model and a client that samples from it, created once."""
@@ -56,39 +56,39 @@ class References:
         return self._opened
 
     def request(self, data: Sequence[Any]) -> None:
-        """Requests the log-probabilities that are not known yet, without waiting for them."""
-        tokens = self._by_key(data)
-        self._read(set(tokens) - self._known.keys() - self._pending.keys())
+        """Requests the log-probabilities that are not cached, without waiting for them."""
+        tokens = self._missing(data)
+        self._read(set(tokens) - self._cached.keys() - self._pending.keys())
         for key, ids in tokens.items():
-            if key not in self._known and key not in self._pending:
+            if key not in self._cached and key not in self._pending:
                 self._pending[key] = self.open()[1].compute_logprobs(ModelInput.from_ints(ids))
                 self._lm.handle.remote.tokens.prefilled += len(ids)
 
     def add_to(self, data: Sequence[Any]) -> list[Any]:
-        """Returns datums with `reference_logprobs`; waits for those that were requested."""
+        """Returns datums with `reference_logprobs`; waits for pending requests."""
         self.request(data)
         arrived = {}
-        for key in self._by_key(data):
+        for key in self._missing(data):
             if key in self._pending:
                 # Nothing precedes the first token.
                 arrived[key] = np.array(self._pending.pop(key).result()[1:], np.float32)
-        self._known |= arrived
+        self._cached |= arrived
         self._write(arrived)
         added = [
-            each if NAME in each.loss_fn_inputs else each.with_inputs({NAME: self._known[self._key(each)]})
+            each if REFERENCE in each.loss_fn_inputs else each.with_inputs({REFERENCE: self._cached[self._key(each)]})
             for each in map(to_datum, data)
         ]
         if not self._keep:
-            self._known.clear()
+            self._cached.clear()
         return added
 
-    def _by_key(self, data: Sequence[Any]) -> dict[bytes, NDArray[np.int64]]:
-        """Returns the tokens of datums without a reference, by the key of their content."""
-        missing = [to_datum(datum) for datum in data if NAME not in datum.loss_fn_inputs]
-        return {self._key(datum): sequence_of(datum) for datum in missing}
+    def _missing(self, data: Sequence[Any]) -> dict[bytes, NDArray[np.int64]]:
+        """Returns the tokens of datums without reference log-probabilities, by the key of their content."""
+        missing = [to_datum(datum) for datum in data if REFERENCE not in datum.loss_fn_inputs]
+        return {self._key(datum): whole_sequence(datum) for datum in missing}
 
     def _key(self, datum: Any) -> bytes:
-        return hashlib.sha256(self.open()[0].encode() + b"\0" + sequence_of(to_datum(datum)).tobytes()).digest()
+        return hashlib.sha256(self.open()[0].encode() + b"\0" + whole_sequence(to_datum(datum)).tobytes()).digest()
 
     def _read(self, keys: set[bytes]) -> None:
         if self._cache is None or not keys:
@@ -96,7 +96,7 @@ class References:
         with closing(self._database()) as database:
             for key in keys:
                 if row := database.execute("SELECT logprobs FROM reference WHERE key = ?", (key,)).fetchone():
-                    self._known[key] = np.frombuffer(row[0], np.float32)
+                    self._cached[key] = np.frombuffer(row[0], np.float32)
 
     def _write(self, arrived: dict[bytes, NDArray[np.float32]]) -> None:
         if self._cache is None or not arrived:
@@ -112,7 +112,7 @@ class References:
         return database
 
 
-def sequence_of(datum: Datum) -> NDArray[np.int64]:
+def whole_sequence(datum: Datum) -> NDArray[np.int64]:
     """Returns the whole sequence of a datum: its input and the last target."""
     inputs = np.array(datum.model_input.to_ints(), np.int64)
     targets = datum.loss_fn_inputs["target_tokens"].to_numpy()

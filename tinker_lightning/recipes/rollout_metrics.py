@@ -1,4 +1,8 @@
-"""What recipes log about rollouts."""
+"""Metrics of rollouts: rewards and lengths of episodes, the fate of groups, and comparisons of policies.
+
+`ScoredGroup` has the log-probabilities of a group's sampled tokens by trainer, sampler and reference model, from which
+the metrics of the policy are estimated.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.losses.kl import Estimator, k3, kl_estimate
-from tinker_lightning.recipes.references import NAME
+from tinker_lightning.recipes.references import REFERENCE
 from tinker_lightning.types import Datum
 
 if TYPE_CHECKING:
@@ -24,8 +28,8 @@ if TYPE_CHECKING:
     from tinker_lightning.rl.trajectory import Trajectory
 
 
-def of_rewards(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:
-    """Returns means over episodes, with how many there are: the reward, each reward by name, and other metrics."""
+def reward_metrics(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:
+    """Returns means over episodes with their counts: the reward, each reward by name, and other metrics."""
     episodes = [each for group in groups for each in group.trajectories]
     scored = [each for each in episodes if each.is_scored]
     values: dict[str, list[float]] = {"reward": [each.reward for each in scored]}
@@ -40,10 +44,10 @@ def of_rewards(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:
     return {name: (float(np.mean(own)), len(own)) for name, own in values.items() if own}
 
 
-def of_batch(trained: Sequence[TrainedGroup], steps: int) -> dict[str, float]:
+def batch_metrics(trained: Sequence[TrainedGroup], steps: int) -> dict[str, float]:
     """Returns the metrics of a batch of groups, trained after a number of optimizer steps."""
     groups = [one.group for one in trained]
-    metrics = {name: value for name, (value, _) in of_rewards(groups).items()}
+    metrics = {name: value for name, (value, _) in reward_metrics(groups).items()}
     rewards = [each.reward for group in groups for each in group.scored]
     if rewards:
         metrics |= {"reward/std": float(np.std(rewards)), "reward/max": max(rewards)}
@@ -60,7 +64,7 @@ def of_batch(trained: Sequence[TrainedGroup], steps: int) -> dict[str, float]:
     return metrics
 
 
-def samples_of(groups: Iterable[Group], tokenizer: Any) -> list[dict[str, Any]]:
+def episode_rows(groups: Iterable[Group], tokenizer: Any) -> list[dict[str, Any]]:
     """Returns the first prompt and the last completion of each episode as text, with its reward."""
     return [
         {
@@ -76,7 +80,7 @@ def samples_of(groups: Iterable[Group], tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def count_tokens(groups: Iterable[Group], count: TokenCount) -> None:
-    """Adds the tokens of groups to those that a server charges for."""
+    """Adds the tokens of groups to the count of tokens that a server charges for."""
     for group in groups:
         for each in group.trajectories:
             count.sampled += _sampled(each)
@@ -88,35 +92,22 @@ def sampled_tokens(data: Iterable[Any]) -> int:
     return int(sum(float(datum.loss_fn_inputs["mask"].to_numpy().sum()) for datum in data))
 
 
-def _sampled(trajectory: Trajectory) -> int:
-    return sum(len(turn.completion.tokens) for turn in trajectory.turns)
-
-
-def _is_constant(group: Group) -> bool:
-    rewards = [each.reward for each in group.scored]
-    return max(rewards) == min(rewards)
-
-
-def _share(flags: Iterable[bool]) -> float:
-    return float(np.mean(list(flags)))
-
-
 @dataclass(frozen=True, eq=False)
-class Scored:
+class ScoredGroup:
     """The log-probabilities of the sampled tokens of a group.
 
     Args:
         data: Its datums.
-        known: Which targets of each datum are scored.
-        version: How many optimizer steps the weights of the sampler had taken.
-        age: How many more the weights of the trainer had taken.
-        trainer: By the model that is trained, one for each sampled token.
-        sampler: By the sampler.
-        reference: By the reference model; None if it was not asked.
+        masks: A mask of each datum's targets that are scored.
+        version: The number of optimizer steps that the weights of the sampler had taken.
+        age: The number of further steps that the weights of the trainer had taken.
+        trainer: The log-probabilities by the model that is trained, one for each sampled token.
+        sampler: The log-probabilities by the sampler.
+        reference: The log-probabilities by the reference model; None if they were not requested.
     """
 
     data: Sequence[Datum]
-    known: Sequence[Tensor]
+    masks: Sequence[Tensor]
     version: int
     age: int
     trainer: Tensor
@@ -124,20 +115,20 @@ class Scored:
     reference: Tensor | None
 
     @classmethod
-    def of(cls, data: Sequence[Datum], logprobs: Sequence[Tensor], version: int, age: int) -> Scored:
-        """Returns the scores of datums, given the trainer's log-probabilities of all their targets.
+    def from_logprobs(cls, data: Sequence[Datum], logprobs: Sequence[Tensor], version: int, age: int) -> ScoredGroup:
+        """Creates the scores of a group from the trainer's log-probabilities of all its targets.
 
         Some servers return 0 where a loss does not depend on a token. Such tokens are left out.
         """
         masks, trainer, sampler, reference = [], [], [], []
         for datum, own in zip(data, logprobs, strict=True):
             inputs = {name: tensor.to_torch() for name, tensor in datum.loss_fn_inputs.items()}
-            known = (inputs["mask"] != 0) & ((own != 0) | (inputs["logprobs"] == 0))
-            masks.append(known)
-            trainer.append(own.detach()[known])
-            sampler.append(inputs["logprobs"][known])
-            if NAME in inputs:
-                reference.append(inputs[NAME][known])
+            mask = (inputs["mask"] != 0) & ((own != 0) | (inputs["logprobs"] == 0))
+            masks.append(mask)
+            trainer.append(own.detach()[mask])
+            sampler.append(inputs["logprobs"][mask])
+            if REFERENCE in inputs:
+                reference.append(inputs[REFERENCE][mask])
         is_complete = len(reference) == len(trainer) > 0
         none = torch.empty(0)
         return cls(
@@ -151,7 +142,7 @@ class Scored:
         )
 
 
-def metrics_of(scores: Sequence[Scored]) -> dict[str, float]:
+def policy_metrics(scores: Sequence[ScoredGroup]) -> dict[str, float]:
     """Returns estimates from sampled tokens: the entropy, and the divergence of the trainer from the sampler."""
     trainer = torch.cat([each.trainer for each in scores]) if scores else torch.empty(0)
     if not len(trainer):
@@ -160,8 +151,21 @@ def metrics_of(scores: Sequence[Scored]) -> dict[str, float]:
     return {"policy/entropy": -trainer.mean().item(), "policy/kl_sampler": k3(sampler, trainer).mean().item()}
 
 
-def kl_reference_of(scores: Sequence[Scored], estimator: Estimator) -> dict[str, float]:
+def reference_metrics(scores: Sequence[ScoredGroup], estimator: Estimator) -> dict[str, float]:
     """Returns the divergence of the trainer from the reference, over the groups that it has scored."""
     values = [kl_estimate(each.trainer, each.reference, estimator) for each in scores if each.reference is not None]
     values = [each for each in values if len(each)]
     return {"policy/kl_reference": torch.cat(values).mean().item()} if values else {}
+
+
+def _sampled(trajectory: Trajectory) -> int:
+    return sum(len(turn.completion.tokens) for turn in trajectory.turns)
+
+
+def _is_constant(group: Group) -> bool:
+    rewards = [each.reward for each in group.scored]
+    return max(rewards) == min(rewards)
+
+
+def _share(flags: Iterable[bool]) -> float:
+    return float(np.mean(list(flags)))

@@ -1,4 +1,8 @@
-"""What recipes that train on rollouts have in common: GRPO, and distillation on the student's own samples."""
+"""The base class of recipes that train on rollouts: GRPO, and distillation on the student's own samples.
+
+`RolloutModule` waits for the groups of a batch and trains them; `SamplerCheck` raises on servers whose samples are not
+from the model in training.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,17 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, TinkerLightningError, Unsupported
 from tinker_lightning.lightning import _compat
 from tinker_lightning.lightning.deferred_metrics import combined
 from tinker_lightning.recipes import rollout_metrics
 from tinker_lightning.recipes.group_loss import GroupLossModule, TrainedGroup
-from tinker_lightning.recipes.references import NAME, References
-from tinker_lightning.rl.admission import Window
+from tinker_lightning.recipes.references import REFERENCE, References
 from tinker_lightning.rl.environment import SamplerPolicy
+from tinker_lightning.rl.rollout_jobs import PolicySource, TrainingProgress
 from tinker_lightning.rl.rollouts import RolloutBatch
-from tinker_lightning.rl.units import PolicySource
 from tinker_lightning.types import ModelInput, SamplingParams
 
 if TYPE_CHECKING:
@@ -28,12 +32,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinker_lightning.client.futures import TinkerFuture
-    from tinker_lightning.recipes.rollout_metrics import Scored
+    from tinker_lightning.recipes.rollout_metrics import ScoredGroup
     from tinker_lightning.remote.lm import RemoteLM
     from tinker_lightning.rl.groups import Group
-    from tinker_lightning.rl.rollouts import RolloutLoader
-    from tinker_lightning.rl.units import Unit
+    from tinker_lightning.rl.rollout_jobs import RolloutJob
+    from tinker_lightning.rl.rollouts import RolloutId, RolloutLoader
     from tinker_lightning.types import Datum
+
+
+logger = logging.getLogger("tinker_lightning.rl")
+
+_TARGETS = "target_tokens"
+# The number of tokens of a trial sample.
+_PROBED = 4
+# The largest mean difference between the log-probabilities of sampler and trainer that rounding explains.
+_ROUNDING = 0.1
+# A sampler whose distance from the base model is below this share of the trainer's has not learned what it did.
+_SHARE = 0.1
+# A sampler of earlier weights may be close to the base model, unless they had taken this many times as many steps.
+_TIMES = 3
 
 
 class RolloutModule(GroupLossModule):
@@ -49,7 +66,7 @@ class RolloutModule(GroupLossModule):
 
     def __init__(self, model: Any = None, **settings: Any) -> None:
         super().__init__(model, **settings)
-        self._sampler = SamplerCheck(self.lm, type(self).__name__)
+        self._sampler_check = SamplerCheck(self.lm, type(self).__name__)
         self._source: tuple[int, PolicySource] | None = None
         self._last_start: float | None = None
         self._last_wait = 0.0
@@ -71,32 +88,34 @@ class RolloutModule(GroupLossModule):
         """Whether the trainer logs this step."""
         return self.has_trainer and bool(_compat.SHOULD_UPDATE_LOGS.get(self.trainer))
 
+    @override
     def on_fit_start(self) -> None:
         """Starts to measure the time between batches."""
         self._last_start = None
 
+    @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
         """Waits for the groups of a batch and returns their loss; None if all were dropped."""
         began = time.monotonic()
-        self._check(batch)
+        self._check_batch(batch)
         loader = batch.loader
         batches: Any = self.trainer.fit_loop.epoch_loop.batch_progress.total
-        loader.follow(batch.ticket, lambda: batches.processed)
-        loader.admit(self._window(loader, batch.ticket, batch_idx).limit(loader.staleness), self._policy)
-        unit = loader.unit(batch.unit)
-        if not unit.planned:
+        loader.follow(batch.id, lambda: batches.processed)
+        loader.admit(self._progress(loader, batch.id, batch_idx).limit(loader.staleness), self._policy)
+        job = loader.job(batch.job)
+        if not job.planned:
             self._hide_warning_of_none()
             return None
-        found = self._receive(batch, unit, batch.places(unit))
+        received = self._receive(batch, job, batch.slots(job))
         for _ in range(loader.refill):
-            missing = unit.planned - sum(not one.dropped for one in found.values())
-            if not missing or not (orders := loader.more(unit, missing, self._policy)):
+            missing = job.planned - sum(not one.dropped for one in received.values())
+            if not missing or not (slots := loader.replace_dropped(job, missing, self._policy)):
                 break
-            found |= self._receive(batch, unit, orders)
+            received |= self._receive(batch, job, slots)
         waited = time.monotonic() - began
-        groups = [found[order] for order in sorted(found)]
+        groups = [received[slot] for slot in sorted(received)]
         trained = [one for one in groups if not one.dropped]
-        loss = self._loss(trained, len(batch.places(unit))) if trained else None
+        loss = self._loss(trained, len(batch.slots(job))) if trained else None
         if loss is None and self._ends_window(batch_idx) and not self.lm.handle.remote.window:
             loader.skipped_steps += 1
         self._log_batch(batch, groups, waited, began)
@@ -108,25 +127,29 @@ class RolloutModule(GroupLossModule):
         """Keeps Lightning from warning about this batch, which `groups/skipped_steps` counts."""
         self._hides_warning |= _compat.hide_warning_of_none()
 
+    @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Starts the rollouts that the optimizer step has made due, if sampling may run ahead."""
+        """Starts the rollouts that are due after the optimizer step, if sampling may run ahead."""
         del outputs
         if self._hides_warning:
             _compat.show_warning_of_none()
             self._hides_warning = False
         if isinstance(batch, RolloutBatch) and batch.loader.staleness and not self.trainer.should_stop:
-            window = self._window(batch.loader, batch.ticket + 1, batch_idx + 1)
-            if window.steps != 0 and window.epochs != 0:
-                batch.loader.admit(window.limit(batch.loader.staleness), self._policy)
+            progress = self._progress(batch.loader, batch.id + 1, batch_idx + 1)
+            if progress.steps != 0 and progress.epochs != 0:
+                batch.loader.admit(progress.limit(batch.loader.staleness), self._policy)
 
+    @override
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Samples a batch of validation prompts and logs `val_reward`, and the mean of each reward."""
         self._evaluate_rollouts("val", batch, batch_idx, dataloader_idx)
 
+    @override
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Samples a batch of test prompts and logs `test_reward`, and the mean of each reward."""
         self._evaluate_rollouts("test", batch, batch_idx, dataloader_idx)
 
+    @override
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
         """Samples continuations of prompts, as every `RemoteModule` does; raises `InvalidInput` for rollouts."""
         if isinstance(batch, RolloutBatch):
@@ -136,23 +159,24 @@ class RolloutModule(GroupLossModule):
             )
         return super().predict_step(batch, batch_idx, dataloader_idx)
 
-    def policy_metrics(self, scores: Sequence[Scored]) -> dict[str, float]:
+    @override
+    def policy_metrics(self, scores: Sequence[ScoredGroup]) -> dict[str, float]:
         """Returns metrics of sampled tokens; raises `Unsupported` if the server sampled them from its base model."""
-        self._sampler.observe(scores)
+        self._sampler_check.observe(scores)
         return super().policy_metrics(scores)
 
     def _evaluate_rollouts(self, stage: str, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         if not isinstance(batch, RolloutBatch):
-            self._evaluate(stage, batch, batch_idx, dataloader_idx)
+            self._evaluation.step(stage, batch, batch_idx, dataloader_idx)
             return
-        unit = batch.loader.evaluation(batch_idx, self._policy())
-        arrived = dict(unit.arriving(range(unit.planned), self.lm.handle.remote.while_waiting))
-        groups = [arrived[order] for order in sorted(arrived)]
+        job = batch.loader.evaluate(batch_idx, self._policy())
+        arrived = dict(job.receive(range(job.planned), self.lm.handle.remote.while_waiting))
+        groups = [arrived[slot] for slot in sorted(arrived)]
         rollout_metrics.count_tokens(groups, self.lm.handle.remote.tokens)
-        for name, (value, count) in rollout_metrics.of_rewards(groups).items():
+        for name, (value, count) in rollout_metrics.reward_metrics(groups).items():
             self.log(f"{stage}_{name}", value, batch_size=count, prog_bar=name == "reward")
 
-    def _check(self, batch: Any) -> None:
+    def _check_batch(self, batch: Any) -> None:
         name = type(self).__name__
         if not isinstance(batch, RolloutBatch):
             raise InvalidInput(
@@ -173,10 +197,10 @@ class RolloutModule(GroupLossModule):
                 "batches in one optimizer step. Raise batch_size instead."
             )
 
-    def _window(self, loader: RolloutLoader, ticket: int, batch_idx: int) -> Window:
-        """Returns where training is before a batch."""
+    def _progress(self, loader: RolloutLoader, rollout_id: RolloutId, batch_idx: int) -> TrainingProgress:
+        """Returns the progress of the fit before a batch."""
         trainer, steps = self.trainer, loader.steps_per_batch
-        unit, part = divmod(ticket, steps)
+        job, part = divmod(rollout_id, steps)
         position, length, epochs, left = batch_idx // steps, None, None, None
         if trainer.max_epochs not in (None, -1):
             epochs = trainer.max_epochs - trainer.current_epoch
@@ -186,7 +210,7 @@ class RolloutModule(GroupLossModule):
             length = math.ceil(trainer.num_training_batches / steps)
             if position >= length:
                 position, epochs = 0, None if epochs is None else epochs - 1
-        return Window(unit, position, trainer.accumulate_grad_batches, length, epochs, left)
+        return TrainingProgress(job, position, trainer.accumulate_grad_batches, length, epochs, left)
 
     def _ends_window(self, batch_idx: int) -> bool:
         return (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0 or self.trainer.is_last_batch
@@ -195,25 +219,25 @@ class RolloutModule(GroupLossModule):
         """Returns the current weights as a policy; they reach the sampler after the optimizer steps sent so far."""
         remote = self.lm.handle.remote
         if self._source is None or self._source[0] != remote.version:
-            sampler = self._sampler.start(self.lm.backend.submit_sampling_client, lambda: self.tokenizer)
+            sampler = self._sampler_check.start(self.lm.backend.submit_sampling_client, lambda: self.tokenizer)
             self._source = remote.version, PolicySource(remote.steps, sampler, self.tokenizer)
         return self._source[1]
 
-    def _receive(self, batch: RolloutBatch, unit: Unit, orders: Iterable[int]) -> dict[int, TrainedGroup]:
+    def _receive(self, batch: RolloutBatch, job: RolloutJob, slots: Iterable[int]) -> dict[int, TrainedGroup]:
         """Waits for groups, and sends the forward pass of each as soon as it has arrived."""
-        remote, found = self.lm.handle.remote, {}
-        for order, group in unit.arriving(orders, remote.while_waiting):
+        remote, received = self.lm.handle.remote, {}
+        for slot, group in job.receive(slots, remote.while_waiting):
             self._check_version(batch, group)
             if batch.part < batch.loader.minibatches:  # in its first epoch
                 rollout_metrics.count_tokens([group], remote.tokens)
             advantages = None if group.failed else self.advantages(group)
             reason = group.failed or ("its rewards are equal" if advantages is None else "")
-            one = found[order] = TrainedGroup(group, advantages, reason, remote.steps)
+            one = received[slot] = TrainedGroup(group, advantages, reason, remote.steps)
             if not one.dropped:
                 self.request(group, one.data)
                 if self.chosen_route().needs_logprobs:
                     one.sent = self.lm.send(one.data)
-        return found
+        return received
 
     def _check_version(self, batch: RolloutBatch, group: Group) -> None:
         loader, age = batch.loader, self.lm.handle.remote.steps - group.version
@@ -225,10 +249,10 @@ class RolloutModule(GroupLossModule):
             )
 
     def _log_batch(self, batch: RolloutBatch, groups: list[TrainedGroup], waited: float, began: float) -> None:
-        """Logs what was sampled and trained."""
-        self.trained_samples = rollout_metrics.samples_of([one.group for one in groups], self.tokenizer)
+        """Logs the metrics of the episodes and groups of a batch."""
+        self.trained_samples = rollout_metrics.episode_rows([one.group for one in groups], self.tokenizer)
         steps = self.lm.handle.remote.steps
-        metrics = rollout_metrics.of_batch(groups, steps)
+        metrics = rollout_metrics.batch_metrics(groups, steps)
         metrics |= {"groups/skipped_steps": float(batch.loader.skipped_steps), "seconds/waiting": waited}
         if self._last_start is not None:
             metrics["seconds/training"] = max(0.0, began - self._last_start - self._last_wait)
@@ -236,19 +260,6 @@ class RolloutModule(GroupLossModule):
         count = max(1, self._batch_metrics[1])
         self._batch_metrics = ({**self._batch_metrics[0], **metrics}, count)
         self._log_present(combined([*self._window_metrics, self._batch_metrics]), count)
-
-
-logger = logging.getLogger("tinker_lightning.rl")
-
-_TARGETS = "target_tokens"
-# How many tokens are sampled to see what comes back.
-_PROBED = 4
-# The largest mean difference between the log-probabilities of sampler and trainer that rounding explains.
-_ROUNDING = 0.1
-# A sampler whose distance from the base model is below this share of the trainer's has not learned what it did.
-_SHARE = 0.1
-# A sampler of earlier weights may be close to the base model, unless they had taken this many times as many steps.
-_TIMES = 3
 
 
 class SamplerCheck:
@@ -259,7 +270,7 @@ class SamplerCheck:
 
     Args:
         lm: The model that is trained.
-        recipe: What errors call the recipe.
+        recipe: The name of the recipe in errors.
     """
 
     def __init__(self, lm: RemoteLM, recipe: str) -> None:
@@ -296,24 +307,24 @@ class SamplerCheck:
         self._has_sampled = True
         return future
 
-    def observe(self, scores: Sequence[Scored]) -> None:
+    def observe(self, scores: Sequence[ScoredGroup]) -> None:
         """Compares sampler and trainer until a difference is explained: by older weights, arithmetic or the server."""
         for scored in scores:
-            is_told_apart = scored.version > _TIMES * scored.age and len(scored.trainer)
-            if not self._is_decided and is_told_apart and _distance(scored.trainer, scored.sampler) > _ROUNDING:
+            is_comparable = scored.version > _TIMES * scored.age and len(scored.trainer)
+            if not self._is_decided and is_comparable and _distance(scored.trainer, scored.sampler) > _ROUNDING:
                 self._is_decided = True
                 self._decide(scored)
 
-    def _decide(self, scored: Scored) -> None:
+    def _decide(self, scored: ScoredGroup) -> None:
         gap = _distance(scored.trainer, scored.sampler)
         differ = (
             f"{self._lm.backend.server}: sampler and trainer give the same tokens log-probabilities that differ by "
             f"{gap:.2g} on average, after {scored.version + scored.age} optimizer steps"
         )
-        base = self._of_base(scored)
+        base = self._base_logprobs(scored)
         if base is not None and _distance(scored.sampler, base) < _SHARE * _distance(scored.trainer, base):
             raise Unsupported(
-                f"{differ}, because the sampler has those of the base model: this server samples without the adapter "
+                f"{differ}, because the sampler's are those of the base model: this server samples without the adapter "
                 f"that is trained. {self._recipe} would train on samples of another model. Update the server or its "
                 "configuration; `tinker-lightning doctor URL` shows whether sampler and trainer agree."
             )
@@ -324,15 +335,15 @@ class SamplerCheck:
                 stacklevel=2,
             )
 
-    def _of_base(self, scored: Scored) -> torch.Tensor | None:
+    def _base_logprobs(self, scored: ScoredGroup) -> torch.Tensor | None:
         """Returns the base model's log-probabilities of sampled tokens; None if the server does not compute them."""
         plain = [datum.with_only_inputs({_TARGETS: datum.loss_fn_inputs[_TARGETS]}) for datum in scored.data]
         try:
             data = References(self._lm, "base", None, keep=False).add_to(plain)
         except TinkerLightningError:
             return None
-        found = zip(data, scored.known, strict=True)
-        return torch.cat([datum.loss_fn_inputs[NAME].to_torch()[known] for datum, known in found])
+        pairs = zip(data, scored.masks, strict=True)
+        return torch.cat([datum.loss_fn_inputs[REFERENCE].to_torch()[mask] for datum, mask in pairs])
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -13,7 +13,7 @@ from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.passes.request import ServerPass
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import surrogate
-from tinker_lightning.losses.scaling import check_factor
+from tinker_lightning.losses.builtin import check_factor
 from tinker_lightning.types import Datum, ForwardBackwardOutput, ModelInput, OptimStepResponse, TensorData
 
 if TYPE_CHECKING:

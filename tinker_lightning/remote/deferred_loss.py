@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,41 +9,40 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.losses.scaling import LINEAR_ONLY
+from tinker_lightning.losses.builtin import LINEAR_ONLY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-_LARGE = 3e4  # beyond most bounds that a value is clamped to, within float16
-
-
-def _far(i: int) -> float:
-    return _LARGE * (1 if i % 2 else -1) * (1 - 0.37 / i)
-
-
-def _near(i: int) -> float:
-    return 0.7 / i
-
-
-# The numbers that replace the i-th NaN of a call: the second is the middle of the first and the third.
-_PROBES: tuple[Callable[[int], float], ...] = (_far, _near, lambda i: 2 * _near(i) - _far(i), lambda _: 0.0)
+# The names of functions and methods, without the underscores of operators and in-place variants.
+_SUMS = "add iadd isub mean neg negative pos positive radd rsub sub subtract sum"
+_COPIES = """
+bfloat16 broadcast_to cat clone concat contiguous cpu cuda detach double expand expand_as flatten float getitem half
+hstack index_select movedim narrow permute ravel repeat requires_grad reshape select split squeeze stack t to transpose
+type type_as unbind unsqueeze view view_as vstack where
+"""
+# Attributes and the properties that a tensor has before its value is known.
+_PROPERTIES = "get is_complex is_contiguous is_floating_point is_inference is_same_size isfinite isinf isnan"
+_AFFINE = frozenset(f"{_SUMS} {_COPIES} {_PROPERTIES}".split())
+_PRODUCTS = frozenset(["dot", "imul", "inner", "matmul", "mul", "multiply", "rmul"])
+_QUOTIENTS = frozenset(["div", "divide", "idiv", "itruediv", "true_divide", "truediv"])
 
 
 class DeferredLoss(Tensor):
     """NaN, connected to the autograd graph.
 
-    A `relu`, a `where` or an `if` of NaN would silently train one of its branches. So every function is also called
-    with a few numbers in place of NaN: its result must be affine in them, and its branch the same for all of them.
+    A `relu`, a `where` or an `if` of NaN would silently train one of its branches. So only the functions listed in this
+    module, which are affine, may return a tensor with a gradient, a bool or integers.
     """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls the function; raises `InvalidLoss` if it is not affine."""
         del types
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            probes = [_replaced((args, kwargs or {}), values) for values in _PROBES]
-            result = func(*args, **(kwargs or {}))
-            if any(map(_matters, tree_leaves(result))) and not _is_affine(func, probes, result):
+            result = func(*args, **kwargs)
+            if any(map(_matters, tree_leaves(result))) and not _is_affine(func, args, kwargs):
                 name = getattr(func, "__name__", str(func))
                 raise InvalidLoss(f"{name} is not a linear function of a loss that runs on the server. {LINEAR_ONLY}")
             return tree_map_only(Tensor, lambda one: one.as_subclass(cls) if one.requires_grad else one, result)
@@ -64,42 +62,15 @@ def _matters(result: Any) -> bool:
     return isinstance(result, bool)
 
 
-def _is_affine(func: Any, probes: list[tuple[Any, Any]], result: Any) -> bool:
-    try:
-        far, near, mirrored, zero = ([_number(one) for one in tree_leaves(func(*a, **k))] for a, k in probes)
-    except RuntimeError:  # the function only accepts tensors of the graph
-        return False
-    for a, b, c, d, given in zip(far, near, mirrored, zero, tree_leaves(result), strict=True):
-        if not isinstance(a, Tensor):
-            if a != c or a != d:
-                return False
-        elif not a.is_floating_point():
-            if not (torch.equal(a, c) and torch.equal(a, d)):
-                return False
-        else:
-            # The values at three equidistant points must lie on a line, and the result must be NaN where they differ.
-            bend = (a + c - 2 * b).abs()
-            depends = (a - c).abs() > 0
-            straight = bend.isfinite() & (bend <= 1e-3 * (a - c).abs() + 1e-6 * a.abs())
-            if not straight.all() or not given.isnan()[depends].all():
-                return False
-    return True
+def _is_affine(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    name = getattr(func, "__name__", "").strip("_")
+    if name in _PRODUCTS:
+        return _count([args, kwargs]) == 1
+    if name in _QUOTIENTS:
+        return "rounding_mode" not in kwargs and not _count([args[1:], kwargs.get("other")])
+    return name in _AFFINE
 
 
-def _number(value: Any) -> Any:
-    return value.detach().double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _replaced(arguments: tuple[Any, Any], values: Any) -> tuple[Any, Any]:
-    """Returns copies of the arguments in which each NaN is replaced by a different number."""
-    count = itertools.count(1)
-
-    def copied(tensor: Tensor) -> Tensor:
-        plain = tensor.detach().clone().as_subclass(Tensor)
-        if isinstance(tensor, DeferredLoss):
-            for index in plain.isnan().nonzero().tolist():
-                plain[tuple(index)] = values(next(count))
-        return plain
-
-    replaced: tuple[Any, Any] = tree_map_only(Tensor, copied, arguments)
-    return replaced
+def _count(arguments: Any) -> int:
+    """Returns how many arguments are deferred."""
+    return sum(isinstance(leaf, DeferredLoss) for leaf in tree_leaves(arguments))

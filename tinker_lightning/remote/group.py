@@ -50,12 +50,9 @@ def settle(module: nn.Module, timeout: float, error: BaseException) -> None:
     """
     end = time.monotonic() + timeout
     for remote in remotes_of(module):
-        # The client's failures include those of forward passes that look-ahead sent.
-        of_client = [remote.backend.unread] if remote.is_created else []
-        for unread in (remote.unread, *of_client):
-            unread.wait(max(0.0, end - time.monotonic()))
-            if isinstance(error, Exception):
-                note_failures(error, unread.take_failures())
+        remote.unread.wait(max(0.0, end - time.monotonic()))
+        if isinstance(error, Exception):
+            note_failures(error, remote.unread.take_failures())
 
 
 @contextmanager

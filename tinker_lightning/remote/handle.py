@@ -123,7 +123,7 @@ class RemoteNorm(Tensor):
     is_clamped = False
 
     @classmethod
-    def of(cls, remote: RemoteModel, clip: Clip) -> Self:
+    def create(cls, remote: RemoteModel, clip: Clip) -> Self:
         """Creates the norm of a gradient that is on the server."""
         norm = torch.tensor(math.nan).as_subclass(cls)
         norm.remote, norm.request = remote, clip
@@ -131,7 +131,7 @@ class RemoteNorm(Tensor):
 
     def term(self, numerator: float | None, *, is_clamped: bool = False) -> RemoteNorm:
         """Returns what `clip_grad_norm_` computes from the norm."""
-        term = RemoteNorm.of(self.remote, self.request)
+        term = RemoteNorm.create(self.remote, self.request)
         term.numerator, term.is_clamped = numerator, is_clamped
         return term
 
@@ -178,7 +178,7 @@ def norm_of(remote: RemoteModel, order: Any) -> RemoteNorm:
         raise InvalidInput(
             f"clip_grad_norm_: the server clips by the Euclidean norm, so norm_type must be 2, got {order}"
         )
-    return RemoteNorm.of(remote, Clip(remote.received))
+    return RemoteNorm.create(remote, Clip(remote.received))
 
 
 def multiply(remote: RemoteModel, factor: Any) -> bool:

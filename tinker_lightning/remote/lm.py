@@ -80,9 +80,7 @@ class RemoteLM(nn.Module):
     def send(self, data: Sequence[Any]) -> Pass:
         """Sends a forward pass without waiting, so that several can be in flight; `model(result)` waits for it."""
         datums = to_datums(data)
-        request = self.backend.prepare(surrogate.forward_datums(datums), surrogate.SURROGATE)
-        retain = self.retain and torch.is_grad_enabled()
-        sent = self.backend.send(request, forward_only=True, retain=retain)
+        sent = self.backend.logprobs(datums, retain=self.retain and torch.is_grad_enabled())
         self.handle.remote.tokens.prefilled += tokens_of(datums)
         return Pass(data, datums, sent, self.handle.remote.version)
 
@@ -93,7 +91,7 @@ class RemoteLM(nn.Module):
         if torch.is_grad_enabled():
             remote.check_version(sent.version)
         output = remote.wait(sent.future)
-        logprobs = [leaf.detach() for leaf in surrogate.leaves(output, sent.datums)]
+        logprobs = [leaf.detach() for leaf in surrogate.logprob_leaves(output, sent.datums)]
         if not torch.is_grad_enabled():
             return logprobs
         call = Call(sent.datums, version=sent.version, logprobs=logprobs, retained=output.retained)
@@ -122,7 +120,7 @@ class RemoteLM(nn.Module):
             added: The value of local terms added to the loss, so that a `RemoteModule` can log the total.
             about: Anything; it is kept with the call, to compute further metrics when the result arrives.
         """
-        given = {name: TensorData.of(value) for name, value in (inputs or {}).items()}
+        given = {name: TensorData.from_data(value) for name, value in (inputs or {}).items()}
         call = ServerCall(to_datums(data), loss, dict(config or {}), added=added, inputs=given, about=about)
         (value,) = _Join.apply(self.handle, call, torch.tensor(torch.nan))  # type: ignore[no-untyped-call]
         assert isinstance(value, Tensor)  # noqa: S101 for the type checker

@@ -15,7 +15,7 @@ from tinker_lightning.client.futures import UnreadFailures
 from tinker_lightning.client.sdk.adapters import as_backend
 from tinker_lightning.errors import InvalidInput, LossNotFinite, ResultTimeout, TinkerLightningError
 from tinker_lightning.losses import surrogate
-from tinker_lightning.losses.scaling import LINEAR_ONLY
+from tinker_lightning.losses.builtin import LINEAR_ONLY
 from tinker_lightning.remote.calls import Call, ServerCall, Step, TokenCount, tokens_of
 from tinker_lightning.remote.saved_state import SavedState
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.remote.calls import Clip, Pass, PendingBackward
-    from tinker_lightning.types import AdamParams, ForwardBackwardOutput
+    from tinker_lightning.types import ForwardBackwardOutput
+    from tinker_lightning.types.params import OptimParams
 
 T = TypeVar("T")
 
@@ -43,7 +44,7 @@ _DROPPED = (
 
 
 class RemoteModel:
-    """The backend behind a handle, and the accumulation window for the next step.
+    """A remote model: the backend behind a handle, and the accumulation window for the next step.
 
     Args:
         backend: A training client of this library or of the official SDK, or a function that creates one on first use.
@@ -53,7 +54,6 @@ class RemoteModel:
     def __init__(self, backend: Any, max_steps_in_flight: int = 8) -> None:
         self.window: list[Call | ServerCall] = []
         self.clip: Clip | None = None  # what clip_grad_norm_ has asked for the window
-        self.unread = UnreadFailures(_SETTLE_SECONDS)
         self.steps = 0
         self.tokens = TokenCount()  # sent and sampled since this object was created
         self.expected: Pass | None = None  # the forward pass that look-ahead sent for the next call
@@ -72,6 +72,7 @@ class RemoteModel:
         self.saved: SavedState | None = None  # a saved state of the current weights, shared by state dicts
         self.ttl_seconds: int | None = None  # after which the server deletes what is saved, if it can
         self._was_loaded = False
+        self.optimizer_kind: str | None = None  # the optimizer that steps the model, by the protocol's name
         self._given = backend
         self._backend: TrainingBackend | None = None
 
@@ -81,7 +82,14 @@ class RemoteModel:
         if self._backend is None:
             creates_it = callable(self._given) and not isinstance(self._given, TrainingBackend)
             self._backend = as_backend(self._given() if creates_it else self._given)
+            if self.optimizer_kind is not None:
+                self.use_optimizer(self.optimizer_kind)
         return self._backend
+
+    @property
+    def unread(self) -> UnreadFailures:
+        """The futures of the backend with unhandled failures; empty before there is a backend."""
+        return UnreadFailures() if self._backend is None else self._backend.unread
 
     @property
     def is_created(self) -> bool:
@@ -90,8 +98,18 @@ class RemoteModel:
 
     @property
     def has_weights(self) -> bool:
-        """Whether there are weights to save: those of a model, or of a state that it will be created from."""
+        """Whether there are weights to save: a model exists, or will be created from a state."""
         return self.is_created or self._was_loaded
+
+    def use_optimizer(self, kind: str) -> None:
+        """Notes the optimizer for which the model is created; raises `InvalidInput` if it exists for another one."""
+        existing = self._backend.optimizer_kind if self._backend is not None else None
+        if existing is not None and existing != kind:
+            raise InvalidInput(
+                f"the optimizer is {kind}, but the model was created for {existing}, which is fixed for its life. "
+                f"Create it with optimizer={kind!r}, or use the optimizer of the model."
+            )
+        self.optimizer_kind = kind
 
     def point_to(self, backend: Any) -> None:
         """Switches to another backend and drops the window."""
@@ -188,12 +206,12 @@ class RemoteModel:
                 "window. Clip once, right before optimizer.step(): in Accelerate, `if accelerator.sync_gradients:`."
             )
 
-    def prepare(self, params: AdamParams) -> list[PendingBackward]:
+    def prepare(self, params: OptimParams) -> list[PendingBackward]:
         """Validates and converts the window, or drops it if a call is invalid; waits while too many steps run.
 
         Settings of the step that the server does not support raise before that, and keep the window.
         """
-        self.unread.raise_first()
+        self.unread.raise_first(_SETTLE_SECONDS)
         if not self.window:
             return []
         self._check_clip()
@@ -209,7 +227,7 @@ class RemoteModel:
         self._make_room()
         return prepared
 
-    def step(self, prepared: Sequence[PendingBackward], params: AdamParams) -> Step:
+    def step(self, prepared: Sequence[PendingBackward], params: OptimParams) -> Step:
         """Sends the window and an optimizer step, without waiting.
 
         Call it while interrupts and failures are held: a partially sent window would become part of the next step.
@@ -223,7 +241,7 @@ class RemoteModel:
         self.saved = None
         self._in_flight.append(step)
         for backward in step.backwards:
-            self.unread.add(backward)
+            self.unread.add(backward)  # which a backend that wraps another may not have done
         self.unread.add(step.optim)
         if self.on_step is not None:
             self.on_step(step)
@@ -235,7 +253,7 @@ class RemoteModel:
         """Saves weights and optimizer state on the server, unless the current weights are already saved."""
         if self.saved is None:
             self.wait_for_all()  # otherwise the state could silently miss a failed step
-            self.unread.raise_first()
+            self.unread.raise_first(_SETTLE_SECONDS)
             expiry = {"ttl_seconds": self.ttl_seconds} if self.ttl_seconds and self.backend.can_expire else {}
             name = f"step-{self.steps:06d}-{uuid.uuid4().hex[:8]}"
             path = self.wait(self.backend.save_state(name, **expiry)).path
@@ -243,7 +261,7 @@ class RemoteModel:
             self.saved = SavedState(path, info.model_data.model_name, info.lora_rank, self.steps)
         return self.saved
 
-    def _send(self, prepared: Sequence[PendingBackward], params: AdamParams) -> Step:
+    def _send(self, prepared: Sequence[PendingBackward], params: OptimParams) -> Step:
         backwards: list[TinkerFuture[ForwardBackwardOutput]] = []
         try:
             for each in prepared:
@@ -267,4 +285,4 @@ class RemoteModel:
             self._in_flight.popleft()
         while len(self._in_flight) >= self.max_steps_in_flight:
             self.wait_for_end(self._in_flight.popleft().optim)
-        self.unread.raise_first()
+        self.unread.raise_first(_SETTLE_SECONDS)

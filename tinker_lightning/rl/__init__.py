@@ -1,4 +1,4 @@
-"""Reinforcement learning: rewards, environments and what was sampled in them."""
+"""Reinforcement learning: rewards, environments, trajectories, and the loader that samples them during a fit."""
 
 from tinker_lightning.rl.conversation import Conversation
 from tinker_lightning.rl.environment import Environment, Policy, PromptEnvironment, SamplerPolicy

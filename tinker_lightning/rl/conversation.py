@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 class Conversation:
     """A conversation of an environment with a policy.
 
-    What the policy has sampled is never tokenized again: only the messages between two answers are, so a whole
-    conversation trains as one datum.
+    Sampled answers are never tokenized again; only the messages between two answers are, so a whole conversation trains
+    as one datum.
 
     Args:
         policy: The policy.
         system: A system message.
-        params: How tokens are chosen, in place of the policy's own.
-        max_turns: How many answers there may be; one more raises `RolloutFailed`, so that no episode is endless.
-        max_prompt_tokens: How many tokens may precede an answer; more raise `TooLong`.
+        params: Sampling parameters, in place of the policy's own.
+        max_turns: The maximum number of answers; one more raises `RolloutFailed`, so that no episode is endless.
+        max_prompt_tokens: The maximum number of tokens before an answer; more raise `TooLong`.
         tools: Tools to pass to the chat template.
         as_text: Whether messages are plain text that is appended as it is, without a chat template.
     """
@@ -60,8 +60,8 @@ class Conversation:
         """Adds messages, and returns the policy's answer to them.
 
         Args:
-            *messages: Messages; a string is one of the user.
-            params: How the tokens of this answer are chosen.
+            *messages: Messages; a string is a message of the user.
+            params: The sampling parameters of this answer.
         """
         if len(self.turns) == self.max_turns:
             raise RolloutFailed(
@@ -92,7 +92,7 @@ class Conversation:
         return Trajectory(self.turns, reward, rewards, {"turns": len(self.turns), **(metrics or {})}, truncated)
 
     def _prompt(self, new: Sequence[Message]) -> list[int]:
-        """Returns the tokens so far and those of new messages, up to where the assistant answers."""
+        """Returns the tokens so far and the tokens of new messages, up to where the assistant answers."""
         tokenizer = self.policy.tokenizer
         so_far = self.turns[-1].tokens if self.turns else []
         if self._as_text:

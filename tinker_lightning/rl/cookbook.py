@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.rl.environment import Environment, together
+from tinker_lightning.rl.environment import Environment, gather
 from tinker_lightning.rl.trajectory import Completion, Trajectory, Turn
 from tinker_lightning.types import ModelInput, SamplingParams
 
@@ -23,7 +24,7 @@ def environments(source: Any, params: SamplingParams | None = None) -> list[Cook
 
     Args:
         source: The dataset or the builders.
-        params: How tokens are chosen. The stop condition is the environment's own.
+        params: The sampling parameters. The stop condition is the environment's own.
     """
     from tinker_cookbook.rl.types import EnvGroupBuilder
 
@@ -46,17 +47,19 @@ class CookbookEnvironment(Environment):
 
     Args:
         builder: The builder.
-        params: How tokens are chosen. The stop condition is the environment's own.
+        params: The sampling parameters. The stop condition is the environment's own.
     """
 
     def __init__(self, builder: Any, params: SamplingParams | None = None) -> None:
         self.builder = builder
         self.params = params or SamplingParams()
 
+    @override
     async def rollout(self, policy: Policy) -> Trajectory:
         """Plays one episode, if the builder makes one environment."""
         return (await self.group([policy]))[0]
 
+    @override
     async def group(self, policies: Sequence[Policy]) -> list[Trajectory]:
         """Plays one episode in each environment of the builder."""
         from tinker_cookbook.rl.rollout_runner import run_rollout
@@ -69,7 +72,7 @@ class CookbookEnvironment(Environment):
                     f"RolloutLoader is {len(policies)}; they must be equal"
                 )
             runs = [run_rollout(_Completer(p, self.params), env) for p, env in zip(policies, envs, strict=True)]
-            episodes = await together(runs)
+            episodes = await gather(runs)
             scores = await self.builder.compute_group_rewards(episodes, envs)
         finally:
             await self.builder.cleanup()

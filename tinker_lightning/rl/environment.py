@@ -1,4 +1,8 @@
-"""Environments: what a policy acts in. A rollout is ordinary async Python."""
+"""Environments and the policies that act in them. A rollout is ordinary async Python.
+
+`Environment` is the class to derive from, `PromptEnvironment` a prompt with rewards. `Policy` is what a rollout samples
+from, and `SamplerPolicy` makes a policy of a sampling client.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
+from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput, RolloutFailed, Unsupported
 from tinker_lightning.rl.rewards import Rewards
@@ -24,18 +29,8 @@ T = TypeVar("T")
 Prompt: TypeAlias = ModelInput | Sequence[int] | Sequence[Message] | str
 
 
-async def together(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs coroutines concurrently and returns their results; the first one that raises cancels the others."""
-    tasks = [asyncio.ensure_future(each) for each in coroutines]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
 class Policy(Protocol):
-    """The model that acts: the current weights, or those of a few steps ago."""
+    """The model that acts, with its current weights or with the weights of a few steps ago."""
 
     @property
     def tokenizer(self) -> Any:
@@ -43,7 +38,7 @@ class Policy(Protocol):
 
     @property
     def version(self) -> int:
-        """How many optimizer steps its weights have taken."""
+        """The number of optimizer steps that its weights have taken."""
 
     async def sample(
         self, prompt: Prompt, *, num_samples: int = 1, params: SamplingParams | None = None
@@ -69,16 +64,16 @@ class Environment(ABC):
         rollouts = [self.rollout(policy) for policy in policies]
         if not all(map(inspect.isawaitable, rollouts)):
             raise RolloutFailed(f"write `async def rollout(self, policy)` in {type(self).__name__}, without yield")
-        return await together(rollouts)
+        return await gather(rollouts)
 
 
 class PromptEnvironment(Environment):
     """A prompt to answer in one turn. A group of answers takes one request.
 
     Args:
-        row: A text or a chat, or a dict with `prompt` or `messages` and other columns, which the rewards get.
+        row: A text or a chat, or a dict with `prompt` or `messages`, whose other columns are passed to the rewards.
         rewards: A reward, several, or `Rewards`.
-        params: How tokens are chosen, in place of the policy's own.
+        params: Sampling parameters, in place of the policy's own.
         as_text: Whether a string is plain text to continue; by default it is a message of the user.
         system: A system message for chats that have none.
     """
@@ -102,30 +97,32 @@ class PromptEnvironment(Environment):
         """Returns the tokens of the prompt."""
         return RowFormat(tokenizer, as_text=self._as_text, system=self._system).prompt(self.row).to_ints()
 
+    @override
     async def rollout(self, policy: Policy) -> Trajectory:
         """Samples and scores one answer."""
         return (await self.group([policy]))[0]
 
+    @override
     async def group(self, policies: Sequence[Policy]) -> list[Trajectory]:
         """Samples an answer for each policy by one request of the first, and scores them concurrently."""
         tokens = self.prompt_tokens(policies[0].tokenizer)
         completions = await policies[0].sample(tokens, num_samples=len(policies), params=self.params)
-        shown = self._shown(tokens, policies[0].tokenizer)
-        return await together([self._scored(tokens, shown, each) for each in completions])
+        prompt = self._reward_prompt(tokens, policies[0].tokenizer)
+        return await gather([self._score(tokens, prompt, each) for each in completions])
 
-    async def _scored(self, tokens: list[int], shown: Any, completion: Completion) -> Trajectory:
+    async def _score(self, tokens: list[int], prompt: Any, completion: Completion) -> Trajectory:
         columns = {name: value for name, value in self.row.items() if name != "prompt"}
-        reward, rewards = await self.rewards.score(shown, completion.text, columns)
+        reward, rewards = await self.rewards.score(prompt, completion.text, columns)
         return Trajectory([Turn(tokens, completion)], reward, rewards)
 
-    def _shown(self, tokens: list[int], tokenizer: Any) -> Any:
-        """Returns the prompt as rewards get it: the row's own, or the text of tokens."""
+    def _reward_prompt(self, tokens: list[int], tokenizer: Any) -> Any:
+        """Returns the prompt that is passed to the rewards: the row's own, or the text of tokens."""
         prompt = self.row.get("prompt", self.row.get("messages"))
         return tokenizer.decode(tokens, skip_special_tokens=True) if isinstance(prompt, PromptLike) else prompt
 
 
 class SamplerPolicy:
-    """A policy whose weights are those of a sampling client.
+    """A policy with the weights of a sampling client.
 
     Args:
         sampler: A sampling client.
@@ -165,7 +162,17 @@ class SamplerPolicy:
 
 
 def prompt_tokens(prompt: Prompt, tokenizer: Any) -> list[int]:
-    """Returns the tokens of a prompt: of a chat, up to where the assistant answers; of a text, the text's own."""
+    """Returns the tokens of a prompt; a chat is rendered up to where the assistant answers."""
     if isinstance(prompt, Sequence) and not isinstance(prompt, str) and not is_chat(prompt):
         return ModelInput.from_ints(prompt).to_ints()
     return RowFormat(tokenizer).prompt(prompt).to_ints()
+
+
+async def gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Runs coroutines concurrently and returns their results; the first one that raises cancels the others."""
+    tasks = [asyncio.ensure_future(each) for each in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()

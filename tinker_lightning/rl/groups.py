@@ -1,4 +1,4 @@
-"""Groups of episodes of one task, as a loader hands them out and a checkpoint keeps them."""
+"""Groups of episodes of one task, and their form in a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Group:
         task: The task.
         trajectories: Its episodes, one per sample.
         version: The number of optimizer steps taken by the weights that sampled it.
-        seconds: How long sampling and scoring took.
-        failed: Why there are no episodes; empty if there are.
+        seconds: The time that sampling and scoring took.
+        failed: The reason why there are no episodes; empty if there are.
     """
 
     # Not a dataclass: Lightning would rebuild it when it moves a batch to a device.

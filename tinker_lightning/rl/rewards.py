@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from tinker_lightning.errors import InvalidInput, InvalidTensor, RewardFailed
-from tinker_lightning.threads.background import on_thread
+from tinker_lightning.errors import InvalidInput, InvalidTensor, RewardFailed, check_choice
+from tinker_lightning.threads.background import run_on_thread
 from tinker_lightning.types.tensor import as_array
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ logger = logging.getLogger("tinker_lightning.rl")
 class Rewards:
     """Scores completions by one or several functions, which run concurrently.
 
-    A function takes the prompt, the completion's text, and those other columns of the prompt's row that it has
+    A function takes the prompt, the completion's text, and the other columns of the prompt's row that it has
     parameters for, and returns a number, or a dict of numbers, which are added up and logged one by one. It may be
     `async`; others run on a thread each, so that a slow one delays nobody.
 
     Args:
         functions: A function, several, or a dict of them by name. The default name is the function's.
-        weights: The factor of each function's reward, in order or by name; 1 for those that are not named.
+        weights: The factor of each function's reward, in order or by name; 1 for a function that is not named.
         timeout: The time in seconds that a function may take; None for any.
         on_error: What to do if a function raises, times out, or returns anything but finite numbers: `raise`
             raises `RewardFailed`; `skip` counts it in `failures`, and the completion is not trained on.
@@ -50,11 +50,10 @@ class Rewards:
         timeout: float | None = None,
         on_error: Literal["raise", "skip"] = "raise",
     ) -> None:
-        if on_error not in ("raise", "skip"):
-            raise InvalidInput(f"on_error must be 'raise' or 'skip', got {on_error!r}")
+        check_choice("on_error", on_error, ("raise", "skip"))
         if timeout is not None and not timeout > 0:
             raise InvalidInput(f"timeout must be a positive number of seconds, or None, got {timeout}")
-        self.functions = _named(functions)
+        self.functions = _by_name(functions)
         self.weights = _weights(weights, self.functions)
         self.timeout = timeout
         self.on_error = on_error
@@ -87,25 +86,25 @@ class Rewards:
 
     async def _call(self, name: str, prompt: Any, completion: str, columns: Mapping[str, Any]) -> dict[str, float]:
         function, wanted = self.functions[name], self._columns[name]
-        given = dict(columns) if wanted is None else {key: columns[key] for key in wanted if key in columns}
+        arguments = dict(columns) if wanted is None else {key: columns[key] for key in wanted if key in columns}
         try:
             async with asyncio.timeout(self.timeout) as limit:
                 if inspect.iscoroutinefunction(function):
-                    value = await function(prompt, completion, **given)
+                    value = await function(prompt, completion, **arguments)
                 else:
-                    call = on_thread(lambda: function(prompt, completion, **given), f"reward {name}")
+                    call = run_on_thread(lambda: function(prompt, completion, **arguments), f"reward {name}")
                     value = await asyncio.wrap_future(call)
                 if inspect.isawaitable(value):
                     value = await value
             return _numbers(name, value)
         except InvalidTensor as error:
-            raise _failed(name, f"returned {error}", prompt, completion) from error
+            raise _failure(name, f"returned {error}", prompt, completion) from error
         except Exception as error:
             if limit.expired():
-                raise _failed(name, f"took longer than {self.timeout} s", prompt, completion) from error
+                raise _failure(name, f"took longer than {self.timeout} s", prompt, completion) from error
             missing = [key for key in wanted or () if key not in columns and isinstance(error, TypeError)]
             hint = f"; the row has no {missing[0]!r}, only {', '.join(columns) or 'a prompt'}" if missing else ""
-            raise _failed(name, f"raised {type(error).__name__}: {error}{hint}", prompt, completion) from error
+            raise _failure(name, f"raised {type(error).__name__}: {error}{hint}", prompt, completion) from error
 
     def _count(self, name: str, error: RewardFailed) -> None:
         with self._lock:
@@ -115,7 +114,13 @@ class Rewards:
             logger.warning("%s; this completion and other such ones are not trained on", error)
 
 
-def _named(functions: Any) -> dict[str, RewardFunction]:
+def no_reward(prompt: Any, completion: str) -> float:
+    """Returns 0: the reward of prompts whose answers are not compared with each other, as in distillation."""
+    del prompt, completion
+    return 0.0
+
+
+def _by_name(functions: Any) -> dict[str, RewardFunction]:
     if isinstance(functions, Mapping):
         named = {str(name): function for name, function in functions.items()}
     else:
@@ -134,21 +139,21 @@ def _named(functions: Any) -> dict[str, RewardFunction]:
     return named
 
 
-def _weights(given: Sequence[float] | Mapping[str, float] | None, names: Iterable[str]) -> dict[str, float]:
+def _weights(weights: Sequence[float] | Mapping[str, float] | None, names: Iterable[str]) -> dict[str, float]:
     names = list(names)
-    if given is None:
-        given = {}
-    elif not isinstance(given, Mapping):
-        if len(given) != len(names):
-            raise InvalidInput(f"there are {len(given)} weights for {len(names)} rewards ({', '.join(names)})")
-        given = dict(zip(names, given, strict=True))
-    if unknown := [name for name in given if name not in names]:
+    if weights is None:
+        weights = {}
+    elif not isinstance(weights, Mapping):
+        if len(weights) != len(names):
+            raise InvalidInput(f"there are {len(weights)} weights for {len(names)} rewards ({', '.join(names)})")
+        weights = dict(zip(names, weights, strict=True))
+    if unknown := [name for name in weights if name not in names]:
         raise InvalidInput(f"weights names {unknown[0]!r}, but the rewards are {', '.join(names)}")
-    weights = {name: float(given.get(name, 1.0)) for name in names}
-    for name, weight in weights.items():
+    factors = {name: float(weights.get(name, 1.0)) for name in names}
+    for name, weight in factors.items():
         if not math.isfinite(weight):
             raise InvalidInput(f"the weight of reward {name!r} is {weight}; it must be finite")
-    return weights
+    return factors
 
 
 def _columns(name: str, function: RewardFunction) -> list[str] | None:
@@ -188,11 +193,5 @@ def _number(value: Any) -> float:
     return number
 
 
-def _failed(name: str, fault: str, prompt: Any, completion: str) -> RewardFailed:
+def _failure(name: str, fault: str, prompt: Any, completion: str) -> RewardFailed:
     return RewardFailed(f"reward {name!r} {fault}. Prompt: {prompt!r:.300}. Completion: {completion!r:.300}")
-
-
-def no_reward(prompt: Any, completion: str) -> float:
-    """Returns 0: the reward of prompts whose answers are not compared with each other, as in distillation."""
-    del prompt, completion
-    return 0.0

@@ -1,11 +1,11 @@
-"""The tasks of a run in the order in which they are sampled, numbered, so that a run can resume at any of them."""
+"""The tasks of a run, numbered in the order in which they are sampled, so that a run can resume at any of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """An environment and its place.
+    """An environment and its position in the run.
 
     Args:
-        number: Its place in the run, counted over all passes; the seeds of its samples derive from it.
-        lap: The pass over the data.
-        index: Its place in the data.
+        number: Its position in the run, counted over all passes; the seeds of its samples derive from it.
+        lap: The number of the pass over the data.
+        index: Its position in the data.
         environment: The environment.
     """
 
@@ -34,25 +34,9 @@ class Task:
     environment: Environment
 
     @property
-    def place(self) -> list[int]:
-        """What identifies the task in a checkpoint."""
+    def position(self) -> list[int]:
+        """The numbers that identify the task in a checkpoint."""
         return [self.number, self.lap, self.index]
-
-
-class Tasks(Protocol):
-    """An endless sequence of tasks: pass after pass over the data."""
-
-    def take(self, count: int) -> list[Task]:
-        """Returns the next tasks, fewer or none at the end of a pass over data without a length."""
-
-    def left(self, count: int) -> bool:
-        """Returns whether this pass has at least `count` more tasks."""
-
-    def state(self) -> dict[str, int]:
-        """Returns the position."""
-
-    def seek(self, state: dict[str, int], places: Sequence[Sequence[int]]) -> list[Task]:
-        """Moves to a position and returns the tasks at earlier places."""
 
 
 class SizedTasks:
@@ -72,8 +56,8 @@ class SizedTasks:
         self._next += count
         return [self.at(number) for number in numbers]
 
-    def left(self, count: int) -> bool:
-        """Returns True: a new pass follows."""
+    def has_more(self, count: int) -> bool:
+        """Returns True, because another pass follows."""
         del count
         return True
 
@@ -81,25 +65,25 @@ class SizedTasks:
         """Returns the position."""
         return {"number": self._next, "lap": 0, "index": 0, "rows": len(self.rows)}
 
-    def seek(self, state: dict[str, int], places: Sequence[Sequence[int]]) -> list[Task]:
-        """Moves to a position and returns the tasks at earlier places."""
+    def seek(self, state: dict[str, int], positions: Sequence[Sequence[int]]) -> list[Task]:
+        """Moves to a position and returns the tasks at earlier positions."""
         if state["rows"] != len(self.rows):
             raise InvalidInput(
                 f"the checkpoint was saved with {state['rows']} prompts, but the loader has {len(self.rows)}. Resume "
                 "with the prompts that the run was started with."
             )
         self._next = state["number"]
-        return [self.at(number) for number, *_ in places]
+        return [self.at(number) for number, *_ in positions]
 
     def at(self, number: int) -> Task:
         """Returns the task with a number."""
-        lap, place = divmod(number, len(self.rows))
+        lap, offset = divmod(number, len(self.rows))
         if self._order is None or self._order[0] != lap:
             order = np.arange(len(self.rows))
             if self._shuffle:
                 np.random.default_rng([self._seed, lap]).shuffle(order)
             self._order = lap, order
-        index = int(self._order[1][place])
+        index = int(self._order[1][offset])
         return Task(number, lap, index, self._wrap(self.rows[index]))
 
 
@@ -117,7 +101,7 @@ class StreamedTasks:
 
     def take(self, count: int) -> list[Task]:
         """Returns the next tasks of this pass; none once at its end, after which the next pass starts."""
-        self.left(count)
+        self.has_more(count)
         rows, self._ahead = self._ahead[:count], self._ahead[count:]
         tasks = [self._task(i, row) for i, row in enumerate(rows)]
         self._number += len(rows)
@@ -126,7 +110,7 @@ class StreamedTasks:
             self._lap, self._index, self._iterator = self._lap + 1, 0, None
         return tasks
 
-    def left(self, count: int) -> bool:
+    def has_more(self, count: int) -> bool:
         """Returns whether this pass has at least `count` more tasks."""
         if self._iterator is None:
             self._iterator = iter(self._rows)
@@ -137,33 +121,33 @@ class StreamedTasks:
         """Returns the position."""
         return {"number": self._number, "lap": self._lap, "index": self._index, "rows": -1}
 
-    def seek(self, state: dict[str, int], places: Sequence[Sequence[int]]) -> list[Task]:
-        """Moves to a position by reading up to it, and returns the tasks at earlier places of the same pass."""
+    def seek(self, state: dict[str, int], positions: Sequence[Sequence[int]]) -> list[Task]:
+        """Moves to a position by reading up to it, and returns the tasks at earlier positions of the same pass."""
         self._number, self._lap, self._index = state["number"], state["lap"], state["index"]
         self._iterator, self._ahead = iter(self._rows), []
-        wanted = {index: (number, lap) for number, lap, index in places}
-        found: dict[int, Task] = {}
+        wanted = {index: (number, lap) for number, lap, index in positions}
+        tasks: dict[int, Task] = {}
         read = 0
         for index, row in enumerate(islice(self._iterator, self._index)):
             read += 1
             if index in wanted:
                 number, lap = wanted[index]
-                found[index] = Task(number, lap, index, self._wrap(row))
+                tasks[index] = Task(number, lap, index, self._wrap(row))
         if read < self._index:
             raise InvalidInput(
                 f"the checkpoint was saved after {self._index} prompts of a pass, but there are only {read}. Resume "
                 "with the prompts that the run was started with."
             )
-        return [found[index] for _, _, index in places]
+        return [tasks[index] for _, _, index in positions]
 
     def _task(self, offset: int, row: Any) -> Task:
         return Task(self._number + offset, self._lap, self._index + offset, self._wrap(row))
 
 
-def tasks_of(
-    given: Iterable[Any], rewards: Any, seed: int, *, shuffle: bool, options: dict[str, Any]
+def create_tasks(
+    items: Iterable[Any], rewards: Any, seed: int, *, shuffle: bool, options: dict[str, Any]
 ) -> SizedTasks | StreamedTasks:
-    """Returns the tasks of environments, or of rows of prompts, which `rewards` score."""
+    """Creates the tasks of environments, or of rows of prompts, which `rewards` score."""
 
     def wrap(item: Any) -> Environment:
         if isinstance(item, Environment):
@@ -171,14 +155,14 @@ def tasks_of(
         _check_prompt(item, rewards)
         return PromptEnvironment(item, rewards, **options)
 
-    if not isinstance(given, Sequence) and not _is_map_style(given) and isinstance(given, Iterable):
-        return StreamedTasks(given, wrap)
-    if isinstance(given, str | Mapping) or not _is_map_style(given):
-        raise InvalidInput(f"RolloutLoader needs a list of prompts or environments, got {type(given).__name__}")
-    if not len(given):  # type: ignore[arg-type]
+    if not isinstance(items, Sequence) and not _is_map_style(items) and isinstance(items, Iterable):
+        return StreamedTasks(items, wrap)
+    if isinstance(items, str | Mapping) or not _is_map_style(items):
+        raise InvalidInput(f"RolloutLoader needs a list of prompts or environments, got {type(items).__name__}")
+    if not len(items):  # type: ignore[arg-type]
         raise InvalidInput("RolloutLoader: there are no prompts")
-    _check_all(given if isinstance(given, Sequence) else [given[0]], rewards)  # type: ignore[index]
-    return SizedTasks(given, wrap, seed, shuffle)  # type: ignore[arg-type]
+    _check_all(items if isinstance(items, Sequence) else [items[0]], rewards)  # type: ignore[index]
+    return SizedTasks(items, wrap, seed, shuffle)  # type: ignore[arg-type]
 
 
 def _check_all(items: Sequence[Any], rewards: Any) -> None:
@@ -203,10 +187,10 @@ def _check_prompt(item: Any, rewards: Any) -> None:
         )
 
 
-def _is_map_style(given: Any) -> bool:
-    """Returns whether a dataset can be read by index, as those of torch and of the package `datasets`."""
+def _is_map_style(items: Any) -> bool:
+    """Returns whether a dataset can be read by index, as datasets of torch and of the package `datasets` can."""
     try:
-        len(given)
+        len(items)
     except TypeError:
         return False
-    return callable(getattr(type(given), "__getitem__", None))
+    return callable(getattr(type(items), "__getitem__", None))

@@ -1,4 +1,4 @@
-"""What a policy sampled, token by token, and the datums that train on exactly those tokens."""
+"""Trajectories: the tokens that a policy sampled, and the datums that train on exactly these tokens."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """What a policy answered: the sampled tokens, never tokenized again.
+    """An answer of a policy: the sampled tokens, never tokenized again.
 
     Args:
         tokens: The sampled token ids, including the one that ended the sequence.
         logprobs: The log-probability of each token under the policy that sampled it.
         stop_reason: `stop`, or `length` if the completion was cut.
         text: The tokens as text, without special tokens.
-        version: How many optimizer steps the weights of the policy had taken.
+        version: The number of optimizer steps that the weights of the policy had taken.
     """
 
     tokens: list[int]
@@ -59,12 +59,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Receipt:
-    """How a trajectory was split into datums.
+    """A record of the datums of a trajectory.
 
     Attributes:
         datums: The number of datums.
         sampled_tokens: The number of sampled tokens.
-        splits: Why a turn started a datum of its own, or has none; empty if all turns are in one datum.
+        splits: The reasons why turns started a datum of their own, or have none; empty if all turns are in one datum.
     """
 
     datums: int
@@ -130,15 +130,15 @@ class Trajectory:
 
     @property
     def receipt(self) -> Receipt:
-        """Into how many datums the trajectory is split, and why."""
+        """The number of datums of the trajectory, and the reasons for splits."""
         sequences, splits = self._sequences()
         return Receipt(len(sequences), sum(len(turn.completion.tokens) for turn in self.turns), tuple(splits))
 
     def datums(self) -> list[Datum]:
         """Returns datums of the sampled tokens.
 
-        The loss inputs are `target_tokens`; `logprobs`, those of the sampler, 0 on the prompts; `mask`, 1 on sampled
-        tokens; and `weights`, which equal the mask. Add advantages with `datum.with_inputs(advantages=...)`.
+        The loss inputs are `target_tokens`; `logprobs` of the sampler, 0 on the prompts; `mask`, 1 on sampled tokens;
+        and `weights`, equal to the mask. Add advantages with `datum.with_inputs(advantages=...)`.
         """
         return [sequence.datum() for sequence in self._sequences()[0]]
 
@@ -173,7 +173,7 @@ class _Sequence:
         self._mask: list[NDArray[np.float32]] = []
 
     def departure(self, prompt: NDArray[np.int32]) -> str:
-        """Returns where a prompt departs from the tokens so far; empty if it starts with all of them."""
+        """Returns how a prompt departs from the tokens so far; an empty string if it starts with all of them."""
         so_far, length = self._tokens, min(len(self._tokens), len(prompt))
         different = np.flatnonzero(so_far[:length] != prompt[:length])
         if len(different):
@@ -187,10 +187,10 @@ class _Sequence:
         return ""
 
     def append(self, prompt: NDArray[np.int32], completion: Completion, *, trained: bool) -> None:
-        given, sampled = len(prompt) - len(self._tokens), len(completion.tokens)
+        added, sampled = len(prompt) - len(self._tokens), len(completion.tokens)
         self._tokens = np.concatenate([prompt, token_array(completion.tokens)])
-        self._logprobs += [np.zeros(given, np.float32), np.asarray(completion.logprobs, np.float32)]
-        self._mask += [np.zeros(given, np.float32), np.full(sampled, trained, np.float32)]
+        self._logprobs += [np.zeros(added, np.float32), np.asarray(completion.logprobs, np.float32)]
+        self._mask += [np.zeros(added, np.float32), np.full(sampled, trained, np.float32)]
 
     def datum(self) -> Datum:
         mask = np.concatenate(self._mask)[1:]

@@ -25,6 +25,8 @@ def datums_of(batch: Any, rows: Callable[[], RowFormat]) -> list[Any]:
 
     `rows` is called only if there is something to convert.
     """
+    if isinstance(batch, list) and batch and all(isinstance(item, DatumLike) for item in batch):
+        return list(batch)
     if isinstance(batch, DatumLike) or is_row(batch):
         batch = [batch]
     if not isinstance(batch, Sequence) or not all(isinstance(item, DatumLike) or is_row(item) for item in batch):
@@ -45,10 +47,10 @@ def datums_of(batch: Any, rows: Callable[[], RowFormat]) -> list[Any]:
         )
     if not batch:
         raise InvalidDatum("the batch has no datums; drop empty batches in the loader")
-    return [item if isinstance(item, DatumLike) else in_row(i, rows().datum, item) for i, item in enumerate(batch)]
+    return [item if isinstance(item, DatumLike) else convert_row(i, rows().datum, item) for i, item in enumerate(batch)]
 
 
-def in_row(index: int, convert: Callable[[Any], T], row: Any) -> T:
+def convert_row(index: int, convert: Callable[[Any], T], row: Any) -> T:
     """Converts a row of a batch; errors name its index."""
     if isinstance(row, Mapping) and any(_is_column(row.get(name)) for name in COLUMNS):
         raise InvalidDatum(
@@ -69,15 +71,15 @@ def _is_column(value: Any) -> bool:
     return isinstance(value[0], str | list | tuple)
 
 
-def as_list(given: Any) -> list[Any]:
+def as_list(datums: Any) -> list[Any]:
     """Returns the result of `datums`, which may be any iterable, as a list."""
-    if isinstance(given, list):
-        return given
-    if isinstance(given, DatumLike):
-        return [given]
-    if not isinstance(given, Iterable):
-        raise InvalidDatum(f"datums(batch) must return a list of datums, but returned {type(given).__name__}")
-    return list(given)
+    if isinstance(datums, list):
+        return datums
+    if isinstance(datums, DatumLike):
+        return [datums]
+    if not isinstance(datums, Iterable):
+        raise InvalidDatum(f"datums(batch) must return a list of datums, but returned {type(datums).__name__}")
+    return list(datums)
 
 
 def count_datums(batch: Any) -> int:
@@ -120,7 +122,7 @@ def _prompt(index: int, item: Any, rows: Callable[[], RowFormat]) -> ModelInput:
         return ModelInput.from_ints(rows().tokenizer.encode(item))
     if isinstance(item, Mapping) and isinstance(item.get("prompt"), PromptLike):
         return to_model_input(item["prompt"])
-    return in_row(index, rows().prompt, item) if is_row(item) else ModelInput.from_ints(item)
+    return convert_row(index, rows().prompt, item) if is_row(item) else ModelInput.from_ints(item)
 
 
 def except_datums(batch: Any, convert: Callable[[Any], Any]) -> Any:

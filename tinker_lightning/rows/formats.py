@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from tinker_lightning.client.sdk.inputs import check_not_mapped, to_datum, to_model_input
 from tinker_lightning.errors import InvalidDatum, TooLong
@@ -15,7 +16,7 @@ from tinker_lightning.types import Datum, ModelInput, chat
 from tinker_lightning.types.chat import Truncate
 
 if TYPE_CHECKING:
-    from tinker_lightning.types.chat import Message, Rendered
+    from tinker_lightning.types.chat import Message, TokensAndWeights
 
 # The columns by which a dict is recognized as a row.
 COLUMNS = ("messages", "prompt", "completion", "text", "chosen", "rejected")
@@ -51,7 +52,7 @@ def is_row(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """How rows of a dataset become tokens.
+    """Converts rows of a dataset to datums, pairs and prompts.
 
     Args:
         tokenizer: The tokenizer of the model.
@@ -77,28 +78,28 @@ class RowFormat:
     def datum(self, row: Any) -> Datum:
         """Returns the datum of a text, a chat, or a dict with `messages`, `prompt` and `completion`, or `text`."""
         if isinstance(row, DatumLike):
-            return self._fitting(to_datum(row))
+            return self._check_datum(to_datum(row))
         check_not_mapped(row)
         if isinstance(row, str):
-            return self._of_text(row)
+            return self._text_datum(row)
         if isinstance(row, Mapping):
             # A dataset of rows of several kinds has every column in each row, as None where it is missing.
             row = {name: value for name, value in row.items() if value is not None}
             if "messages" in row:
                 self._check_answers(row["messages"])
-                return self._of_chat(row["messages"], 0, row.get("tools"))
+                return self._chat_datum(row["messages"], 0, row.get("tools"))
             if "prompt" in row and "completion" in row:
                 self._check_answers(_messages(row["completion"], "assistant"))
-                return self._answered(row["prompt"], row["completion"], row.get("tools"))
+                return self._answer_datum(row["prompt"], row["completion"], row.get("tools"))
             if isinstance(row.get("text"), str):
-                return self._of_text(row["text"])
+                return self._text_datum(row["text"])
             raise InvalidDatum(
                 "a row to train on needs messages, prompt and completion, or text; this one has "
                 f"{', '.join(map(str, row)) or 'no columns'}"
                 + (". Pairs of answers are for DPO." if "chosen" in row else "")
             )
         self._check_answers(row)
-        return self._of_chat(row, 0, None)
+        return self._chat_datum(row, 0, None)
 
     def pair(self, row: Any) -> tuple[Datum, Datum]:
         """Returns the chosen and the rejected datum of a dict with `chosen`, `rejected` and usually `prompt`.
@@ -107,7 +108,7 @@ class RowFormat:
         """
         if not isinstance(row, Mapping):
             if isinstance(row, list | tuple) and len(row) == 2:
-                return self._different(self.datum(row[0]), self.datum(row[1]))
+                return self._check_pair(self.datum(row[0]), self.datum(row[1]))
             raise InvalidDatum(f"a pair must be a dict with prompt, chosen and rejected, got {type(row).__name__}")
         if missing := [name for name in ("chosen", "rejected") if name not in row]:
             raise InvalidDatum(f"the pair has no {missing[0]!r}; it has {', '.join(map(str, row)) or 'no columns'}")
@@ -121,8 +122,8 @@ class RowFormat:
             same = [a == b for a, b in zip(chosen, rejected, strict=False)]
             shared = same.index(False) if False in same else len(same)
             prompt, answers = chosen[:shared], [chosen[shared:], rejected[shared:]]
-        chosen_datum, rejected_datum = (self._answered(prompt, answer, row.get("tools")) for answer in answers)
-        return self._different(chosen_datum, rejected_datum)
+        chosen_datum, rejected_datum = (self._answer_datum(prompt, answer, row.get("tools")) for answer in answers)
+        return self._check_pair(chosen_datum, rejected_datum)
 
     def prompt(self, row: Any) -> ModelInput:
         """Returns the prompt of a text, a chat, or a dict with `prompt` or `messages`.
@@ -144,12 +145,12 @@ class RowFormat:
         if isinstance(value, str):
             ids: list[int] = self.tokenizer(value)["input_ids"]
         else:
-            messages = self._with_system(chat.to_answer(value))
+            messages = self._with_system(chat.messages_to_answer(value))
             if self.renderer is not None:
                 ids = self.renderer.build_generation_prompt(messages).to_ints()
             else:
                 ids = chat.generation_prompt(messages, self.tokenizer, tools=tools)
-        return ModelInput.from_ints(self._shortened(ids, np.zeros(len(ids), np.float32))[0])
+        return ModelInput.from_ints(self._truncated(ids, np.zeros(len(ids), np.float32))[0])
 
     def _check_answers(self, messages: Any) -> None:
         """Raises `InvalidDatum` if the answers to train on have no content, so that only their ends would count."""
@@ -161,33 +162,33 @@ class RowFormat:
                 "bad_rows='skip' to a data module to skip and count such rows"
             )
 
-    def _different(self, chosen: Datum, rejected: Datum) -> tuple[Datum, Datum]:
+    def _check_pair(self, chosen: Datum, rejected: Datum) -> tuple[Datum, Datum]:
         """Returns a pair; raises if it is of equal texts, or of texts that were cut to equal ones."""
         names = ("target_tokens", "weights")
-        given = [
+        inputs = [
             [each.loss_fn_inputs[name].tolist() for name in names if name in each.loss_fn_inputs]
             for each in (chosen, rejected)
         ]
-        if given[0] == given[1] and chosen.model_input.to_ints() == rejected.model_input.to_ints():
+        if inputs[0] == inputs[1] and chosen.model_input.to_ints() == rejected.model_input.to_ints():
             within = "" if self.max_length is None else f" within max_length={self.max_length}"
             raise InvalidDatum(f"chosen and rejected are equal{within}, so there is no preference to learn")
         return chosen, rejected
 
-    def _answered(self, prompt: Any, answer: Any, tools: Any) -> Datum:
+    def _answer_datum(self, prompt: Any, answer: Any, tools: Any) -> Datum:
         if self.as_text and isinstance(prompt, str) and isinstance(answer, str):
             before: list[int] = self.tokenizer(prompt)["input_ids"]
-            after = self._ended(self.tokenizer(answer, add_special_tokens=False)["input_ids"])
-            return self._datum([*before, *after], np.repeat([0, 1], [len(before), len(after)]).astype(np.float32))
+            after = self._with_end(self.tokenizer(answer, add_special_tokens=False)["input_ids"])
+            return self._token_datum([*before, *after], np.repeat([0, 1], [len(before), len(after)]).astype(np.float32))
         messages = _messages(prompt, "user")
-        return self._of_chat([*messages, *_messages(answer, "assistant")], len(messages), tools)
+        return self._chat_datum([*messages, *_messages(answer, "assistant")], len(messages), tools)
 
-    def _of_chat(self, messages: Any, first: int, tools: Any) -> Datum:
-        return self._datum(*self._chat(messages, first, tools))
+    def _chat_datum(self, messages: Any, first: int, tools: Any) -> Datum:
+        return self._token_datum(*self._chat(messages, first, tools))
 
-    def _chat(self, messages: Any, first: int, tools: Any) -> Rendered:
-        given = chat.check_messages(messages)
-        messages = self._with_system(given)
-        first += len(messages) - len(given)
+    def _chat(self, messages: Any, first: int, tools: Any) -> TokensAndWeights:
+        checked = chat.check_messages(messages)
+        messages = self._with_system(checked)
+        first += len(messages) - len(checked)
         if self.renderer is None:
             return chat.render(messages, self.tokenizer, first=first, only_last=self.only_last, tools=tools)
         what = "last_assistant_message" if self.only_last else "all_assistant_messages"
@@ -202,23 +203,23 @@ class RowFormat:
             return messages
         return [{"role": "system", "content": self.system}, *messages]
 
-    def _of_text(self, text: str) -> Datum:
-        ids = self._ended(self.tokenizer(text)["input_ids"])
-        return self._datum(ids, np.ones(len(ids), np.float32))
+    def _text_datum(self, text: str) -> Datum:
+        ids = self._with_end(self.tokenizer(text)["input_ids"])
+        return self._token_datum(ids, np.ones(len(ids), np.float32))
 
-    def _ended(self, ids: list[int]) -> list[int]:
+    def _with_end(self, ids: list[int]) -> list[int]:
         """Adds the end-of-text token, so that the model learns to stop."""
         end = self.tokenizer.eos_token_id
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
-    def _datum(self, ids: list[int], weights: Any) -> Datum:
-        short, given = self._shortened(ids, weights)
-        if not given[1:].any():  # the first token is not predicted
+    def _token_datum(self, ids: list[int], weights: Any) -> Datum:
+        short, weights = self._truncated(ids, weights)
+        if not weights[1:].any():  # the first token is not predicted
             within = f" within max_length={self.max_length}" if len(short) < len(ids) else ""
-            raise _without_weight(within, cut_right=bool(within) and self.truncate == "right")
-        return Datum.from_tokens(short, given)
+            raise _no_weight(within, cut_right=bool(within) and self.truncate == "right")
+        return Datum.from_tokens(short, weights)
 
-    def _shortened(self, ids: list[int], weights: Any) -> Rendered:
+    def _truncated(self, ids: list[int], weights: Any) -> TokensAndWeights:
         if self.truncate == "error" and self.max_length is not None and len(ids) > self.max_length:
             raise TooLong(
                 f"it has {len(ids)} tokens, but max_length is {self.max_length}. Pass truncate='left' or 'right' to "
@@ -229,11 +230,11 @@ class RowFormat:
             self.on_truncated()
         return short
 
-    def _fitting(self, datum: Datum) -> Datum:
+    def _check_datum(self, datum: Datum) -> Datum:
         """Returns a datum that was built elsewhere; raises if it is too long or has no weight."""
         weights = datum.loss_fn_inputs.get("weights")
         if weights is not None and not weights.to_numpy().any():
-            raise _without_weight()
+            raise _no_weight()
         # Its input alone counts: a block that was packed to fill the context has a target for each of its positions.
         if self.max_length is not None and datum.model_input.length > self.max_length:
             raise TooLong(
@@ -245,29 +246,35 @@ class RowFormat:
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat(RowFormat):
-    """Converts the same rows to what a model answers: a chat or pair without its last answer, or a text to continue."""
+    """Converts rows to prompts: a chat or pair without its last answer, or a text to continue."""
 
+    @override
     def _check_answers(self, messages: Any) -> None:
         """Accepts any answer, which is left out."""
 
-    def _different(self, chosen: Any, rejected: Any) -> Any:
+    @override
+    def _check_pair(self, chosen: Any, rejected: Any) -> Any:
         del rejected  # both are the prompt of the pair
         return chosen
 
-    def _answered(self, prompt: Any, answer: Any, tools: Any) -> Any:
+    @override
+    def _answer_datum(self, prompt: Any, answer: Any, tools: Any) -> Any:
         if self.as_text and isinstance(prompt, str) and isinstance(answer, str):
             return self.prompt(prompt)
-        return RowFormat._answered(self, prompt, answer, tools)
+        return RowFormat._answer_datum(self, prompt, answer, tools)
 
-    def _of_chat(self, messages: Any, first: int, tools: Any) -> Any:
+    @override
+    def _chat_datum(self, messages: Any, first: int, tools: Any) -> Any:
         del first  # only the last answer is left out
         return self.prompt({"messages": messages, "tools": tools})
 
-    def _of_text(self, text: str) -> Any:
+    @override
+    def _text_datum(self, text: str) -> Any:
         return self.prompt(text)
 
-    def _fitting(self, datum: Datum) -> Any:
-        weights = RowFormat._fitting(self, datum).loss_fn_inputs.get("weights")
+    @override
+    def _check_datum(self, datum: Datum) -> Any:
+        weights = RowFormat._check_datum(self, datum).loss_fn_inputs.get("weights")
         if weights is None:
             return datum.model_input
         trained = np.flatnonzero(weights.to_numpy())
@@ -276,7 +283,7 @@ class PromptFormat(RowFormat):
         return ModelInput.from_ints(datum.model_input.tokens()[: start + 1]) if start else datum.model_input
 
 
-def _without_weight(within: str = "", *, cut_right: bool = False) -> InvalidDatum:
+def _no_weight(within: str = "", *, cut_right: bool = False) -> InvalidDatum:
     fix = ". Cut the other side (truncate='left'), or pass bad_rows='skip' to a data module to skip and count such rows"
     return InvalidDatum(f"none of its tokens has a weight{within}, so there is nothing to train on{fix * cut_right}")
 

@@ -67,7 +67,7 @@ async def receive_body(
         with trainer.wake_on_close(arrival.close):
             body = await read_body(request, limit, arrival, may_be_compressed=may_be_compressed)
         is_json = JSON in request.headers.get("content-type", "").lower()
-        charge.resize(len(body) + (wire_json if is_json else protobuf).parsed_bytes(body))
+        charge.resize(len(body) + (wire_json if is_json else protobuf).estimate_parsed_bytes(body))
         yield body
 
 

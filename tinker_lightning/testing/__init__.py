@@ -6,7 +6,12 @@ def service():
         yield service
 """
 
-from tinker_lightning.testing.embedded_service import embedded_service
-from tinker_lightning.testing.transports import Fault, FaultyTransport, RecordedRequest, RecordingTransport
+from tinker_lightning.testing.embedded_service import (
+    Fault,
+    FaultyTransport,
+    RecordedRequest,
+    RecordingTransport,
+    embedded_service,
+)
 
 __all__ = ["Fault", "FaultyTransport", "RecordedRequest", "RecordingTransport", "embedded_service"]

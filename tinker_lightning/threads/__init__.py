@@ -1,1 +1,1 @@
-"""Event loops and background threads."""
+"""Event loops, background threads, and the signals and OpenMP threads of a thread."""

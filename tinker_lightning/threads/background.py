@@ -1,4 +1,8 @@
-"""Runs functions and coroutines on background threads, with the caller's torch modes, which are per thread."""
+"""Background threads for regularizers, rewards and rollouts.
+
+Functions run on a thread each, coroutines on one shared event loop. Both have the caller's torch modes, which are per
+thread.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator
 
 T = TypeVar("T")
 
-THREAD = "tinker-lightning-regularizers"
+THREAD = "tinker-lightning-background"
 _SLOW_SECONDS = 0.1  # as in asyncio's own debug mode
 
 
@@ -57,7 +62,7 @@ class Modes:
             return stack.pop_all()
 
 
-def on_thread(call: Callable[[], T], name: str) -> Future[T]:
+def run_on_thread(call: Callable[[], T], name: str) -> Future[T]:
     """Runs a function on a new daemon thread, so that a hanging one does not block others or the process exit."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
@@ -76,7 +81,7 @@ def on_thread(call: Callable[[], T], name: str) -> Future[T]:
     return future
 
 
-def on_loop(awaitable: Awaitable[T], name: str = "") -> Future[T]:
+def run_on_loop(awaitable: Awaitable[T], name: str = "") -> Future[T]:
     """Awaits something on the shared event loop, which is never closed, so that clients bound to it can be reused."""
     loop = _Loop.shared()
     coroutine = awaitable if isinstance(awaitable, types.CoroutineType) else _awaited(awaitable)
@@ -87,13 +92,13 @@ def on_loop(awaitable: Awaitable[T], name: str = "") -> Future[T]:
 
 
 def blocker() -> str:
-    """Returns the `on_loop` name of the coroutine that blocks the loop; empty if none does."""
+    """Returns the `run_on_loop` name of the coroutine that blocks the loop; empty if none does."""
     step = _Loop.shared().step
     return step[0] if step is not None and time.monotonic() - step[1] > _SLOW_SECONDS else ""
 
 
 def seconds_blocked() -> float:
-    """Returns for how long the loop has not run what this function asked it to run before; 0 if it has."""
+    """Returns for how long the loop has not run the callback that an earlier call submitted; 0 if it has."""
     return _Loop.shared().seconds_blocked()
 
 
@@ -107,7 +112,7 @@ class _Loop:
         self.loop = asyncio.new_event_loop()
         self.pid = os.getpid()
         self.step: tuple[str, float] | None = None  # the running coroutine and its start time
-        self._asked: float | None = None  # since when it has not answered
+        self._pinged: float | None = None  # the time of a ping that it has not answered
         self.thread = threading.Thread(target=self.loop.run_forever, name=THREAD, daemon=True)
         self.thread.start()
 
@@ -120,16 +125,16 @@ class _Loop:
             return cls._shared
 
     def seconds_blocked(self) -> float:
-        """Returns since when a question is not answered, and asks one if there is none."""
-        asked = self._asked
-        if asked is None:
-            self._asked = time.monotonic()
+        """Returns the age of an unanswered ping, and sends one if there is none."""
+        pinged = self._pinged
+        if pinged is None:
+            self._pinged = time.monotonic()
             self.loop.call_soon_threadsafe(self._answer)
             return 0.0
-        return time.monotonic() - asked
+        return time.monotonic() - pinged
 
     def _answer(self) -> None:
-        self._asked = None
+        self._pinged = None
 
 
 async def _awaited(awaitable: Awaitable[T]) -> T:
@@ -145,14 +150,17 @@ class _InModes(Coroutine[Any, Any, T]):
         self._loop = loop
         self._name = name
 
+    @override
     def send(self, value: Any) -> Any:
         """Runs the coroutine up to its next await."""
         return self._advance(lambda: self._coroutine.send(value))
 
+    @override
     def throw(self, *error: Any) -> Any:
         """Raises an exception, a cancellation for example, at the await where the coroutine is suspended."""
         return self._advance(lambda: self._coroutine.throw(*error))
 
+    @override
     def close(self) -> None:
         """Closes the coroutine."""
         self._coroutine.close()

@@ -1,4 +1,4 @@
-"""An event loop on a background thread, for everything that waits on the network."""
+"""Event loops on background threads, for the network."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class BackgroundLoop:
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Cancels what still runs and ends the thread."""
+        """Cancels running coroutines and ends the thread."""
         with self._lock:
             closed, self._closed = self._closed, True
         if not closed:

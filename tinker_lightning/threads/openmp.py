@@ -20,7 +20,7 @@ _end_team: Callable[[int], object] | None = None
 
 
 def enable() -> None:
-    """Called when a client connects to a trainer in this process."""
+    """Lets `end` end threads; called when a client connects to a trainer in this process."""
     global _end_team
     try:
         library = ctypes.CDLL(None)

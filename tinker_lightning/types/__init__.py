@@ -9,7 +9,7 @@ from tinker_lightning.types.model_input import (
     ModelInput,
     ModelInputChunk,
 )
-from tinker_lightning.types.params import AdamParams, LoraConfig, SamplingParams
+from tinker_lightning.types.params import AdamParams, DimuonParams, LoraConfig, SamplingParams
 from tinker_lightning.types.responses import (
     ForwardBackwardOutput,
     GetInfoResponse,
@@ -28,6 +28,7 @@ from tinker_lightning.types.tensor import TensorData
 __all__ = [
     "AdamParams",
     "Datum",
+    "DimuonParams",
     "DmelChunk",
     "EncodedTextChunk",
     "ForwardBackwardOutput",

@@ -1,4 +1,4 @@
-"""Converts chats to tokens: which of them the assistant has to write, and the prompt for its next message."""
+"""Chats as tokens: weights on the tokens that the assistant has to write, and prompts for its next message."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = Mapping[str, Any]
 Truncate: TypeAlias = Literal["error", "left", "right"]
-Rendered: TypeAlias = "tuple[list[int], NDArray[np.float32]]"
+TokensAndWeights: TypeAlias = "tuple[list[int], NDArray[np.float32]]"
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment")
-# Stands for an answer in what a template renders. Private characters, so that no message contains it.
+# Stands for an answer in a rendered template. Private characters, so that no message contains it.
 _ANSWER = "\ue000answer\ue001"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -47,10 +47,10 @@ def check_messages(messages: Any) -> list[Message]:
 
 def render(
     messages: Any, tokenizer: Any, *, first: int = 0, only_last: bool = False, tools: Sequence[Any] | None = None
-) -> Rendered:
+) -> TokensAndWeights:
     """Returns the tokens of a chat, and weights that are 1 on assistant messages, including end-of-turn tokens.
 
-    What precedes a trained message is the prompt that the template renders to generate it, token by token.
+    The tokens before a trained message are exactly the prompt that the template renders to generate it.
 
     Args:
         messages: The messages; there must be one before the first assistant message.
@@ -75,26 +75,28 @@ def render(
         prompt = _template(tokenizer, messages[:turn], tools, add_generation_prompt=True)
         through = prompt if marked else _template(tokenizer, messages[: turn + 1], tools)
         if not text.startswith(prompt) or not text.startswith(through):
-            raise _rewritten(turn)
+            raise _rewritten_error(turn)
         spans.append((len(prompt), len(through)))
     if marked:
-        return _by_marks(messages, tokenizer, tools, [_tokens(tokenizer, text[:start]) for start, _ in spans], turns)
-    return _by_prefixes(text, tokenizer, spans)
+        return _render_by_marks(
+            messages, tokenizer, tools, [_tokens(tokenizer, text[:start]) for start, _ in spans], turns
+        )
+    return _render_by_prefixes(text, tokenizer, spans)
 
 
-def to_answer(messages: Any) -> list[Message]:
-    """Returns the messages without a last one of the assistant, which is what a model has to generate."""
-    given = check_messages(messages)
-    if given and given[-1]["role"] == "assistant":
-        given = given[:-1]
-    if not given:
+def messages_to_answer(messages: Any) -> list[Message]:
+    """Returns the messages that a model has to answer; a last assistant message is left out."""
+    prompt = check_messages(messages)
+    if prompt and prompt[-1]["role"] == "assistant":
+        prompt = prompt[:-1]
+    if not prompt:
         raise InvalidDatum("the conversation has no message to answer")
-    return given
+    return prompt
 
 
 def generation_prompt(messages: Any, tokenizer: Any, *, tools: Sequence[Any] | None = None) -> list[int]:
     """Returns the tokens that precede the assistant's next message; a last assistant message is left out."""
-    return _tokens(tokenizer, _template(tokenizer, to_answer(messages), tools, add_generation_prompt=True))
+    return _tokens(tokenizer, _template(tokenizer, messages_to_answer(messages), tools, add_generation_prompt=True))
 
 
 def following_prompt(
@@ -102,12 +104,12 @@ def following_prompt(
 ) -> list[int]:
     """Returns the tokens between the last answer of a chat and the answer to new messages, end of turn included.
 
-    The tokens of the last answer need not be those of its text.
+    The last answer may have been sampled with other tokens than its text is encoded to.
     """
     messages = [*answered[:-1], {"role": "assistant", "content": _ANSWER}, *new]
     text = _template(tokenizer, messages, tools, add_generation_prompt=True)
-    _, found, rest = text.rpartition(_ANSWER)
-    if not found:
+    _, separator, rest = text.rpartition(_ANSWER)
+    if not separator:
         raise InvalidInput(
             "the chat template of this tokenizer leaves out earlier answers, so what follows one is unknown. Build the "
             "prompts from tokens."
@@ -115,7 +117,9 @@ def following_prompt(
     return _tokens(tokenizer, rest)
 
 
-def shorten(ids: list[int], weights: NDArray[np.float32], max_length: int | None, truncate: Truncate) -> Rendered:
+def shorten(
+    ids: list[int], weights: NDArray[np.float32], max_length: int | None, truncate: Truncate
+) -> TokensAndWeights:
     """Returns tokens and weights, cut on one side to `max_length` tokens; raises `TooLong` for `truncate="error"`."""
     if max_length is None or len(ids) <= max_length:
         return ids, weights
@@ -129,7 +133,7 @@ def shorten(ids: list[int], weights: NDArray[np.float32], max_length: int | None
     return ids[part], weights[part]
 
 
-def _by_prefixes(text: str, tokenizer: Any, spans: list[tuple[int, int]]) -> Rendered:
+def _render_by_prefixes(text: str, tokenizer: Any, spans: list[tuple[int, int]]) -> TokensAndWeights:
     """Weights what follows each prompt, which ends where the template without the message ends."""
     ids = _tokens(tokenizer, text)
     starts = [_tokens(tokenizer, text[:start]) for start, _ in spans]
@@ -145,13 +149,13 @@ def _by_prefixes(text: str, tokenizer: Any, spans: list[tuple[int, int]]) -> Ren
         ends = [ids[:length] for length in sums[1:-1:2]]
     weights = np.zeros(len(ids), np.float32)
     for start, through in zip(starts, ends, strict=True):
-        weights[len(start) : len(start) + _generated(through[len(start) :], tokenizer)] = 1.0
+        weights[len(start) : len(start) + _generated_length(through[len(start) :], tokenizer)] = 1.0
     return ids, weights
 
 
-def _by_marks(
+def _render_by_marks(
     messages: list[Message], tokenizer: Any, tools: Any, prompts: list[list[int]], turns: list[int]
-) -> Rendered:
+) -> TokensAndWeights:
     """Weights what the template marks, from the first trained message on."""
     encoded = tokenizer.apply_chat_template(
         messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -159,12 +163,12 @@ def _by_marks(
     ids, mask = list(encoded["input_ids"]), np.asarray(encoded["assistant_masks"], np.float32)
     for prompt, turn in zip(prompts, turns, strict=True):
         if ids[: len(prompt)] != prompt:
-            raise _rewritten(turn)
+            raise _rewritten_error(turn)
     mask[: len(prompts[0])] = 0
     return ids, mask
 
 
-def _generated(reply: list[int], tokenizer: Any) -> int:
+def _generated_length(reply: list[int], tokenizer: Any) -> int:
     """Returns how many tokens a model generates: templates add a line break after the end of a turn."""
     if tokenizer.eos_token_id in reply:
         return len(reply) - reply[::-1].index(tokenizer.eos_token_id)
@@ -173,7 +177,7 @@ def _generated(reply: list[int], tokenizer: Any) -> int:
     return special[-1] + 1 if is_end else len(reply)
 
 
-def _rewritten(turn: int) -> InvalidDatum:
+def _rewritten_error(turn: int) -> InvalidDatum:
     return InvalidDatum(
         f"message {turn}: this tokenizer's chat template renders earlier messages differently when later ones follow, "
         "so the assistant's tokens cannot be identified. Train on the last message only (train_on='last' in ChatData), "

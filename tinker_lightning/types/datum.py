@@ -87,8 +87,8 @@ class Datum:
 
         Args:
             tokens: Prompt and response together.
-            weights: The weight of each *token*, by default 1; usually 0 on the prompt. That of the first token, which
-                is never predicted, is not used.
+            weights: The weight of each *token*, by default 1; usually 0 on the prompt. The weight of the first token,
+                which is never predicted, is not used.
             truncate: Whether to cut tokens and weights to the shorter of the two instead of raising.
         """
         ids = token_array(tokens)
@@ -104,8 +104,8 @@ class Datum:
             ids, values = ids[: len(values)], values[: len(ids)]
         if len(ids) < 2:
             raise InvalidDatum(f"got {len(ids)} tokens; a datum needs at least 2, because each token predicts the next")
-        weights = TensorData.of_array(values[1:])
-        return cls(ModelInput([EncodedTextChunk.of_array(ids[:-1])]), {"target_tokens": ids[1:], "weights": weights})
+        weights = TensorData.wrap(values[1:])
+        return cls(ModelInput([EncodedTextChunk.wrap(ids[:-1])]), {"target_tokens": ids[1:], "weights": weights})
 
     @classmethod
     def from_targets(
@@ -127,8 +127,8 @@ class Datum:
             per_token = {name: tensor.to_numpy() for name, tensor in inputs.items() if name in PER_TOKEN}
             length = min([len(ids), *(len(np.atleast_1d(array)) for array in per_token.values())])
             ids = ids[:length]
-            inputs |= {name: TensorData.of_array(np.atleast_1d(array)[:length]) for name, array in per_token.items()}
-        return cls(ModelInput([EncodedTextChunk.of_array(ids)]), inputs)
+            inputs |= {name: TensorData.wrap(np.atleast_1d(array)[:length]) for name, array in per_token.items()}
+        return cls(ModelInput([EncodedTextChunk.wrap(ids)]), inputs)
 
     @classmethod
     def from_chat(

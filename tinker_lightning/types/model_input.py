@@ -31,8 +31,8 @@ class EncodedTextChunk:
         self.tokens = token_array(tokens)
 
     @classmethod
-    def of_array(cls, tokens: npt.NDArray[np.int32]) -> EncodedTextChunk:
-        """Wraps what `token_array` has returned, or a slice of it, without a copy."""
+    def wrap(cls, tokens: npt.NDArray[np.int32]) -> EncodedTextChunk:
+        """Wraps a result of `token_array`, or a slice of it, without a copy."""
         chunk = cls.__new__(cls)
         chunk.tokens = tokens
         return chunk
@@ -147,7 +147,7 @@ class ModelInput:
 def token_array(tokens: TensorLike, *, copy: bool = True) -> npt.NDArray[np.int32]:
     """Returns token ids as a 1-D int32 array, which is new unless `copy` is False; raises if they are not valid ids."""
     if type(tokens) is list and tokens and type(tokens[0]) is not bool:
-        # Packing takes half of numpy's time for a list. What it refuses, the checks below explain.
+        # Packing takes half of numpy's time for a list. If it fails, the checks below raise an error with the reason.
         packed = np.empty(len(tokens), np.int32)
         try:
             struct.pack_into(f"{len(tokens)}i", packed.data, 0, *tokens)
@@ -192,17 +192,17 @@ def _chunk_length(chunk: ModelInputChunk) -> int:
 def _dmel_length(dmel: bytes) -> int:
     """Returns dimension 0 of encoded frames: dtype byte (optionally after a marker, 254), varint ndim, varint dims."""
     position = 2 if dmel[:1] == b"\xfe" else 1
-    for wanted in ("ndim", "dim 0"):
+    for part in ("ndim", "dim 0"):
         number = shift = 0
         while True:
             if position >= len(dmel) or shift > 63:
-                raise InvalidDatum(f"the audio chunk ends before its {wanted}")
+                raise InvalidDatum(f"the audio chunk ends before its {part}")
             byte = dmel[position]
             position += 1
             number |= (byte & 0x7F) << shift
             shift += 7
             if not byte & 0x80:
                 break
-        if wanted == "ndim" and number == 0:
+        if part == "ndim" and number == 0:
             raise InvalidDatum("the audio chunk has no dimensions, so no length")
     return number

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeAlias
 
 from tinker_lightning.errors import InvalidInput
 
@@ -14,6 +16,7 @@ class AdamParams:
     """AdamW hyperparameters for one step; a `grad_clip_norm` of 0 disables clipping."""
 
     kind: ClassVar[str] = "adamw"  # the protocol's name of the optimizer
+    config: ClassVar[Mapping[str, Any]] = MappingProxyType({"type": "adamw"})  # with which a model is created for it
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -23,13 +26,37 @@ class AdamParams:
     grad_clip_norm: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise InvalidInput(f"adam_params.{name} must be a finite number of at least 0, got {value}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InvalidInput(f"adam_params.{name} must lie in [0, 1), got {getattr(self, name)}")
+        _check("adam_params", self, ("learning_rate", "eps", "weight_decay", "grad_clip_norm"), ("beta1", "beta2"))
+
+
+@dataclass(frozen=True, slots=True)
+class DimuonParams:
+    """DiMuon hyperparameters for one step, on servers that offer this optimizer."""
+
+    kind: ClassVar[str] = "dimuon"
+    config: ClassVar[Mapping[str, Any]] = MappingProxyType({"type": "dimuon", "version": 1})
+
+    learning_rate: float = 1e-4
+    grad_clip_norm: float = 0.0
+    beta1: float = 0.9
+
+    def __post_init__(self) -> None:
+        _check("optimizer_params", self, ("learning_rate", "grad_clip_norm"), ("beta1",))
+
+
+OptimParams: TypeAlias = AdamParams | DimuonParams
+# The settings of each optimizer that this library trains with, by the protocol's name of the optimizer.
+OPTIMIZERS: Mapping[str, type[OptimParams]] = MappingProxyType({each.kind: each for each in (AdamParams, DimuonParams)})
+
+
+def _check(where: str, params: OptimParams, positive: Sequence[str], fractions: Sequence[str]) -> None:
+    for name in positive:
+        value = getattr(params, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise InvalidInput(f"{where}.{name} must be a finite number of at least 0, got {value}")
+    for name in fractions:
+        if not 0 <= getattr(params, name) < 1:
+            raise InvalidInput(f"{where}.{name} must lie in [0, 1), got {getattr(params, name)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ class WeightsInfoResponse:
     train_unembed: bool | None = None
     train_mlp: bool | None = None
     train_attn: bool | None = None
+    optimizer_config: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +201,7 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True)
 class PromptAltTokens:
-    """Tokens drawn in place of those of a prompt, with log-probabilities, `[T - 1, k]`: row i is for token i + 1."""
+    """Alternative tokens drawn for a prompt, with log-probabilities, `[T - 1, k]`: row i replaces token i + 1."""
 
     tokens: TensorData
     logprobs: TensorData

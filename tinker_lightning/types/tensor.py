@@ -30,7 +30,7 @@ _FRESH = list, tuple, int, float
 
 
 class TensorData:
-    """A tensor with a dtype of the protocol, backed by a numpy array of its own.
+    """A tensor with a dtype of the protocol, backed by its own numpy array.
 
     Args:
         data: The values, flat or shaped; for CSR, the stored values only.
@@ -42,7 +42,7 @@ class TensorData:
             sent. False shares it, which must then not change.
     """
 
-    __slots__ = ("_values", "dtype", "shape", "sparse_col_indices", "sparse_crow_indices")
+    __slots__ = ("dtype", "shape", "sparse_col_indices", "sparse_crow_indices", "values")
 
     dtype: TensorDtype
     shape: list[int]
@@ -59,14 +59,14 @@ class TensorData:
         *,
         copy: bool = True,
     ) -> None:
-        given = as_array(data)
-        self.dtype = _known_dtype(("float32" if given.dtype.kind == "f" else "int64") if dtype is None else dtype)
-        values = _convert(given, self.dtype, copy and not isinstance(data, _FRESH))
+        array = as_array(data)
+        self.dtype = _check_dtype(("float32" if array.dtype.kind == "f" else "int64") if dtype is None else dtype)
+        values = _convert(array, self.dtype, copy and not isinstance(data, _FRESH))
         if (sparse_crow_indices is None) != (sparse_col_indices is None):
             raise InvalidTensor("a CSR tensor needs both sparse_crow_indices and sparse_col_indices")
         if sparse_crow_indices is None or sparse_col_indices is None:
             self.sparse_crow_indices = self.sparse_col_indices = None
-            self.shape = list(values.shape) if shape is None else _known_shape(shape)
+            self.shape = list(values.shape) if shape is None else _check_shape(shape)
             if values.shape != tuple(self.shape):
                 if values.size != math.prod(self.shape):
                     raise InvalidTensor(f"{values.size} values do not fill the shape {self.shape}")
@@ -74,12 +74,12 @@ class TensorData:
         else:
             if shape is None:
                 raise InvalidTensor("a CSR tensor needs its dense shape")
-            self.shape = _known_shape(shape)
+            self.shape = _check_shape(shape)
             self.sparse_crow_indices = _convert(as_array(sparse_crow_indices), "int64", copy)
             self.sparse_col_indices = _convert(as_array(sparse_col_indices), "int64", copy)
             values = values.reshape(-1)
             _check_csr(self.shape, values, self.sparse_crow_indices, self.sparse_col_indices)
-        self._values = values
+        self.values = values
 
     @classmethod
     def from_numpy(cls, array: npt.NDArray[Any]) -> TensorData:
@@ -92,12 +92,12 @@ class TensorData:
         return cls(tensor)
 
     @classmethod
-    def of(cls, value: TensorLike) -> TensorData:
+    def from_data(cls, value: TensorLike) -> TensorData:
         """Converts a torch tensor, numpy array, list or number; returns a `TensorData` unchanged."""
         return value if isinstance(value, TensorData) else cls(value)
 
     @classmethod
-    def of_array(cls, values: npt.NDArray[Any]) -> TensorData:
+    def wrap(cls, values: npt.NDArray[Any]) -> TensorData:
         """Wraps an array that nothing else writes to; converts it if it lacks a dtype of the protocol or C order."""
         if values.dtype not in _NATIVE or not values.flags.c_contiguous or values.ndim > MAX_RANK:
             return cls(values, copy=False)
@@ -105,7 +105,7 @@ class TensorData:
         tensor.dtype = "float32" if values.dtype.kind == "f" else "int64"
         tensor.shape = list(values.shape)
         tensor.sparse_crow_indices = tensor.sparse_col_indices = None
-        tensor._values = values
+        tensor.values = values
         return tensor
 
     @property
@@ -116,22 +116,17 @@ class TensorData:
     @property
     def data(self) -> list[Any]:
         """The stored values as a flat list."""
-        return self._values.reshape(-1).tolist()
-
-    @property
-    def values(self) -> npt.NDArray[Any]:
-        """The stored values as an array without a copy: shaped if dense, flat if CSR."""
-        return self._values
+        return self.values.reshape(-1).tolist()
 
     def to_numpy(self) -> npt.NDArray[Any]:
         """Returns the dense array, without a copy unless the tensor is sparse."""
         crow, col = self.sparse_crow_indices, self.sparse_col_indices
         if crow is None or col is None:
-            return self._values
+            return self.values
         if math.prod(self.shape) > MAX_DENSE_ELEMENTS:
             raise InvalidTensor(f"a CSR tensor of shape {self.shape} is too large to be converted to a dense one")
         dense = np.zeros(self.shape, dtype=self.dtype)
-        dense[np.repeat(np.arange(self.shape[0]), np.diff(crow)), col] = self._values
+        dense[np.repeat(np.arange(self.shape[0]), np.diff(crow)), col] = self.values
         return dense
 
     def to_torch(self) -> torch.Tensor:
@@ -202,20 +197,20 @@ def _convert(array: npt.NDArray[Any], dtype: TensorDtype, copy: bool) -> npt.NDA
         raise InvalidTensor("a value does not fit into float32") from None
 
 
-def _known_dtype(dtype: str) -> TensorDtype:
+def _check_dtype(dtype: str) -> TensorDtype:
     if dtype not in ("float32", "int64"):
         raise InvalidTensor(f"dtype {dtype!r} is not supported; use 'float32' or 'int64'")
     return cast("TensorDtype", dtype)
 
 
-def _known_shape(shape: Sequence[int]) -> list[int]:
+def _check_shape(shape: Sequence[int]) -> list[int]:
     if len(shape) > MAX_RANK:
         raise InvalidTensor(f"a tensor has at most {MAX_RANK} dimensions, got {len(shape)}")
-    known = [int(n) for n in shape]
+    sizes = [int(n) for n in shape]
     # The product of an empty tensor's dimensions is 0, however large the others are, which numpy could not hold.
-    if min(known, default=0) < 0 or math.prod(n or 1 for n in known) >= 2**60:
-        raise InvalidTensor(f"a tensor of shape {known} does not fit into memory")
-    return known
+    if min(sizes, default=0) < 0 or math.prod(n or 1 for n in sizes) >= 2**60:
+        raise InvalidTensor(f"a tensor of shape {sizes} does not fit into memory")
+    return sizes
 
 
 def _check_csr(

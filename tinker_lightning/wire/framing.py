@@ -31,14 +31,14 @@ def write_datum(parts: list[Buffer], datum: Datum) -> bool:
     own: list[Buffer] = [b""]  # in place of the header, whose length is known last
     size = 0
     for chunk in datum.model_input.chunks:
-        if not isinstance(chunk, EncodedTextChunk) or not chunk.length:
+        if not isinstance(chunk, EncodedTextChunk) or not len(chunk.tokens):
             return False
         tokens = chunk.tokens
         before = _before_tokens(tokens.nbytes)
         own += (before, tokens.data)
         size += len(before) + tokens.nbytes
     for name, tensor in datum.loss_fn_inputs.items():
-        if tensor.is_sparse:
+        if tensor.sparse_crow_indices is not None:
             return False
         values = tensor.values
         before, after = _around_tensor(name, tensor.dtype, values.shape)
@@ -51,7 +51,7 @@ def write_datum(parts: list[Buffer], datum: Datum) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _before_tokens(size: int) -> bytes:
-    """Returns what precedes the bytes of token ids: `Datum.model_input`, `Chunk.encoded_text`, `tokens`."""
+    """Returns the bytes before token ids: `Datum.model_input`, `Chunk.encoded_text`, `tokens`."""
     tokens = _header(pb.EncodedTextChunk.TOKENS_FIELD_NUMBER, size)
     text = _header(pb.Chunk.ENCODED_TEXT_FIELD_NUMBER, len(tokens) + size)
     return _header(pb.Datum.MODEL_INPUT_FIELD_NUMBER, len(text) + len(tokens) + size) + text + tokens
@@ -59,7 +59,7 @@ def _before_tokens(size: int) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def _around_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Returns what precedes and follows the values of a tensor in an entry of `Datum.loss_fn_inputs`."""
+    """Returns the bytes before and after the values of a tensor in an entry of `Datum.loss_fn_inputs`."""
     size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     kind = pb.DTYPE_FLOAT32 if dtype == "float32" else pb.DTYPE_INT64
     after = pb.Tensor(dtype=kind, shape=shape).SerializeToString()

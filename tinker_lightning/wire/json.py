@@ -32,7 +32,7 @@ from tinker_lightning.types.requests import ForwardBackwardRequest
 from tinker_lightning.types.tensor import TensorData
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 
@@ -44,15 +44,19 @@ _PIECE = 4096
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_NON_STR_KEYS
 
 
-def dumps(message: Any, *, without: Collection[str] = ()) -> bytes:
-    """Serializes a message; omits fields that are None or named, and adds `type` if the class defines it."""
-    if without:
-        message = {name: value for name, value in _encode(message).items() if name not in without}
+def dumps(message: Any) -> bytes:
+    """Serializes a message; omits fields that are None, and adds `type` if the class defines it."""
     return orjson.dumps(message, default=_encode, option=_OPTIONS)
 
 
+def fields_of(message: Any) -> dict[str, Any]:
+    """Returns the fields of a message that `dumps` would serialize."""
+    fields: dict[str, Any] = message if isinstance(message, dict) else _encode(message)
+    return fields
+
+
 def pieces(message: Any) -> Iterator[bytes]:
-    """Yields what `dumps` returns in small pieces: a single call would block all other threads until it is done."""
+    """Yields the bytes of `dumps` in small pieces, because a single call would block all other threads."""
     if isinstance(message, dict) or not isinstance(message, list | np.ndarray | str | int | float | None):
         encoded = message if isinstance(message, dict) else _encode(message)
         if not isinstance(encoded, dict):
@@ -81,7 +85,7 @@ def pieces(message: Any) -> Iterator[bytes]:
         yield dumps(message)
 
 
-def parsed_bytes(body: bytes) -> int:
+def estimate_parsed_bytes(body: bytes) -> int:
     """Estimates the most memory that a parsed body takes: some bytes of JSON become large Python objects."""
     values = body.count(b",") + body.count(b":") + 1
     containers = body.count(b"[") + body.count(b"{")
@@ -124,7 +128,7 @@ def parse_forward_backward(body: bytes, *, forward_only: bool) -> ForwardBackwar
     key = "forward_input" if forward_only else "forward_backward_input"
     content = message.get(key)
     if not isinstance(content, dict):
-        raise InvalidMessage(f"{key}: must be an object, got {_name(content)}")
+        raise InvalidMessage(f"{key}: must be an object, got {_describe(content)}")
     merged = {**content, "model_id": message.get("model_id"), "seq_id": message.get("seq_id")}
     return typing.cast(
         "ForwardBackwardRequest", _decode(ForwardBackwardRequest, {**merged, "forward_only": forward_only}, "")
@@ -171,11 +175,11 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
         return _decode_union(typing.get_args(hint), value, where)
     if origin is Literal:
         if value not in typing.get_args(hint):
-            raise _wrong(where, f"one of {', '.join(map(str, typing.get_args(hint)))}", value)
+            raise _type_error(where, f"one of {', '.join(map(str, typing.get_args(hint)))}", value)
         return value
     if origin is list:
         if not isinstance(value, list):
-            raise _wrong(where, "a list", value)
+            raise _type_error(where, "a list", value)
         (item,) = typing.get_args(hint)
         if item is Datum:
             return [_decode_datum(entry, f"datum {i}") for i, entry in enumerate(value)]
@@ -183,12 +187,12 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
     if origin is tuple:
         members = typing.get_args(hint)
         if not isinstance(value, list) or len(value) != len(members):
-            raise _wrong(where, f"a list of {len(members)}", value)
+            raise _type_error(where, f"a list of {len(members)}", value)
         pairs = enumerate(zip(members, value, strict=True))
         return tuple(_decode(member, entry, f"{where}[{i}]") for i, (member, entry) in pairs)
     if origin is dict:
         if not isinstance(value, dict):
-            raise _wrong(where, "an object", value)
+            raise _type_error(where, "an object", value)
         return {key: _decode(typing.get_args(hint)[1], entry, f"{where}.{key}") for key, entry in value.items()}
     if hint is Datum:
         return _decode_datum(value, where)
@@ -203,7 +207,9 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        raise _wrong(where, {str: "a string", int: "an integer", float: "a number", bool: "true or false"}[hint], value)
+        raise _type_error(
+            where, {str: "a string", int: "an integer", float: "a number", bool: "true or false"}[hint], value
+        )
     return value
 
 
@@ -238,29 +244,29 @@ def _fields(cls: Any) -> list[tuple[str, Any, bool]]:
 
 def _decode_dataclass(cls: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
-        raise _wrong(where, "an object", value)
-    given: dict[str, Any] = {}
+        raise _type_error(where, "an object", value)
+    values: dict[str, Any] = {}
     for name, hint, required in _fields(cls):
         entry = value.get(name)
         path = f"{where}.{name}" if where else name
         if entry is not None:
-            given[name] = _decode(hint, entry, path)
+            values[name] = _decode(hint, entry, path)
         elif hint is float and name in value:
             # Serializers write NaN and infinity as null. Using the default instead would train with another number.
             raise InvalidMessage(f"{path}: must be a finite number, got null")
         elif required and types.NoneType not in typing.get_args(hint):
             raise InvalidMessage(f"{path}: missing")
         elif required:
-            given[name] = None
-    return cls(**given)
+            values[name] = None
+    return cls(**values)
 
 
 def _decode_datum(value: Any, where: str) -> Datum:
     if not isinstance(value, dict):
-        raise _wrong(where, "an object", value)
+        raise _type_error(where, "an object", value)
     inputs = {} if value.get("loss_fn_inputs") is None else value["loss_fn_inputs"]
     if not isinstance(inputs, dict):
-        raise _wrong(f"{where}: loss_fn_inputs", "an object", inputs)
+        raise _type_error(f"{where}: loss_fn_inputs", "an object", inputs)
     return _build(
         where,
         Datum,
@@ -284,10 +290,10 @@ def _decode_spans(value: Any, where: str) -> list[ProvenanceSpan] | None:
 
 def _decode_tensor(value: Any, where: str) -> TensorData:
     if not isinstance(value, dict):
-        raise _wrong(where, "a tensor (an object with data, dtype and shape)", value)
+        raise _type_error(where, "a tensor (an object with data, dtype and shape)", value)
     data = value.get("data")
     if not isinstance(data, list):
-        raise _wrong(f"{where}.data", "a list of numbers", data)
+        raise _type_error(f"{where}.data", "a list of numbers", data)
     shape = value.get("shape")
     if shape is not None:
         shape = _decode(list[int], shape, f"{where}.shape")
@@ -298,17 +304,17 @@ def _decode_tensor(value: Any, where: str) -> TensorData:
 def _decode_model_input(value: Any, where: str) -> ModelInput:
     chunks = value.get("chunks") if isinstance(value, dict) else None
     if not isinstance(chunks, list):
-        raise _wrong(where, "an object with a list of chunks", value)
+        raise _type_error(where, "an object with a list of chunks", value)
     return ModelInput([_decode_chunk(chunk, f"{where}.chunks[{i}]") for i, chunk in enumerate(chunks)])
 
 
 def _decode_chunk(value: Any, where: str) -> ModelInputChunk:
     if not isinstance(value, dict):
-        raise _wrong(where, "an object", value)
+        raise _type_error(where, "an object", value)
     # SDKs before 0.18 omit the type, so chunks are identified by their keys.
     if "tokens" in value:
         if not isinstance(value["tokens"], list):
-            raise _wrong(f"{where}.tokens", "a list of token ids", value["tokens"])
+            raise _type_error(f"{where}.tokens", "a list of token ids", value["tokens"])
         return _build(where, EncodedTextChunk, value["tokens"])
     for key, cls in _BINARY_CHUNKS.items():
         if key in value:
@@ -318,7 +324,7 @@ def _decode_chunk(value: Any, where: str) -> ModelInputChunk:
 
 def _decode_base64(value: Any, where: str) -> bytes:
     if not isinstance(value, str):
-        raise _wrong(where, "a base64 string", value)
+        raise _type_error(where, "a base64 string", value)
     try:
         return base64.b64decode(value, validate=True)
     except ValueError as error:
@@ -332,9 +338,9 @@ def _build(where: str, make: Callable[..., T], *args: Any) -> T:
         raise InvalidMessage(f"{where}: {error}") from error
 
 
-def _wrong(where: str, wanted: str, value: Any) -> InvalidMessage:
-    return InvalidMessage(f"{where or 'the body'}: must be {wanted}, got {_name(value)}")
+def _type_error(where: str, expected: str, value: Any) -> InvalidMessage:
+    return InvalidMessage(f"{where or 'the body'}: must be {expected}, got {_describe(value)}")
 
 
-def _name(value: Any) -> str:
+def _describe(value: Any) -> str:
     return "nothing" if value is None else f"{type(value).__name__} {reprlib.repr(value)}"

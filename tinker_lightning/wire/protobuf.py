@@ -33,7 +33,7 @@ _SUBMESSAGES = tuple(bytes([number << 3 | 2]) for number in range(1, 9))
 _INT32: np.dtype[Any] = np.dtype("<i4")
 _INT64: np.dtype[Any] = np.dtype("<i8")
 _FLOAT32: np.dtype[Any] = np.dtype("<f4")
-# What fills the rows of the most likely tokens where there are fewer.
+# Fills the rows of the most likely tokens where there are fewer.
 _NO_TOKEN = (0, -99999.0)
 
 
@@ -92,7 +92,7 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
     )
 
 
-def number_of(body: bytes) -> tuple[str, int]:
+def read_sequence_number(body: bytes) -> tuple[str, int]:
     """Returns the model id and sequence number of a pass, even if its datums are invalid; `("", 0)` if malformed."""
     try:
         message = _parse(pb.ForwardBackwardRequest(), body)
@@ -101,7 +101,7 @@ def number_of(body: bytes) -> tuple[str, int]:
     return message.model_id, message.seq_id
 
 
-def parsed_bytes(body: bytes) -> int:
+def estimate_parsed_bytes(body: bytes) -> int:
     """Estimates the most memory that a parsed body takes: an empty message of two bytes becomes an object."""
     return 3 * len(body) + 100 * sum(body.count(tag) for tag in _SUBMESSAGES)
 
@@ -279,7 +279,7 @@ def _read_chunk(message: pb.Chunk) -> ModelInputChunk:
     kind = message.WhichOneof("chunk")
     if kind == "encoded_text":
         tokens = _array(message.encoded_text.tokens, _INT32, "tokens")
-        return EncodedTextChunk.of_array(token_array(tokens, copy=False))
+        return EncodedTextChunk.wrap(token_array(tokens, copy=False))
     if kind == "image":
         image = message.image
         expected = image.expected_tokens if image.HasField("expected_tokens") else None
@@ -366,6 +366,6 @@ def _read_batched(name: str, message: pb.BatchedTensor) -> list[TensorData]:
     trailing = list(message.trailing_shape)
     parts = (values[start:stop] for start, stop in itertools.pairwise((offsets // size).tolist()))
     try:
-        return [TensorData.of_array(part.reshape(-1, *trailing) if trailing else part) for part in parts]
+        return [TensorData.wrap(part.reshape(-1, *trailing) if trailing else part) for part in parts]
     except ValueError as error:
         raise InvalidMessage(f"{name}: {error}") from error

@@ -100,10 +100,10 @@ def failing_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function whose nth call fails."""
     calls = itertools.count(1)
 
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any, **options: Any) -> Any:
         if next(calls) == call:
             raise InvalidInput("cannot be encoded")
-        return function(*args)
+        return function(*args, **options)
 
     return failing
 

@@ -210,7 +210,7 @@ def test_an_interrupt_while_a_backward_is_sent_loses_no_gradient(
 
     future = model.forward_backward_custom(DATA, nll)
     with monkeypatch.context() as patch:
-        patch.setattr("tinker_lightning.client.dialects.surrogate.Surrogate.datums", interrupted)
+        patch.setattr("tinker_lightning.client.passes.queue.surrogate_pass", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model.optim_step(FAST)
     assert passes(recorded) == ["forward"]
@@ -227,7 +227,7 @@ def test_a_step_is_not_sent_without_all_its_backwards(
 
     model.forward_backward_custom(DATA, nll)
     with monkeypatch.context() as patch:
-        patch.setattr("tinker_lightning.client.dialects.surrogate.Surrogate.datums", full)
+        patch.setattr("tinker_lightning.client.passes.queue.surrogate_pass", full)
         with pytest.raises(MemoryError, match="no room"):
             model.optim_step(FAST)
     assert passes(recorded) == ["forward"]

@@ -35,7 +35,7 @@ def save(live: LiveWeights) -> Save:
 
 
 def sample(live: LiveWeights, path: str) -> int:
-    return live.sample(path, "model", lambda: TinkerFuture.of(1, "sample")).result()
+    return live.sample(path, "model", lambda: TinkerFuture.from_result(1, "sample")).result()
 
 
 def test_nothing_is_sampled_while_the_weights_change(live: LiveWeights, save: Save) -> None:

@@ -15,7 +15,7 @@ from tests.helpers.reference import bits
 from tinker_lightning import AdamParams, Datum, ModelInput, RemoteAdamW, RemoteLM, TensorData
 from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotRetained
 from tinker_lightning.server.engine.causal_lm import CausalLM
-from tinker_lightning.server.trainer import retained
+from tinker_lightning.server.trainer import passes
 from tinker_lightning.server.trainer.sizes import dense_bytes
 from tinker_lightning.testing import embedded_service
 from tinker_lightning.types.requests import ForwardBackwardRequest
@@ -163,7 +163,7 @@ def test_activations_are_freed_by_a_step_a_load_and_the_end_of_the_session(train
 def test_the_number_of_forwards_without_a_step_is_bounded(
     trainer: EmbeddedTrainer, service: ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retained, "MAX_FORWARDS", 3)
+    monkeypatch.setattr(passes, "MAX_FORWARDS", 3)
     client = model(service)
     lm = RemoteLM(client)
     first = lm.send(DATA)
@@ -238,13 +238,13 @@ def test_sparse_tensors_are_charged_before_they_are_made_dense(
         client.model_id, 1, [Datum(ModelInput.from_ints([1]), {"target_tokens": targets})], "cross_entropy"
     )
     dense: list[int] = []
-    of_array = TensorData.of_array
+    wrap = TensorData.wrap
 
     def counted(values: Any) -> TensorData:
         dense.append(values.size)
-        return of_array(values)
+        return wrap(values)
 
-    monkeypatch.setattr(TensorData, "of_array", counted)
+    monkeypatch.setattr(TensorData, "wrap", counted)
     monkeypatch.setattr(trainer.memory, "limit", 1 << 30)
     with pytest.raises(MemoryLimitExceeded, match="the request and its result would take 1 GiB of memory"):
         trainer.passes.retained_forward(request)

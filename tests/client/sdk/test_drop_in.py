@@ -230,8 +230,8 @@ def test_regularizers_in_the_third_position_raise_and_name_the_keyword(model: Tr
 def test_what_the_client_does_not_do_raises(service: ServiceClient, model: TrainingClient) -> None:
     with pytest.raises(InvalidInput, match=r"ServiceClient\(base_url='http://a'\)"):
         ours.ServiceClient("http://a")  # type: ignore[arg-type]
-    with pytest.raises(Unsupported, match="AdamW only, got 'dimuon'"):
-        service.create_lora_training_client("tiny", optimizer=sdk.DimuonOptimizerConfig())
+    with pytest.raises(Unsupported, match="this client trains with adamw, dimuon, got 'lion'"):
+        service.create_lora_training_client("tiny", optimizer={"type": "lion"})
     with pytest.raises(Unsupported, match="record_stability_info"):
         model.save_weights_and_get_sampling_client(record_stability_info=True)
     assert service.create_lora_training_client("tiny", 2, optimizer=sdk.AdamOptimizerConfig())

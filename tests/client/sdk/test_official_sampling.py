@@ -19,7 +19,7 @@ PARAMS = SamplingParams(max_tokens=3, seed=1)
 
 
 def test_every_option_gives_what_our_client_gives(served: Any) -> None:  # R5.4
-    targets = TensorData.of(np.array([[5, -1]] * (len(b"hello world") - 1), np.int64))
+    targets = TensorData.from_data(np.array([[5, -1]] * (len(b"hello world") - 1), np.int64))
     options = {
         "include_prompt_logprobs": True,
         "topk_prompt_logprobs": 2,

@@ -105,11 +105,11 @@ def test_no_sample_begins_between_the_preparation_of_a_step_and_the_step(
 ) -> None:
     """A step of `RemoteAdamW` holds Ctrl-C while it is sent, so it must not wait for a sample then."""
     with official("skyrl", trainer) as (client, _):
-        version = client._live.version(client.model_id)
+        version = client._sender.live.version(client.model_id)
         sampled: Future[int] = Future()
 
         def sample() -> Any:
-            return client._live.sample_version("sampler", version, lambda: TinkerFuture(sampled, "sample"))
+            return client._sender.live.sample_version("sampler", version, lambda: TinkerFuture(sampled, "sample"))
 
         def wait(self: TinkerFuture[Any], timeout: float | None = None) -> None:
             """Another thread's attempt to sample, while the step waits."""
@@ -122,5 +122,5 @@ def test_no_sample_begins_between_the_preparation_of_a_step_and_the_step(
             patch.setattr(TinkerFuture, "wait", wait)
             client.prepare_step(AdamParams())
         assert sampled.done()
-        with client._live.changing(client.model_id) as samples:
+        with client._sender.live.changing(client.model_id) as samples:
             assert samples == []

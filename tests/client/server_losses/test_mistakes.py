@@ -40,7 +40,7 @@ from tinker_lightning.errors import (
     LossWithoutGradient,
     ServerUnreachable,
 )
-from tinker_lightning.lossgraph.tracing.trace import trace_batch_loss
+from tinker_lightning.lossgraph.trace import trace_batch_loss
 from tinker_lightning.server.endpoints import handshake
 from tinker_lightning.testing import embedded_service
 

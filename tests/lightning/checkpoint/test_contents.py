@@ -10,7 +10,8 @@ import torch
 
 from tinker_lightning.client import LossHandle
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning.checkpoint.contents import read_window, state_in, window_from, window_state
+from tinker_lightning.lightning.checkpoint.contents import state_in, window_from, window_state
+from tinker_lightning.lightning.checkpoint.format import read_window
 from tinker_lightning.remote.calls import Call, ServerCall
 from tinker_lightning.remote.saved_state import FORMAT_VERSION, SavedState
 from tinker_lightning.types import Datum, ImageChunk, ModelInput, ProvenanceSpan, TensorData

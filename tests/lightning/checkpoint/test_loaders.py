@@ -25,6 +25,7 @@ from tinker_lightning.lightning.checkpoint.loaders import IsolatedRngLoader, Res
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+
 few = examples(8, 200)
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 

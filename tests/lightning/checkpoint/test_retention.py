@@ -396,7 +396,7 @@ def test_a_save_that_fails_raises_its_own_error_if_the_state_cannot_be_released(
         raise OSError("no space left on device")
 
     monkeypatch.setattr(trainer.strategy.checkpoint_io, "save_checkpoint", fail)
-    monkeypatch.setattr(StateRetention, "_named_near", fail)
+    monkeypatch.setattr(StateRetention, "_states_near", fail)
     with pytest.raises(OSError, match="no space left"):
         trainer.save_checkpoint(server.folder / "a.ckpt")
     assert "could not be deleted: no space left" in caplog.text

@@ -1,4 +1,4 @@
-"""How files that name a state are found: in folders of checkpoints, each read once, without running anything."""
+"""The search for files that name a state: in folders of checkpoints, each read once, without running anything."""
 
 from __future__ import annotations
 

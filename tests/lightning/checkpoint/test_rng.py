@@ -69,7 +69,7 @@ def test_what_is_drawn_or_seeded_inside_is_not_seen_outside(number: int, other: 
     seed(number)
     expected = draw()
     seed(number)
-    with rng.kept():
+    with rng.isolate():
         seed(other, drawn)
     assert draw() == expected
 
@@ -78,7 +78,7 @@ def test_generators_are_kept_also_when_something_is_raised() -> None:
     seed(1)
     expected = draw()
     seed(1)
-    for inside in (rng.kept(), rng.seeded(3)):
+    for inside in (rng.isolate(), rng.seeded(3)):
         with pytest.raises(KeyError), inside:
             raise KeyError(draw())
     assert draw() == expected

@@ -164,7 +164,7 @@ def test_a_term_that_takes_too_long_is_named_and_cancelled() -> None:
         evaluate(Regularizer(last, 1.0, "quick"), Regularizer(never, 1.0, "never"), timeout=0.05)
     assert isinstance(caught.value.__cause__, TimeoutError)
     assert cancelled.wait(LONG)
-    assert evaluate(*THREE, timeout=LONG)[1]["loss_total"] == 13.0  # the loop goes on
+    assert evaluate(*THREE, timeout=LONG)[1]["loss_total"] == 13.0  # the loop still runs
 
 
 def test_what_blocks_the_loop_is_named_and_not_who_waits_for_it() -> None:

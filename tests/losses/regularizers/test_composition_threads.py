@@ -1,4 +1,4 @@
-"""Where the terms of a loss run: in the caller's thread, on the shared loop, or in an executor."""
+"""Threads of the terms of a loss: in the caller's thread, on the shared loop, or in an executor."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_only_async_and_executor_terms_leave_the_callers_thread() -> None:
     here = threading.current_thread()
     assert threads["base"] is threads["sync"] is here
     assert len({here, threads["async"], threads["executor"]}) == 3
-    assert threads["async"].name == "tinker-lightning-regularizers"
-    assert threads["executor"].name == "tinker-lightning-regularizers: executor"
+    assert threads["async"].name == "tinker-lightning-background"
+    assert threads["executor"].name == "tinker-lightning-background: executor"
 
 
 @pytest.mark.parametrize("run_in_executor", [False, True])

@@ -235,9 +235,9 @@ def lives(curve: list[float]) -> float:
 
     for level, i in sorted((value, i) for i, value in enumerate(curve)):
         parent[i] = i
-        for neighbour in (i - 1, i + 1):
-            if neighbour in parent:
-                one, other = root(i), root(neighbour)
+        for neighbor in (i - 1, i + 1):
+            if neighbor in parent:
+                one, other = root(i), root(neighbor)
                 if one != other:
                     older, younger = sorted((one, other), key=lambda k: (curve[k], k))
                     total += level - curve[younger]

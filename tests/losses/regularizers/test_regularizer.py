@@ -1,4 +1,4 @@
-"""What a regularizer is made of, and what is refused before anything runs."""
+"""The parts of a regularizer, and invalid ones that raise before anything runs."""
 
 from __future__ import annotations
 

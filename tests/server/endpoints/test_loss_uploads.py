@@ -11,8 +11,8 @@ import pytest
 
 from tests.helpers.graph_messages import graph, node, ref
 from tinker_lightning import LossFnOutput
-from tinker_lightning.lossgraph.graphs.graph import MAX_NODES
-from tinker_lightning.lossgraph.tracing.trace import trace_batch_loss
+from tinker_lightning.lossgraph.graph import MAX_NODES
+from tinker_lightning.lossgraph.trace import trace_batch_loss
 from tinker_lightning.server.endpoints import training as routes
 from tinker_lightning.server.trainer import loss_registry
 

@@ -136,7 +136,7 @@ def make_data(
             sent["sequence_ratio_mask"] = case.mask(torch.randn(shape, generator=generator))
         for name in case.per_token:
             sent[name] = torch.rand(shape, generator=generator) * 0.3 + (0.6 if "low" in name else 1.0)
-        encode = csr if case.csr else TensorData.of
+        encode = csr if case.csr else TensorData.from_data
         inputs_sent = {"target_tokens": encode(targets), **{name: encode(tensor) for name, tensor in sent.items()}}
         data.append(Datum(ModelInput.from_ints(tokens), inputs_sent))
         settings = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2, "beta": 0.05, **case.config}

@@ -74,7 +74,7 @@ def test_requested_tokens_dense_and_sparse(tiny: CausalLM, expected: Tensor) -> 
     wanted = torch.zeros(ROWS, 4)
     for row, column in (ids != -1).nonzero().tolist():
         wanted[row, column] = expected[row, ids[row, column]]
-    dense = score(tiny, targets=TensorData.of(ids)).target_prompt_logprobs
+    dense = score(tiny, targets=TensorData.from_data(ids)).target_prompt_logprobs
     assert dense is not None
     assert not dense.is_sparse
     torch.testing.assert_close(dense.to_torch(), wanted, rtol=1e-4, atol=0)

@@ -1,4 +1,4 @@
-"""What each kind of server speaks, and how to find out which kind a server is."""
+"""Dialects of the Tinker API: one for each kind of server, and their detection."""
 
 from tinker_lightning.client.dialects.dialect import Dialect
 from tinker_lightning.client.dialects.servers import dialect_named

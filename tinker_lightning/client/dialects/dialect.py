@@ -1,10 +1,11 @@
-"""What one kind of server speaks."""
+"""The dialect of one kind of server: its encodings, fields, losses and habits."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tinker_lightning.client.dialects.surrogate import Surrogate
@@ -16,6 +17,15 @@ from tinker_lightning.wire import json as wire_json
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+# The fields of nested parameters that every server knows. Any other one is a newer field, for example
+# `asample.sampling_params.min_p`.
+OLD_NESTED_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "adam_params": frozenset({"learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"}),
+        "lora_config": frozenset({"rank", "seed", "train_unembed", "train_mlp", "train_attn"}),
+        "sampling_params": frozenset({"max_tokens", "seed", "stop", "temperature", "top_k", "top_p"}),
+    }
+)
 # Optional fields of requests, by endpoint, that newer versions of the protocol have added. They are sent only to
 # servers that know them; all other fields are sent always, because servers differ in their defaults.
 NEWER_FIELDS = frozenset(
@@ -39,7 +49,7 @@ NEWER_FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """What a kind of server speaks, and where it differs from the newest version of the protocol.
+    """The dialect of a kind of server, and where it differs from the newest version of the protocol.
 
     Write one for a server that this library does not know, by changing the closest known dialect:
     `dialects.known("json").but(name="mine", forward="zero_weights")`.
@@ -113,9 +123,11 @@ class Dialect:
         return replace(self, **changes)
 
     def knows(self, endpoint: str, name: str) -> bool:
-        """Returns whether a field of a request may be sent."""
+        """Returns whether a field of a request, or a nested one such as `sampling_params.seed`, may be sent."""
         qualified = f"{endpoint}.{name}"
-        return qualified not in NEWER_FIELDS or qualified in self.newer_fields
+        parent, _, nested = name.rpartition(".")
+        is_old = nested in OLD_NESTED_FIELDS[parent] if parent else qualified not in NEWER_FIELDS
+        return is_old or qualified in self.newer_fields
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data that can be saved as JSON and given to `from_dict`."""

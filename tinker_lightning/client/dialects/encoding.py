@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tinker_lightning.client.dialects.dialect import OLD_NESTED_FIELDS
 from tinker_lightning.client.transport.connection import JSON, PROTOBUF
 from tinker_lightning.errors import InvalidInput, Unsupported
 from tinker_lightning.types import TensorData
@@ -14,7 +15,7 @@ from tinker_lightning.wire import json as wire_json
 from tinker_lightning.wire import protobuf
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.types import Datum
@@ -62,16 +63,31 @@ def encode_json(dialect: Dialect, endpoint: str, request: Any) -> bytes:
     Raises:
         Unsupported: If such a field has a value that matters.
     """
-    unknown = [field for field in dataclasses.fields(request) if not dialect.knows(endpoint, field.name)]
-    if not unknown:
-        return wire_json.dumps(request)
-    for field in unknown:
-        if getattr(request, field.name) != field.default:
-            raise Unsupported(f"{field.name}: servers of the dialect {dialect.name!r} do not support it; leave it out")
-    return wire_json.dumps(request, without={field.name for field in unknown})
+    body: dict[str, Any] = {}
+    for name in _unknown(dialect, endpoint, request):
+        parent, _, nested = name.rpartition(".")
+        body = body or wire_json.fields_of(request)
+        if parent:
+            body[parent] = {each: value for each, value in wire_json.fields_of(body[parent]).items() if each != nested}
+        else:
+            body.pop(name, None)
+    return wire_json.dumps(body or request)
+
+
+def _unknown(dialect: Dialect, endpoint: str, message: Any, prefix: str = "") -> Iterator[str]:
+    """Yields the fields of a message that the server does not know; raises `Unsupported` if one has a value."""
+    for field in dataclasses.fields(message):
+        value, name = getattr(message, field.name), f"{prefix}{field.name}"
+        if dialect.knows(endpoint, name):
+            if not prefix and field.name in OLD_NESTED_FIELDS and dataclasses.is_dataclass(value):
+                yield from _unknown(dialect, endpoint, value, f"{name}.")
+            continue
+        if value != field.default:
+            raise Unsupported(f"{name}: servers of the dialect {dialect.name!r} do not support it; leave it out")
+        yield name
 
 
 def weighted(datum: Datum, weight: float) -> Datum:
     """Returns a datum with the same weight on all its targets."""
     targets = datum.loss_fn_inputs["target_tokens"]
-    return datum.with_inputs(weights=TensorData.of_array(np.full(targets.shape, weight, np.float32)))
+    return datum.with_inputs(weights=TensorData.wrap(np.full(targets.shape, weight, np.float32)))

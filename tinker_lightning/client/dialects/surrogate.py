@@ -98,7 +98,7 @@ def times(data: Sequence[Datum], factor: int) -> list[Datum]:
     """Returns the datums with their advantages multiplied, which undoes a division by the number of sequences."""
     return [
         datum.with_inputs(
-            advantages=TensorData.of_array(datum.loss_fn_inputs["advantages"].to_numpy() * np.float32(factor))
+            advantages=TensorData.wrap(datum.loss_fn_inputs["advantages"].to_numpy() * np.float32(factor))
         )
         for datum in data
     ]

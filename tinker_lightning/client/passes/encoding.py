@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.client.transport.operations import Operation, encode
 from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.types import (
@@ -24,6 +24,8 @@ from tinker_lightning.types.requests import ForwardBackwardRequest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
     from tinker_lightning.client.passes.request import ServerPass
     from tinker_lightning.client.transport.session import Session
 
@@ -35,17 +37,15 @@ Parts: TypeAlias = tuple[Callable[[int], list[Operation[T]]], Callable[[list[T]]
 
 def parts(session: Session, model_id: str, request: ServerPass, *, forward_only: bool) -> Parts[ForwardBackwardOutput]:
     """Encodes a pass, in as many requests as the limits of the server need."""
-    if request.retained is not None and not forward_only:
-        return _of_retained(session, model_id, request, request.retained)
-    retain = request.retain and session.extensions.retained_forwards
+    if request.retained is not None:
+        return _retained_parts(session, model_id, request, request.retained)
     name = "forward" if forward_only else "forward_backward"
-    endpoint = "retained_forward" if retain else "forward_backward"
+    endpoint = "retained_forward" if request.retain else "forward_backward"
     if request.counted_only and not forward_only and request.loss in LOSSES and session.extensions.counted_logprobs:
         endpoint = "counted_forward_backward"
     settings = request.loss, request.config, forward_only, request.inputs, request.scale
-    data = [_without_weights(datum) for datum in request.data] if retain else request.data
-    requests = chunks_for(session, data)
-    chunks = [request.for_call(chunk) for chunk in requests]
+    requests = chunks_for(session, request.data)
+    chunks = [request.call_datums(chunk) for chunk in requests]
     numbers: list[int] = []
 
     def operations(first: int) -> list[Operation[ForwardBackwardOutput]]:
@@ -63,9 +63,9 @@ def parts(session: Session, model_id: str, request: ServerPass, *, forward_only:
 
     def combine(outputs: list[ForwardBackwardOutput]) -> ForwardBackwardOutput:
         pairs = zip(outputs, requests, strict=True)
-        combined = combine_outputs([request.of_call(output, chunk) for output, chunk in pairs])
+        combined = combine_outputs([request.call_output(output, chunk) for output, chunk in pairs])
         retained = tuple(zip(numbers, map(len, chunks), strict=True))
-        return replace(combined, retained=retained) if retain else combined
+        return replace(combined, retained=retained) if request.retain else combined
 
     return operations, combine
 
@@ -75,32 +75,29 @@ def chunks_for(session: Session, data: list[Datum]) -> list[list[Datum]]:
     return split(data, session.config.fwdbwd_max_chunk_len, session.config.fwdbwd_max_chunk_bytes_count)
 
 
-def _of_retained(
+def _retained_parts(
     session: Session, model_id: str, request: ServerPass, retained: tuple[tuple[int, int], ...]
 ) -> Parts[ForwardBackwardOutput]:
     """Encodes the gradients of retained forwards without their datums, which follow only if the server needs them."""
-    data = iter(request.data)
-    chunks = [(forward, list(itertools.islice(data, count))) for forward, count in retained]
+    pairs = zip(request.data, request.gradients, strict=True)
+    chunks = [(forward, list(itertools.islice(pairs, count))) for forward, count in retained]
 
-    def operation(number: int, forward: int, chunk: list[Datum]) -> Operation[ForwardBackwardOutput]:
+    def operation(number: int, forward: int, chunk: list[tuple[Datum, Tensor]]) -> Operation[ForwardBackwardOutput]:
         def encoded(endpoint: str, datums: list[Datum], config: dict[str, Any]) -> Operation[ForwardBackwardOutput]:
-            asked = ForwardBackwardRequest(model_id, number, datums, request.loss, config)
-            return encode(session.dialect, "forward_backward", endpoint, asked, ForwardBackwardOutput)
+            body = ForwardBackwardRequest(model_id, number, datums, request.loss, config)
+            return encode(session.dialect, "forward_backward", endpoint, body, ForwardBackwardOutput)
 
-        gradients = [TensorData.of_array(-datum.loss_fn_inputs["weights"].to_numpy()) for datum in chunk]
-        bare = [Datum(ModelInput([]), {"gradient": gradient}) for gradient in gradients]
-        whole = partial(encoded, "forward_backward", chunk, {})
+        def whole() -> Operation[ForwardBackwardOutput]:
+            data, gradients = zip(*chunk, strict=True)
+            return encoded("forward_backward", Surrogate().datums(data, gradients, None), {})
+
+        bare = [Datum(ModelInput([]), {"gradient": TensorData(each, copy=False)}) for _, each in chunk]
         return replace(encoded("retained_backward", bare, {"forward": float(forward)}), whole=whole)
 
     def operations(first: int) -> list[Operation[ForwardBackwardOutput]]:
         return [operation(number, *each) for number, each in enumerate(chunks, first)]
 
     return operations, combine_outputs
-
-
-def _without_weights(datum: Datum) -> Datum:
-    """Returns what a retained forward needs of a datum, whose weights are the gradient that follows."""
-    return datum.with_only_inputs({"target_tokens": datum.loss_fn_inputs["target_tokens"]})
 
 
 def split(data: Sequence[Datum], max_datums: int, max_bytes: int) -> list[list[Datum]]:
@@ -162,7 +159,7 @@ def _size(datum: Datum) -> int:
     size = 0
     for chunk in datum.model_input.chunks:
         if isinstance(chunk, EncodedTextChunk):
-            size += 4 * chunk.length
+            size += chunk.tokens.nbytes
         elif isinstance(chunk, ImageChunk):
             size += len(chunk.data)
         elif isinstance(chunk, DmelChunk):

@@ -1,4 +1,4 @@
-"""Which saved weights are still those of a model in training, for servers where sampling from others replaces them."""
+"""Guards models in training on servers where sampling from older weights would replace the current ones."""
 
 from __future__ import annotations
 

@@ -20,10 +20,9 @@ from tinker_lightning.client.sdk.inputs import loss_name
 from tinker_lightning.client.server_losses import LossHandle, located
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses import surrogate
-from tinker_lightning.losses.builtin import LOSSES
-from tinker_lightning.losses.scaling import scaled
-from tinker_lightning.lossgraph.graph_loss import SCALE, check_given, select_inputs
-from tinker_lightning.lossgraph.graphs.graph import Graph
+from tinker_lightning.losses.builtin import LOSSES, scale_loss
+from tinker_lightning.lossgraph.graph import Graph
+from tinker_lightning.lossgraph.graph_loss import SCALE, check_batch_inputs, select_inputs
 from tinker_lightning.lossgraph.server_loss import ServerLoss
 from tinker_lightning.types import Datum, ForwardBackwardOutput, TensorData
 from tinker_lightning.types.tensor import as_array
@@ -62,6 +61,7 @@ class ServerPass:
     counted_only: bool = False  # log-probabilities are read only where the built-in loss depends on them
     retain: bool = False  # a forward that the server keeps for its gradient, if it can
     retained: tuple[tuple[int, int], ...] | None = None  # the forwards that a gradient belongs to, see the output
+    gradients: Sequence[Tensor] = ()  # of the retained forwards, in place of datums that carry them
     forward_only: str = ""  # why the pass has no gradient on this server
 
     def received(self, future: TinkerFuture[ForwardBackwardOutput]) -> TinkerFuture[ForwardBackwardOutput]:
@@ -77,27 +77,40 @@ class ServerPass:
         finish = self.finish or (lambda output: output)
         return future.then(finish, functools.partial(located, graphs=self.graphs))
 
-    def for_call(self, chunk: list[Datum]) -> list[Datum]:
+    def call_datums(self, chunk: list[Datum]) -> list[Datum]:
         """Returns the datums of one request, with the division by its number of sequences undone."""
         chunk = completed(chunk) if self.even_batch else chunk
         return times(chunk, len(chunk)) if self.per_batch == "call" else chunk
 
-    def of_call(self, output: ForwardBackwardOutput, chunk: list[Datum]) -> ForwardBackwardOutput:
-        """Returns the result of one request, without that of the datum that made its number even."""
+    def call_output(self, output: ForwardBackwardOutput, chunk: list[Datum]) -> ForwardBackwardOutput:
+        """Returns the result of one request, without the datum that made its number even."""
         return replace(output, loss_fn_outputs=output.loss_fn_outputs[: len(chunk)]) if self.even_batch else output
 
 
-def of_surrogate(
-    carrier: Surrogate, data: list[Datum], retained: tuple[tuple[int, int], ...] | None = None
+def surrogate_pass(
+    carrier: Surrogate,
+    data: list[Datum],
+    gradients: Sequence[Tensor],
+    logprobs: Sequence[Tensor] | None = None,
+    retained: tuple[tuple[int, int], ...] | None = None,
 ) -> ServerPass:
-    """Returns the pass whose surrogate loss carries the gradient of another loss."""
+    """Returns the pass whose surrogate loss carries the gradient of another loss.
+
+    Args:
+        carrier: The surrogate loss of the server.
+        data: The datums.
+        gradients: The gradient with respect to the log-probabilities of each datum.
+        logprobs: These log-probabilities; only some surrogates need them.
+        retained: The forwards that the server keeps for this gradient, which is then sent as it is.
+    """
+    if retained is not None:
+        return ServerPass(data, carrier.loss, gradients=gradients, retained=retained)
     return ServerPass(
-        data,
+        carrier.datums(data, gradients, logprobs),
         carrier.loss,
         carrier.config,
         per_batch=carrier.per_batch,
         even_batch=carrier.even_batch,
-        retained=retained,
     )
 
 
@@ -119,9 +132,9 @@ def prepare(
             raise InvalidLoss(f"{own.name} was registered with another client; register it with this one too")
         present = {*(inputs or {}), *(name for datum in data for name in datum.loss_fn_inputs)}
         if own.reads:
-            check_given(own.name, inputs or {}, own.reads | {_TARGETS} if own.is_of_library else own.reads)
+            check_batch_inputs(own.name, inputs or {}, own.reads | {_TARGETS} if own.is_of_library else own.reads)
         if own.is_of_library:
-            data, inputs = own.checked(spread(data, inputs or {}), config or {}), None
+            data, inputs = own.check_datums(spread(data, inputs or {}), config or {}), None
         loss_id, settings = own.resolve(config or {}, present)
         asked = _batch_pass(data, loss_id, settings, inputs, scale)
         if own.is_of_library:
@@ -133,7 +146,7 @@ def prepare(
     if name not in LOSSES and name != _CUSTOM:
         return _batch_pass(data, name, dict(config or {}), inputs, scale)
     if name in LOSSES:
-        check_given(name, inputs or {}, {*LOSSES[name].reads, _TARGETS})
+        check_batch_inputs(name, inputs or {}, {*LOSSES[name].reads, _TARGETS})
     return ServerPass(_with_weights(spread(data, inputs or {}), name), name, dict(config or {}), scale=scale)
 
 
@@ -151,7 +164,7 @@ def built_in(
     replaces_weights = dialect.unit_forward_weights or dialect.forward == "zero_weights"
     known_scale = 0.0 if replaces_weights else scale
     finish = functools.partial(_with_sum, data=data, loss=loss, config=dict(config), scale=known_scale)
-    datums, settings = scaled(data, loss, config, scale)
+    datums, settings = scale_loss(data, loss, config, scale)
     carrier = dialect.surrogate
     if why := gap(dialect, loss):
         return ServerPass(datums, loss, settings, finish=finish, forward_only="" if dialect.sends_other_losses else why)
@@ -160,7 +173,7 @@ def built_in(
     finish = functools.partial(finish, scale=0.0)
     if loss == "cross_entropy":
         gradients = [-datum.loss_fn_inputs["weights"].to_torch() for datum in datums]
-        return replace(of_surrogate(carrier, carrier.datums(datums, gradients, None)), finish=finish)
+        return replace(surrogate_pass(carrier, datums, gradients), finish=finish)
     datums = [
         datum.with_inputs(advantages=datum.loss_fn_inputs["advantages"].to_numpy() * carrier.length_factor(datum))
         for datum in datums
@@ -195,7 +208,7 @@ def _with_weights(data: list[Datum], loss: str) -> list[Datum]:
     if loss != "cross_entropy":
         return data
     return [
-        datum.with_inputs(weights=TensorData.of_array(np.ones(targets.shape, np.float32)))
+        datum.with_inputs(weights=TensorData.wrap(np.ones(targets.shape, np.float32)))
         if "weights" not in datum.loss_fn_inputs and (targets := datum.loss_fn_inputs.get(_TARGETS)) is not None
         else datum
         for datum in data
@@ -212,7 +225,7 @@ def _batch_pass(
     tensors = {}
     for name, value in (inputs or {}).items():
         try:
-            tensors[name] = TensorData.of(value)
+            tensors[name] = TensorData.from_data(value)
         except InvalidInput as error:
             raise InvalidInput(f"loss_fn_inputs: {name}: {error}") from error
         if not isinstance(value, TensorData) and as_array(value).dtype.kind == "b":
@@ -238,7 +251,7 @@ def _handle_pass(
         raise InvalidInput(f"{handle.name} is a per-datum loss without settings; pass {setting} with each datum")
     if handle.session_id != session.session_id:
         raise InvalidLoss(f"{handle.name} was created in another session; create it with this client too")
-    check_given(handle.name, inputs or {}, {*handle.loss.inputs, _TARGETS} - {"logprobs"})
+    check_batch_inputs(handle.name, inputs or {}, {*handle.loss.inputs, _TARGETS} - {"logprobs"})
     data = spread(data, inputs or {})
     for i, datum in enumerate(data):
         try:
@@ -276,8 +289,8 @@ def spread(data: list[Datum], inputs: Mapping[str, Any]) -> list[Datum]:
         for i, row in enumerate(value):
             if name in data[i].loss_fn_inputs:
                 raise InvalidInput(f"loss_fn_inputs: {name} is passed for the batch, but datum {i} has it too")
-            array = TensorData.of(row).to_numpy()
-            rows[i][name] = TensorData.of_array(array[: data[i].model_input.length] if array.ndim else array)
+            array = TensorData.from_data(row).to_numpy()
+            rows[i][name] = TensorData.wrap(array[: data[i].model_input.length] if array.ndim else array)
     return [datum.with_inputs(row) for datum, row in zip(data, rows, strict=True)]
 
 
@@ -299,7 +312,7 @@ def _with_sum(
         return _unscaled(output, scale=scale)
     metrics = {name: value for name, value in output.metrics.items() if name != "loss:sum"}
     if loss in LOSSES and len(output.loss_fn_outputs) == len(data) and surrogate.has_logprobs(output):
-        logprobs = surrogate.logprobs_of(output, data)
+        logprobs = surrogate.read_logprobs(output, data)
         metrics["loss:sum"] = LOSSES[loss].total(logprobs, [datum.loss_fn_inputs for datum in data], config)
     return replace(output, metrics=metrics)
 

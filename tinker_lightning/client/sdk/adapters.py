@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tinker import types as sdk
-
 from tinker_lightning.client.backend import TrainingBackend
-from tinker_lightning.client.dialects import servers
 from tinker_lightning.client.dialects.servers import as_dialect
-from tinker_lightning.client.dialects.surrogate import Surrogate
-from tinker_lightning.client.sdk import convert
-from tinker_lightning.client.sdk.clients import OfficialTrainingClient
 from tinker_lightning.client.sdk.official import created, is_official
 from tinker_lightning.errors import InvalidInput, Unsupported
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
     from tinker_lightning.client.dialects.dialect import Dialect
-    from tinker_lightning.client.futures import TinkerFuture
-    from tinker_lightning.client.passes.request import ServerPass
-    from tinker_lightning.types import Datum, ForwardBackwardOutput, GetInfoResponse
 
 # What makes a client of another vendor trainable: the SDK's names.
 _OF_VENDORS = ("forward", "forward_backward_custom", "optim_step", "save_state")
@@ -64,6 +50,7 @@ def as_backend(client: Any, dialect: str | os.PathLike[str] | Dialect | None = N
             "custom losses might train wrong. Pass the client that it wraps, or as_backend(client, dialect=...) with "
             "what the server speaks: the name of a known dialect, or one that `tinker-lightning doctor` has measured."
         )
+    from tinker_lightning.client.sdk.vendors import VendorTrainingClient
 
     return VendorTrainingClient(client, speaks)
 
@@ -104,87 +91,3 @@ def _sdk_client(client: Any, wrappers: int) -> Any | None:
 
 def _packages(instance: Any) -> set[str]:
     return {base.__module__.split(".")[0] for base in type(instance).__mro__}
-
-
-class VendorTrainingClient(OfficialTrainingClient):
-    """A vendor's training client as a `TrainingBackend`.
-
-    Without a dialect, what the vendor's built-in losses compute is not known, so gradients are sent by its own
-    `forward_backward_custom`, which runs another forward; built-in losses run locally.
-
-    Args:
-        client: The vendor's client.
-        dialect: What its server speaks, if that is known.
-    """
-
-    def __init__(self, client: Any, dialect: Dialect | None = None) -> None:
-        super().__init__(client)
-        self._types = _types_of(client)
-        self._has_own_call = dialect is None
-        self._dialect = dialect or servers.JSON.but(
-            name=type(client).__module__.split(".")[0],
-            # This carries gradients to `_post_pass` only, which hands them to the vendor's own call.
-            surrogate=Surrogate(),
-            losses=frozenset(),
-            sends_other_losses=False,
-            # Log-probabilities may come back as 0 wherever the weight is not 1.
-            unit_forward_weights=True,
-        )
-
-    @property
-    def server(self) -> str:
-        """A name of the server for users."""
-        return f"the server of {type(self.client).__name__}"
-
-    def get_info(self) -> GetInfoResponse:
-        """Returns the base model and the LoRA rank; raises `Unsupported` if the client does not report them."""
-        if getattr(self.client, "get_info", None) is None:
-            raise Unsupported(f"{type(self.client).__name__} does not report its base model")
-        return super().get_info()
-
-    def checkpoint_exists(self, path: str) -> bool:
-        """Raises `Unsupported`: such clients do not list checkpoints."""
-        raise Unsupported(f"{path}: {type(self.client).__name__} does not list checkpoints")
-
-    def delete_checkpoint(self, path: str, *, missing_ok: bool = False) -> None:  # noqa: ARG002
-        """Raises `Unsupported`: such clients do not delete checkpoints."""
-        raise Unsupported(f"{path} stays on the server: {type(self.client).__name__} does not delete checkpoints")
-
-    @property
-    def can_expire(self) -> bool:
-        """Always False: such clients do not change when a saved state expires."""
-        return False
-
-    def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:  # noqa: ARG002
-        """Raises `Unsupported`: such clients do not change when a saved state expires."""
-        raise Unsupported(f"{path}: {type(self.client).__name__} does not change when a checkpoint expires")
-
-    def _post_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
-        if forward_only or not self._has_own_call:
-            return super()._post_pass(request, forward_only=forward_only)
-        datums = [convert.datum(datum, self._types) for datum in request.data]
-        linear = partial(_linear, given=request.data)
-        return self._calls.future(
-            "forward_backward_custom", lambda: self.client.forward_backward_custom(datums, linear), convert.output
-        )
-
-
-def _linear(_: Sequence[Any], logprobs: Sequence[Tensor], *, given: Sequence[Datum]) -> tuple[Tensor, dict[str, float]]:
-    """A loss whose gradient is minus the weights of the datums, whatever the log-probabilities are."""
-    terms = [
-        -(datum.loss_fn_inputs["weights"].to_torch().reshape(each.shape) * each).sum()
-        for datum, each in zip(given, logprobs, strict=True)
-    ]
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total, {}
-
-
-def _types_of(client: Any) -> Any:
-    """Returns the module with the vendor's datums: the one that its client's module calls `types`."""
-    for base in type(client).__mro__:
-        types = getattr(sys.modules.get(base.__module__), "types", None)
-        if hasattr(types, "Datum"):
-            return types
-    return sdk

@@ -6,13 +6,10 @@ Imported only after the user has passed such a client, so that `tinker` stays an
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import inspect
-import warnings
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 import tinker
@@ -21,18 +18,16 @@ from tinker import types as sdk
 from tinker_lightning.client.async_names import awaited
 from tinker_lightning.client.files import checkpoints, download
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.client.passes import encoding, live_weights, request
 from tinker_lightning.client.sampling import BaseSamplingClient
 from tinker_lightning.client.sdk import convert, inputs
-from tinker_lightning.client.sdk.official import created, detect_behind, server_url
+from tinker_lightning.client.sdk.official import created
 from tinker_lightning.client.sdk.requests import Calls
+from tinker_lightning.client.sdk.sender import SdkSender
 from tinker_lightning.client.training_base import BaseTrainingClient
 from tinker_lightning.errors import InvalidInput, NotFound, Unsupported
 from tinker_lightning.threads.event_loop import BackgroundLoop
 from tinker_lightning.types import (
-    ForwardBackwardOutput,
     GetInfoResponse,
-    LoadWeightsResponse,
     OptimStepResponse,
     SampleResponse,
     SaveWeightsForSamplerResponse,
@@ -41,19 +36,15 @@ from tinker_lightning.types import (
 from tinker_lightning.types.responses import ModelData, SaveWeightsExternalResponse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
     from tinker_lightning.client.dialects.dialect import Dialect
-    from tinker_lightning.client.passes.live_weights import LiveWeights
-    from tinker_lightning.client.passes.request import ServerPass
     from tinker_lightning.client.server_losses import Losses
-    from tinker_lightning.types import AdamParams, Datum, SamplingParams
+    from tinker_lightning.types import SamplingParams
 
-# A batch below both limits is sent in one request by every version of the SDK. Some split it at 5,000,000 bytes by an
-# estimate that is up to 2.5 times ours.
-_CALL_DATUMS = 128
-_CALL_BYTES = 2_000_000
+T = TypeVar("T")
+
 # How long a process that ends waits for requests in flight, in seconds.
 _EXIT_SECONDS = 5.0
 _SET_TTL = "set_checkpoint_ttl_from_tinker_path"  # of newer versions of the SDK
@@ -66,44 +57,28 @@ class OfficialTrainingClient(BaseTrainingClient):
         client: The client that is called.
         inner: The SDK's client, if that is another one, which the first wraps.
         dialect: What the server speaks; detected at the first use if it is not given.
+        sender: Sends the requests, in place of one that calls `client`.
     """
 
     losses: Losses | None = None  # the SDK has no call to upload losses
-    _types: Any = sdk
+    optimizer_kind: str | None = None  # the SDK's client does not report it, and its server checks it
 
-    def __init__(self, client: Any, inner: Any = None, dialect: Dialect | None = None) -> None:
-        self._inner = client if inner is None else inner
-        super().__init__(str(getattr(self._inner, "model_id", type(client).__name__)))
+    def __init__(
+        self, client: Any, inner: Any = None, dialect: Dialect | None = None, *, sender: SdkSender | None = None
+    ) -> None:
+        self._sdk = sender or SdkSender(client, client if inner is None else inner, dialect)
+        super().__init__(self._sdk.model_id, self._sdk)
         self.client = client
-        self._calls = Calls(self.model_id, self.unread)
-        self._dialect = dialect
+        self._inner = self._sdk.inner
+        self._calls = self._sdk.calls
         weakref.finalize(self, self.unread.log_failures, _EXIT_SECONDS)
-
-    def prepare(
-        self,
-        data: list[Datum],
-        loss_fn: Any,
-        loss_fn_config: Mapping[str, float | str] | None = None,
-        *,
-        loss_fn_inputs: Mapping[str, Any] | None = None,
-        scale: float = 1.0,
-    ) -> ServerPass:
-        """Checks a pass and converts it into the request that `send` takes; takes `Datum`s only."""
-        datums = request.spread(data, loss_fn_inputs or {})
-        return request.built_in(self.dialect, datums, inputs.loss_name(loss_fn), loss_fn_config or {}, scale)
-
-    def prepare_step(self, params: AdamParams) -> None:
-        """Checks the settings of a step; waits for samples that it must not overtake, and lets no other one begin."""
-        super().prepare_step(params)
-        with self._changing():
-            pass
 
     def optim_step(self, optim_params: Any = None) -> TinkerFuture[OptimStepResponse]:
         """Takes an AdamW step on the accumulated gradient."""
-        ours = inputs.to_adam_params(optim_params)
-        params = convert.settings(self._types.AdamParams, ours)
+        ours = inputs.to_optim_params(optim_params)
+        params = convert.settings(getattr(self._sdk.types, type(ours).__name__), ours)
         with self._step(ours):
-            return self._calls.submit(
+            return self._submit(
                 "optim_step", lambda: self.client.optim_step(params), lambda r: OptimStepResponse(r.metrics)
             )
 
@@ -116,7 +91,7 @@ class OfficialTrainingClient(BaseTrainingClient):
     ) -> TinkerFuture[SaveWeightsResponse]:
         """Saves weights and optimizer state under a name."""
         self._flush()
-        return self._calls.submit(
+        return self._submit(
             "save_state",
             partial(self._save, "save_state", name, ttl_seconds, overwrite=overwrite, user_metadata=user_metadata),
             lambda r: SaveWeightsResponse(r.path),
@@ -127,14 +102,14 @@ class OfficialTrainingClient(BaseTrainingClient):
     ) -> TinkerFuture[SaveWeightsForSamplerResponse]:
         """Saves weights for sampling under a name."""
         self._flush()
-        version = None if self.dialect.samples_old_weights else self._live.version(self.model_id)
-        future = self._calls.submit(
+        version = None if self.dialect.samples_old_weights else self._sender.live.version(self.model_id)
+        future = self._submit(
             "save_weights_for_sampler",
             partial(self._save, "save_weights_for_sampler", name, ttl_seconds, user_metadata=user_metadata),
             lambda r: SaveWeightsForSamplerResponse(path=r.path),
         )
         if version is not None:
-            self._live.saving(version, future._source)
+            self._sender.live.saving(version, future._source)
         return future
 
     def save_weights_and_get_sampling_client(self, name: str | None = None) -> OfficialSamplingClient:
@@ -145,24 +120,24 @@ class OfficialTrainingClient(BaseTrainingClient):
         save = self.client.save_weights_and_get_sampling_client
         if self.dialect.samples_old_weights:
             return self._sampler("save_weights_for_sampler", save)
-        version = self._live.version(self.model_id)
-        guard = partial(self._live.sample_version, f"weights of {self.model_id} that were saved before", version)
+        version = self._sender.live.version(self.model_id)
+        guard = partial(self._sender.live.sample_version, f"weights of {self.model_id} that were saved before", version)
         return self._sampler("save_weights_for_sampler", save, guard)
 
     def submit_sampling_client(self) -> TinkerFuture[OfficialSamplingClient]:
         """Returns a client that samples from the current weights as a future; waits, because the SDK does."""
-        return TinkerFuture.of(self.save_weights_and_get_sampling_client(), "save_weights_for_sampler")
+        return TinkerFuture.from_result(self.save_weights_and_get_sampling_client(), "save_weights_for_sampler")
 
     def create_sampling_client(self, model_path: str) -> OfficialSamplingClient:
         """Returns a client that samples from saved weights."""
         create = partial(self.client.create_sampling_client, model_path)
         if self.dialect.samples_old_weights:
             return self._sampler("create_sampling_client", create)
-        guard = partial(self._live.sample, model_path, checkpoints.run_of(model_path))
+        guard = partial(self._sender.live.sample, model_path, checkpoints.run_of(model_path))
         return self._sampler("create_sampling_client", create, guard)
 
     def create_base_sampling_client(self, base_model: str | None = None) -> OfficialSamplingClient:
-        """Returns a client that samples from a base model; by default that of the trained one."""
+        """Returns a client that samples from a base model; by default the one that is trained."""
         name = base_model or self.get_info().model_data.model_name
 
         create = partial(tinker.SamplingClient.create, self._inner.holder, base_model=name)
@@ -194,7 +169,7 @@ class OfficialTrainingClient(BaseTrainingClient):
     ) -> TinkerFuture[SaveWeightsExternalResponse]:
         """Saves weights for download under a name."""
         self._flush()
-        return self._calls.submit(
+        return self._submit(
             "save_weights_external",
             lambda: self.client.save_weights_external(name, ttl_seconds),
             lambda r: SaveWeightsExternalResponse(r.path),
@@ -254,63 +229,8 @@ class OfficialTrainingClient(BaseTrainingClient):
     def _rest(self) -> tinker.RestClient:
         return tinker.RestClient(self._inner.holder)
 
-    @property
-    def server(self) -> str:
-        """The URL of the server behind the SDK's client."""
-        return server_url(self._inner) or super().server
-
-    @functools.cached_property
-    def _live(self) -> LiveWeights:
-        """What is trained on the server, by all clients of this process."""
-        return live_weights.on_server(self.server)
-
-    @property
-    def dialect(self) -> Dialect:
-        """What the server behind the SDK's client speaks; detected at the first use."""
-        if self._dialect is None:
-            self._dialect = detect_behind(self._inner)
-        return self._dialect
-
-    def _post_pass(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
-        chunks = self._split(request)
-        calls = [[convert.datum(datum, self._types) for datum in request.for_call(chunk)] for chunk in chunks]
-        is_forward = forward_only and self.dialect.forward != "zero_weights"
-        call = self.client.forward if is_forward else self.client.forward_backward
-        loss: Any = request.loss
-        config = request.config or None
-
-        def combined(results: list[Any]) -> ForwardBackwardOutput:
-            pairs = zip(results, chunks, strict=True)
-            return encoding.combine_outputs([request.of_call(convert.output(result), chunk) for result, chunk in pairs])
-
-        return self._calls.future(
-            "forward" if forward_only else "forward_backward",
-            lambda: [call(datums, loss, config) for datums in calls],
-            combined,
-        )
-
-    def _split(self, request: ServerPass) -> list[list[Datum]]:
-        """Splits a batch where the server divides by the sequences of a request, so that each call is one request.
-
-        Raises:
-            Unsupported: If the SDK would split a call.
-        """
-        if request.per_batch != "call" and not request.even_batch:
-            return [request.data]
-        config = getattr(getattr(self._inner, "holder", None), "_client_config", None)
-        max_datums = min(_CALL_DATUMS, getattr(config, "fwdbwd_max_chunk_len", _CALL_DATUMS)) // 2 * 2
-        # Half of it, because the last datum may be sent twice to make the number even.
-        max_bytes = min(_CALL_BYTES, getattr(config, "fwdbwd_max_chunk_bytes_count", _CALL_BYTES)) // 2
-        chunks = encoding.split(request.data, max_datums, max_bytes)
-        if request.even_batch and (max_datums == 0 or any(encoding.size(chunk) > max_bytes for chunk in chunks)):
-            raise Unsupported(
-                f"servers of the dialect {self.dialect.name!r} need an even number of sequences in a request, but the "
-                "SDK sends the longest sequence of this batch alone. Use shorter ones, or tinker_lightning.connect()."
-            )
-        return chunks
-
     def _save(self, method: str, name: str, ttl_seconds: int | None, **optional: Any) -> Any:
-        """Calls a save with those of its arguments that are given; versions of the SDK differ in what they know."""
+        """Calls a save with the arguments that have a value; versions of the SDK differ in the arguments they know."""
         call = getattr(self.client, method)
         given = {"ttl_seconds": ttl_seconds, **optional}
         given = {each: value for each, value in given.items() if value}
@@ -318,25 +238,9 @@ class OfficialTrainingClient(BaseTrainingClient):
             raise Unsupported(f"{method} of this client has no {', '.join(sorted(unknown))}; leave it out")
         return call(name, **given)
 
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[list[TinkerFuture[None]]]:
-        """Waits for samples in flight here, because the SDK posts at the call."""
-        with super()._changing() as samples:
-            for sample in samples:
-                sample.wait()
-            yield []
-
-    def _load(self, name: str, path: str, token: str | None) -> TinkerFuture[LoadWeightsResponse]:
-        self._before_load(name)
-        settings = {} if token is None else {"weights_access_token": token}
-
-        def load() -> Any:
-            with warnings.catch_warnings():  # the SDK recommends creating a new client instead
-                warnings.simplefilter("ignore", FutureWarning)
-                return getattr(self.client, name)(path, **settings)
-
-        with self._changing():
-            return self._calls.submit(name, load, lambda r: LoadWeightsResponse(r.path))
+    def _submit(self, operation: str, send: Callable[[], Any], result: Callable[[Any], T]) -> TinkerFuture[T]:
+        """Sends with the SDK; returns a tracked future of the converted result."""
+        return self.unread.add(self._calls.submit(operation, send, result))
 
 
 class OfficialSamplingClient(BaseSamplingClient):
@@ -351,7 +255,7 @@ class OfficialSamplingClient(BaseSamplingClient):
         super().__init__()
         self.client = client
         self._guard = guard
-        self._calls = Calls(None, self.unread)
+        self._calls = Calls(None)
 
     def _sample(
         self, prompt: Any, num_samples: int, params: SamplingParams, options: dict[str, Any]
@@ -370,7 +274,7 @@ class OfficialSamplingClient(BaseSamplingClient):
             target_prompt_logprobs=None if targets is None else convert.tensor(targets),
             **options,
         )
-        sent: TinkerFuture[SampleResponse] = self._guard(partial(self._calls.future, "sample", send, convert.sampled))
+        sent: TinkerFuture[SampleResponse] = self._guard(partial(self._calls.submit, "sample", send, convert.sampled))
         return sent
 
     def compute_logprobs(
@@ -383,7 +287,7 @@ class OfficialSamplingClient(BaseSamplingClient):
         sent: TinkerFuture[list[float | None]] = self._guard(
             partial(self._calls.submit, "compute_logprobs", send, list)
         )
-        return sent
+        return self.unread.add(sent)
 
     compute_logprobs_async = awaited(compute_logprobs)
 

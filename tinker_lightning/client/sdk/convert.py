@@ -24,7 +24,8 @@ from tinker_lightning.types.responses import PromptAltTokens
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tinker_lightning.types import AdamParams, ModelInputChunk, ProvenanceSpan, SamplingParams
+    from tinker_lightning.types import ModelInputChunk, ProvenanceSpan, SamplingParams
+    from tinker_lightning.types.params import OptimParams
 
 
 def build(kind: Any, **values: Any) -> Any:
@@ -42,13 +43,13 @@ def build(kind: Any, **values: Any) -> Any:
     return kind(**values)
 
 
-def settings(kind: Any, ours: AdamParams | SamplingParams) -> Any:
+def settings(kind: Any, ours: OptimParams | SamplingParams) -> Any:
     """Converts the settings of a step or of sampling to the SDK's type."""
     return build(kind, **{name: getattr(ours, name) for name in ours.__slots__})
 
 
 def datum(datum: Datum, types: Any = sdk) -> Any:
-    """Converts a datum to the SDK's type, or to that of a vendor whose `types` are given."""
+    """Converts a datum to the SDK's type, or to a vendor's, whose `types` are given."""
     result = types.Datum(
         model_input=model_input(datum.model_input, types),
         loss_fn_inputs={name: tensor(given, types) for name, given in datum.loss_fn_inputs.items()},
@@ -59,7 +60,7 @@ def datum(datum: Datum, types: Any = sdk) -> Any:
 
 
 def tensor(tensor: TensorData, types: Any = sdk) -> Any:
-    """Converts a tensor to the SDK's type, or to that of a vendor whose `types` are given."""
+    """Converts a tensor to the SDK's type, or to a vendor's, whose `types` are given."""
     crow, col = tensor.sparse_crow_indices, tensor.sparse_col_indices
     return build(
         types.TensorData,
@@ -72,7 +73,7 @@ def tensor(tensor: TensorData, types: Any = sdk) -> Any:
 
 
 def model_input(given: Any, types: Any = sdk) -> Any:
-    """Converts an input to the SDK's type, or to that of a vendor whose `types` are given."""
+    """Converts an input to the SDK's type, or to a vendor's, whose `types` are given."""
     if isinstance(given, types.ModelInput):
         return given
     return types.ModelInput(chunks=[_chunk(chunk, types) for chunk in inputs.to_model_input(given).chunks])

@@ -17,6 +17,7 @@ from tinker_lightning.errors import InvalidDatum, InvalidInput, Unsupported
 from tinker_lightning.types import (
     AdamParams,
     Datum,
+    DimuonParams,
     DmelChunk,
     EncodedTextChunk,
     ImageAssetPointerChunk,
@@ -26,13 +27,14 @@ from tinker_lightning.types import (
     SamplingParams,
     TensorData,
 )
+from tinker_lightning.types.params import OPTIMIZERS, OptimParams
 
 if TYPE_CHECKING:
     from tinker_lightning.types import ModelInputChunk
 
 logger = logging.getLogger("tinker_lightning.client")
 
-P = TypeVar("P", AdamParams, SamplingParams)
+P = TypeVar("P", bound=AdamParams | DimuonParams | SamplingParams)
 
 
 def batch(data: Iterable[Any]) -> list[Any]:
@@ -80,11 +82,18 @@ def check_sampler_options(retry_config: Any, record_stability_info: bool) -> Non
         raise Unsupported("record_stability_info is not supported: use the official SDK's sampling client for it")
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Raises `Unsupported` for any optimizer but AdamW."""
-    kind = "adamw" if optimizer is None else getattr(optimizer, "type", optimizer)
-    if kind != "adamw":
-        raise Unsupported(f"optimizer: this client trains with AdamW only, got {kind!r}; leave it out")
+def optimizer_kind(optimizer: Any) -> str:
+    """Returns the name of an optimizer, given by name, as the SDK's or the protocol's configuration, or not at all.
+
+    Raises:
+        Unsupported: If this client does not train with it.
+    """
+    kind = optimizer.get("type") if isinstance(optimizer, Mapping) else getattr(optimizer, "type", optimizer)
+    if kind is None:
+        return AdamParams.kind
+    if kind not in OPTIMIZERS:
+        raise Unsupported(f"optimizer: this client trains with {', '.join(OPTIMIZERS)}, got {kind!r}; leave it out")
+    return str(kind)
 
 
 def to_datums(data: Iterable[Any]) -> list[Datum]:
@@ -132,7 +141,7 @@ def to_tensor(tensor: Any) -> TensorData:
             tensor.data, tensor.dtype, tensor.shape, tensor.sparse_crow_indices, tensor.sparse_col_indices
         )
     array = tensor.to_numpy() if hasattr(tensor, "to_numpy") else tensor
-    return TensorData.of_array(array.copy()) if type(array) is np.ndarray else TensorData.of(array)
+    return TensorData.wrap(array.copy()) if type(array) is np.ndarray else TensorData.from_data(array)
 
 
 def to_model_input(model_input: Any) -> ModelInput:
@@ -144,9 +153,24 @@ def to_model_input(model_input: Any) -> ModelInput:
     return ModelInput([_to_chunk(chunk) for chunk in model_input.chunks])
 
 
-def to_adam_params(params: Any) -> AdamParams:
-    """Converts our or the SDK's AdamW settings to ours; None stands for the defaults."""
-    return AdamParams() if params is None else _to_params(AdamParams, params, "optim_step", "learning_rate")
+def to_optim_params(params: Any, kind: str | None = None) -> OptimParams:
+    """Converts our or the SDK's settings of a step to ours; None stands for the defaults.
+
+    Args:
+        params: The settings.
+        kind: The optimizer of the model; None if it is not known.
+
+    Raises:
+        InvalidInput: If they are the settings of another optimizer.
+    """
+    given = getattr(params, "kind", None) or getattr(params, "type", None) or kind or AdamParams.kind
+    cls = OPTIMIZERS[kind or optimizer_kind(given)]
+    if kind is not None and given != kind:
+        raise InvalidInput(
+            f"optim_step: the settings are for {given}, but this model was created for {kind}. Pass "
+            f"{cls.__name__}, or create a model with optimizer={given!r}."
+        )
+    return cls() if params is None else _to_params(cls, params, "optim_step", "learning_rate")
 
 
 def to_sampling_params(params: Any) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""Recognizes objects of the official SDK without importing it."""
+"""Recognizes objects of the official SDK without importing it, and finds the server behind a client."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ async def _detect(connection: Connection) -> Dialect:
 
 
 def _given(client: Any, name: str, variable: str) -> str | None:
-    """Returns a setting that the SDK resolved or was given, or that of the environment; None without any."""
+    """Returns a setting that the SDK resolved or was given, or its environment variable; None without any."""
     holder = vars(client.holder)
     return holder.get(f"_{name}") or holder.get("_constructor_kwargs", {}).get(name) or os.environ.get(variable) or None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import tinker
 from tinker import types as sdk
 
-from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
+from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.errors import (
     ClientClosed,
     InvalidInput,
@@ -33,16 +33,11 @@ T = TypeVar("T")
 class Calls:
     """The calls of one SDK client: results become our futures, and errors become ours."""
 
-    def __init__(self, model_id: str | None, unread: UnreadFailures) -> None:
+    def __init__(self, model_id: str | None) -> None:
         self._model_id = model_id
-        self._unread = unread
 
     def submit(self, operation: str, send: Callable[[], Any], convert: Callable[[Any], T]) -> TinkerFuture[T]:
-        """Sends with the SDK; returns a tracked future of the converted result."""
-        return self._unread.add(self.future(operation, send, convert))
-
-    def future(self, operation: str, send: Callable[[], Any], convert: Callable[[Any], T]) -> TinkerFuture[T]:
-        """Sends with the SDK; returns a future of the converted result, or list of results, that is not tracked."""
+        """Sends with the SDK; returns a future of the converted result, or list of results."""
         source = _source(self._sent(operation, send))
         converted: Future[T] = Future()
         converted.set_running_or_notify_cancel()

@@ -109,7 +109,7 @@ def encode(dialect: Dialect, name: str, endpoint: str, request: Any, result: typ
 def _targets(dialect: Dialect, request: ForwardBackwardRequest) -> list[int] | None:
     """Returns the number of targets of each datum if their log-probabilities are read.
 
-    Those of a backward are read where the server's sum is that of other weights, and the loss is computed here.
+    A backward's log-probabilities are read where the server sums with other weights, and the loss is computed here.
     """
     is_read = request.forward_only or dialect.unit_forward_weights or dialect.forward == "zero_weights"
     given = [datum.loss_fn_inputs.get("target_tokens") for datum in request.data]
@@ -320,7 +320,7 @@ def _decode(session: Session, operation: Operation[T], response: httpx.Response)
 
 
 def _defect(session: Session, operation: Operation[Any], output: ForwardBackwardOutput) -> str | None:
-    """Returns what is wrong with the result of a pass, such as that of another operation in its place.
+    """Returns what is wrong with the result of a pass, such as the result of another operation in its place.
 
     A backward may come without log-probabilities: its gradient is accumulated, and only its loss is not known.
     """

@@ -29,7 +29,7 @@ _by_thread: dict[int, Recording] = {}
 
 @dataclass(eq=False, slots=True)
 class OperationRecord:
-    """An operation from its submission by the caller to its result. Times are those of `time.perf_counter`.
+    """An operation from its submission by the caller to its result. Times are values of `time.perf_counter`.
 
     Args:
         name: What was called: `forward`, `forward_backward`, `optim_step`, `sample`, `save_state` and others.
@@ -89,7 +89,7 @@ class Recording:
         return taken
 
     @contextmanager
-    def of_waits(self) -> Iterator[None]:
+    def record_waits(self) -> Iterator[None]:
         """Also records when the current thread waits for results inside the `with` block."""
         thread = threading.get_ident()
         _by_thread[thread] = self

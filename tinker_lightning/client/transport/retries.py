@@ -1,4 +1,4 @@
-"""How long failing requests are retried, and what is logged while they are."""
+"""The retry policy of failing requests, and the log messages of retries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIRST_CONTACT_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long a failing request is retried, and the pauses in between, in seconds."""
+    """The time for which a failing request is retried, and the pauses in between, in seconds."""
 
     seconds: float  # from the first attempt on; for an account without credit, the server sets another limit
     first_delay: float = 0.5  # doubles with each attempt, up to the longest

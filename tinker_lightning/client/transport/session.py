@@ -31,7 +31,7 @@ _FINISH_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """What a server records about a session; see `ServiceClient`."""
+    """The description of a session that the server records; see `ServiceClient`."""
 
     user_metadata: dict[str, str] = field(default_factory=dict)
     project_id: str | None = None

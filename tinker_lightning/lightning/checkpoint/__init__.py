@@ -1,1 +1,1 @@
-"""What a checkpoint file records of remote models, and how long their remote states are kept."""
+"""Checkpoint files of remote models: format, contents, exact resume, and the lifetime of remote states."""

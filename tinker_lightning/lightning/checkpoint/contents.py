@@ -1,79 +1,56 @@
-"""The content of checkpoint files that concerns remote models.
+"""The content of checkpoint files that concerns remote models: saved states, the window and metrics of the epoch.
 
 Only the record in the `_extra_state` of a model, an entry of the file's state dict, names its state on the server.
-Everything else is in one section of the file.
+Everything else is in one section of the file. `checkpoint.format` declares its keys.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from tinker_lightning.client.server_losses import LossHandle
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.lightning import _compat, wandb_runs
+from tinker_lightning.lightning.checkpoint import rng
+from tinker_lightning.lightning.checkpoint.format import RECORD, SECTION, new_section
 from tinker_lightning.remote.calls import Call, ServerCall
-from tinker_lightning.remote.group import handles_of
 from tinker_lightning.remote.handle import RemoteHandle
 from tinker_lightning.remote.lm import RemoteLM
-from tinker_lightning.remote.saved_state import FORMAT_VERSION, SavedState, check_format, check_keys, is_record
+from tinker_lightning.remote.saved_state import SavedState, is_record
 from tinker_lightning.types import Datum, TensorData
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-SECTION = "tinker"
-"""The key of the section in a checkpoint."""
+    import lightning.pytorch as pl
 
-OPTIMIZERS = "optimizer_states"
-"""A key that files saved with `save_weights_only=True` lack."""
-
-_RECORD = "_extra_state"  # the end of the keys of records in a state dict
-_WINDOW_KEYS = ("windows", "local_gradients", "window_metrics")
-_CALL_KEYS = ("loss", "datums", "gradients")
-_SERVER_CALL_KEYS = ("config", "added", "inputs")
-_DATUM_KEYS = ("rest", "inputs")
+    from tinker_lightning.lightning.module import RemoteModule
 
 
-def section_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Returns the section of a checkpoint that is about to be written."""
-    section: dict[str, Any] = checkpoint.setdefault(SECTION, {"version": FORMAT_VERSION})
-    return section
+def add_section(checkpoint: dict[str, Any], module: RemoteModule) -> None:
+    """Adds the accumulation window of a module to a checkpoint, and the W&B runs that it logs to.
 
-
-def read_section(checkpoint: Mapping[str, Any], file: object, *keys: str) -> dict[str, Any]:
-    """Returns the section of a checkpoint; raises `InvalidInput` if it lacks a key or has another format version."""
-    if SECTION not in checkpoint:
-        raise InvalidInput(
-            f"{file} lacks {SECTION!r}: it was not written by a RemoteModule, or was changed since. Load a checkpoint "
-            "of the module's class."
-        )
-    return check_format(checkpoint[SECTION], f"the {SECTION!r} section of {file}", "version", keys)
-
-
-def read_window(checkpoint: Mapping[str, Any], file: object) -> dict[str, Any] | None:
-    """Returns the accumulation window of a checkpoint; None for a file of weights that has none."""
-    if SECTION not in checkpoint and OPTIMIZERS not in checkpoint:
-        return None
-    section = read_section(checkpoint, file, *_WINDOW_KEYS)
-    for name, window in section["windows"].items():
-        for call in window:
-            what = f"the accumulation window of {name!r} in {file}"
-            check_keys(call, what, _CALL_KEYS)
-            check_keys(call, what, () if call["loss"] is None else _SERVER_CALL_KEYS)
-            for datum in call["datums"]:
-                check_keys(datum, f"a datum in {what}", _DATUM_KEYS)
-    return section
-
-
-def check_entry(checkpoint: Mapping[str, Any], file: object, path: str) -> None:
-    """Raises `InvalidInput` if a checkpoint lacks an entry of its nested dicts, for example `loops.fit_loop`."""
-    found: Any = checkpoint
-    for key in path.split("."):
-        check_keys(found, f"{path!r} of {file}", (key,))
-        found = found[key]
+    Arguments that a subclass hard-codes are left out of the hyperparameters, because a load must not pass them again.
+    """
+    if SECTION in checkpoint:
+        return  # already added by the hooks
+    hparams = checkpoint.get(module.CHECKPOINT_HYPER_PARAMS_KEY)
+    if isinstance(hparams, dict) and "_instantiator" not in hparams:  # which `LightningCLI` adds
+        plain = {name: value for name, value in hparams.items() if name not in module._fixed_arguments}
+        checkpoint[module.CHECKPOINT_HYPER_PARAMS_KEY] = plain
+    module.drain()
+    section = new_section(checkpoint)
+    section.update(Window.capture(module).state())
+    section["strategy"] = None  # which `TinkerStrategy` fills in
+    if module.has_trainer:
+        section["wandb"] = wandb_runs.describe(module.trainer)
 
 
 def load_states(checkpoint: dict[str, Any], module: nn.Module) -> None:
@@ -92,15 +69,21 @@ def load_states(checkpoint: dict[str, Any], module: nn.Module) -> None:
         entries[key] = None
 
 
+def _keys(module: nn.Module) -> dict[str, RemoteLM]:
+    """Returns the remote models of a module by the keys of their records in its state dict."""
+    models = module.named_modules(remove_duplicate=False)
+    return {f"{name}.{RECORD}": model for name, model in models if isinstance(model, RemoteLM)}
+
+
 def states_in(checkpoint: Any, file: object) -> dict[str, SavedState]:
     """Returns the remote states that a checkpoint names, by the names of their models in the module."""
     entries = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     if not isinstance(entries, dict):
         raise InvalidInput(f"{file} is not a checkpoint file of Lightning: it has no state_dict")
     return {
-        key.removesuffix(_RECORD).removesuffix("."): SavedState.from_tensor(record)
+        key.removesuffix(RECORD).removesuffix("."): SavedState.from_tensor(record)
         for key, record in entries.items()
-        if key.endswith(_RECORD) and is_record(record)
+        if key.endswith(RECORD) and is_record(record)
     }
 
 
@@ -112,30 +95,51 @@ def state_in(checkpoint: Any, file: object) -> SavedState:
     return states.get("lm", next(iter(states.values())))
 
 
-def windows(module: nn.Module) -> dict[str, list[dict[str, Any]]]:
-    """Returns the accumulation window of each remote model, by the name of its parameter."""
-    return {name: window_state(handle.remote.window) for name, handle in handles_of(module).items()}
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The accumulation window of a module.
+
+    Args:
+        calls: The calls of each remote model, by the name of its parameter.
+        local_gradients: The gradients of local parameters that wait for an optimizer step, by name.
+        metrics: The metrics of the micro-batches, each with its number of datums.
+    """
+
+    calls: dict[str, list[Call | ServerCall]]
+    local_gradients: dict[str, Tensor]
+    metrics: list[tuple[dict[str, float], int]]
+
+    @classmethod
+    def capture(cls, module: RemoteModule) -> Self:
+        """Copies the window of a module, because a loss that is rejected drops it."""
+        calls, gradients = {}, {}
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, RemoteHandle):
+                calls[name] = list(map(copy.copy, parameter.remote.window))
+            elif parameter.grad is not None:
+                gradients[name] = parameter.grad
+        # With an empty window, only gradients of the last step are left.
+        is_open = any(calls.values()) or not module.lm.handle.requires_grad or not module.automatic_optimization
+        gradients = {name: gradient.clone() for name, gradient in gradients.items()} if is_open else {}
+        return cls(calls, gradients, list(module._window_metrics))
+
+    def state(self) -> dict[str, Any]:
+        """Returns the window as tensors and plain data."""
+        return {
+            "windows": {name: window_state(calls) for name, calls in self.calls.items()},
+            "local_gradients": self.local_gradients,
+            "window_metrics": self.metrics,
+        }
 
 
-def local_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Returns copies of the gradients of local parameters, by name."""
-    local = [(name, one) for name, one in module.named_parameters() if not isinstance(one, RemoteHandle)]
-    return {name: one.grad.clone() for name, one in local if one.grad is not None}
-
-
-def restore_gradients(section: Mapping[str, Any], module: nn.Module) -> None:
-    """Restores the windows of remote models, and the gradients of local parameters."""
+def restore_window(state: dict[str, Any], module: RemoteModule) -> None:
+    """Restores the windows of remote models, the gradients of local parameters and the metrics."""
     for name, parameter in module.named_parameters():
-        if name in section["windows"] and isinstance(parameter, RemoteHandle):
-            parameter.remote.window = window_from(section["windows"][name])
-        elif name in section["local_gradients"]:
-            parameter.grad = section["local_gradients"][name].clone()
-
-
-def _keys(module: nn.Module) -> dict[str, RemoteLM]:
-    """Returns the remote models of a module by the keys of their records in its state dict."""
-    models = module.named_modules(remove_duplicate=False)
-    return {f"{name}.{_RECORD}": model for name, model in models if isinstance(model, RemoteLM)}
+        if name in state["windows"] and isinstance(parameter, RemoteHandle):
+            parameter.remote.window = window_from(state["windows"][name])
+        elif name in state["local_gradients"]:
+            parameter.grad = state["local_gradients"][name].clone()
+    module._window_metrics = list(state["window_metrics"])
 
 
 def window_state(window: Sequence[Call | ServerCall]) -> list[dict[str, Any]]:
@@ -150,16 +154,16 @@ def window_state(window: Sequence[Call | ServerCall]) -> list[dict[str, Any]]:
     return states
 
 
-def window_from(state: Sequence[dict[str, Any]]) -> list[Call | ServerCall]:
+def window_from(states: Sequence[dict[str, Any]]) -> list[Call | ServerCall]:
     """Converts the result of `window_state`, which `read_window` has checked, back to a window."""
     window: list[Call | ServerCall] = []
-    for entry in state:
-        datums = [_datum_from(datum) for datum in entry["datums"]]
-        if entry["loss"] is None:
-            window.append(Call(datums, entry["gradients"]))
+    for state in states:
+        datums = [_datum_from(datum) for datum in state["datums"]]
+        if state["loss"] is None:
+            window.append(Call(datums, state["gradients"]))
         else:
-            inputs = {name: TensorData.from_torch(tensor) for name, tensor in entry["inputs"].items()}
-            call = ServerCall(datums, entry["loss"], entry["config"], entry["gradients"], entry["added"], inputs)
+            inputs = {name: TensorData.from_torch(tensor) for name, tensor in state["inputs"].items()}
+            call = ServerCall(datums, state["loss"], state["config"], state["gradients"], state["added"], inputs)
             window.append(call)
     return window
 
@@ -187,3 +191,70 @@ def _datum_from(state: dict[str, Any]) -> Datum:
     inputs = {name: TensorData.from_torch(tensor) for name, tensor in state["inputs"].items()}
     rest = wire_json.parse(Datum, bytes(state["rest"].numpy()))
     return rest.with_inputs(inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSnapshot:
+    """The state at the start of a batch, in case a file is written before the batch ends.
+
+    Args:
+        number: The number of the batch in the fit.
+        epoch_metrics: The logged values and metrics of the epoch.
+        window: The accumulation window.
+        rng: The random number generators.
+    """
+
+    number: int
+    epoch_metrics: dict[str, Any]
+    window: Window
+    rng: rng.Snapshot
+
+    @classmethod
+    def capture(cls, trainer: pl.Trainer, module: RemoteModule) -> Self:
+        """Captures the state of a fit before a batch is trained."""
+        number = trainer.fit_loop.epoch_loop.total_batch_idx
+        return cls(number, capture_epoch(trainer), Window.capture(module), rng.snapshot())
+
+    def is_under_way(self, trainer: pl.Trainer) -> bool:
+        """Returns whether the batch is still being trained; after a resume it starts again."""
+        loop = trainer.fit_loop.epoch_loop
+        batches: Any = loop.batch_progress.current
+        return bool(batches.ready > batches.processed and loop.total_batch_idx == self.number)
+
+
+def capture_epoch(trainer: pl.Trainer) -> dict[str, Any]:
+    """Returns the logged values and the states of the module's metrics, as tensors and plain data."""
+    logged, validated = _compat.logged_values(trainer)
+    metrics = {
+        name: _metric_state(metric)
+        for name, metric in _metrics(trainer).items()
+        if metric.update_called and name not in validated
+    }
+    return {"logged": logged, "metrics": metrics}
+
+
+def restore_epoch(trainer: pl.Trainer, state: dict[str, Any]) -> None:
+    """Restores the result of `capture_epoch`, before anything is logged."""
+    metrics = _metrics(trainer)
+    for name, saved in state["metrics"].items():
+        if name in metrics:
+            for key, part in saved["states"].items():
+                setattr(metrics[name], key, part)
+            _compat.UPDATE_COUNT.set(metrics[name], saved["count"])
+    for entry in state["logged"]:
+        value: Any = metrics.get(str(entry["metric_attribute"])) if entry["value"] is None else entry["value"]
+        if value is not None:
+            _compat.log_again(trainer, entry, value)
+
+
+def _metrics(trainer: pl.Trainer) -> dict[str, Metric]:
+    modules = trainer.lightning_module.named_modules()
+    return {name: module for name, module in modules if isinstance(module, Metric)}
+
+
+def _metric_state(metric: Metric) -> dict[str, Any]:
+    # A metric changes its tensors in place, but only appends to its lists.
+    states = {
+        name: state.clone() if isinstance(state, Tensor) else list(state) for name, state in metric.metric_state.items()
+    }
+    return {"count": metric.update_count, "states": states}

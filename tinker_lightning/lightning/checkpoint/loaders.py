@@ -13,10 +13,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.checkpoint import rng
-from tinker_lightning.remote.saved_state import check_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -24,13 +24,6 @@ if TYPE_CHECKING:
 
 _END = object()
 _SET_BY_LIGHTNING = ("worker_init_fn", "_iterator")
-
-
-def check_state(state: dict[str, Any], what: str) -> None:
-    """Raises `InvalidInput` if the state of a loader, called `what` in the message, lacks a key."""
-    check_keys(state, what, ("drawn", "count", "start", "inner"))
-    if state["start"] is not None:
-        check_keys(state["start"], what, ("rng", "generators", "is_warm"))
 
 
 class _Wrapper:
@@ -89,7 +82,7 @@ class ResumableLoader(_Wrapper):
     @property
     def seed(self) -> int:
         """The seed of this pass over the loader; the same after a resume."""
-        return 0 if self._run.start is None else _seed(self._run.start)
+        return self._run.seed
 
     def peek(self, after: int, count: int) -> list[Any]:
         """Returns up to `count` batches after number `after` of this epoch; fewer if the loader ends or fails."""
@@ -102,7 +95,7 @@ class ResumableLoader(_Wrapper):
         trained = self._trained()
         marks = [mark for mark in self._marks if mark.drawn <= trained]
         if self._is_over() or not marks:
-            return _between(self.loader, has_begun=bool(self._marks))
+            return _resting_state(self.loader, has_begun=bool(self._marks))
         mark = marks[-1]
         return {"drawn": mark.drawn, "count": mark.count, "start": mark.run.start, "inner": mark.inner}
 
@@ -110,6 +103,7 @@ class ResumableLoader(_Wrapper):
         """Sets the position at which the next `iter` starts."""
         self._resume = state
 
+    @override
     def _end(self) -> None:
         if self._marks:
             self._resume = self.state_dict()  # a loader with a `state_dict` is about to lose its state
@@ -133,7 +127,7 @@ class TrainedPosition(ABC):
 
 
 class PositionedLoader(_Wrapper):
-    """Gives the state of a `TrainedPosition` the form of that of a `ResumableLoader`."""
+    """Wraps a `TrainedPosition`, and stores its state in the format of checkpoint files."""
 
     loader: Any
 
@@ -155,8 +149,8 @@ class IsolatedRngLoader(_Wrapper):
     """Loads batches without changing the random number generators of training."""
 
     def __iter__(self) -> Iterator[Any]:
-        with rng.kept():
-            seed, iterator = _seed(_start(self.loader)), iter(self.loader)
+        with rng.isolate():
+            seed, iterator = _seed(_start_state(self.loader)), iter(self.loader)
         return _seeded(iterator, seed)
 
 
@@ -164,13 +158,14 @@ class Run:
     """One pass over a loader, from its start or from a position in the middle."""
 
     def __init__(self, loader: Iterable[Any], resume: dict[str, Any] | None) -> None:
-        self.start: dict[str, Any] | None = resume and resume["start"]
+        self.start: dict[str, Any] | None = resume["start"] if resume else None
+        self.seed = 0 if self.start is None else _seed(self.start)
         self.count: int = resume["count"] if resume else 0
         self.inner: Any = resume and resume["inner"]
         self._before = resume and resume.get("before")
         self._loader = loader
         self._source: Iterator[Any] | None = None
-        self._given: deque[tuple[int, Any]] = deque(maxlen=4)
+        self._recent: deque[tuple[int, Any]] = deque(maxlen=4)  # batches that were returned, with their numbers
         self._ahead: deque[tuple[Any, Any]] = deque()
         self._failure: Exception | None = None
 
@@ -183,24 +178,24 @@ class Run:
                 raise self._failure
             self._pull()
         batch, self.inner = self._ahead.popleft()
-        self._given.append((self.count, batch))
+        self._recent.append((self.count, batch))
         self.count += 1
         return batch
 
     def peek(self, after: int, count: int) -> list[Any]:
         """Returns up to `count` batches after number `after`, drawing them if needed; iteration still returns them."""
-        given = [batch for number, batch in self._given if number > after]
-        while len(given) + len(self._ahead) < count and self._failure is None:
+        batches = [batch for number, batch in self._recent if number > after]
+        while len(batches) + len(self._ahead) < count and self._failure is None:
             try:
                 self._pull()
             except Exception as failure:  # raised after the batches before it have been trained
                 self._failure = failure
-        return [*given, *(batch for batch, _ in islice(self._ahead, max(0, count - len(given))))][:count]
+        return [*batches, *(batch for batch, _ in islice(self._ahead, max(0, count - len(batches))))][:count]
 
     def close(self) -> None:
         """Drops the iterator of the loader, which stops its workers."""
         self._source = None
-        self._given.clear()
+        self._recent.clear()
         self._ahead.clear()
 
     def _pull(self) -> None:
@@ -214,19 +209,20 @@ class Run:
         """Draws the first batch, or, after a resume, all that were trained before."""
         if self.start is None:
             if self._before is not None:
-                _end_pass(self._loader, self._before, self.inner)
-            self.start = _start(self._loader)
-            source = _pass(self._loader, _seed(self.start))
+                _restore_end(self._loader, self._before, self.inner)
+            self.start = _start_state(self._loader)
+            self.seed = _seed(self.start)
+            source = _pass(self._loader, self.seed)
             self._keep(next(source))
             return source
-        with rng.kept():
+        with rng.isolate():
             if self.inner is not None:
                 self._loader.load_state_dict(self.inner)  # type: ignore[attr-defined]
-                return _seeded(iter(self._loader), _seed(self.start), self.count)
-            _warm(self._loader, self.start)
+                return _seeded(iter(self._loader), self.seed, self.count)
+            _start_workers(self._loader, self.start)
             rng.restore(self.start["rng"])
             _set_generators(self._loader, self.start)
-            source = _pass(self._loader, _seed(self.start))
+            source = _pass(self._loader, self.seed)
             if self.count == 0:
                 self._keep(next(source))
             if (drawn := sum(1 for _ in islice(source, self.count))) < self.count:
@@ -274,17 +270,17 @@ def _is_stateful(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
-def _between(loader: Any, *, has_begun: bool) -> dict[str, Any]:
+def _resting_state(loader: Any, *, has_begun: bool) -> dict[str, Any]:
     """Returns the state of a loader whose next pass has not started."""
     inner = loader.state_dict() if has_begun and _is_stateful(loader) else None
-    return {"drawn": 0, "count": 0, "start": None, "inner": inner, "before": _own(loader)}
+    return {"drawn": 0, "count": 0, "start": None, "inner": inner, "before": _settings(loader)}
 
 
-def _start(loader: Any) -> dict[str, Any]:
-    return {"rng": rng.capture(), **_own(loader)}
+def _start_state(loader: Any) -> dict[str, Any]:
+    return {"rng": rng.capture(), **_settings(loader)}
 
 
-def _own(loader: Any) -> dict[str, Any]:
+def _settings(loader: Any) -> dict[str, Any]:
     """Returns the state that the next pass of a loader depends on, apart from the global generators."""
     return {
         "generators": [generator.get_state() for generator in _generators(loader)],
@@ -292,14 +288,14 @@ def _own(loader: Any) -> dict[str, Any]:
     }
 
 
-def _end_pass(loader: Any, own: dict[str, Any], inner: Any) -> None:
+def _restore_end(loader: Any, settings: dict[str, Any], inner: Any) -> None:
     """Restores the state of a loader at the end of its last pass."""
-    with rng.kept():
+    with rng.isolate():
         if inner is not None:
             loader.load_state_dict(inner)
             iter(loader)
-        _warm(loader, own)
-    _set_generators(loader, own)
+        _start_workers(loader, settings)
+    _set_generators(loader, settings)
 
 
 def _is_warm(loader: Any) -> bool:
@@ -307,14 +303,14 @@ def _is_warm(loader: Any) -> bool:
     return getattr(loader, "_iterator", None) is not None
 
 
-def _warm(loader: Any, own: dict[str, Any]) -> None:
+def _start_workers(loader: Any, settings: dict[str, Any]) -> None:
     """Starts persistent workers if they were running, because a pass draws fewer random numbers with them."""
-    if own["is_warm"] and getattr(loader, "persistent_workers", False) and not _is_warm(loader):
+    if settings["is_warm"] and getattr(loader, "persistent_workers", False) and not _is_warm(loader):
         iter(loader)
 
 
-def _set_generators(loader: Any, own: dict[str, Any]) -> None:
-    generators, states = _generators(loader), own["generators"]
+def _set_generators(loader: Any, settings: dict[str, Any]) -> None:
+    generators, states = _generators(loader), settings["generators"]
     if len(generators) != len(states):
         raise InvalidInput(
             f"the checkpoint was saved with {len(states)} random number generators in the training loader, but this "
@@ -333,5 +329,5 @@ def _generators(loader: Any) -> list[torch.Generator]:
     """Returns the generators of a loader and its samplers, each once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    given = [getattr(owner, "generator", None) for owner in owners]
-    return list({id(one): one for one in given if isinstance(one, torch.Generator)}.values())
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(one): one for one in generators if isinstance(one, torch.Generator)}.values())

@@ -7,38 +7,28 @@ before training resumes.
 
 from __future__ import annotations
 
-import copy
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.fit_loop import RestartStage as FitStage
 from lightning.pytorch.loops.training_epoch_loop import RestartStage as EpochStage
-from torch import Tensor
-from torchmetrics import Metric
 
 from tinker_lightning.lightning import _compat
-from tinker_lightning.lightning.checkpoint import contents, rng
-from tinker_lightning.remote import group
+from tinker_lightning.lightning.checkpoint.contents import capture_epoch, restore_epoch
+from tinker_lightning.lightning.checkpoint.format import LOADERS, check_entry, read_loaders, read_position
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from tinker_lightning.lightning.base import RemoteBase
 
-# What was running when a file was written.
+# The values of `where`: the work that was under way when a file was written.
 EPOCH_START = "epoch start"  # nothing, or the start hooks of an epoch, which run again
 BATCH_START = "batch start"  # a batch, which is trained again, or nothing between two batches
 BATCH_END = "batch end"  # the end hooks of a batch; its row and a validation that is due follow
 VALIDATION = "validation"  # a validation, which starts again
 VALIDATION_END = "validation end"  # the end hooks of a validation
 EPOCH_END = "epoch end"  # the end hooks of an epoch; its row follows
-
-# The keys of what `capture` returns.
-KEYS = (
-    *("where", "is_cut", "epochs", "batches", "is_last_batch", "logged_steps", "accumulate", "reloaded"),
-    *("callback_metrics", "row", "epoch_metrics"),
-)
 
 
 def capture(trainer: pl.Trainer) -> dict[str, Any]:
@@ -63,49 +53,44 @@ def capture(trainer: pl.Trainer) -> dict[str, Any]:
     }
 
 
-class BatchSnapshot:
-    """The state at the start of a batch, in case a file is written before the batch ends."""
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The position that a fit resumes from, read from its checkpoint.
 
-    def __init__(self, trainer: pl.Trainer, module: RemoteBase) -> None:
-        self.rng = rng.snapshot()
-        self.epoch_metrics = capture_epoch(trainer)
-        # Copies, because a loss that is rejected drops its window.
-        self._windows = {
-            name: [copy.copy(call) for call in handle.remote.window]
-            for name, handle in group.handles_of(module).items()
-        }
-        self._local_gradients = module.local_gradients()
-        self._window_metrics = list(module._window_metrics)
-        self._number = trainer.fit_loop.epoch_loop.total_batch_idx
+    Args:
+        rng: The random number generators.
+        loops: The position of the loops.
+        loaders: The states of the training loaders.
+        max_steps: The limit of steps of the trainer, which a resume may have to raise for a while.
+    """
 
-    def window(self) -> dict[str, Any]:
-        """Returns the accumulation window as a checkpoint keeps it."""
-        windows = {name: contents.window_state(window) for name, window in self._windows.items()}
-        own = {"local_gradients": self._local_gradients, "window_metrics": self._window_metrics}
-        return {"windows": windows, **own}
+    rng: dict[str, Any]
+    loops: dict[str, Any]
+    loaders: list[dict[str, Any]]
+    max_steps: int
 
-    def is_under_way(self, trainer: pl.Trainer) -> bool:
-        """Returns whether the batch is still being trained; after a resume it starts again."""
+    @classmethod
+    def read(cls, checkpoint: dict[str, Any], file: object, trainer: pl.Trainer) -> Self | None:
+        """Reads the position of a checkpoint; None for a file of another strategy."""
+        position = read_position(checkpoint, file)
+        if position is None:
+            return None
+        loops = position["loop_position"]
+        if loops["where"] != EPOCH_START:  # where no loader is in use
+            check_entry(checkpoint, file, LOADERS)
+        return cls(position["rng"], loops, read_loaders(checkpoint, file), trainer.fit_loop.epoch_loop.max_steps)
+
+    def raise_limits(self, trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
+        """Raises the limits of a run that has reached them but has work left, so that Lightning enters its loops."""
         loop = trainer.fit_loop.epoch_loop
-        batches: Any = loop.batch_progress.current
-        return bool(batches.ready > batches.processed and loop.total_batch_idx == self._number)
+        if self.loops["where"] != EPOCH_START:
+            checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"] = self.loops["epochs"][0]
+        if self.loops["where"] not in (EPOCH_START, BATCH_START) and loop.max_steps != -1:
+            loop.max_steps = max(loop.max_steps, checkpoint["global_step"] + 1)
 
-
-def raise_limits(trainer: pl.Trainer, checkpoint: dict[str, Any], resumed: dict[str, Any]) -> None:
-    """Raises the limits of a run that has reached them but has work left, so that Lightning enters its loops."""
-    loop = trainer.fit_loop.epoch_loop
-    resumed["max_steps"] = loop.max_steps
-    position = resumed["loop_position"]
-    if position["where"] != EPOCH_START:
-        checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"] = position["epochs"][0]
-    if position["where"] not in (EPOCH_START, BATCH_START) and loop.max_steps != -1:
-        loop.max_steps = max(loop.max_steps, checkpoint["global_step"] + 1)
-
-
-def restore_limits(trainer: pl.Trainer, resumed: dict[str, Any]) -> None:
-    """Restores the limit of steps that `raise_limits` may have raised."""
-    loop = trainer.fit_loop.epoch_loop
-    loop.max_steps = resumed.get("max_steps", loop.max_steps)
+    def restore_limits(self, trainer: pl.Trainer) -> None:
+        """Restores the limit of steps that `raise_limits` may have raised."""
+        trainer.fit_loop.epoch_loop.max_steps = self.max_steps
 
 
 def restore_loops(trainer: pl.Trainer, position: dict[str, Any]) -> None:
@@ -126,7 +111,7 @@ def restore_loops(trainer: pl.Trainer, position: dict[str, Any]) -> None:
     if where != EPOCH_START and any(isinstance(one, GradientAccumulationScheduler) for one in callbacks):
         trainer.accumulate_grad_batches = position["accumulate"]  # the scheduler sets it only at epoch starts
     if where not in (EPOCH_START, EPOCH_END):
-        restore(trainer, position["epoch_metrics"])
+        restore_epoch(trainer, position["epoch_metrics"])
         if position["batches"][0]:
             _compat.FIRST_LOOP_ITER.set(trainer, True)  # otherwise the next batch would reset them
     if where in (BATCH_END, VALIDATION, VALIDATION_END):
@@ -226,66 +211,3 @@ def _count(progress: Any, done: list[int], *, is_under_way: bool = False) -> Non
     for tracker, count in zip((progress.current, progress.total), done, strict=True):
         tracker.processed = tracker.completed = count
         tracker.ready = tracker.started = count + is_under_way
-
-
-def capture_epoch(trainer: pl.Trainer) -> dict[str, Any]:
-    """Returns the logged values and the states of the module's metrics, as tensors and plain data."""
-    of_validation = {_compat.LOGGED_ATTRIBUTE.get(item) for item in _compat.VAL_RESULTS.get(trainer).values()}
-    logged = _compat.TRAIN_RESULTS.get(trainer).values()
-    return {
-        "logged": [
-            _logged(item) for item in logged if _compat.LOGGED_BY_EPOCH.get(item) and not _compat.HAS_RESET.get(item)
-        ],
-        "metrics": {
-            name: _state(metric)
-            for name, metric in _metrics(trainer).items()
-            if metric.update_called and name not in of_validation
-        },
-    }
-
-
-def restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
-    """Restores the result of `capture`, before anything is logged."""
-    metrics = _metrics(trainer)
-    for name, saved in state["metrics"].items():
-        if name in metrics:
-            for key, part in saved["states"].items():
-                setattr(metrics[name], key, part)
-            _compat.UPDATE_COUNT.set(metrics[name], saved["count"])
-    for entry in state["logged"]:
-        attribute = entry["metric_attribute"]
-        value: Any = metrics.get(attribute) if entry["value"] is None else entry["value"]
-        if value is None:
-            continue
-        item = _compat.log_again(trainer, entry, value, getattr(torch, entry["reduce_fx"]), attribute)
-        _compat.FORWARD_CACHE.set(item, entry["last"])
-        if entry["value"] is not None:
-            _compat.LOGGED_VALUE.set(item, value)
-        if entry["weight"] is not None:
-            _compat.CUMULATED_BATCH_SIZE.set(item, entry["weight"])
-
-
-def _metrics(trainer: pl.Trainer) -> dict[str, Metric]:
-    modules = trainer.lightning_module.named_modules()
-    return {name: module for name, module in modules if isinstance(module, Metric)}
-
-
-def _logged(item: Any) -> dict[str, Any]:
-    last = _compat.FORWARD_CACHE.get(item)
-    is_tensor = _compat.IS_TENSOR.get(item)
-    return {
-        **_compat.log_arguments(item),
-        "reduce_fx": _compat.LOGGED_REDUCTION.get(item).__name__,
-        "metric_attribute": _compat.LOGGED_ATTRIBUTE.get(item),
-        "value": _compat.LOGGED_VALUE.get(item).clone() if is_tensor else None,
-        "weight": _compat.CUMULATED_BATCH_SIZE.get(item) if is_tensor and _compat.IS_MEAN.get(item) else None,
-        "last": last if isinstance(last, Tensor) else None,
-    }
-
-
-def _state(metric: Metric) -> dict[str, Any]:
-    # A metric changes its tensors in place, but only appends to its lists.
-    states = {
-        name: state.clone() if isinstance(state, Tensor) else list(state) for name, state in metric.metric_state.items()
-    }
-    return {"count": metric.update_count, "states": states}

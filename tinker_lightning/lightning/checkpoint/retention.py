@@ -47,11 +47,11 @@ class StateRetention:
         self._read: dict[str, tuple[str, frozenset[str]]] = {}
         self._unwritten: dict[str, frozenset[str]] = {}  # the states of files that are still being written
         self._replaced: dict[str, str] = {}  # states to delete, and the files that named them
-        self._warned = False  # whether the log says that the server deletes nothing
+        self._warned = False  # whether the log mentions that the server deletes nothing
 
     def states_of(self, file: str | os.PathLike[str]) -> frozenset[str]:
         """Returns the states that a file names, or will name when it has been written."""
-        return self._named_by(str(file)) | self._unwritten.get(str(file), _NONE)
+        return self._states_in_file(str(file)) | self._unwritten.get(str(file), _NONE)
 
     def keep(self, states: frozenset[str] = _NONE) -> None:
         """Keeps the states of a file that was written, which would expire otherwise, and those that failed before."""
@@ -79,7 +79,9 @@ class StateRetention:
 
     def release(self, *, all_written: bool = False) -> None:
         """Deletes replaced states, unless files are still being written; `all_written` overrides the check."""
-        written = [file for file, states in self._unwritten.items() if not states or states <= self._named_by(file)]
+        written = [
+            file for file, states in self._unwritten.items() if not states or states <= self._states_in_file(file)
+        ]
         for file in written:
             del self._unwritten[file]
         if self._unwritten and not all_written:
@@ -87,7 +89,7 @@ class StateRetention:
         replaced, self._replaced = self._replaced, {}
         for state, file in replaced.items():
             try:
-                if not self._named_near(file) & {state, _UNREADABLE}:
+                if not self._states_near(file) & {state, _UNREADABLE}:
                     self._expiring.discard(state)
                     self._delete(state)
             except Unsupported as error:
@@ -97,30 +99,30 @@ class StateRetention:
             except Exception as error:  # costs space on the server and nothing else
                 logger.warning("%s is not named by any checkpoint file, but could not be deleted: %s", state, error)
 
-    def _named_near(self, file: str) -> frozenset[str]:
-        """Returns the states named by possible copies of a file, in its folder and those of checkpoint callbacks."""
+    def _states_near(self, file: str) -> frozenset[str]:
+        """Returns the states named by possible copies of a file, in its folder and folders of checkpoint callbacks."""
         fs, path = url_to_fs(file)
-        named = self._named_in(fs, posixpath.dirname(path), 1, posixpath.splitext(path)[1])
+        states = self._states_in_folder(fs, posixpath.dirname(path), 1, posixpath.splitext(path)[1])
         for folder in self._folders():
             fs, path = url_to_fs(folder)
-            named |= self._named_in(fs, path, None, ".ckpt")
-        return named
+            states |= self._states_in_folder(fs, path, None, ".ckpt")
+        return states
 
-    def _named_by(self, file: str) -> frozenset[str]:
+    def _states_in_file(self, file: str) -> frozenset[str]:
         fs, path = url_to_fs(file)
-        return self._named_in(fs, posixpath.dirname(path), 1, f"/{posixpath.basename(path)}")
+        return self._states_in_folder(fs, posixpath.dirname(path), 1, f"/{posixpath.basename(path)}")
 
-    def _named_in(self, fs: AbstractFileSystem, folder: str, depth: int | None, ending: str) -> frozenset[str]:
+    def _states_in_folder(self, fs: AbstractFileSystem, folder: str, depth: int | None, ending: str) -> frozenset[str]:
         """Returns the states named by the files of a folder. Only new and changed files are read."""
         fs.invalidate_cache(folder)  # another process may have written a file
-        named: set[str] = set()
+        states: set[str] = set()
         for path, info in fs.find(folder, depth, detail=True).items():
             if path.endswith(ending):
                 file, version = fs.unstrip_protocol(path), str(info)
                 if self._read.get(file, ("",))[0] != version:
                     self._read[file] = version, _read_states(fs, file)
-                named |= self._read[file][1]
-        return frozenset(named)
+                states |= self._read[file][1]
+        return frozenset(states)
 
 
 def _read_states(fs: AbstractFileSystem, file: str) -> frozenset[str]:

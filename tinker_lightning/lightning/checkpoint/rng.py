@@ -15,15 +15,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+
 Snapshot: TypeAlias = tuple[Any, Any, Any]
 
-KEYS = ("torch", "numpy", "python")
-"""What `capture` returns."""
 
-
-def capture(of: Snapshot | None = None) -> dict[str, Any]:
-    """Returns the current states, or those of a snapshot, as plain data that loads with `weights_only=True`."""
-    torch_state, (kind, keys, position, has_gauss, gauss), (version, words, next_gauss) = of or snapshot()
+def capture(states: Snapshot | None = None) -> dict[str, Any]:
+    """Returns the states of a snapshot, by default of now, as plain data that loads with `weights_only=True`."""
+    torch_state, (kind, keys, position, has_gauss, gauss), (version, words, next_gauss) = states or snapshot()
     return {
         "torch": torch_state,
         "numpy": [str(kind), torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss],
@@ -49,8 +47,8 @@ def digest(state: dict[str, Any], generators: Iterable[Tensor] = ()) -> int:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
-    """Restores the generators at the end of the `with` block."""
+def isolate() -> Iterator[None]:
+    """Isolates the generators in a `with` block: they are restored at its end."""
     outside = snapshot()
     try:
         yield
@@ -61,8 +59,8 @@ def kept() -> Iterator[None]:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seeds the generators for the `with` block, and restores them at its end."""
-    with kept():
-        torch.default_generator.manual_seed(seed)  # and not those of GPUs
+    with isolate():
+        torch.default_generator.manual_seed(seed)  # leaves the generators of GPUs alone
         np.random.seed(seed % 2**32)
         random.seed(seed)
         yield

@@ -1,4 +1,4 @@
-"""A base loss with regularizers: `total = (base or 0) + sum(weight * term)`, and the telemetry of each term."""
+"""`Regularizer`, and the composition with a base loss: `total = (base or 0) + sum(weight * term)`, with telemetry."""
 
 from __future__ import annotations
 
@@ -23,206 +23,12 @@ from tinker_lightning.errors import (
     TinkerLightningError,
 )
 from tinker_lightning.losses import surrogate
-from tinker_lightning.threads.background import blocker, on_loop, on_thread
+from tinker_lightning.threads.background import blocker, run_on_loop, run_on_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from tinker_lightning.losses.surrogate import LossFn
-
-
-def evaluate(
-    data: list[Any],
-    logprobs: list[Tensor],
-    base: LossFn | None,
-    regularizers: Iterable[Regularizer | Mapping[str, Any]] | None,
-    *,
-    step: int,
-    grad_norms: bool = True,
-    timeout: float | None = None,
-) -> tuple[Tensor, dict[str, Any]]:
-    """Returns the total of a base loss and regularizers, and its telemetry: a dict of numbers and nested dicts.
-
-    Async terms and those in an executor start first and run concurrently with the rest, which runs on the calling
-    thread. Errors name the regularizer. Without regularizers the result is the base loss with its own metrics.
-
-    Args:
-        data: The datums that the functions receive.
-        logprobs: One tensor per datum: leaves, or the output of a `RemoteLM`.
-        base: The base loss, or None.
-        regularizers: The terms to add.
-        step: The step that weight functions receive.
-        grad_norms: Whether to compute the gradient norm of each unweighted term, which costs a backward through it.
-        timeout: The number of seconds that terms on other threads may take; one in an executor keeps running.
-    """
-    terms = as_regularizers(regularizers)
-    check_timeout("timeout", timeout)
-    if not terms:
-        if base is None:
-            raise InvalidLoss("there is nothing to train on: pass a loss function, a regularizer, or both")
-        return surrogate.loss_and_metrics(base(data, logprobs), logprobs, needs_gradient=torch.is_grad_enabled())
-
-    weights = [term.weight_at(step) for term in terms]
-    of_base, *of_terms = _split(logprobs, 1 + len(terms))
-    base_loss, returned = _run(data, base, of_base, terms, of_terms, timeout)
-    contributions, telemetry = [], {}
-    for term, weight, logprobs in zip(terms, weights, of_terms, strict=True):
-        with _naming_errors(term):
-            value, metrics = surrogate.loss_and_metrics(returned[term.name], logprobs, needs_gradient=False)
-            value = value.reshape(())
-            contributions.append(weight * value)
-            own: dict[str, Any] = {"value": value.item(), "weight": weight, "contribution": contributions[-1].item()}
-            if grad_norms and torch.is_grad_enabled():
-                own["grad_norm"] = _grad_norm(value, logprobs)
-            telemetry[term.name] = own | {"custom": metrics}
-
-    regularizer_total = sum(contributions[1:], contributions[0])
-    total = regularizer_total if base_loss is None else base_loss[0].reshape(()) + regularizer_total
-    _check_total(total, terms)
-    nested: dict[str, Any] = {"loss_total": total.item(), "regularizer_total": regularizer_total.item()}
-    if base_loss is not None:
-        nested["base_loss"] = {"value": base_loss[0].item(), **surrogate.set_apart(base_loss[1], {"value"}, "custom")}
-    return total, nested | {"regularizers": telemetry}
-
-
-def check_timeout(name: str, timeout: float | None) -> None:
-    """Raises `InvalidInput` unless a timeout is None or a number above 0; `name` is its name in the message."""
-    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
-        raise InvalidInput(f"{name} must be a number of seconds above 0, or None, got {timeout!r}")
-
-
-def flatten(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Flattens telemetry for loggers.
-
-    >>> flatten({"loss_total": 3.0, "regularizers": {"sparsity": {"value": 2.0, "weight": 0.5}}})
-    {'loss_total': 3.0, 'regularizers/sparsity/value': 2.0, 'regularizers/sparsity/weight': 0.5}
-    """
-    flat: dict[str, float] = {}
-    for name, value in metrics.items():
-        if isinstance(value, dict):
-            flat |= {f"{name}/{inner}": number for inner, number in flatten(value).items()}
-        else:
-            flat[name] = value
-    return flat
-
-
-def _split(logprobs: list[Tensor], count: int) -> list[list[Tensor]]:
-    """Returns a copy of the log-probabilities for each function, joined in one node of the autograd graph.
-
-    This makes sums of gradients reproducible: autograd orders functions of several threads by per-thread counters.
-    """
-    copies = [torch.stack([each] * count).unbind() for each in logprobs]
-    return [[each[i] for each in copies] for i in range(count)]
-
-
-def _run(
-    data: list[Any],
-    base: LossFn | None,
-    logprobs: list[Tensor],
-    terms: Sequence[Regularizer],
-    of_terms: Sequence[list[Tensor]],
-    timeout: float | None,
-) -> tuple[tuple[Tensor, dict[str, float]] | None, dict[str, Any]]:
-    """Runs the base loss and all terms, and returns their results."""
-    deadline = None if timeout is None else time.monotonic() + timeout
-    running: dict[str, Future[Any]] = {}
-    try:
-        for term, own in zip(terms, of_terms, strict=True):
-            if term.is_async or term.run_in_executor:
-                running[term.name] = _start(term, data, own)
-        base_loss = None
-        if base is not None:
-            base_loss = surrogate.loss_and_metrics(
-                base(data, logprobs), logprobs, needs_gradient=torch.is_grad_enabled()
-            )
-        for term, own in zip(terms, of_terms, strict=True):
-            if term.name not in running:
-                running[term.name] = _start(term, data, own)
-        wait(running.values(), None if deadline is None else max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
-        failed = [term for term in terms if _has_failed(running[term.name])]
-        returned = {}
-        for term in [*failed, *terms]:  # a failure is the reason why others are not done
-            with _naming_errors(term, None if running[term.name].done() else timeout):
-                returned[term.name] = running[term.name].result(timeout=0)
-        return base_loss, returned
-    finally:
-        for future in running.values():
-            future.cancel()
-
-
-def _start(term: Regularizer, data: list[Any], logprobs: list[Tensor]) -> Future[Any]:
-    """Starts a term; the future of one that runs on this thread is already done."""
-
-    def call() -> Any:
-        returned = term.fn(data, logprobs)
-        return on_loop(returned, term.name) if inspect.isawaitable(returned) else returned
-
-    with _naming_errors(term):
-        if term.run_in_executor and not term.is_async:
-            return on_thread(lambda: _result(call()), term.name)
-        returned = call()
-    if isinstance(returned, Future):
-        return returned
-    done: Future[Any] = Future()
-    done.set_result(returned)
-    return done
-
-
-def _result(returned: Any) -> Any:
-    return returned.result() if isinstance(returned, Future) else returned
-
-
-def _has_failed(future: Future[Any]) -> bool:
-    return future.done() and (future.cancelled() or future.exception() is not None)
-
-
-@contextlib.contextmanager
-def _naming_errors(term: Regularizer, timeout: float | None = None) -> Iterator[None]:
-    """Adds the name of the regularizer to errors; `timeout` is the one that has expired, if any."""
-    try:
-        yield
-    except TinkerLightningError as error:
-        named = type(error)(f"regularizer {term.name!r}: {error}")
-        named.__dict__.update(error.__dict__)  # the operation and request of the error
-        raise named from error
-    except Exception as error:
-        has_own_thread = term.run_in_executor and not term.is_async
-        if timeout is not None and not has_own_thread and (by := blocker()):
-            raise ResultTimeout(
-                f"regularizer {term.name!r}: no value within {timeout} s, because {by!r} blocks the event loop that "
-                "all async regularizers share: it sleeps or computes without an await. Use asyncio.sleep and "
-                "asyncio.to_thread in it, or make it a plain function with run_in_executor=True; nothing was sent."
-            ) from error
-        if timeout is not None:
-            raise ResultTimeout(
-                f"regularizer {term.name!r}: no value within {timeout} s. Raise the timeout, or check what it "
-                "waits for; nothing was sent."
-            ) from error
-        kind = ResultTimeout if isinstance(error, TimeoutError) else InvalidLoss
-        raise kind(f"regularizer {term.name!r} failed: {type(error).__name__}: {error}") from error
-
-
-def _grad_norm(value: Tensor, logprobs: list[Tensor]) -> float:
-    """Returns the norm of a term's gradient with respect to the log-probabilities."""
-    inputs = [each for each in logprobs if each.requires_grad]
-    if not (value.requires_grad and inputs):
-        return 0.0
-    gradients = torch.autograd.grad(value, inputs, retain_graph=True, allow_unused=True)
-    used = [gradient.flatten().to("cpu", torch.float64) for gradient in gradients if gradient is not None]
-    norm = torch.cat(used).norm().item() if used else 0.0
-    surrogate.check_gradient(value, torch.tensor(norm))
-    return norm
-
-
-def _check_total(total: Tensor, terms: Sequence[Regularizer]) -> None:
-    what = "the total of the loss and its regularizers"
-    surrogate.check_finite(total, what=what, fix="Each of them is finite, so lower the weights")
-    if torch.is_grad_enabled() and not total.requires_grad:
-        raise LossWithoutGradient(
-            f"none of the regularizers ({', '.join(term.name for term in terms)}) depends on the log-probabilities, so "
-            "there is nothing to train. Compute one from the tensors in the second argument, without .detach(), "
-            ".item(), .tolist(), numpy or torch.no_grad() in between."
-        )
 
 
 Returned: TypeAlias = "tuple[Tensor, Mapping[Any, Any]] | Tensor"
@@ -287,15 +93,212 @@ class Regularizer:
         return _finite(weight, where)
 
 
-def as_regularizers(given: Iterable[Regularizer | Mapping[str, Any]] | None) -> tuple[Regularizer, ...]:
-    """Validates regularizers; dicts of `fn`, `weight`, `name` and `run_in_executor` are converted."""
-    if given is None:
-        return ()
-    if isinstance(given, Regularizer | Mapping | str) or not isinstance(given, Iterable):
-        raise InvalidLoss(
-            f"regularizers must be a list of Regularizer, got one {type(given).__name__}; write [regularizer]"
+def evaluate(
+    data: list[Any],
+    logprobs: list[Tensor],
+    base: LossFn | None,
+    regularizers: Iterable[Regularizer | Mapping[str, Any]] | None,
+    *,
+    step: int,
+    grad_norms: bool = True,
+    timeout: float | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """Returns the total of a base loss and regularizers, and its telemetry: a dict of numbers and nested dicts.
+
+    Async terms and those in an executor start first and run concurrently with the rest, which runs on the calling
+    thread. Errors name the regularizer. Without regularizers the result is the base loss with its own metrics.
+
+    Args:
+        data: The datums that the functions receive.
+        logprobs: One tensor per datum: leaves, or the output of a `RemoteLM`.
+        base: The base loss, or None.
+        regularizers: The terms to add.
+        step: The step that weight functions receive.
+        grad_norms: Whether to compute the gradient norm of each unweighted term, which costs a backward through it.
+        timeout: The number of seconds that terms on other threads may take; one in an executor keeps running.
+    """
+    terms = as_regularizers(regularizers)
+    check_timeout("timeout", timeout)
+    if not terms:
+        if base is None:
+            raise InvalidLoss("there is nothing to train on: pass a loss function, a regularizer, or both")
+        return surrogate.loss_and_metrics(base(data, logprobs), logprobs, needs_gradient=torch.is_grad_enabled())
+
+    weights = [term.weight_at(step) for term in terms]
+    base_logprobs, *term_logprobs = _split(logprobs, 1 + len(terms))
+    base_loss, returned = _run(data, base, base_logprobs, terms, term_logprobs, timeout)
+    contributions, telemetry = [], {}
+    for term, weight, logprobs in zip(terms, weights, term_logprobs, strict=True):
+        with _name_in_errors(term):
+            value, metrics = surrogate.loss_and_metrics(returned[term.name], logprobs, needs_gradient=False)
+            value = value.reshape(())
+            contributions.append(weight * value)
+            own: dict[str, Any] = {"value": value.item(), "weight": weight, "contribution": contributions[-1].item()}
+            if grad_norms and torch.is_grad_enabled():
+                own["grad_norm"] = _grad_norm(value, logprobs)
+            telemetry[term.name] = own | {"custom": metrics}
+
+    regularizer_total = sum(contributions[1:], contributions[0])
+    total = regularizer_total if base_loss is None else base_loss[0].reshape(()) + regularizer_total
+    _check_total(total, terms)
+    nested: dict[str, Any] = {"loss_total": total.item(), "regularizer_total": regularizer_total.item()}
+    if base_loss is not None:
+        nested["base_loss"] = {
+            "value": base_loss[0].item(),
+            **surrogate.prefix_clashes(base_loss[1], {"value"}, "custom"),
+        }
+    return total, nested | {"regularizers": telemetry}
+
+
+def check_timeout(name: str, timeout: float | None) -> None:
+    """Raises `InvalidInput` unless a timeout is None or a number above 0; `name` is its name in the message."""
+    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+        raise InvalidInput(f"{name} must be a number of seconds above 0, or None, got {timeout!r}")
+
+
+def flatten(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Flattens telemetry for loggers.
+
+    >>> flatten({"loss_total": 3.0, "regularizers": {"sparsity": {"value": 2.0, "weight": 0.5}}})
+    {'loss_total': 3.0, 'regularizers/sparsity/value': 2.0, 'regularizers/sparsity/weight': 0.5}
+    """
+    flat: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}/{inner}": number for inner, number in flatten(value).items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _split(logprobs: list[Tensor], count: int) -> list[list[Tensor]]:
+    """Returns a copy of the log-probabilities for each function, joined in one node of the autograd graph.
+
+    This makes sums of gradients reproducible: autograd orders functions of several threads by per-thread counters.
+    """
+    copies = [torch.stack([each] * count).unbind() for each in logprobs]
+    return [[each[i] for each in copies] for i in range(count)]
+
+
+def _run(
+    data: list[Any],
+    base: LossFn | None,
+    logprobs: list[Tensor],
+    terms: Sequence[Regularizer],
+    term_logprobs: Sequence[list[Tensor]],
+    timeout: float | None,
+) -> tuple[tuple[Tensor, dict[str, float]] | None, dict[str, Any]]:
+    """Runs the base loss and all terms, and returns their results."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    running: dict[str, Future[Any]] = {}
+    try:
+        for term, own in zip(terms, term_logprobs, strict=True):
+            if term.is_async or term.run_in_executor:
+                running[term.name] = _start(term, data, own)
+        base_loss = None
+        if base is not None:
+            base_loss = surrogate.loss_and_metrics(
+                base(data, logprobs), logprobs, needs_gradient=torch.is_grad_enabled()
+            )
+        for term, own in zip(terms, term_logprobs, strict=True):
+            if term.name not in running:
+                running[term.name] = _start(term, data, own)
+        wait(running.values(), None if deadline is None else max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
+        failed = [term for term in terms if _has_failed(running[term.name])]
+        returned = {}
+        for term in [*failed, *terms]:  # a failure is the reason why others are not done
+            with _name_in_errors(term, None if running[term.name].done() else timeout):
+                returned[term.name] = running[term.name].result(timeout=0)
+        return base_loss, returned
+    finally:
+        for future in running.values():
+            future.cancel()
+
+
+def _start(term: Regularizer, data: list[Any], logprobs: list[Tensor]) -> Future[Any]:
+    """Starts a term; the future of one that runs on this thread is already done."""
+
+    def call() -> Any:
+        returned = term.fn(data, logprobs)
+        return run_on_loop(returned, term.name) if inspect.isawaitable(returned) else returned
+
+    with _name_in_errors(term):
+        if term.run_in_executor and not term.is_async:
+            return run_on_thread(lambda: _result(call()), term.name)
+        returned = call()
+    if isinstance(returned, Future):
+        return returned
+    done: Future[Any] = Future()
+    done.set_result(returned)
+    return done
+
+
+def _result(returned: Any) -> Any:
+    return returned.result() if isinstance(returned, Future) else returned
+
+
+def _has_failed(future: Future[Any]) -> bool:
+    return future.done() and (future.cancelled() or future.exception() is not None)
+
+
+@contextlib.contextmanager
+def _name_in_errors(term: Regularizer, timeout: float | None = None) -> Iterator[None]:
+    """Adds the name of the regularizer to errors; `timeout` is the one that has expired, if any."""
+    try:
+        yield
+    except TinkerLightningError as error:
+        named = type(error)(f"regularizer {term.name!r}: {error}")
+        named.__dict__.update(error.__dict__)  # the operation and request of the error
+        raise named from error
+    except Exception as error:
+        has_own_thread = term.run_in_executor and not term.is_async
+        if timeout is not None and not has_own_thread and (by := blocker()):
+            raise ResultTimeout(
+                f"regularizer {term.name!r}: no value within {timeout} s, because {by!r} blocks the event loop that "
+                "all async regularizers share: it sleeps or computes without an await. Use asyncio.sleep and "
+                "asyncio.to_thread in it, or make it a plain function with run_in_executor=True; nothing was sent."
+            ) from error
+        if timeout is not None:
+            raise ResultTimeout(
+                f"regularizer {term.name!r}: no value within {timeout} s. Raise the timeout, or check what it "
+                "waits for; nothing was sent."
+            ) from error
+        kind = ResultTimeout if isinstance(error, TimeoutError) else InvalidLoss
+        raise kind(f"regularizer {term.name!r} failed: {type(error).__name__}: {error}") from error
+
+
+def _grad_norm(value: Tensor, logprobs: list[Tensor]) -> float:
+    """Returns the norm of a term's gradient with respect to the log-probabilities."""
+    inputs = [each for each in logprobs if each.requires_grad]
+    if not (value.requires_grad and inputs):
+        return 0.0
+    gradients = torch.autograd.grad(value, inputs, retain_graph=True, allow_unused=True)
+    used = [gradient.flatten().to("cpu", torch.float64) for gradient in gradients if gradient is not None]
+    norm = torch.cat(used).norm().item() if used else 0.0
+    surrogate.check_gradient(value, torch.tensor(norm))
+    return norm
+
+
+def _check_total(total: Tensor, terms: Sequence[Regularizer]) -> None:
+    what = "the total of the loss and its regularizers"
+    surrogate.check_finite(total, what=what, fix="Each of them is finite, so lower the weights")
+    if torch.is_grad_enabled() and not total.requires_grad:
+        raise LossWithoutGradient(
+            f"none of the regularizers ({', '.join(term.name for term in terms)}) depends on the log-probabilities, so "
+            "there is nothing to train. Compute one from the tensors in the second argument, without .detach(), "
+            ".item(), .tolist(), numpy or torch.no_grad() in between."
         )
-    regularizers = tuple(_as_regularizer(i, each) for i, each in enumerate(given))
+
+
+def as_regularizers(values: Iterable[Regularizer | Mapping[str, Any]] | None) -> tuple[Regularizer, ...]:
+    """Validates regularizers; dicts of `fn`, `weight`, `name` and `run_in_executor` are converted."""
+    if values is None:
+        return ()
+    if isinstance(values, Regularizer | Mapping | str) or not isinstance(values, Iterable):
+        raise InvalidLoss(
+            f"regularizers must be a list of Regularizer, got one {type(values).__name__}; write [regularizer]"
+        )
+    regularizers = tuple(_as_regularizer(i, each) for i, each in enumerate(values))
     names = [regularizer.name for regularizer in regularizers]
     for i, name in enumerate(names):
         if name in names[:i]:
@@ -305,21 +308,21 @@ def as_regularizers(given: Iterable[Regularizer | Mapping[str, Any]] | None) -> 
     return regularizers
 
 
-def _as_regularizer(i: int, given: Any) -> Regularizer:
-    if isinstance(given, Regularizer):
-        return given
-    if not isinstance(given, Mapping):
+def _as_regularizer(i: int, value: Any) -> Regularizer:
+    if isinstance(value, Regularizer):
+        return value
+    if not isinstance(value, Mapping):
         raise InvalidLoss(
-            f"regularizer {i}: got {type(given).__name__}; write Regularizer(fn, weight, name), or a dict of these"
+            f"regularizer {i}: got {type(value).__name__}; write Regularizer(fn, weight, name), or a dict of these"
         )
-    if missing := [key for key in ("fn", "weight", "name") if key not in given]:
+    if missing := [key for key in ("fn", "weight", "name") if key not in value]:
         raise InvalidLoss(f"regularizer {i}: the dict has no {', '.join(missing)}")
-    if unknown := [str(key) for key in given if key not in _SPEC]:
+    if unknown := [str(key) for key in value if key not in _SPEC]:
         raise InvalidLoss(f"regularizer {i}: unknown {', '.join(unknown)}; a dict may have {', '.join(_SPEC)}")
-    regularizer = Regularizer(given["fn"], given["weight"], given["name"], given.get("run_in_executor", False))
+    regularizer = Regularizer(value["fn"], value["weight"], value["name"], value.get("run_in_executor", False))
     # Whether the function is async is detected; the entry must not contradict it.
-    if regularizer.is_async and not given.get("async", True):
-        raise InvalidLoss(f"regularizer {regularizer.name!r}: async is {given['async']!r}, but its function is async")
+    if regularizer.is_async and not value.get("async", True):
+        raise InvalidLoss(f"regularizer {regularizer.name!r}: async is {value['async']!r}, but its function is async")
     return regularizer
 
 

@@ -3,7 +3,7 @@
 They count the tokens whose `weights` entry is nonzero, or all tokens of a datum without weights.
 
 Functions that *estimate* a quantity assume tokens sampled from the model. The value is then unbiased, and the gradient
-is that of the expected value, not of the value itself, because the probability of the tokens also changes.
+is the gradient of the expected value, not of the value itself, because the probability of the tokens also changes.
 """
 
 from __future__ import annotations

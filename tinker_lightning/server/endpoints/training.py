@@ -172,7 +172,7 @@ async def _submit(
         except Exception as error:
             if isinstance(error, NotRetained) or (isinstance(error, MemoryLimitExceeded) and error.is_temporary):
                 raise
-            number = protobuf.number_of if content_type(request, JSON, PROTOBUF) == PROTOBUF else _number
+            number = protobuf.read_sequence_number if content_type(request, JSON, PROTOBUF) == PROTOBUF else _number
             trainer_of(request).jobs.skip(*await parse_body(number, body))
             raise
     return _submission(job, message.model_id)

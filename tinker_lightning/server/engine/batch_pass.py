@@ -15,9 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
-from tinker_lightning.losses.surrogate import check_finite, check_scalar, number, set_apart
-from tinker_lightning.lossgraph.graph_loss import check_given, metric_names
-from tinker_lightning.lossgraph.graphs.limits import Limits
+from tinker_lightning.losses.surrogate import check_finite, check_scalar, number, prefix_clashes
+from tinker_lightning.lossgraph.graph_loss import check_batch_inputs, metric_names
+from tinker_lightning.lossgraph.limits import Limits
 from tinker_lightning.server.engine.datum_losses import error_context, loss_gradient
 from tinker_lightning.server.engine.datum_pass import datum_context, read_targets, read_tokens
 from tinker_lightning.server.engine.interface import RETURNED_BYTES
@@ -70,7 +70,7 @@ def run_batch_pass(
         raise InvalidInput("data: the batch is empty; send at least one datum")
     settings = loss.settings(loss_fn_config)
     if loss.reads is not None:
-        check_given(loss.name, loss_fn_inputs, loss.reads)
+        check_batch_inputs(loss.name, loss_fn_inputs, loss.reads)
     dtype = next(iter(adapter.weights.tensors.values())).dtype
     tokens_B = [_read(i, datum, base) for i, datum in enumerate(data)]
     lengths = [len(tokens) for tokens in tokens_B]
@@ -100,7 +100,7 @@ def run_batch_pass(
             totals = {"loss:sum": output.loss.item(), "tokens:sum": float(sum(lengths))}
             names = metric_names(output.diagnostics)
             numbers = {names[name]: number(name, value) for name, value in output.diagnostics.items()}
-            metrics = {**set_apart(numbers, totals, "loss"), **totals}
+            metrics = {**prefix_clashes(numbers, totals, "loss"), **totals}
             returned = model_output if output.logprobs is None and loss.source == "logprobs" else output.logprobs
             alternatives = math.prod(shape[2:]) if loss.source == "logprobs" else 1
             by_datum = _per_datum(returned, lengths, alternatives)

@@ -21,7 +21,7 @@ from tinker_lightning.lossgraph.graph_loss import (
     meta_tensors,
     select_inputs,
 )
-from tinker_lightning.lossgraph.graphs.limits import Limits
+from tinker_lightning.lossgraph.limits import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -63,7 +63,7 @@ class BoundLoss:
     def read(self, datum: Datum, *, dtype: torch.dtype) -> list[Any]:
         """Returns the arguments of the formula that follow the log-probabilities."""
         shape = datum.loss_fn_inputs["target_tokens"].shape
-        if self.spec.is_of_sequence and len(shape) != 1:
+        if self.spec.is_sequence_level and len(shape) != 1:
             raise InvalidDatum(
                 f"target_tokens: has the shape {shape}, but {self.name} has one ratio per sequence and takes one "
                 "target per position, [T]. Use ppo for alternatives."

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
-from tinker_lightning.losses.surrogate import set_apart
+from tinker_lightning.losses.surrogate import prefix_clashes
 from tinker_lightning.lossgraph.graph_loss import combine_metrics
 from tinker_lightning.server.engine.datum_losses import BoundGraph, BoundLoss, error_context
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
@@ -109,7 +109,7 @@ def run_pass(
             adapter.add_gradient(parameters)
     totals = {"loss:sum": total, "tokens:sum": sum(lengths)}
     combined = combine_metrics(metrics, len(examples))
-    return ForwardBackwardOutput(outputs, {**set_apart(combined, totals, "loss"), **totals})
+    return ForwardBackwardOutput(outputs, {**prefix_clashes(combined, totals, "loss"), **totals})
 
 
 def _compact(logprobs: Tensor, datums: int) -> Tensor:

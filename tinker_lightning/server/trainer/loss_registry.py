@@ -18,20 +18,20 @@ from tinker_lightning.errors import InvalidInput, InvalidLoss, TinkerLightningEr
 from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.lossgraph.graph_loss import (
     BATCH_SOURCES,
-    UNLISTED,
+    UNLISTED_PREFIXES,
     GraphLoss,
     LossFnOutput,
     Source,
     check_name,
 )
 from tinker_lightning.lossgraph.settings import Hyperparameter, Setting, check_settings
-from tinker_lightning.lossgraph.tracing.trace import accepts_any_setting, read_hyperparameters
+from tinker_lightning.lossgraph.trace import accepts_any_setting, read_hyperparameters
 from tinker_lightning.server.trainer.memory import Charge, MemoryBudget
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tinker_lightning.lossgraph.graphs.limits import Limits
+    from tinker_lightning.lossgraph.limits import Limits
     from tinker_lightning.server.engine.interface import Tensors
     from tinker_lightning.types import requests as rq
 
@@ -227,7 +227,7 @@ class LossRegistry:
             listed |= {name: function.description for name, function in self._functions.items()}
             session = self._sessions.get(session_id or "", _SessionLosses())
             for name, loss_id in session.latest.items():
-                if not name.startswith(UNLISTED):
+                if not name.startswith(UNLISTED_PREFIXES):
                     listed[name] = session.entries[loss_id].loss.description
         return listed
 

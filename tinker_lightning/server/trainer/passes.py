@@ -243,7 +243,7 @@ class Passes:
             activations = forward.take()
             with self._work(base, adapter, kept, backward=True) as work:
                 # Sparse gradients are made dense after they are charged.
-                weights = [TensorData.of_array(-gradient.to_numpy()) for gradient in gradients]
+                weights = [TensorData.wrap(-gradient.to_numpy()) for gradient in gradients]
                 data = [datum.with_inputs(weights=each) for datum, each in zip(kept, weights, strict=True)]
                 if activations is not None:
                     try:
@@ -297,7 +297,7 @@ def _with_weights(datum: Datum) -> Datum:
     targets = datum.loss_fn_inputs.get("target_tokens")
     if targets is None or "weights" in datum.loss_fn_inputs:
         return datum
-    return datum.with_inputs(weights=TensorData.of_array(np.zeros(targets.shape, np.float32)))
+    return datum.with_inputs(weights=TensorData.wrap(np.zeros(targets.shape, np.float32)))
 
 
 def _gradient(index: int, datum: Datum, retained: Datum) -> TensorData:

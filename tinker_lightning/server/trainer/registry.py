@@ -36,7 +36,7 @@ def _metadata_bytes(metadata: dict[str, Any]) -> int:
             raise InvalidInput(
                 f"{name}: {size} bytes as JSON, but at most {MAX_METADATA_BYTES} are kept. Store large data elsewhere."
             )
-    return wire_json.parsed_bytes(wire_json.dumps(metadata))
+    return wire_json.estimate_parsed_bytes(wire_json.dumps(metadata))
 
 
 @dataclass(slots=True)

@@ -1,0 +1,214 @@
+"""Sends passes and other requests of one model: numbered, encoded and posted in their order."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from tinker_lightning.client.dialects.surrogate import Surrogate
+from tinker_lightning.client.futures import TinkerFuture
+from tinker_lightning.client.passes import encoding
+from tinker_lightning.client.passes import request as pass_request
+from tinker_lightning.client.transport.operations import Operation, encode, recorded
+from tinker_lightning.client.transport.order import SubmitOrder, perform_all
+from tinker_lightning.errors import InvalidInput, Unsupported
+from tinker_lightning.types import ForwardBackwardOutput, LoadWeightsResponse
+from tinker_lightning.types import requests as rq
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from tinker_lightning.client.dialects.dialect import Dialect
+    from tinker_lightning.client.passes.encoding import Parts
+    from tinker_lightning.client.passes.live_weights import LiveWeights
+    from tinker_lightning.client.passes.request import ServerPass
+    from tinker_lightning.client.server_losses import Losses
+    from tinker_lightning.client.transport.channel import Channel
+    from tinker_lightning.types import Datum
+
+T = TypeVar("T")
+
+
+class Sender(Protocol):
+    """The way from one training client to its server."""
+
+    @property
+    def dialect(self) -> Dialect:
+        """The dialect of the server."""
+
+    @property
+    def server(self) -> str:
+        """A name of the server for users."""
+
+    @property
+    def live(self) -> LiveWeights:
+        """The models in training on the server, by all clients of this process."""
+
+    @property
+    def retains(self) -> bool:
+        """Whether the server can keep a forward pass until its gradient arrives."""
+
+    @property
+    def waits_for_samples(self) -> bool:
+        """Whether a request that changes the weights waits at the call for samples that it must not overtake."""
+
+    def check(self) -> None:
+        """Raises if the client can no longer be used."""
+
+    def prepare(
+        self,
+        data: list[Datum],
+        loss_fn: Any,
+        config: Mapping[str, float | str] | None,
+        inputs: Mapping[str, Any] | None,
+        scale: float,
+    ) -> ServerPass:
+        """Checks a pass and converts it into a request; raises `InvalidInput` if it is invalid."""
+
+    def surrogate(self) -> Surrogate:
+        """Returns the built-in loss that carries custom losses; raises `Unsupported` if there is none."""
+
+    def post(
+        self, requests: Sequence[ServerPass], *, forward_only: bool = False
+    ) -> Iterable[TinkerFuture[ForwardBackwardOutput]]:
+        """Sends passes, and returns the future of each when it is sent."""
+
+    def load(
+        self, name: str, path: str, token: str | None, after: Sequence[TinkerFuture[Any]]
+    ) -> TinkerFuture[LoadWeightsResponse]:
+        """Loads saved weights into the model, when the futures in `after` are done."""
+
+
+class ProtocolSender:
+    """Sends the requests of one model in the Tinker protocol.
+
+    Args:
+        channel: The connection and session.
+        losses: The losses of the session that run on the server.
+        model_id: The model.
+        find_fault: Measures why the server's `cross_entropy` is not a plain sum; None if it is one.
+    """
+
+    waits_for_samples = False
+
+    def __init__(self, channel: Channel, losses: Losses, model_id: str, find_fault: Callable[[], str | None]) -> None:
+        self.channel = channel
+        self.losses = losses
+        self.session = channel.session  # which exists, because the model does
+        self._model_id = model_id
+        self._lock = threading.Lock()
+        self._last_number = 0
+        self._order = SubmitOrder()
+        self._find_fault = find_fault
+
+    @property
+    def dialect(self) -> Dialect:
+        """The dialect of the server."""
+        return self.session.dialect
+
+    @property
+    def server(self) -> str:
+        """The server's URL, or the embedded trainer."""
+        return "the embedded trainer" if self.channel.target.in_process is not None else self.channel.url
+
+    @property
+    def live(self) -> LiveWeights:
+        """The models in training on the server, by all clients of this process."""
+        return self.channel.live
+
+    @property
+    def retains(self) -> bool:
+        """Whether the server can keep a forward pass until its gradient arrives."""
+        return self.session.extensions.retained_forwards
+
+    def check(self) -> None:
+        """Raises if the client can no longer be used."""
+        self.channel.check_usable()
+
+    def prepare(
+        self,
+        data: list[Datum],
+        loss_fn: Any,
+        config: Mapping[str, float | str] | None,
+        inputs: Mapping[str, Any] | None,
+        scale: float,
+    ) -> ServerPass:
+        """Checks a pass and converts it into a request; raises `InvalidInput` if it is invalid."""
+        session = self.session
+        request = pass_request.prepare(session, self.losses, data, loss_fn, config, inputs, scale)
+        if request.whole and len(encoding.chunks_for(session, request.data)) > 1:
+            raise InvalidInput(
+                f"data: {len(request.data)} datums do not fit into one request, and {request.loss} is computed from "
+                "the whole batch at once. Send a smaller batch."
+            )
+        return request
+
+    def surrogate(self) -> Surrogate:
+        """Returns the built-in loss that carries custom losses; measured once on a server of an unknown kind."""
+        session = self.session
+        if session.dialect.surrogate is None:
+            if (fault := self._find_fault()) is not None:
+                raise Unsupported(
+                    f"custom losses would train wrong on {self.channel.url}: {fault}. Run `tinker-lightning doctor "
+                    f"{self.channel.url}` for the details, and pass what it saves to connect(dialect=...)."
+                )
+            session.dialect = session.dialect.but(surrogate=Surrogate())
+        return session.dialect.surrogate or Surrogate()
+
+    def post(
+        self, requests: Sequence[ServerPass], *, forward_only: bool = False
+    ) -> list[TinkerFuture[ForwardBackwardOutput]]:
+        """Sends passes: all of them, or none if one cannot be encoded."""
+        return self._start(
+            [encoding.parts(self.session, self._model_id, request, forward_only=forward_only) for request in requests]
+        )
+
+    def load(
+        self, name: str, path: str, token: str | None, after: Sequence[TinkerFuture[Any]]
+    ) -> TinkerFuture[LoadWeightsResponse]:
+        """Loads saved weights into the model, when the futures in `after` are done."""
+        settings = path, name == "load_state_with_optimizer", token
+        return self.submit(name, "load_weights", LoadWeightsResponse, rq.LoadWeightsRequest, *settings, after=after)
+
+    def submit(
+        self,
+        name: str,
+        endpoint: str,
+        result: type[T],
+        request: Callable[..., rq.ModelRequest],
+        *args: Any,
+        after: Sequence[TinkerFuture[Any]] = (),
+        **kw: Any,
+    ) -> TinkerFuture[T]:
+        """Sends one request; the arguments belong to the request, after its number."""
+        dialect = self.dialect
+
+        def operations(number: int) -> list[Operation[T]]:
+            return [encode(dialect, name, endpoint, request(self._model_id, number, *args, **kw), result)]
+
+        (future,) = self._start([(operations, lambda results: results[0])], after)
+        return future
+
+    def take_numbers(self, count: int) -> int:
+        """Takes numbers that the caller uses for requests of its own; returns the first one."""
+        with self._lock:
+            self._last_number += count
+            return self._last_number - count + 1
+
+    def _start(self, requests: list[Parts[T]], after: Sequence[TinkerFuture[Any]] = ()) -> list[TinkerFuture[T]]:
+        """Numbers, encodes and starts requests under the lock, so that none is lost or overtaken.
+
+        Nothing is sent if one of them cannot be encoded. They are posted when the futures in `after` are done.
+        """
+        session = self.session
+        with self._lock:
+            encoded: list[list[Operation[T]]] = []
+            last = self._last_number
+            for operations, _ in requests:
+                encoded.append([recorded(session, each) for each in operations(last + 1)])
+                last += len(encoded[-1])
+            self._last_number = last
+            return [
+                TinkerFuture(self.channel.run(perform_all(session, self._order, each, combine, after)), str(each[0]))
+                for each, (_, combine) in zip(encoded, requests, strict=True)
+            ]

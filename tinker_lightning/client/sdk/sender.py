@@ -1,0 +1,162 @@
+"""Sends the passes of one model with a client of the official SDK.
+
+Imported only after the user has passed such a client, so that `tinker` stays an extra.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from tinker import types as sdk
+
+from tinker_lightning.client.passes import encoding, live_weights, request
+from tinker_lightning.client.sdk import convert, inputs
+from tinker_lightning.client.sdk.official import detect_behind, server_url
+from tinker_lightning.client.sdk.requests import Calls
+from tinker_lightning.errors import Unsupported
+from tinker_lightning.types import ForwardBackwardOutput, LoadWeightsResponse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from tinker_lightning.client.dialects.dialect import Dialect
+    from tinker_lightning.client.dialects.surrogate import Surrogate
+    from tinker_lightning.client.futures import TinkerFuture
+    from tinker_lightning.client.passes.live_weights import LiveWeights
+    from tinker_lightning.client.passes.request import ServerPass
+    from tinker_lightning.types import Datum
+
+# A batch below both limits is sent in one request by every version of the SDK. Some split it at 5,000,000 bytes by an
+# estimate that is up to 2.5 times ours.
+_CALL_DATUMS = 128
+_CALL_BYTES = 2_000_000
+
+
+class SdkSender:
+    """Calls a training client with the SDK's methods.
+
+    Args:
+        client: The client that is called.
+        inner: The SDK's own client, which may be wrapped by the other.
+        dialect: What the server speaks; detected at the first use if it is not given.
+        types: The module with the datums and settings of the client.
+    """
+
+    retains = False
+    waits_for_samples = True  # the SDK posts at the call
+
+    def __init__(self, client: Any, inner: Any, dialect: Dialect | None = None, types: Any = sdk) -> None:
+        self.client = client
+        self.inner = inner
+        self.types = types
+        self.model_id = str(getattr(inner, "model_id", type(client).__name__))
+        self.calls = Calls(self.model_id)
+        self._dialect = dialect
+
+    @property
+    def dialect(self) -> Dialect:
+        """The dialect of the server behind the SDK's client; detected at the first use."""
+        if self._dialect is None:
+            self._dialect = detect_behind(self.inner)
+        return self._dialect
+
+    @property
+    def server(self) -> str:
+        """The URL of the server behind the SDK's client."""
+        return server_url(self.inner) or f"the server of {type(self.client).__name__}"
+
+    @functools.cached_property
+    def live(self) -> LiveWeights:
+        """The models in training on the server, by all clients of this process."""
+        return live_weights.on_server(self.server)
+
+    def check(self) -> None:
+        """Does nothing: the SDK raises for a client that can no longer be used."""
+
+    def prepare(
+        self,
+        data: list[Datum],
+        loss_fn: Any,
+        config: Mapping[str, float | str] | None,
+        inputs_of_batch: Mapping[str, Any] | None,
+        scale: float,
+    ) -> ServerPass:
+        """Checks a pass and converts it into a request; raises `InvalidInput` if it is invalid."""
+        datums = request.spread(data, inputs_of_batch or {})
+        return request.built_in(self.dialect, datums, inputs.loss_name(loss_fn), config or {}, scale)
+
+    def surrogate(self) -> Surrogate:
+        """Returns the built-in loss that carries custom losses; raises `Unsupported` if none is known."""
+        if self.dialect.surrogate is None:
+            raise Unsupported(
+                "custom losses need a built-in loss that carries their gradient exactly, and none is known for a "
+                f"server of the dialect {self.dialect.name!r}. Connect with tinker_lightning.connect(), which measures "
+                "it; or set route = 'builtin' to train with a built-in loss as this server computes it."
+            )
+        return self.dialect.surrogate
+
+    def post(
+        self, requests: Sequence[ServerPass], *, forward_only: bool = False
+    ) -> Iterator[TinkerFuture[ForwardBackwardOutput]]:
+        """Sends passes one after another, and returns the future of each when it is sent."""
+        return (self.post_one(each, forward_only=forward_only) for each in requests)
+
+    def post_one(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
+        """Sends one pass, in several calls if the server divides by the sequences of a call."""
+        chunks = self._split(request)
+        calls = [[convert.datum(datum, self.types) for datum in request.call_datums(chunk)] for chunk in chunks]
+        is_forward = forward_only and self.dialect.forward != "zero_weights"
+        call = self.client.forward if is_forward else self.client.forward_backward
+        loss: Any = request.loss
+        config = request.config or None
+
+        def combined(results: list[Any]) -> ForwardBackwardOutput:
+            pairs = zip(results, chunks, strict=True)
+            return encoding.combine_outputs(
+                [request.call_output(convert.output(result), chunk) for result, chunk in pairs]
+            )
+
+        return self.calls.submit(
+            "forward" if forward_only else "forward_backward",
+            lambda: [call(datums, loss, config) for datums in calls],
+            combined,
+        )
+
+    def load(
+        self,
+        name: str,
+        path: str,
+        token: str | None,
+        after: Sequence[TinkerFuture[Any]],  # noqa: ARG002 what must end first was waited for at the call
+    ) -> TinkerFuture[LoadWeightsResponse]:
+        """Loads saved weights into the model."""
+        settings = {} if token is None else {"weights_access_token": token}
+
+        def load() -> Any:
+            with warnings.catch_warnings():  # the SDK recommends creating a new client instead
+                warnings.simplefilter("ignore", FutureWarning)
+                return getattr(self.client, name)(path, **settings)
+
+        return self.calls.submit(name, load, lambda result: LoadWeightsResponse(result.path))
+
+    def _split(self, request: ServerPass) -> list[list[Datum]]:
+        """Splits a batch where the server divides by the sequences of a request, so that each call is one request.
+
+        Raises:
+            Unsupported: If the SDK would split a call.
+        """
+        if request.per_batch != "call" and not request.even_batch:
+            return [request.data]
+        config = getattr(getattr(self.inner, "holder", None), "_client_config", None)
+        max_datums = min(_CALL_DATUMS, getattr(config, "fwdbwd_max_chunk_len", _CALL_DATUMS)) // 2 * 2
+        # Half of it, because the last datum may be sent twice to make the number even.
+        max_bytes = min(_CALL_BYTES, getattr(config, "fwdbwd_max_chunk_bytes_count", _CALL_BYTES)) // 2
+        chunks = encoding.split(request.data, max_datums, max_bytes)
+        if request.even_batch and (max_datums == 0 or any(encoding.size(chunk) > max_bytes for chunk in chunks)):
+            raise Unsupported(
+                f"servers of the dialect {self.dialect.name!r} need an even number of sequences in a request, but the "
+                "SDK sends the longest sequence of this batch alone. Use shorter ones, or tinker_lightning.connect()."
+            )
+        return chunks

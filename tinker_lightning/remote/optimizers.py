@@ -1,0 +1,219 @@
+"""Optimizers for remote models: the base class, AdamW for remote and local parameters in one, and DiMuon."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from tinker_lightning.errors import InvalidInput
+from tinker_lightning.remote.handle import RemoteHandle
+from tinker_lightning.threads import interrupts
+from tinker_lightning.types import AdamParams, DimuonParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from tinker_lightning.remote.calls import PendingBackward, Step
+    from tinker_lightning.remote.window import RemoteModel
+    from tinker_lightning.types.params import OptimParams
+
+
+class RemoteOptimizer(torch.optim.Optimizer):
+    """An optimizer that steps on the server: a step sends the accumulation window and an optimizer step, and waits not.
+
+    A subclass names its optimizer by `params_type` and converts its parameter groups by `optim_params`.
+    """
+
+    params_type: type[OptimParams]
+    _grad_clip_norm: float
+    sent: list[Step]  # by the last step
+    clip_next: float | None = None  # overrides the groups' own for the next step
+
+    def optim_params(self, group: dict[str, Any]) -> OptimParams:
+        """Returns the settings of a step with a parameter group; raises `InvalidInput` if one is invalid."""
+        raise NotImplementedError
+
+    @override
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps remote models on the server and local parameters locally; sends nothing without a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.sent = []
+        clip, self.clip_next = self.clip_next, None
+        ready: list[tuple[RemoteModel, list[PendingBackward], OptimParams]] = []
+        for group in self.param_groups:
+            group = group if clip is None else {**group, "grad_clip_norm": clip}
+            remotes = [parameter.remote for parameter in group["params"] if isinstance(parameter, RemoteHandle)]
+            for remote in remotes:
+                params = self.optim_params({**group, "grad_clip_norm": _clip_norm(remote, group)})
+                if prepared := remote.prepare(params):
+                    ready.append((remote, prepared, params))
+        # Everything that may wait or fail was done above: from here on the step is taken by all models or by none.
+        with contextlib.ExitStack() as held:
+            held.enter_context(interrupts.held())
+            for remote, _, _ in ready:
+                held.enter_context(remote.backend.unread.held())
+            self.sent += [remote.step(prepared, params) for remote, prepared, params in ready]
+            self._step_local()
+        return loss
+
+    def clip(self, norm: float) -> None:
+        """Makes the server clip the gradient of the next step; raises `InvalidInput` if there are local parameters."""
+        if not all(isinstance(parameter, RemoteHandle) for group in self.param_groups for parameter in group["params"]):
+            raise InvalidInput(
+                "gradient_clip_val is a norm over all parameters, but the gradient of the remote model is on the "
+                "server and that of the local parameters is not. Leave it out, and set grad_clip_norm for the group "
+                "of the remote model: RemoteAdamW([{'params': module.lm.parameters(), 'grad_clip_norm': 1.0}, "
+                "{'params': module.head.parameters()}])."
+            )
+        self.clip_next = norm
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group; raises `InvalidInput` if the server does not support its settings."""
+        param_group.setdefault("grad_clip_norm", self._grad_clip_norm)
+        super().add_param_group(param_group)
+        try:
+            self._check(self.param_groups[-1])
+        except InvalidInput:
+            self.param_groups.pop()
+            raise
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of this class, or of torch's optimizer of this name, which has no `grad_clip_norm`."""
+        norms = [group["grad_clip_norm"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, norm in zip(self.param_groups, norms, strict=True):
+            group.setdefault("grad_clip_norm", norm)
+            self._check(group)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        """Raises `InvalidInput` for settings that the server does not support, or a model of another optimizer."""
+        handles = [parameter for parameter in group["params"] if isinstance(parameter, RemoteHandle)]
+        if group["grad_clip_norm"] and len(handles) < len(group["params"]):
+            raise InvalidInput(
+                "grad_clip_norm clips the gradient of a remote model on the server, but this group also has local "
+                "parameters. Put those into a separate group with grad_clip_norm=0, and clip them with torch."
+            )
+        self.optim_params(group)
+        for handle in handles:
+            handle.remote.use_optimizer(self.params_type.kind)
+
+    def _step_local(self) -> None:
+        """Steps local parameters; does nothing for an optimizer that has none."""
+
+
+class RemoteAdamW(RemoteOptimizer, torch.optim.AdamW):
+    """AdamW for remote models: a step sends the accumulation window and an optimizer step, without waiting.
+
+    Local parameters are stepped on this machine with the same settings. The defaults are Tinker's.
+
+    Args:
+        params: Parameters or groups of them, as for any torch optimizer.
+        lr: The learning rate.
+        betas: The decay rates of the two moments.
+        eps: Added to the denominator.
+        weight_decay: The decoupled weight decay.
+        grad_clip_norm: The norm to which the server clips the gradient of a remote model; 0 disables clipping.
+    """
+
+    params_type = AdamParams
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-12,
+        weight_decay: float = 0.0,
+        grad_clip_norm: float = 0.0,
+    ) -> None:
+        self._grad_clip_norm = grad_clip_norm
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self.defaults["grad_clip_norm"] = grad_clip_norm
+        self.sent = []
+
+    @override
+    def optim_params(self, group: dict[str, Any]) -> AdamParams:
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        return AdamParams(
+            float(group["lr"]),
+            beta1,
+            beta2,
+            float(group["eps"]),
+            float(group["weight_decay"]),
+            float(group["grad_clip_norm"]),
+        )
+
+    @override
+    def _check(self, group: dict[str, Any]) -> None:
+        for name in ("maximize", "amsgrad"):
+            if group.get(name) and any(isinstance(parameter, RemoteHandle) for parameter in group["params"]):
+                raise InvalidInput(
+                    f"{name}=True is not supported for a remote model, whose server implements plain AdamW"
+                    + ("; negate the loss instead" if name == "maximize" else "")
+                )
+        super()._check(group)
+
+    @override
+    def _step_local(self) -> None:
+        """Runs torch's own step without the handles, which hold no values."""
+        step: Any = torch.optim.AdamW.step
+        if getattr(step, "hooked", False):  # torch's profiling wrapper runs step hooks, which already run for this step
+            step = step.__wrapped__
+        kept = [group["params"] for group in self.param_groups]
+        try:
+            for group in self.param_groups:
+                group["params"] = [p for p in group["params"] if not isinstance(p, RemoteHandle)]
+            step(self)
+        finally:
+            for group, params in zip(self.param_groups, kept, strict=True):
+                group["params"] = params
+
+
+class RemoteDiMuon(RemoteOptimizer):
+    """DiMuon for remote models, on servers that offer it; the model is created for it.
+
+    Args:
+        params: The parameters of remote models, or groups of them.
+        lr: The learning rate.
+        beta1: The decay rate of the momentum.
+        grad_clip_norm: The norm to which the server clips the gradient; 0 disables clipping.
+    """
+
+    params_type = DimuonParams
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-4, beta1: float = 0.9, grad_clip_norm: float = 0.0
+    ) -> None:
+        self._grad_clip_norm = grad_clip_norm
+        super().__init__(params, {"lr": lr, "beta1": beta1, "grad_clip_norm": grad_clip_norm})
+        self.sent = []
+
+    @override
+    def optim_params(self, group: dict[str, Any]) -> DimuonParams:
+        return DimuonParams(float(group["lr"]), float(group["grad_clip_norm"]), float(group["beta1"]))
+
+    @override
+    def _check(self, group: dict[str, Any]) -> None:
+        if not all(isinstance(parameter, RemoteHandle) for parameter in group["params"]):
+            raise InvalidInput(
+                "RemoteDiMuon steps remote models only. Step local parameters with an optimizer of torch, for example "
+                "torch.optim.AdamW(module.head.parameters())."
+            )
+        super()._check(group)
+
+
+def _clip_norm(remote: RemoteModel, group: dict[str, Any]) -> float:
+    """Returns the smaller of the norms of the group and of `clip_grad_norm_`; 0 for none."""
+    asked = remote.clip.limit if remote.clip is not None else None
+    norms = [norm for norm in (group["grad_clip_norm"], asked) if norm]
+    smallest = float(min(norms, default=0.0))
+    return smallest if math.isfinite(smallest) else 0.0
