@@ -64,7 +64,7 @@ def test_a_checkpoint_file_and_its_path_are_exported(
     assert cli.main(["export", str(file), str(tmp_path / "a")]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{tmp_path / 'a'}\n"
-    assert "Pass its hub id: --base-model organisation/model." in printed.err
+    assert "Pass its hub id: --base-model organization/model." in printed.err
     for folder, options, fix in [
         ("a", [], "or pass --overwrite to replace the adapter in it."),
         ("b", ["--merged", str(tmp_path / "a")], "or pass --overwrite to replace it."),

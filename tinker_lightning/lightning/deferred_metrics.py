@@ -109,7 +109,6 @@ class _Entry:
     step: int
     epoch: int
     to_loggers: bool
-    has_monitor: bool  # whether a `LearningRateMonitor` logs the learning rate
     share: float
 
 
@@ -130,6 +129,12 @@ class DeferredMetrics:
         self._more_metrics = more_metrics
         self._waiting: deque[_Entry] = deque()
         self._names: set[str] = set()
+        self._has_rate_monitor = False
+
+    def start(self, trainer: pl.Trainer) -> None:
+        """Prepares for the steps of a fit."""
+        callbacks = _compat.CALLBACKS.get(trainer)
+        self._has_rate_monitor = any(isinstance(each, LearningRateMonitor) for each in callbacks)
 
     def are_monitored(self, trainer: pl.Trainer, *, by_step: bool = False) -> bool:
         """Returns whether a callback or scheduler monitors a deferred metric; any metric while no name is known yet.
@@ -152,8 +157,7 @@ class DeferredMetrics:
         """
         step, every = _compat.BATCHES_THAT_STEPPED.get(trainer), _compat.LOG_EVERY_N_STEPS.get(trainer)
         to_loggers = bool(every) and (step + 1) % every == 0
-        has_monitor = any(isinstance(each, LearningRateMonitor) for each in _compat.CALLBACKS.get(trainer))
-        self._waiting.append(_Entry(requests, trainer, step, trainer.current_epoch, to_loggers, has_monitor, share))
+        self._waiting.append(_Entry(requests, trainer, step, trainer.current_epoch, to_loggers, share))
 
     def log(self, *, wait: bool) -> None:
         """Logs the metrics that have arrived; with `wait`, waits for the rest. The client raises failures."""
@@ -174,7 +178,7 @@ class DeferredMetrics:
                 for _, call in entry.requests.losses:
                     surrogate.warn_of_zero(call.name.removeprefix(LIBRARY_PREFIX).removeprefix(CUSTOM_PREFIX))
             self._names.update(metrics)
-            if entry.has_monitor:
+            if self._has_rate_monitor:
                 metrics.pop("learning_rate", None)  # which that callback logs
             if entry.to_loggers and metrics:
                 # `self.log` cannot log under another step, and raises after the last one. Lightning adds the epoch to
@@ -270,15 +274,16 @@ def pass_metrics(
 
 def combined(window: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
     """Combines the metrics of micro-batches, given with their numbers of datums, as their names require."""
-    totals: dict[str, float] = {}
-    for name in {name: None for metrics, _ in window for name in metrics}:
-        values = [metrics[name] for metrics, _ in window if name in metrics]
-        counts = [count for metrics, count in window if name in metrics]
-        total = math.fsum(values)
-        if len(values) == 1 or reduction(name) == "sum":
-            totals[name] = total
-        else:
-            totals |= reduced(name, values, counts) or {name: total / len(values)}
+    values: dict[str, list[float]] = {}
+    counts: dict[str, list[int]] = {}
+    for metrics, count in window:
+        for name, value in metrics.items():
+            values.setdefault(name, []).append(value)
+            counts.setdefault(name, []).append(count)
+    totals = {name: math.fsum(each) for name, each in values.items()}
+    means = [name for name, each in values.items() if len(each) > 1 and reduction(name) != "sum"]
+    for name in means:
+        totals |= reduced(name, values[name], counts[name]) or {name: totals[name] / len(values[name])}
     return totals
 
 
