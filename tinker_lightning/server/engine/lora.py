@@ -1,14 +1,14 @@
 """LoRA adapters with peft: any number of them share a base model, and each takes only the memory of its own tensors.
 
-peft's adapters are slots here, one for each shape, whose parameters are empty. `LoraHost.use` puts the tensors of an
-adapter into the slot of its shape for a pass:
+peft's adapters are slots here, one for each shape, and their parameters are empty. `LoraHost.use` puts the tensors of
+an adapter into the slot of its shape for the length of a pass:
 
-    adapters with their tensors                    slots of the base model
-    a   rank 8, attn + mlp    A B A B …            slot0   rank 8, attn + mlp    A B A B …   active, tensors of b
-    b   rank 8, attn + mlp    A B A B …   use(b)─► │
-    c   rank 32, attn         A B A B …            slot1   rank 32, attn         ∅ ∅ ∅ ∅ …
-                                                   │
-                                 each adapted layer computes x Wᵀ + 32/rank · (x Aᵀ) Bᵀ with its active slot
+    adapters, with tensors                          slots of the base model
+    a   rank 8,  attn + mlp   [A B] [A B] …   ┌──►  slot0   rank 8,  attn + mlp   [A B] [A B] …   active
+    b   rank 8,  attn + mlp   [A B] [A B] …  ─┘     slot1   rank 32, attn         [   ] [   ] …
+    c   rank 32, attn         [A B] [A B] …  use(b)
+
+An adapted layer computes `x Wᵀ + 32/rank · (x Aᵀ) Bᵀ` with A and B of the active slot.
 """
 
 from __future__ import annotations
