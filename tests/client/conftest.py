@@ -90,7 +90,7 @@ def held(monkeypatch: pytest.MonkeyPatch, reached: threading.Event) -> Iterator[
         go_on.wait(30)
         return run_pass(*args, **options)
 
-    monkeypatch.setattr("tinker_lightning.server.trainer.passes.run_pass", waiting)
+    monkeypatch.setattr("tinker_lightning.server.engine.causal_lm.CausalLM.run_pass", waiting)
     yield go_on
     go_on.set()
 

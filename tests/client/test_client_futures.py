@@ -17,7 +17,7 @@ from tinker_lightning.client import ServiceClient
 from tinker_lightning.errors import ClientClosed, ResultTimeout
 from tinker_lightning.server import create_app
 from tinker_lightning.testing import embedded_service
-from tinker_lightning.threads.event_loop import BackgroundLoop
+from tinker_lightning.threads.background import BackgroundLoop
 
 if TYPE_CHECKING:
     from tinker_lightning.client import TrainingClient

@@ -14,7 +14,7 @@ from examples.grpo import digits, right
 from examples.multi_turn import GuessTheNumber
 from tests.helpers.trainers import SMALL, quiet
 from tinker_lightning.cli import lightning_cli  # noqa: F401 which sets how options are parsed
-from tinker_lightning.cli.mistakes import explain
+from tinker_lightning.cli.lightning_cli import explain
 from tinker_lightning.data import RolloutData
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.recipes import GRPO

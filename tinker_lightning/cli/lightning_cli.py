@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
+import re
+import textwrap
 from datetime import timedelta  # noqa: TC003 read by jsonargparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from jsonargparse import set_parsing_settings
+from jsonargparse import ArgumentParser, set_parsing_settings
 from jsonargparse.typing import ClosedUnitInterval  # noqa: TC002 read by jsonargparse
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
 import tinker_lightning.data
 import tinker_lightning.recipes  # noqa: F401
 from tinker_lightning import callbacks
+from tinker_lightning.errors import TinkerLightningError, did_you_mean
 from tinker_lightning.lightning.module import RemoteModule
 
 if TYPE_CHECKING:
     import contextlib
-
+    from collections.abc import Iterator
 
 # A mistake in a class of a dataset, whose rows may be anything else, is reported by the parser.
 set_parsing_settings(validate_subclass_spec_in_any=True)
@@ -150,3 +156,128 @@ def run_stage(stage: str, arguments: list[str], stack: contextlib.ExitStack) -> 
         parser_kwargs={"exit_on_error": False, "prog": "tinker-lightning"},
         args=[stage, *arguments],
     )
+
+
+_KEY = re.compile(r'Parser key "([^"]+)"')
+_HELP = re.compile(r"^--([\w.]+)\.help:")
+_NO_CLASS = re.compile(r"Expected a dot import path string: (\S+)")
+_NO_OPTION = re.compile(r"class_path '([\w.]+)':\s+(?:.*\n\s*)?(?:Option|Key|No action for key) '([\w.]+)' is not")
+_NO_ARGUMENT = re.compile(r"Option '(\w+)' is not accepted.*?class_path='?([\w.]+)", re.DOTALL)  # of a function
+_NO_VALUE = re.compile(r"class_path '([\w.]+)':\s+the following arguments are required: (\w+)")
+_NO_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
+_NO_MODULE = re.compile(r"No module named '[\w.]+'")
+_NO_CALL = re.compile(r"Invalid subclass spec given as value for type Any: (.*)")
+_ABSTRACT = re.compile(r"Expected an instantiatable class, but ([\w.]+) is abstract")
+_NO_KEY = re.compile(r"(?:(?:option|key|nested key) '([\w.]+)'|unrecognized arguments: --([\w.]+))")
+_REQUIRED = re.compile(r"the following arguments are required: \w+\.(\w+)")
+# An option of a class that has a wrong value, with the lines about it, which are indented.
+_IN_CLASS = re.compile(r"^( *)- Problem with given class_path '[\w.]+':\n( +Parser key .*?)(?=\n\1- |\Z)", re.S | re.M)
+_FIRST_ERROR = re.compile(r"Errors:\n\s+- (.*?)(?=\n    - |\n  Given value|\Z)", re.DOTALL)
+_NO_FILE = re.compile(r"File does not exist: '(.*)'")
+_NOT_YAML = re.compile(r"Problems parsing config: (.*)\Z", re.DOTALL)
+_GIVEN = re.compile(r"Given value: (.*)\Z", re.DOTALL)
+_BASES = {"model": pl.LightningModule, "data": pl.LightningDataModule, "callbacks": pl.Callback, "logger": Logger}
+_BASE_NAMES = {base.__name__ for base in _BASES.values()}
+_SECTIONS = ("model", "data", "trainer", "ckpt_path", "seed_everything", "output")
+
+
+def explain(text: str) -> str:
+    """Returns an error of jsonargparse as one message: the option, the fault and the nearest name."""
+    located = _KEY.search(text) or _HELP.search(text)
+    key = located[1] if located else ""
+    where = f"{key}: " if located else ""
+    if match := _IN_CLASS.search(text):
+        return f"{key}.{explain(textwrap.dedent(match[2]))}"
+    if match := _NO_CLASS.search(text):
+        base = _BASES.get(key.rpartition(".")[2])
+        if base is None:
+            return f"{where}{match[1]!r} is not an import path. Write package.module.name."
+        names = sorted({cls.__name__ for cls in _subclasses(base)})
+        hint = did_you_mean(match[1], names) or "Give a name that --help lists, or the import path of a class."
+        return f"{where}there is no class {match[1]!r}. {hint}"
+    if match := _NO_FILE.search(text):
+        return f"--{key}: there is no file {match[1]}"
+    if match := _NOT_YAML.search(text):
+        reason = match[1].replace('in "<unicode string>",', "at")
+        return f"--config is not valid YAML: {_plain(reason)}"
+    if match := _NO_ATTRIBUTE.search(text):
+        names = [name for name in vars(importlib.import_module(match[1])) if not name.startswith("_")]
+        return f"{where}the module {match[1]} has no {match[2]!r}. {did_you_mean(match[2], names)}".rstrip()
+    if match := _NO_MODULE.search(text):
+        return f"{where}{match[0]}. Write package.module.name, and start the command in the folder of the package."
+    if match := _NO_VALUE.search(text):
+        return f"{where}{_short(match[1])} is missing a required argument: {match[2]!r}"
+    if match := _ABSTRACT.search(text):
+        return f"{where}the class {_short(match[1])} has no method {', '.join(_imported(match[1]).__abstractmethods__)}"
+    match = _NO_OPTION.search(text)
+    # The parser takes a mapping with other keys than class_path and init_args for options of the base class.
+    if _short(match[1]) in _BASE_NAMES if match else "Subclass types expect" in text:
+        return f"{where}expected class_path, a name, and init_args, the options of that class, and no other keys"
+    if match:
+        return f"{where}{_short(match[1])} has no option {match[2]!r}. " + (
+            did_you_mean(match[2], _options(match[1])) or f"--{key}.help {match[1]} lists its options."
+        )
+    if match := _NO_ARGUMENT.search(text):
+        near = did_you_mean(match[1], inspect.signature(_imported(match[2])).parameters)
+        return f"{where}{_short(match[2])} has no argument {match[1]!r}. {near}".rstrip()
+    if match := _NO_KEY.search(text):
+        name = match[1] or match[2]
+        if name.startswith("trainer."):
+            names = [f"trainer.{each}" for each in _options("lightning.pytorch.Trainer")]
+        else:
+            name, names = name.partition(".")[0], [*_SECTIONS]
+        return f"there is no option {name!r}. {did_you_mean(name, names) or '--help lists the options.'}"
+    if match := _REQUIRED.search(text):
+        return f"{match[1]} is missing. Pass --{match[1]} NAME, or --config FILE with a section {match[1]!r}."
+    if not located and (match := _NO_CALL.search(text)):  # raised by the class or function itself
+        return _plain(match[1])
+    if match := _FIRST_ERROR.search(text):
+        reason = _plain(match[1])
+        value = _GIVEN.search(text)
+        has_value = value is None or "Got value" in reason or "class_path" in reason
+        return f"{where}{reason}" + ("" if has_value else f", got {value[1].strip()}")  # type: ignore[index]
+    return f"{where}{_plain(text.partition(':')[2])}" if text.startswith("Parser key") else _plain(text)
+
+
+def library_error(error: BaseException | None) -> TinkerLightningError | None:
+    """Returns the error of this library that caused another error, as in a class from a YAML file."""
+    while error is not None and not isinstance(error, TinkerLightningError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def is_lightning_error(error: BaseException) -> bool:
+    """Returns whether Lightning or the parser has raised an error, rather than the user's code or torch."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    name = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
+    return name.partition(".")[0] in ("lightning", "jsonargparse")
+
+
+def _options(class_path: str) -> list[str]:
+    """Returns the names of the constructor arguments of a class, including the arguments behind `**kwargs`."""
+    added = ArgumentParser().add_class_arguments(_imported(class_path), fail_untyped=False)
+    return [str(option) for option in added]
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def _short(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    for each in cls.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def _plain(text: str) -> str:
+    """Returns a message on one line, with types as they are written in code."""
+    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
+    text = re.sub(r"(?:typing\.)?Literal\[([^]]*)\]", r"one of \1", text).replace("Expected a ", "expected ")
+    return re.sub(r"\s+", " ", text.replace("Parser key ", "")).strip()

@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
         ) from error
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-    from tinker_lightning.cli import mistakes
+    from tinker_lightning.cli import lightning_cli
     from tinker_lightning.cli.lightning_cli import run_stage
 
     if (folder := os.getcwd()) not in sys.path:  # classes and rewards of the user, as with `python -m`
@@ -84,16 +84,16 @@ def run(options: argparse.Namespace) -> int:
         try:
             run_stage(options.stage, options.rest, stack)
         except jsonargparse.ArgumentError as error:
-            raise InvalidInput(mistakes.explain(str(error))) from error
+            raise InvalidInput(lightning_cli.explain(str(error))) from error
         except TinkerLightningError:
             raise
         except pickle.UnpicklingError as error:
             reason = str(error).partition("\n")[0]
             raise InvalidInput(f"ckpt_path is not a checkpoint file of Lightning: {reason}") from error
         except (ValueError, RuntimeError, TypeError, MisconfigurationException) as error:
-            if own := mistakes.library_error(error):
+            if own := lightning_cli.library_error(error):
                 raise own from error
-            if isinstance(error, MisconfigurationException) or mistakes.is_lightning_error(error):
-                raise InvalidInput(mistakes.explain(str(error))) from error
+            if isinstance(error, MisconfigurationException) or lightning_cli.is_lightning_error(error):
+                raise InvalidInput(lightning_cli.explain(str(error))) from error
             raise
     return 0

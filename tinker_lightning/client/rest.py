@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 from urllib.parse import quote, urlencode
 
-from tinker_lightning.client.async_names import awaited
 from tinker_lightning.client.files import checkpoints
-from tinker_lightning.client.futures import TinkerFuture
+from tinker_lightning.client.futures import TinkerFuture, awaited
 from tinker_lightning.types import WeightsInfoResponse
 from tinker_lightning.types import responses as rs
 

@@ -10,10 +10,9 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
-from tinker_lightning.client.async_names import awaited, in_thread
 from tinker_lightning.client.dialects.dialect import Dialect
 from tinker_lightning.client.files import checkpoints, tokenizer
-from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
+from tinker_lightning.client.futures import TinkerFuture, UnreadFailures, awaited, in_thread
 from tinker_lightning.client.sdk import inputs
 from tinker_lightning.client.transport.channel import joined
 from tinker_lightning.client.transport.operations import Operation, encode, perform, recorded

@@ -7,9 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from tinker_lightning.client.async_names import in_thread
 from tinker_lightning.client.files import checkpoints, download, upload
-from tinker_lightning.client.futures import TinkerFuture
+from tinker_lightning.client.futures import TinkerFuture, in_thread
 from tinker_lightning.client.rest import RestClient
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.sdk import inputs

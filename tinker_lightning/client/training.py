@@ -8,10 +8,10 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from tinker_lightning.client.async_names import in_thread, submitted
 from tinker_lightning.client.dialects import measure
 from tinker_lightning.client.files import checkpoints, download, tokenizer
 from tinker_lightning.client.files.checkpoints import remove
+from tinker_lightning.client.futures import in_thread, submitted
 from tinker_lightning.client.passes.sender import ProtocolSender
 from tinker_lightning.client.sampling import SamplingClient
 from tinker_lightning.client.sdk import inputs

@@ -7,9 +7,8 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinker_lightning.client.async_names import submitted
 from tinker_lightning.client.files.export import export_adapter
-from tinker_lightning.client.futures import UnreadFailures
+from tinker_lightning.client.futures import UnreadFailures, submitted
 from tinker_lightning.client.passes.pending import CustomLoss, evaluation
 from tinker_lightning.client.passes.queue import PassQueue
 from tinker_lightning.client.passes.request import gap

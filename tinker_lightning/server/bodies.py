@@ -21,7 +21,7 @@ from tinker_lightning.errors import (
 )
 from tinker_lightning.server.http import JSON, content_type
 from tinker_lightning.server.trainer.memory import format_size
-from tinker_lightning.threads.event_loop import call_soon
+from tinker_lightning.threads.background import call_soon
 from tinker_lightning.wire import compression, protobuf
 from tinker_lightning.wire import json as wire_json
 

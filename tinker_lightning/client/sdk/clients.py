@@ -15,9 +15,8 @@ import httpx
 import tinker
 from tinker import types as sdk
 
-from tinker_lightning.client.async_names import awaited
 from tinker_lightning.client.files import checkpoints, download
-from tinker_lightning.client.futures import TinkerFuture
+from tinker_lightning.client.futures import TinkerFuture, awaited
 from tinker_lightning.client.sampling import BaseSamplingClient
 from tinker_lightning.client.sdk import convert, inputs
 from tinker_lightning.client.sdk.official import created
@@ -25,7 +24,7 @@ from tinker_lightning.client.sdk.requests import Calls
 from tinker_lightning.client.sdk.sender import SdkSender
 from tinker_lightning.client.training_base import BaseTrainingClient
 from tinker_lightning.errors import InvalidInput, NotFound, Unsupported
-from tinker_lightning.threads.event_loop import BackgroundLoop
+from tinker_lightning.threads.background import BackgroundLoop
 from tinker_lightning.types import (
     GetInfoResponse,
     OptimStepResponse,

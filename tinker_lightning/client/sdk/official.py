@@ -11,7 +11,7 @@ from tinker_lightning.client.transport.connection import Connection
 from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.client.transport.session import fetch_capabilities
 from tinker_lightning.client.transport.target import Credentials
-from tinker_lightning.threads.event_loop import BackgroundLoop
+from tinker_lightning.threads.background import BackgroundLoop
 
 if TYPE_CHECKING:
     from tinker_lightning.client.dialects.dialect import Dialect

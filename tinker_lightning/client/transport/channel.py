@@ -19,7 +19,7 @@ from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.client.transport.session import Session
 from tinker_lightning.client.transport.target import Credentials, Target
 from tinker_lightning.errors import ClientClosed, ClientForked
-from tinker_lightning.threads.event_loop import BackgroundLoop
+from tinker_lightning.threads.background import BackgroundLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping

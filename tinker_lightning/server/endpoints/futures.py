@@ -17,7 +17,7 @@ from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.http import JSON, PROTOBUF, answer, error_fields, error_text, submits_in_turn
 from tinker_lightning.server.trainer.jobs import Job
 from tinker_lightning.server.trainer.sizes import encoded_bytes, result_bytes
-from tinker_lightning.threads.event_loop import call_soon
+from tinker_lightning.threads.background import call_soon
 from tinker_lightning.types import ForwardBackwardOutput, SampleResponse
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types.responses import FutureResponse
