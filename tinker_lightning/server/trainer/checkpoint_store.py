@@ -203,6 +203,9 @@ class CheckpointStore:
                 state = load_file(folder / _OPTIMIZER) if training_state else None
             except FileNotFoundError:
                 continue  # being overwritten
+            except RuntimeError as error:  # as above, between the opening by safetensors and the mapping by torch
+                if "No such file" not in str(error):
+                    raise
             except SafetensorError as error:
                 raise InvalidInput(f"path: {path}: {folder} is damaged: {error}") from error
             else:
