@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tinker_lightning.lightning.routes import Route
     from tinker_lightning.recipes.group_loss import TrainedGroup
     from tinker_lightning.remote.lm import RemoteLM
-    from tinker_lightning.rl.groups import Group
+    from tinker_lightning.rl.trajectory import Group
     from tinker_lightning.types import Datum
 
 

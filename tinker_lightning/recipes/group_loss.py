@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tinker_lightning.lightning.deferred_metrics import FinishedPass
     from tinker_lightning.lightning.routes import Route
     from tinker_lightning.remote.calls import Pass
-    from tinker_lightning.rl.groups import Group
+    from tinker_lightning.rl.trajectory import Group
     from tinker_lightning.types import Datum
 
 Normalize: TypeAlias = Literal["token", "sequence", "sum"]

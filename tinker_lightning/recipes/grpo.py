@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tinker_lightning.recipes.group_loss import Normalize, TrainedGroup
     from tinker_lightning.recipes.rollout_metrics import ScoredGroup
-    from tinker_lightning.rl.groups import Group
+    from tinker_lightning.rl.trajectory import Group
     from tinker_lightning.types import Datum
 
 T = TypeVar("T")

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from tinker_lightning.recipes.group_loss import TrainedGroup
     from tinker_lightning.remote.calls import TokenCount
-    from tinker_lightning.rl.groups import Group
-    from tinker_lightning.rl.trajectory import Trajectory
+    from tinker_lightning.rl.trajectory import Group, Trajectory
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.recipes.rollout_metrics import ScoredGroup
     from tinker_lightning.remote.lm import RemoteLM
-    from tinker_lightning.rl.groups import Group
     from tinker_lightning.rl.rollout_jobs import RolloutJob
     from tinker_lightning.rl.rollouts import RolloutId, RolloutLoader
+    from tinker_lightning.rl.trajectory import Group
     from tinker_lightning.types import Datum
 
 

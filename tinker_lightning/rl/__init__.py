@@ -2,10 +2,9 @@
 
 from tinker_lightning.rl.conversation import Conversation
 from tinker_lightning.rl.environment import Environment, Policy, PromptEnvironment, SamplerPolicy
-from tinker_lightning.rl.groups import Group
 from tinker_lightning.rl.rewards import Rewards, no_reward
 from tinker_lightning.rl.rollouts import RolloutBatch, RolloutLoader
-from tinker_lightning.rl.trajectory import Completion, Receipt, Trajectory, Turn
+from tinker_lightning.rl.trajectory import Completion, Group, Receipt, Trajectory, Turn
 
 __all__ = [
     "Completion",

@@ -7,14 +7,13 @@ holds the groups of a batch until they are trained. Every request has a seed, so
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import math
-import queue
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterable
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -29,8 +28,7 @@ from tinker_lightning.errors import (
     Unsupported,
 )
 from tinker_lightning.rl.environment import SamplerPolicy
-from tinker_lightning.rl.groups import Group
-from tinker_lightning.rl.trajectory import Trajectory
+from tinker_lightning.rl.trajectory import Group, Trajectory
 from tinker_lightning.threads.background import run_on_loop, seconds_blocked
 from tinker_lightning.types import SamplingParams
 
@@ -202,7 +200,6 @@ class RolloutJob:
         self.planned = planned
         self.groups: dict[int, Group] = {}
         self._running: dict[int, Future[Group]] = {}
-        self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._timeout: float | None = None
 
     @property
@@ -216,28 +213,24 @@ class RolloutJob:
         for slot in slots:
             if slot not in self._running and slot not in self.groups:
                 task = self.tasks[slot]
-                future = run_on_loop(sampling.sample_group(task, source), f"rollout of prompt {task.index}")
-                self._running[slot] = future
-                # The queue, not `self`: a cancelled rollout must not arrive among those that start later.
-                future.add_done_callback(lambda _, slot=slot, arrived=self._arrived: arrived.put(slot))  # type: ignore[misc]
+                name = f"rollout of prompt {task.index}"
+                self._running[slot] = run_on_loop(sampling.sample_group(task, source), name)
 
     def receive(self, slots: Iterable[int], while_waiting: Callable[[], None] | None) -> Iterator[tuple[int, Group]]:
         """Yields groups with their slots as they arrive; raises the failure of a rollout."""
-        missing = dict.fromkeys(slots)
-        for slot in [slot for slot in missing if slot in self.groups]:
-            del missing[slot]
-            yield slot, self.groups[slot]
-        while missing:
+        missing = list(slots)
+        while True:
+            for slot in [slot for slot, future in self._running.items() if future.done()]:
+                self.groups[slot] = self._running.pop(slot).result()
+            for slot in [slot for slot in missing if slot in self.groups]:
+                missing.remove(slot)
+                yield slot, self.groups[slot]
+            if not missing:
+                return
             if while_waiting is not None:
                 while_waiting()
-            with contextlib.suppress(queue.Empty):
-                slot = self._arrived.get(timeout=_CALLBACK_SECONDS)
-                self.groups[slot] = self._running.pop(slot).result()
-                if slot in missing:
-                    del missing[slot]
-                    yield slot, self.groups[slot]
-                continue
-            self._check_loop()
+            if not wait(self._running.values(), _CALLBACK_SECONDS, FIRST_COMPLETED).done:
+                self._check_loop()
 
     def _check_loop(self) -> None:
         """Raises `RolloutFailed` if an environment keeps the event loop, so that not even its timeout can end it."""
@@ -253,7 +246,7 @@ class RolloutJob:
         """Cancels running rollouts and drops the groups that have arrived."""
         for future in self._running.values():
             future.cancel()
-        self._running, self.groups, self._arrived = {}, {}, queue.SimpleQueue()
+        self._running, self.groups = {}, {}
 
     @property
     def counts(self) -> tuple[int, int]:

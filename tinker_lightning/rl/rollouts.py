@@ -15,10 +15,10 @@ from typing_extensions import override
 from tinker_lightning.errors import InvalidInput, check_choice
 from tinker_lightning.lightning.checkpoint.loaders import TrainedPosition
 from tinker_lightning.remote.saved_state import check_keys
-from tinker_lightning.rl.groups import Group
 from tinker_lightning.rl.rewards import Rewards
 from tinker_lightning.rl.rollout_jobs import OnError, PolicySource, RolloutJob, Sampling
 from tinker_lightning.rl.tasks import SizedTasks, create_tasks
+from tinker_lightning.rl.trajectory import Group
 from tinker_lightning.types import SamplingParams
 
 if TYPE_CHECKING:

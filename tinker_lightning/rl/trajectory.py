@@ -1,4 +1,4 @@
-"""Trajectories: the tokens that a policy sampled, and the datums that train on exactly these tokens."""
+"""Trajectories, the tokens that a policy sampled, and groups of them; the datums train on exactly these tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tinker_lightning.errors import InvalidDatum
@@ -15,6 +16,8 @@ from tinker_lightning.types.model_input import token_array
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from tinker_lightning.rl.tasks import Task
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,12 +95,6 @@ class Trajectory:
     # Not a dataclass: Lightning would rebuild it when it moves a batch to a device.
     __slots__ = ("metrics", "reward", "rewards", "truncated", "turns")
 
-    turns: list[Turn]
-    reward: float
-    rewards: dict[str, float]
-    metrics: dict[str, float]
-    truncated: bool
-
     def __init__(
         self,
         turns: Sequence[Turn],
@@ -160,8 +157,83 @@ class Trajectory:
             sequences[-1].append(prompt, turn.completion, trained=turn.trained)
         return sequences, splits
 
+    def to_state(self) -> dict[str, Any]:
+        """Returns the trajectory as tensors and plain data."""
+        turns = [
+            {
+                **vars(turn.completion),
+                "tokens": torch.tensor(turn.completion.tokens, dtype=torch.int64),
+                "logprobs": torch.tensor(turn.completion.logprobs),
+                "prompt": torch.tensor(turn.prompt_tokens, dtype=torch.int64),
+                "trained": turn.trained,
+            }
+            for turn in self.turns
+        ]
+        return {**{name: getattr(self, name) for name in self.__slots__}, "turns": turns}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Trajectory:
+        """Returns the trajectory that `to_state` was called on."""
+        turns = []
+        for turn in state["turns"]:
+            tokens, logprobs = turn["tokens"].tolist(), turn["logprobs"].numpy()
+            completion = Completion(tokens, logprobs, turn["stop_reason"], turn["text"], turn["version"])
+            turns.append(Turn(turn["prompt"].tolist(), completion, turn["trained"]))
+        return cls(**{**state, "turns": turns})
+
     def __repr__(self) -> str:
         return f"Trajectory({len(self.turns)} turns, reward={self.reward:.4g})"
+
+
+class Group:
+    """The episodes of one task, whose rewards are compared with each other.
+
+    Args:
+        task: The task.
+        trajectories: Its episodes, one per sample.
+        version: The number of optimizer steps taken by the weights that sampled it.
+        seconds: The time that sampling and scoring took.
+        failed: The reason why there are no episodes; empty if there are.
+    """
+
+    # Not a dataclass: Lightning would rebuild it when it moves a batch to a device.
+    __slots__ = ("failed", "old_logprobs", "seconds", "task", "trajectories", "version")
+
+    def __init__(
+        self, task: Task, trajectories: Sequence[Trajectory], version: int, seconds: float = 0.0, failed: str = ""
+    ) -> None:
+        self.task = task
+        self.trajectories = list(trajectories)
+        self.version = version
+        self.seconds = seconds
+        self.failed = failed
+        # The log-probabilities of its datums when it was first trained, if the loss needs them later.
+        self.old_logprobs: list[torch.Tensor] | None = None
+
+    @property
+    def scored(self) -> list[Trajectory]:
+        """The episodes that have a reward."""
+        return [each for each in self.trajectories if each.is_scored]
+
+    def to_state(self) -> dict[str, Any]:
+        """Returns the group as tensors and plain data."""
+        return {
+            "trajectories": [each.to_state() for each in self.trajectories],
+            "version": self.version,
+            "failed": self.failed,
+            "old_logprobs": self.old_logprobs,
+        }
+
+    @classmethod
+    def from_state(cls, task: Task, state: dict[str, Any]) -> Group:
+        """Returns the group that `to_state` was called on."""
+        trajectories = [Trajectory.from_state(each) for each in state["trajectories"]]
+        group = cls(task, trajectories, state["version"], failed=state["failed"])
+        group.old_logprobs = state["old_logprobs"]
+        return group
+
+    def __repr__(self) -> str:
+        return f"Group(prompt {self.task.index}, {len(self.trajectories)} trajectories, version {self.version})"
 
 
 class _Sequence:
