@@ -220,8 +220,9 @@ class RolloutJob:
         """Yields groups with their slots as they arrive; raises the failure of a rollout."""
         missing = list(slots)
         while True:
-            for slot in [slot for slot, future in self._running.items() if future.done()]:
-                self.groups[slot] = self._running.pop(slot).result()
+            for slot in [slot for slot in missing if slot in self._running and self._running[slot].done()]:
+                self.groups[slot] = self._running[slot].result()  # a failure stays, to be raised again
+                del self._running[slot]
             for slot in [slot for slot in missing if slot in self.groups]:
                 missing.remove(slot)
                 yield slot, self.groups[slot]
@@ -229,7 +230,7 @@ class RolloutJob:
                 return
             if while_waiting is not None:
                 while_waiting()
-            if not wait(self._running.values(), _CALLBACK_SECONDS, FIRST_COMPLETED).done:
+            if not wait([self._running[slot] for slot in missing], _CALLBACK_SECONDS, FIRST_COMPLETED).done:
                 self._check_loop()
 
     def _check_loop(self) -> None:
