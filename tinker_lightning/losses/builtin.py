@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,8 +21,6 @@ from tinker_lightning.losses.reduction import TokenCount, action_tokens, total_w
 from tinker_lightning.types import TensorData
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from tinker_lightning.types import Datum
 
 Threshold: TypeAlias = float | Tensor
@@ -131,10 +128,6 @@ def _threshold_message(low: float, high: float) -> str:
     )
 
 
-def _concatenate(arrays: Sequence[npt.NDArray[Any]]) -> Tensor:
-    return torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
-
-
 def _clipped_objective(ratio: Tensor, advantages: Tensor, low: Threshold, high: Threshold) -> Tensor:
     return -torch.minimum(ratio * advantages, _clip(ratio, low, high) * advantages)
 
@@ -228,21 +221,15 @@ class BuiltIn:
     ) -> float:
         """Returns the loss of datums, given their log-probabilities, their inputs, and the settings."""
         defaults = {name: float(settings.get(name, value)) for name, value in self.settings.items()}
-        read = [[name for name in self.reads if name in each] for each in inputs]
-        if not self.is_sequence_level and all(names == read[0] for names in read):  # one call for all tokens
-            tensors = {name: _concatenate([each[name].to_numpy() for each in inputs]) for name in read[0]}
-            with torch.no_grad():
-                terms = self.formula(
-                    _concatenate([each.to_numpy() for each in logprobs]),
-                    *({**defaults, **tensors}[name] for name in self.reads),
-                )
-                return float(terms.sum(dtype=torch.float64))
+        datums = list(zip(logprobs, inputs, strict=True))
         total = 0.0
         with torch.no_grad():
-            for logp, each, names in zip(logprobs, inputs, read, strict=True):
-                own = {name: each[name].to_torch() for name in names}
-                arguments = ({**defaults, **own}[name] for name in self.reads)
-                total += float(self.formula(logp.to_torch(), *arguments).sum())
+            for part in [[datum] for datum in datums] if self.is_sequence_level else [datums]:
+                present = [name for name in self.reads if any(name in own for _, own in part)]
+                arguments = {name: _joined(name, part, defaults) for name in present}
+                logp = torch.cat([logp.to_torch().flatten() for logp, _ in part])
+                terms = self.formula(logp, *({**defaults, **arguments}[name] for name in self.reads))
+                total += float(terms.sum(dtype=torch.float64))
         return total
 
     @property
@@ -301,6 +288,16 @@ LOSSES: Mapping[str, BuiltIn] = {
         is_sequence_level=True,
     ),
 }
+
+
+def _joined(
+    name: str, datums: Sequence[tuple[TensorData, Mapping[str, TensorData]]], defaults: Mapping[str, float]
+) -> Tensor:
+    """Returns an input of datums one after the other, or the setting of the same name for datums that lack it."""
+    parts = [
+        own[name].to_torch() if name in own else torch.full(tuple(logp.shape), defaults[name]) for logp, own in datums
+    ]
+    return torch.cat([part.flatten() for part in parts])
 
 
 def check_factor(loss: str, factor: float) -> None:

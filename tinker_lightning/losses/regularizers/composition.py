@@ -204,9 +204,9 @@ def _run(
             if term.name not in running:
                 running[term.name] = _start(term, data, own)
         wait(running.values(), None if deadline is None else max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
-        failed = [term for term in terms if _has_failed(running[term.name])]
         returned = {}
-        for term in [*failed, *terms]:  # a failure is the reason why others are not done
+        # First those that are done: the failure of one is the reason why others are not.
+        for term in sorted(terms, key=lambda term: not running[term.name].done()):
             with _name_in_errors(term, None if running[term.name].done() else timeout):
                 returned[term.name] = running[term.name].result(timeout=0)
         return base_loss, returned
@@ -218,27 +218,18 @@ def _run(
 def _start(term: Regularizer, data: list[Any], logprobs: list[Tensor]) -> Future[Any]:
     """Starts a term; the future of one that runs on this thread is already done."""
 
-    def call() -> Any:
+    def call() -> Future[Any]:
         returned = term.fn(data, logprobs)
-        return run_on_loop(returned, term.name) if inspect.isawaitable(returned) else returned
+        if inspect.isawaitable(returned):
+            return run_on_loop(returned, term.name)
+        done: Future[Any] = Future()
+        done.set_result(returned)
+        return done
 
     with _name_in_errors(term):
         if term.run_in_executor and not term.is_async:
-            return run_on_thread(lambda: _result(call()), term.name)
-        returned = call()
-    if isinstance(returned, Future):
-        return returned
-    done: Future[Any] = Future()
-    done.set_result(returned)
-    return done
-
-
-def _result(returned: Any) -> Any:
-    return returned.result() if isinstance(returned, Future) else returned
-
-
-def _has_failed(future: Future[Any]) -> bool:
-    return future.done() and (future.cancelled() or future.exception() is not None)
+            return run_on_thread(lambda: call().result(), term.name)
+        return call()
 
 
 @contextlib.contextmanager
