@@ -67,14 +67,13 @@ class Source:
             content: Any = torch.load(file, map_location="cpu", weights_only=True)
         except OSError:
             raise
-        except pickle.UnpicklingError as error:
-            if zipfile.is_zipfile(file) and (unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file)):
+        except Exception as error:  # torch raises many kinds of errors for arbitrary bytes
+            is_pickle = isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(file)
+            if is_pickle and (unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file)):
                 raise InvalidInput(
                     f"{file} contains objects that cannot be loaded safely: {', '.join(unsafe)}. Save hyperparameters "
                     "as plain values, such as str(path)."
                 ) from error
-            raise InvalidInput(f"{file} is not a checkpoint file of Lightning") from error
-        except Exception as error:  # torch raises many kinds of errors for arbitrary bytes
             raise InvalidInput(f"{file} is not a checkpoint file of Lightning") from error
         path = contents.state_in(content, file).path
         return cls(path=path, base_url=content.get("hyper_parameters", {}).get("base_url"))

@@ -69,9 +69,9 @@ class TrainedGroup:
         self.logprobs: list[Tensor] = []
 
     @property
-    def tokens(self) -> float:
+    def tokens(self) -> int:
         """The number of sampled tokens that are trained."""
-        return sum(float(datum.loss_fn_inputs["mask"].to_numpy().sum()) for datum in self.data)
+        return rollout_metrics.sampled_tokens(self.data)
 
 
 class GroupLossModule(RemoteModule):
@@ -184,7 +184,7 @@ class GroupLossModule(RemoteModule):
                     timeout=self.regularizer_timeout,
                 )
                 losses.append(loss)
-                metrics.append((composition.flatten(own), max(1, round(one.tokens))))
+                metrics.append((composition.flatten(own), max(1, one.tokens)))
         total = torch.stack(losses).sum() / (1 if self.normalize == "sum" else planned)
         own = deferred_metrics.loss_metrics(combined(metrics), is_of_library=self.chosen_route().is_of_library)
         batch_metrics = {**own, LOSS: total.item(), **self.policy_metrics(scores)}

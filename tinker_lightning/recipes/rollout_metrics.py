@@ -128,17 +128,8 @@ class ScoredGroup:
             sampler.append(inputs["logprobs"][mask])
             if REFERENCE in inputs:
                 reference.append(inputs[REFERENCE][mask])
-        is_complete = len(reference) == len(trainer) > 0
-        none = torch.empty(0)
-        return cls(
-            data,
-            masks,
-            version,
-            age,
-            torch.cat(trainer or [none]),
-            torch.cat(sampler or [none]),
-            torch.cat(reference) if is_complete else None,
-        )
+        own_reference = torch.cat(reference) if len(reference) == len(data) else None
+        return cls(data, masks, version, age, torch.cat(trainer), torch.cat(sampler), own_reference)
 
 
 def policy_metrics(scores: Sequence[ScoredGroup]) -> dict[str, float]:

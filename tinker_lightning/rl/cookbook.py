@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.rl.environment import Environment, gather
+from tinker_lightning.rl.environment import Environment, Policy, gather
 from tinker_lightning.rl.trajectory import Completion, Trajectory, Turn
 from tinker_lightning.types import ModelInput, SamplingParams
-
-if TYPE_CHECKING:
-    from tinker_lightning.rl.environment import Policy
 
 
 def environments(source: Any, params: SamplingParams | None = None) -> list[CookbookEnvironment]:
@@ -82,20 +79,20 @@ class CookbookEnvironment(Environment):
         ]
 
 
+@dataclass
 class _Completer:
     """A `TokenCompleter` of the cookbook that samples from a policy."""
 
-    def __init__(self, policy: Policy, params: SamplingParams) -> None:
-        self._policy = policy
-        self._params = params
+    policy: Policy
+    params: SamplingParams
 
     async def __call__(self, model_input: Any, stop: Any, *, max_tokens: int | None = None) -> Any:
         from tinker_cookbook.completers import TokensWithLogprobs
 
-        limits = [limit for limit in (max_tokens, self._params.max_tokens) if limit is not None]
-        params = replace(self._params, stop=stop, max_tokens=min(limits, default=None))
+        limits = [limit for limit in (max_tokens, self.params.max_tokens) if limit is not None]
+        params = replace(self.params, stop=stop, max_tokens=min(limits, default=None))
         tokens = ModelInput.from_ints(model_input.to_ints())
-        [completion] = await self._policy.sample(tokens, params=params)
+        [completion] = await self.policy.sample(tokens, params=params)
         return TokensWithLogprobs(completion.tokens, completion.logprobs.tolist(), completion.stop_reason)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -59,7 +59,6 @@ class Rewards:
         self.on_error = on_error
         self.failures: Counter[str] = Counter()
         self._columns = {name: _columns(name, function) for name, function in self.functions.items()}
-        self._lock = threading.Lock()
 
     async def score(
         self, prompt: Any, completion: str, columns: Mapping[str, Any] | None = None
@@ -89,11 +88,9 @@ class Rewards:
         arguments = dict(columns) if wanted is None else {key: columns[key] for key in wanted if key in columns}
         try:
             async with asyncio.timeout(self.timeout) as limit:
-                if inspect.iscoroutinefunction(function):
-                    value = await function(prompt, completion, **arguments)
-                else:
-                    call = run_on_thread(lambda: function(prompt, completion, **arguments), f"reward {name}")
-                    value = await asyncio.wrap_future(call)
+                call = functools.partial(function, prompt, completion, **arguments)
+                is_async = inspect.iscoroutinefunction(function)
+                value = call() if is_async else await asyncio.wrap_future(run_on_thread(call, f"reward {name}"))
                 if inspect.isawaitable(value):
                     value = await value
             return _numbers(name, value)
@@ -107,11 +104,9 @@ class Rewards:
             raise _failure(name, f"raised {type(error).__name__}: {error}{hint}", prompt, completion) from error
 
     def _count(self, name: str, error: RewardFailed) -> None:
-        with self._lock:
-            self.failures[name] += 1
-            first = self.failures[name] == 1
-        if first:
+        if not self.failures[name]:
             logger.warning("%s; this completion and other such ones are not trained on", error)
+        self.failures[name] += 1
 
 
 def no_reward(prompt: Any, completion: str) -> float:

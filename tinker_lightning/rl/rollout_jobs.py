@@ -189,13 +189,11 @@ class RolloutJob:
     """The tasks of one batch, and the groups that have arrived.
 
     Args:
-        number: Its number in the run.
         tasks: The tasks, by slot. More are added where dropped groups are replaced.
         planned: The number of groups that it trains.
     """
 
-    def __init__(self, number: int, tasks: list[Task], planned: int) -> None:
-        self.number = number
+    def __init__(self, tasks: list[Task], planned: int) -> None:
         self.tasks = tasks
         self.planned = planned
         self.groups: dict[int, Group] = {}

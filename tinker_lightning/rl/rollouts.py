@@ -8,7 +8,7 @@ batch that is trained in part.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from typing_extensions import override
 
@@ -17,12 +17,12 @@ from tinker_lightning.lightning.checkpoint.loaders import TrainedPosition
 from tinker_lightning.remote.saved_state import check_keys
 from tinker_lightning.rl.rewards import Rewards
 from tinker_lightning.rl.rollout_jobs import OnError, PolicySource, RolloutJob, Sampling
-from tinker_lightning.rl.tasks import SizedTasks, create_tasks
+from tinker_lightning.rl.tasks import SizedTasks, Task, create_tasks
 from tinker_lightning.rl.trajectory import Group
 from tinker_lightning.types import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
 RolloutId: TypeAlias = int
 """The number of a batch in the run, counted over all epochs and minibatches."""
@@ -79,9 +79,6 @@ class RolloutLoader(TrainedPosition):
         as_text: bool = False,
         system: str | None = None,
     ) -> None:
-        params = sampling_params or SamplingParams()
-        counts = {"group_size": group_size, "batch_size": batch_size, "epochs": epochs, "minibatches": minibatches}
-        check_settings(counts, {"staleness": staleness, "refill": refill}, params, timeout, on_error)
         if rewards is not None and not isinstance(rewards, Rewards):
             rewards = Rewards(rewards)
         self.group_size = group_size
@@ -90,7 +87,8 @@ class RolloutLoader(TrainedPosition):
         self.epochs = epochs
         self.minibatches = minibatches
         self.refill = refill
-        self.sampling = Sampling(group_size, params, seed, timeout, on_error)
+        self.sampling = Sampling(group_size, sampling_params or SamplingParams(), seed, timeout, on_error)
+        self._check_settings()
         self._tasks = create_tasks(
             prompts, rewards, seed, shuffle=shuffle, options={"as_text": as_text, "system": system}
         )
@@ -163,7 +161,7 @@ class RolloutLoader(TrainedPosition):
         waiting = [job for number, job in sorted(self._jobs.items()) if number < limit and not job.is_started]
         # A stream ends its pass with a short batch; the next pass waits for the next epoch.
         while self._next_job < limit and (self.is_sized or self._tasks.has_more(1)):
-            waiting.append(self._assign())
+            waiting.append(self._add_job(self._tasks.take(self.batch_size)))
         if waiting:
             policy = source()
             for job in waiting:
@@ -183,8 +181,7 @@ class RolloutLoader(TrainedPosition):
     def job(self, number: int) -> RolloutJob:
         """Returns a job that was admitted; an empty one if refilling others has used up the prompts of a stream."""
         while self._next_job <= number:
-            self._jobs[self._next_job] = RolloutJob(self._next_job, [], 0)
-            self._next_job += 1
+            self._add_job([])
         return self._jobs[number]
 
     def stop(self) -> None:
@@ -213,7 +210,7 @@ class RolloutLoader(TrainedPosition):
         if not isinstance(self._tasks, SizedTasks):
             raise InvalidInput("validation needs prompts with a length: pass a list to RolloutLoader")
         numbers = range(batch * self.batch_size, min((batch + 1) * self.batch_size, len(self._tasks.rows)))
-        job = RolloutJob(batch, [self._tasks.at(number) for number in numbers], len(numbers))
+        job = RolloutJob([self._tasks.at(number) for number in numbers], len(numbers))
         job.start(range(job.planned), self.sampling, source)
         return job
 
@@ -261,15 +258,33 @@ class RolloutLoader(TrainedPosition):
         self._first_id, self._followed = state["rollout_id"], None
         for pending in state["pending"]:
             own = [next(tasks) for _ in pending["positions"]]
-            job = self._jobs[pending["job"]] = RolloutJob(pending["job"], own, pending["planned"])
+            job = self._jobs[pending["job"]] = RolloutJob(own, pending["planned"])
             job.groups = {slot: Group.from_state(own[slot], one) for slot, one in pending["groups"].items()}
+
+    def _check_settings(self) -> None:
+        """Raises `InvalidInput` for a setting that is out of range, or conflicts with another."""
+        for name, least in {**dict.fromkeys(_SAVED, 1), "staleness": 0, "refill": 0}.items():
+            if (value := getattr(self, name)) < least:
+                raise InvalidInput(f"RolloutLoader: {name} must be at least {least}, got {value}")
+        timeout = self.sampling.timeout
+        if timeout is not None and not timeout > 0:
+            raise InvalidInput(f"RolloutLoader: timeout must be a positive number of seconds, or None, got {timeout}")
+        check_choice("RolloutLoader: on_error", self.sampling.on_error, get_args(OnError))
+        if self.batch_size % self.minibatches:
+            raise InvalidInput(
+                f"RolloutLoader: a batch of {self.batch_size} prompts cannot be split into {self.minibatches} equal "
+                "minibatches"
+            )
+        if self.refill and self.steps_per_batch > 1:
+            raise InvalidInput("RolloutLoader: refill is for batches that are trained once, in one step")
+        if self.sampling.params.seed is not None:
+            raise InvalidInput("RolloutLoader: leave the seed out of sampling_params and pass seed=... to the loader")
 
     def _settings(self) -> dict[str, int]:
         return {**{name: getattr(self, name) for name in _SAVED}, "seed": self.sampling.seed}
 
-    def _assign(self) -> RolloutJob:
-        tasks = self._tasks.take(self.batch_size)
-        job = self._jobs[self._next_job] = RolloutJob(self._next_job, tasks, len(tasks))
+    def _add_job(self, tasks: list[Task]) -> RolloutJob:
+        job = self._jobs[self._next_job] = RolloutJob(tasks, len(tasks))
         self._next_job += 1
         return job
 
@@ -312,37 +327,3 @@ class RolloutBatch:
 
     def __repr__(self) -> str:
         return f"RolloutBatch({self.id})"
-
-
-def check_settings(
-    counts: Mapping[str, int],
-    limits: Mapping[str, int],
-    params: SamplingParams,
-    timeout: float | None,
-    on_error: str,
-) -> None:
-    """Raises `InvalidInput` for a setting that is out of range, or conflicts with another.
-
-    Args:
-        counts: Settings of at least 1, by name: `group_size`, `batch_size`, `epochs` and `minibatches`.
-        limits: Settings of at least 0, by name: `staleness` and `refill`.
-        params: The sampling parameters.
-        timeout: The time in seconds that the episodes of a prompt may take.
-        on_error: What to do if an environment fails.
-    """
-    for least, settings in ((1, counts), (0, limits)):
-        for name, value in settings.items():
-            if value < least:
-                raise InvalidInput(f"RolloutLoader: {name} must be at least {least}, got {value}")
-    if timeout is not None and not timeout > 0:
-        raise InvalidInput(f"RolloutLoader: timeout must be a positive number of seconds, or None, got {timeout}")
-    check_choice("RolloutLoader: on_error", on_error, ("raise", "skip"))
-    batch_size, minibatches = counts["batch_size"], counts["minibatches"]
-    if batch_size % minibatches:
-        raise InvalidInput(
-            f"RolloutLoader: a batch of {batch_size} prompts cannot be split into {minibatches} equal minibatches"
-        )
-    if limits["refill"] and (counts["epochs"] > 1 or minibatches > 1):
-        raise InvalidInput("RolloutLoader: refill is for batches that are trained once, in one step")
-    if params.seed is not None:
-        raise InvalidInput("RolloutLoader: leave the seed out of sampling_params and pass seed=... to the loader")
