@@ -171,11 +171,10 @@ def stream_answer(
     """
     chunks, tokens = list(lengths), prompt.to_ints()
     left = params.max_tokens or 0
-    for i in itertools.count():
-        length = min(chunks[min(i, len(chunks) - 1)], left)
+    for i, length in enumerate(itertools.chain(chunks, itertools.repeat(chunks[-1]))):
         # Another seed for each chunk, which would otherwise draw the same numbers.
         seed = None if params.seed is None else params.seed + i
-        step = replace(params, max_tokens=length, seed=seed)
+        step = replace(params, max_tokens=min(length, left), seed=seed)
         (sequence,) = sampler.sample(ModelInput.from_ints(tokens), 1, step).result().sequences
         yield sequence.tokens
         left -= len(sequence.tokens)

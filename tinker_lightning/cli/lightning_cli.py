@@ -158,24 +158,10 @@ def run_stage(stage: str, arguments: list[str], stack: contextlib.ExitStack) -> 
     )
 
 
-_KEY = re.compile(r'Parser key "([^"]+)"')
-_HELP = re.compile(r"^--([\w.]+)\.help:")
-_NO_CLASS = re.compile(r"Expected a dot import path string: (\S+)")
-_NO_OPTION = re.compile(r"class_path '([\w.]+)':\s+(?:.*\n\s*)?(?:Option|Key|No action for key) '([\w.]+)' is not")
 _NO_ARGUMENT = re.compile(r"Option '(\w+)' is not accepted.*?class_path='?([\w.]+)", re.DOTALL)  # of a function
-_NO_VALUE = re.compile(r"class_path '([\w.]+)':\s+the following arguments are required: (\w+)")
-_NO_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
-_NO_MODULE = re.compile(r"No module named '[\w.]+'")
 _NO_CALL = re.compile(r"Invalid subclass spec given as value for type Any: (.*)")
-_ABSTRACT = re.compile(r"Expected an instantiatable class, but ([\w.]+) is abstract")
-_NO_KEY = re.compile(r"(?:(?:option|key|nested key) '([\w.]+)'|unrecognized arguments: --([\w.]+))")
-_REQUIRED = re.compile(r"the following arguments are required: \w+\.(\w+)")
 # An option of a class that has a wrong value, with the lines about it, which are indented.
 _IN_CLASS = re.compile(r"^( *)- Problem with given class_path '[\w.]+':\n( +Parser key .*?)(?=\n\1- |\Z)", re.S | re.M)
-_FIRST_ERROR = re.compile(r"Errors:\n\s+- (.*?)(?=\n    - |\n  Given value|\Z)", re.DOTALL)
-_NO_FILE = re.compile(r"File does not exist: '(.*)'")
-_NOT_YAML = re.compile(r"Problems parsing config: (.*)\Z", re.DOTALL)
-_GIVEN = re.compile(r"Given value: (.*)\Z", re.DOTALL)
 _BASES = {"model": pl.LightningModule, "data": pl.LightningDataModule, "callbacks": pl.Callback, "logger": Logger}
 _BASE_NAMES = {base.__name__ for base in _BASES.values()}
 _SECTIONS = ("model", "data", "trainer", "ckpt_path", "seed_everything", "output")
@@ -183,33 +169,33 @@ _SECTIONS = ("model", "data", "trainer", "ckpt_path", "seed_everything", "output
 
 def explain(text: str) -> str:
     """Returns an error of jsonargparse as one message: the option, the fault and the nearest name."""
-    located = _KEY.search(text) or _HELP.search(text)
+    located = re.search(r'Parser key "([^"]+)"', text) or re.search(r"^--([\w.]+)\.help:", text)
     key = located[1] if located else ""
     where = f"{key}: " if located else ""
     if match := _IN_CLASS.search(text):
         return f"{key}.{explain(textwrap.dedent(match[2]))}"
-    if match := _NO_CLASS.search(text):
+    if match := re.search(r"Expected a dot import path string: (\S+)", text):
         base = _BASES.get(key.rpartition(".")[2])
         if base is None:
             return f"{where}{match[1]!r} is not an import path. Write package.module.name."
         names = sorted({cls.__name__ for cls in _subclasses(base)})
         hint = did_you_mean(match[1], names) or "Give a name that --help lists, or the import path of a class."
         return f"{where}there is no class {match[1]!r}. {hint}"
-    if match := _NO_FILE.search(text):
+    if match := re.search(r"File does not exist: '(.*)'", text):
         return f"--{key}: there is no file {match[1]}"
-    if match := _NOT_YAML.search(text):
+    if match := re.search(r"Problems parsing config: (.*)\Z", text, re.DOTALL):
         reason = match[1].replace('in "<unicode string>",', "at")
         return f"--config is not valid YAML: {_plain(reason)}"
-    if match := _NO_ATTRIBUTE.search(text):
+    if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text):
         names = [name for name in vars(importlib.import_module(match[1])) if not name.startswith("_")]
         return f"{where}the module {match[1]} has no {match[2]!r}. {did_you_mean(match[2], names)}".rstrip()
-    if match := _NO_MODULE.search(text):
+    if match := re.search(r"No module named '[\w.]+'", text):
         return f"{where}{match[0]}. Write package.module.name, and start the command in the folder of the package."
-    if match := _NO_VALUE.search(text):
+    if match := re.search(r"class_path '([\w.]+)':\s+the following arguments are required: (\w+)", text):
         return f"{where}{_short(match[1])} is missing a required argument: {match[2]!r}"
-    if match := _ABSTRACT.search(text):
+    if match := re.search(r"Expected an instantiatable class, but ([\w.]+) is abstract", text):
         return f"{where}the class {_short(match[1])} has no method {', '.join(_imported(match[1]).__abstractmethods__)}"
-    match = _NO_OPTION.search(text)
+    match = re.search(r"class_path '([\w.]+)':\s+(?:.*\n\s*)?(?:Option|Key|No action for key) '([\w.]+)' is not", text)
     # The parser takes a mapping with other keys than class_path and init_args for options of the base class.
     if _short(match[1]) in _BASE_NAMES if match else "Subclass types expect" in text:
         return f"{where}expected class_path, a name, and init_args, the options of that class, and no other keys"
@@ -220,20 +206,20 @@ def explain(text: str) -> str:
     if match := _NO_ARGUMENT.search(text):
         near = did_you_mean(match[1], inspect.signature(_imported(match[2])).parameters)
         return f"{where}{_short(match[2])} has no argument {match[1]!r}. {near}".rstrip()
-    if match := _NO_KEY.search(text):
+    if match := re.search(r"(?:(?:option|key|nested key) '([\w.]+)'|unrecognized arguments: --([\w.]+))", text):
         name = match[1] or match[2]
         if name.startswith("trainer."):
             names = [f"trainer.{each}" for each in _options("lightning.pytorch.Trainer")]
         else:
             name, names = name.partition(".")[0], [*_SECTIONS]
         return f"there is no option {name!r}. {did_you_mean(name, names) or '--help lists the options.'}"
-    if match := _REQUIRED.search(text):
+    if match := re.search(r"the following arguments are required: \w+\.(\w+)", text):
         return f"{match[1]} is missing. Pass --{match[1]} NAME, or --config FILE with a section {match[1]!r}."
     if not located and (match := _NO_CALL.search(text)):  # raised by the class or function itself
         return _plain(match[1])
-    if match := _FIRST_ERROR.search(text):
+    if match := re.search(r"Errors:\n\s+- (.*?)(?=\n    - |\n  Given value|\Z)", text, re.DOTALL):
         reason = _plain(match[1])
-        value = _GIVEN.search(text)
+        value = re.search(r"Given value: (.*)\Z", text, re.DOTALL)
         has_value = value is None or "Got value" in reason or "class_path" in reason
         return f"{where}{reason}" + ("" if has_value else f", got {value[1].strip()}")  # type: ignore[index]
     return f"{where}{_plain(text.partition(':')[2])}" if text.startswith("Parser key") else _plain(text)

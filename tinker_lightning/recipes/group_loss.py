@@ -40,20 +40,16 @@ Normalize: TypeAlias = Literal["token", "sequence", "sum"]
 
 
 class TrainedGroup:
-    """A group whose forward pass was sent, or the reason why it is not trained.
+    """A group whose forward pass was sent, or that is dropped because it has nothing to train on.
 
     Args:
         group: The group.
         advantages: The advantage of each episode; None if the group is dropped.
-        dropped: The reason why it is dropped.
         steps: The number of optimizer steps that the trained weights have taken; by default the sampler's.
     """
 
-    def __init__(
-        self, group: Group, advantages: Sequence[float] | None, dropped: str = "", steps: int | None = None
-    ) -> None:
+    def __init__(self, group: Group, advantages: Sequence[float] | None, steps: int | None = None) -> None:
         self.group = group
-        self.dropped = dropped
         self.steps = group.version if steps is None else steps
         self.data: list[Datum] = []
         self.episodes: list[int] = []  # of each datum
@@ -63,10 +59,13 @@ class TrainedGroup:
                 own = trajectory.datums()
                 self.data += own
                 self.episodes += [i] * len(own)
-        if advantages is not None and not self.data:
-            self.dropped = "no episode has a token to train on"
         self.sent: Pass | None = None
         self.logprobs: list[Tensor] = []
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the group has nothing to train on."""
+        return not self.data
 
     @property
     def tokens(self) -> int:
@@ -208,10 +207,10 @@ class GroupLossModule(RemoteModule):
         return sum(total[1:], total[0])
 
     @override
-    def server_metrics(self, ran: Sequence[FinishedPass]) -> dict[str, float]:
+    def server_metrics(self, passes: Sequence[FinishedPass]) -> dict[str, float]:
         """Returns the policy metrics of server-side passes, if the server returns log-probabilities."""
         scores = []
-        for output, call in ran:
+        for output, call in passes:
             if call.about is not None:
                 trained, data = call.about
                 try:

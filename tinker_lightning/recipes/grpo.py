@@ -114,7 +114,8 @@ class GRPO(RolloutModule):
     def advantages(self, group: Group) -> Sequence[float] | None:
         """Returns how much better each episode is than the others; None if all rewards are equal. Override it."""
         scored = group.scored
-        rewards = [each.reward - self.truncation_penalty * self._is_penalized(each) for each in scored]
+        penalty = self.truncation_penalty if self.truncated == "penalize" else 0.0
+        rewards = [each.reward - penalty * each.truncated for each in scored]
         if not rewards:
             return None
         if len(rewards) < 2 and isinstance(self.baseline, str):
@@ -129,9 +130,6 @@ class GRPO(RolloutModule):
             pairs = zip(advantages, group.trajectories, strict=True)
             advantages = [torch.nan if each.truncated else advantage for advantage, each in pairs]
         return advantages
-
-    def _is_penalized(self, trajectory: Any) -> bool:
-        return self.truncated == "penalize" and trajectory.truncated
 
     @override
     def request(self, group: Group, data: list[Datum]) -> None:

@@ -67,11 +67,9 @@ class References:
     def add_to(self, data: Sequence[Any]) -> list[Any]:
         """Returns datums with `reference_logprobs`; waits for pending requests."""
         self.request(data)
-        arrived = {}
-        for key in self._missing(data):
-            if key in self._pending:
-                # Nothing precedes the first token.
-                arrived[key] = np.array(self._pending.pop(key).result()[1:], np.float32)
+        pending = [key for key in self._missing(data) if key in self._pending]
+        # Nothing precedes the first token.
+        arrived = {key: np.array(self._pending.pop(key).result()[1:], np.float32) for key in pending}
         self._cached |= arrived
         self._write(arrived)
         added = [

@@ -54,7 +54,7 @@ def batch_metrics(trained: Sequence[TrainedGroup], steps: int) -> dict[str, floa
     reasons = Counter(turn.completion.stop_reason for turn in turns)
     metrics |= {f"completions/stop_{reason}": count / len(turns) for reason, count in sorted(reasons.items())}
     metrics["groups/zero_variance"] = _share(bool(group.scored) and _is_constant(group) for group in groups)
-    metrics["groups/dropped"] = _share(bool(one.dropped) for one in trained)
+    metrics["groups/dropped"] = _share(one.dropped for one in trained)
     metrics["groups/failed"] = _share(bool(group.failed) for group in groups)
     metrics["policy/staleness"] = float(np.mean([steps - group.version for group in groups]))
     metrics["tokens/sampled"] = float(sum(_sampled(each) for group in groups for each in group.trajectories))

@@ -231,8 +231,7 @@ class RolloutModule(GroupLossModule):
             if batch.part < batch.loader.minibatches:  # in its first epoch
                 rollout_metrics.count_tokens([group], remote.tokens)
             advantages = None if group.failed else self.advantages(group)
-            reason = group.failed or ("its rewards are equal" if advantages is None else "")
-            one = received[slot] = TrainedGroup(group, advantages, reason, remote.steps)
+            one = received[slot] = TrainedGroup(group, advantages, remote.steps)
             if not one.dropped:
                 self.request(group, one.data)
                 if self.chosen_route().needs_logprobs:
