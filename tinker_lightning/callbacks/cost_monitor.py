@@ -19,7 +19,7 @@ from typing_extensions import override
 from tinker_lightning.callbacks.generation import require_remote
 from tinker_lightning.client.sdk.inputs import to_datums
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning.checkpoint import rng
+from tinker_lightning.lightning.checkpoint.loaders import isolated_rng
 from tinker_lightning.remote import group
 from tinker_lightning.remote.calls import TokenCount, tokens_of
 from tinker_lightning.rows.batches import as_list
@@ -175,7 +175,7 @@ def _tokens_per_batch(trainer: pl.Trainer, module: RemoteModule) -> TokenCount |
             rows, collate, size = loader.dataset, loader.collate_fn, min(loader.batch_size or 1, len(loader.dataset))
             # Whole batches, because rows may belong together, such as the two of a pair.
             starts = range(0, len(rows) - size + 1, size * max(1, len(rows) // max(_ROWS, size)))
-            with rng.isolate():
+            with isolated_rng():
                 batches = [collate([rows[i] for i in range(start, start + size)]) for start in starts]
                 counts = [tokens_of(to_datums(as_list(module.datums(batch)))) for batch in batches]
         except (AttributeError, TypeError, NotImplementedError, InvalidInput):  # streams and loaders of other kinds

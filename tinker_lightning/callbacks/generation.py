@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning.checkpoint import rng
+from tinker_lightning.lightning.checkpoint.loaders import isolated_rng
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.rows.formats import is_chat, is_row
 from tinker_lightning.types import SamplingParams
@@ -175,7 +175,7 @@ class GenerationEval(GeneratingCallback):
     ) -> None:
         """Scores the samples and logs the means."""
         scores: dict[str, list[float]] = {}
-        with rng.isolate():  # a score that draws random numbers must not change what training draws
+        with isolated_rng():  # a score that draws random numbers must not change what training draws
             for i, (row, completions) in enumerate(zip(self.rows, samples, strict=True)):
                 for one in completions:
                     for name, value in self._scores(i, row, one).items():

@@ -11,7 +11,7 @@ from typing_extensions import override
 from tinker_lightning.client.sdk.inputs import to_datums
 from tinker_lightning.errors import InvalidInput, InvalidLoss, MissingInput, OperationFailed
 from tinker_lightning.lightning import _compat, deferred_metrics
-from tinker_lightning.lightning.checkpoint import rng
+from tinker_lightning.lightning.checkpoint.loaders import isolated_rng
 from tinker_lightning.lightning.deferred_metrics import TOTAL, VALUE
 from tinker_lightning.losses.reduction import target_weights
 from tinker_lightning.losses.regularizers import composition
@@ -51,7 +51,7 @@ class Evaluation:
         if logged is None:
             return  # an earlier batch lacks an input of the loss
         try:
-            with rng.isolate():  # a validation that is repeated after a resume must not change what training draws
+            with isolated_rng():  # a validation that is repeated after a resume must not change what training draws
                 value, metrics, weight = _own_loss(module, batch, data, logprobs)
         except _LossUnavailable as error:
             self._drop_loss(stage, loader, logged, str(error))

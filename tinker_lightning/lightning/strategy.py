@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning import _compat, checks, wandb_runs
-from tinker_lightning.lightning.checkpoint import contents, loop_position, rng
+from tinker_lightning.lightning.checkpoint import contents, loop_position
 from tinker_lightning.lightning.checkpoint.contents import BatchSnapshot
 from tinker_lightning.lightning.checkpoint.format import SECTION, new_section
 from tinker_lightning.lightning.checkpoint.loaders import (
@@ -25,6 +25,9 @@ from tinker_lightning.lightning.checkpoint.loaders import (
     PositionedLoader,
     ResumableLoader,
     TrainedPosition,
+    capture_rng,
+    restore_rng,
+    seeded_rng,
 )
 from tinker_lightning.lightning.checkpoint.retention import TTL_DAYS, StateRetention
 from tinker_lightning.lightning.module import RemoteModule
@@ -154,7 +157,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         for loader, state in zip(loaders, resume.loaders, strict=False):
             if state["start"] is None:  # its pass had not started when the file was written
                 loader.load_state_dict(state)
-        rng.restore(resume.rng)
+        restore_rng(resume.rng)
         loop_position.restore_loops(trainer, resume.loops)
 
     # Training.
@@ -195,10 +198,10 @@ class TinkerStrategy(SingleDeviceStrategy):
             if isinstance(module, RemoteModule):  # whose own hook may be overridden without super()
                 contents.add_section(checkpoint, module)
             section = new_section(checkpoint)
-            position: dict[str, Any] = {"rng": rng.capture(), "loop_position": loop_position.capture(trainer)}
+            position: dict[str, Any] = {"rng": capture_rng(), "loop_position": loop_position.capture(trainer)}
             if self._snapshot is not None and self._snapshot.is_under_way(trainer):
                 # The batch is trained again after a resume: its draws, logs and gradients must not count twice.
-                position["rng"] = rng.capture(self._snapshot.rng)
+                position["rng"] = self._snapshot.rng
                 position["loop_position"]["epoch_metrics"] = self._snapshot.epoch_metrics
                 section.update(self._snapshot.window.state())
             section["strategy"] = position
@@ -364,7 +367,7 @@ class LookAhead:
                     if each is not batch:
                         each = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(each))
                     # Each batch has its own random numbers: how far ahead it is drawn must not change them.
-                    with rng.seeded(seed + number):
+                    with seeded_rng(seed + number):
                         data = as_list(module.datums(each))
                     sent.append((data, module.lm.send(data) if left > 1 else None))
                 except Exception:  # raised again by the step of this batch

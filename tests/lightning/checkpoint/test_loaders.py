@@ -19,8 +19,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tests.helpers.fuzzing import examples
 from tests.helpers.soaking import first_only
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning.checkpoint import rng
-from tinker_lightning.lightning.checkpoint.loaders import IsolatedRngLoader, ResumableLoader
+from tinker_lightning.lightning.checkpoint.loaders import (
+    IsolatedRngLoader,
+    ResumableLoader,
+    capture_rng,
+    pass_seed,
+    restore_rng,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -91,7 +96,7 @@ class Epochs:
         saved: dict[str, Any] = {}
         if state is not None:
             self.loader.load_state_dict(state["loader"])
-            rng.restore(state["rng"])
+            restore_rng(state["rng"])
             self.trained, self.is_over = state["trained"], state["is_over"]
             epochs -= state["epochs"]
         for epoch in range(epochs):
@@ -121,7 +126,7 @@ class Epochs:
     def _save(self, epochs: int) -> dict[str, Any]:
         counters = {"trained": self.trained, "is_over": self.is_over, "epochs": epochs}
         file = io.BytesIO()
-        torch.save({"loader": self.loader.state_dict(), "rng": rng.capture(), **counters}, file)
+        torch.save({"loader": self.loader.state_dict(), "rng": capture_rng(), **counters}, file)
         content: dict[str, Any] = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
         return content
 
@@ -400,11 +405,11 @@ def test_an_isolated_loader_survives_pickling() -> None:
 
 
 def test_an_isolated_loader_gives_all_and_disturbs_nothing() -> None:
-    rng_before = rng.digest(rng.capture())
+    rng_before = pass_seed({"rng": capture_rng(), "generators": []})
     for inner in (shuffled(), DataLoader(Stream(9), batch_size=2)):
         texts = [text for batch in IsolatedRngLoader(inner) for text in batch]
         assert sorted(int(text.split(":")[0]) for text in texts) == list(range(9))
-    assert rng.digest(rng.capture()) == rng_before
+    assert pass_seed({"rng": capture_rng(), "generators": []}) == rng_before
 
 
 def test_an_isolated_loader_gives_the_same_where_the_random_numbers_are_the_same() -> None:

@@ -17,8 +17,8 @@ from torchmetrics import Metric
 from tinker_lightning.client.server_losses import LossHandle
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning import _compat, wandb_runs
-from tinker_lightning.lightning.checkpoint import rng
 from tinker_lightning.lightning.checkpoint.format import RECORD, SECTION, new_section
+from tinker_lightning.lightning.checkpoint.loaders import capture_rng
 from tinker_lightning.remote.calls import Call, ServerCall
 from tinker_lightning.remote.handle import RemoteHandle
 from tinker_lightning.remote.lm import RemoteLM
@@ -207,13 +207,13 @@ class BatchSnapshot:
     number: int
     epoch_metrics: dict[str, Any]
     window: Window
-    rng: rng.Snapshot
+    rng: dict[str, Any]
 
     @classmethod
     def capture(cls, trainer: pl.Trainer, module: RemoteModule) -> Self:
         """Captures the state of a fit before a batch is trained."""
         number = trainer.fit_loop.epoch_loop.total_batch_idx
-        return cls(number, capture_epoch(trainer), Window.capture(module), rng.snapshot())
+        return cls(number, capture_epoch(trainer), Window.capture(module), capture_rng())
 
     def is_under_way(self, trainer: pl.Trainer) -> bool:
         """Returns whether the batch is still being trained; after a resume it starts again."""

@@ -2,21 +2,26 @@
 
 A loader is replayed, not pickled: a checkpoint stores the random number generators at the start of the epoch, and a
 resume draws the batches again up to the last one trained. A loader with a `state_dict` uses that instead.
+
+The generators are those of torch, numpy and Python together. Each batch is drawn with its own seed.
 """
 
 from __future__ import annotations
 
+import random
+import zlib
 from abc import ABC, abstractmethod
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning.checkpoint import rng
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +29,48 @@ if TYPE_CHECKING:
 
 _END = object()
 _SET_BY_LIGHTNING = ("worker_init_fn", "_iterator")
+
+
+def capture_rng() -> dict[str, Any]:
+    """Returns the states of the generators, as plain data that loads with `weights_only=True`."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, words, next_gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": [str(kind), torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss],
+        "python": [version, torch.tensor(words, dtype=torch.int64), next_gauss],
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Restores the result of `capture_rng`."""
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    version, words, next_gauss = state["python"]
+    torch.set_rng_state(state["torch"])
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    random.setstate((version, tuple(words.tolist()), next_gauss))
+
+
+@contextmanager
+def isolated_rng() -> Iterator[None]:
+    """Restores the generators at the end of the `with` block, also after an error, unlike Lightning's `isolate_rng`."""
+    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
+@contextmanager
+def seeded_rng(seed: int) -> Iterator[None]:
+    """Seeds the generators for the `with` block, and restores them at its end."""
+    with isolated_rng():
+        torch.default_generator.manual_seed(seed)  # leaves the generators of GPUs alone
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        yield
 
 
 class _Wrapper:
@@ -149,8 +196,8 @@ class IsolatedRngLoader(_Wrapper):
     """Loads batches without changing the random number generators of training."""
 
     def __iter__(self) -> Iterator[Any]:
-        with rng.isolate():
-            seed, iterator = _seed(_start_state(self.loader)), iter(self.loader)
+        with isolated_rng():
+            seed, iterator = pass_seed(_start_state(self.loader)), iter(self.loader)
         return _seeded(iterator, seed)
 
 
@@ -159,7 +206,7 @@ class Run:
 
     def __init__(self, loader: Iterable[Any], resume: dict[str, Any] | None) -> None:
         self.start: dict[str, Any] | None = resume["start"] if resume else None
-        self.seed = 0 if self.start is None else _seed(self.start)
+        self.seed = 0 if self.start is None else pass_seed(self.start)
         self.count: int = resume["count"] if resume else 0
         self.inner: Any = resume and resume["inner"]
         self._before = resume and resume.get("before")
@@ -211,16 +258,16 @@ class Run:
             if self._before is not None:
                 _restore_end(self._loader, self._before, self.inner)
             self.start = _start_state(self._loader)
-            self.seed = _seed(self.start)
+            self.seed = pass_seed(self.start)
             source = _pass(self._loader, self.seed)
             self._keep(next(source))
             return source
-        with rng.isolate():
+        with isolated_rng():
             if self.inner is not None:
                 self._loader.load_state_dict(self.inner)  # type: ignore[attr-defined]
                 return _seeded(iter(self._loader), self.seed, self.count)
             _start_workers(self._loader, self.start)
-            rng.restore(self.start["rng"])
+            restore_rng(self.start["rng"])
             _set_generators(self._loader, self.start)
             source = _pass(self._loader, self.seed)
             if self.count == 0:
@@ -259,7 +306,7 @@ def _seeded(iterator: Iterator[Any], seed: int, count: int = 0) -> Iterator[Any]
     """Yields batches after the first `count`, each drawn with its own seed, so that look-ahead changes no numbers."""
     while True:
         count += 1
-        with rng.seeded(seed + count):
+        with seeded_rng(seed + count):
             batch = next(iterator, _END)
         if batch is _END:
             return
@@ -277,7 +324,7 @@ def _resting_state(loader: Any, *, has_begun: bool) -> dict[str, Any]:
 
 
 def _start_state(loader: Any) -> dict[str, Any]:
-    return {"rng": rng.capture(), **_settings(loader)}
+    return {"rng": capture_rng(), **_settings(loader)}
 
 
 def _settings(loader: Any) -> dict[str, Any]:
@@ -290,7 +337,7 @@ def _settings(loader: Any) -> dict[str, Any]:
 
 def _restore_end(loader: Any, settings: dict[str, Any], inner: Any) -> None:
     """Restores the state of a loader at the end of its last pass."""
-    with rng.isolate():
+    with isolated_rng():
         if inner is not None:
             loader.load_state_dict(inner)
             iter(loader)
@@ -320,9 +367,13 @@ def _set_generators(loader: Any, settings: dict[str, Any]) -> None:
         generator.set_state(state)
 
 
-def _seed(start: dict[str, Any]) -> int:
-    """Returns the seed of a pass, computed from all generators at its start."""
-    return rng.digest(start["rng"], start["generators"])
+def pass_seed(start: dict[str, Any]) -> int:
+    """Returns the seed of a pass: a hash of all generators at its start."""
+    _, keys, position, *_ = start["rng"]["numpy"]
+    seed = zlib.crc32(str(position).encode())
+    for part in (start["rng"]["torch"], keys, start["rng"]["python"][1], *start["generators"]):
+        seed = zlib.crc32(part.numpy().tobytes(), seed)
+    return seed
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
